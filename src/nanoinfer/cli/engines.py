@@ -1,0 +1,70 @@
+"""`nanoinfer engines`: the rungs of the ladder, and what each can do on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+
+def engines(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+) -> None:
+    """List the engines, slowest first, and what each can do here."""
+    import torch
+
+    from nanoinfer.engines.devices import supported_dtypes
+    from nanoinfer.engines.registry import ENGINES
+
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    rows: list[dict[str, Any]] = []
+    for spec in ENGINES.values():
+        reason = spec.unavailable()
+        usable = [d for d in spec.devices if d in devices] if reason is None else []
+        here = {t for d in usable for t in supported_dtypes(torch.device(d))}
+        rows.append(
+            {
+                "name": spec.name,
+                "idea": spec.idea,
+                "available": reason is None,
+                "why_not": reason,
+                "devices": usable,
+                "missing_devices": [d for d in spec.devices if d not in usable],
+                "dtypes": [t for t in spec.dtypes if t in here],
+                "quantizations": list(spec.quantizations),
+            }
+        )
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE)
+    for column in ("engine", "here", "devices", "dtypes", "quantization", "the one idea"):
+        table.add_column(column)
+    for row in rows:
+        missing = ", ".join(row["missing_devices"])
+        table.add_row(
+            row["name"],
+            "yes" if row["available"] else f"no: {row['why_not']}",
+            ", ".join(row["devices"]) + (f" (not here: {missing})" if missing else ""),
+            " ".join(row["dtypes"]),
+            " ".join(row["quantizations"]) or "none",
+            row["idea"],
+        )
+    Console(width=None).print(table)
+    threads = torch.get_num_threads()
+    gpu = f"CUDA: {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no CUDA device"
+    print(f"torch {torch.__version__}, {threads} CPU threads, {gpu}; native extension: {_native()}")
+
+
+def _native() -> str:
+    """Return whether the C++ extension is built."""
+    try:
+        import nanoinfer._native  # noqa: F401
+    except ImportError:
+        return "not built (installed with NANOINFER_NO_NATIVE=1)"
+    return "built"

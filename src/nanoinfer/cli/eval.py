@@ -1,0 +1,65 @@
+"""`nanoinfer eval`: perplexity of a text file.
+
+Examples:
+    nanoinfer eval play.txt
+    nanoinfer eval play.txt --model gpt2 --dtype bfloat16 --stride 256 --json
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
+from nanoinfer.cli.options import flags
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import NanoinferError
+
+
+@flags(EngineConfig, "engine_config")
+def evaluate(
+    file: Annotated[Path, typer.Argument(help="Text file, UTF-8.")],
+    model: ModelFlag = "shakespeare",
+    tokenizer: TokenizerFlag = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Tokens that the window moves on by; every token sees block_size - stride tokens or more."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    *,
+    engine_config: EngineConfig,
+) -> None:
+    """Print how well a model predicts a text: perplexity, and bits per character."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise NanoinferError(f"file {file} cannot be read as UTF-8 text: {e}") from None
+
+    from nanoinfer.llm import LLM
+
+    llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config))
+    start = time.perf_counter()
+    (score,) = llm.score(text, stride=stride)
+    seconds = time.perf_counter() - start
+    loss = -score.log_likelihood / score.num_tokens
+    bits = -score.log_likelihood / math.log(2) / len(text)
+    if as_json:
+        result = dataclasses.asdict(score) | {
+            "model": model,
+            "engine": llm.engine_name,
+            "loss_nats_per_token": loss,
+            "bits_per_character": bits,
+            "tokens_per_sec": score.num_tokens / seconds,
+        }
+        print(json.dumps(result))
+        return
+    print(
+        f"perplexity {score.perplexity:.3f}, loss {loss:.4f} nats per token, {bits:.4f} bits per character"
+        f" ({score.num_tokens:,} tokens scored, {len(text):,} characters, {score.num_tokens / seconds:,.0f} tokens/s)"
+    )

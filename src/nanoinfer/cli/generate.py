@@ -1,0 +1,174 @@
+"""`nanoinfer generate`: text from prompts.
+
+Examples:
+    nanoinfer generate "O Romeo,"                                  (the built-in model, streamed)
+    nanoinfer generate "O Romeo," "To be" --n 2 --temperature 0.8 --top-k 50 --seed 1
+    nanoinfer generate --model gpt2 --file prompt.txt --max-tokens 200
+    echo "Once upon a time" | nanoinfer generate --model path/to/ckpt.pt --overflow slide
+    nanoinfer generate "To be" --json | jq .outputs[0].text        (one JSON object a line and prompt)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from nanoinfer.cli.options import flags
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.sampling.params import SamplingParams
+
+ModelFlag = Annotated[
+    str, typer.Option("--model", "-m", help="shakespeare, random:<preset>, a folder, a ckpt.pt, or a Hub repository.")
+]
+TokenizerFlag = Annotated[
+    str | None, typer.Option("--tokenizer", help="Take the tokenizer from here instead of the model's own place.")
+]
+
+
+@flags(EngineConfig, "engine_config")
+@flags(SamplingParams, "params", skip=("logit_bias",))
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; without any, the prompt is read from stdin.")
+    ] = None,
+    model: ModelFlag = "shakespeare",
+    tokenizer: TokenizerFlag = None,
+    file: Annotated[
+        list[Path] | None, typer.Option("--file", "-f", help="File whose text is a prompt; several may be given.")
+    ] = None,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="Prompts are token ids: '15496 11 995'.")] = False,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option("--logit-bias", help="TOKEN_ID=BIAS, added to its logit; may be repeated.")
+    ] = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Print each prompt before its text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a line for each prompt, with token ids and metrics.")
+    ] = False,
+    *,
+    engine_config: EngineConfig,
+    params: SamplingParams,
+) -> None:
+    """Generate text from prompts, streamed as it is made."""
+    texts = _read_prompts(prompts or [], file or [])
+    if logit_bias:
+        params = dataclasses.replace(params, logit_bias=_parse_bias(logit_bias))
+    given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
+
+    from nanoinfer.llm import LLM
+
+    llm = LLM(model, tokenizer=tokenizer, **_engine_arguments(engine_config))
+    if not as_json and llm.tokenizer is None:
+        llm.decode([])  # raises: says why there is no text to print
+    ids, stream = llm.stream_outputs(given, params)
+    if as_json:
+        for output in stream:
+            if isinstance(output, RequestOutput):
+                print(json.dumps(dataclasses.asdict(output), ensure_ascii=False), flush=True)
+        return
+
+    def before(i: int, k: int) -> str:
+        return _heading(texts[i], i, k, len(texts), params.n) + (texts[i] if echo else "")
+
+    _InOrder(ids, params.n, before).run(stream)
+
+
+def _engine_arguments(config: EngineConfig) -> dict[str, Any]:
+    """Return the engine config as keyword arguments of LLM."""
+    return dataclasses.asdict(config)
+
+
+def _read_prompts(arguments: list[str], files: list[Path]) -> list[str]:
+    """Return the prompts: arguments, then files; stdin when there is neither."""
+    texts = list(arguments)
+    for path in files:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as e:
+            raise NanoinferError(f"prompt file {path} cannot be read as UTF-8 text: {e}") from None
+    if not texts:
+        if sys.stdin.isatty():
+            raise NanoinferError("no prompt: give one as an argument, with --file, or on stdin")
+        try:
+            texts.append(sys.stdin.buffer.read().decode("utf-8"))
+        except UnicodeDecodeError as e:
+            raise NanoinferError(f"stdin is not UTF-8 text: {e}") from None
+    return texts
+
+
+def _parse_ids(text: str) -> list[int]:
+    """ "15496 11" -> [15496, 11]; commas are accepted."""
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise NanoinferError(f"--token-ids: {text[:60]!r} is not a list of integers") from None
+
+
+def _parse_bias(entries: list[str]) -> dict[int, float]:
+    """["50256=-100"] -> {50256: -100.0}."""
+    bias = {}
+    for entry in entries:
+        token, _, value = entry.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise NanoinferError(f"--logit-bias {entry!r} is not TOKEN_ID=BIAS") from None
+    return bias
+
+
+def _heading(prompt: str, i: int, k: int, num_prompts: int, n: int) -> str:
+    """Return what stands above a text when there are several."""
+    parts = [f"prompt {i + 1} of {num_prompts}"] if num_prompts > 1 else []
+    parts += [f"text {k + 1} of {n}"] if n > 1 else []
+    return f"--- {', '.join(parts)}: {prompt[:40]!r}\n" if parts else ""
+
+
+class _InOrder:
+    """Prints texts one after the other, in order, each as far as it is known.
+
+    All are generated together. The first is shown as it is made; what comes for later ones waits until
+    theirs is the turn. When the user interrupts, what has been made of the later ones is printed too.
+    """
+
+    def __init__(self, ids: list[int], n: int, before: Callable[[int, int], str]) -> None:
+        self._order = [(request_id, k) for request_id in ids for k in range(n)]
+        self._before = [before(i, k) for i in range(len(ids)) for k in range(n)]
+        self._made = dict.fromkeys(self._order, "")
+        self._ended: set[tuple[int, int]] = set()
+        self._turn = 0
+        self._begun = False
+
+    def run(self, stream: Iterator[Delta | RequestOutput]) -> None:
+        try:
+            for item in stream:
+                if isinstance(item, Delta):
+                    key = (item.request_id, item.index)
+                    self._made[key] += item.text
+                    if item.finish_reason is not None:
+                        self._ended.add(key)
+                    self._show()
+        except BaseException:
+            self._ended.update(self._order)
+            self._show()
+            raise
+
+    def _show(self) -> None:
+        """Print what is new in the text whose turn it is; go on to the next when it has ended."""
+        while self._turn < len(self._order):
+            key = self._order[self._turn]
+            text, self._made[key] = self._made[key], ""
+            if not self._begun:
+                text, self._begun = self._before[self._turn] + text, True
+            if text:
+                print(text, end="", flush=True)
+            if key not in self._ended:
+                return
+            print(flush=True)
+            self._turn, self._begun = self._turn + 1, False

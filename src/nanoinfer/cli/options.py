@@ -1,0 +1,94 @@
+"""Command-line flags from dataclasses: names, types, defaults and help are read from the fields.
+
+A field `max_tokens: int = 128` followed by the string "Most tokens ..." becomes
+`--max-tokens INTEGER  Most tokens ... [default: 128]`, so that flags and Python names never drift apart.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Return the string under each field of a dataclass: {"max_tokens": "Most tokens to generate."}."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            docs[field.target.id] = " ".join(str(text.value.value).split())
+    return docs
+
+
+def flags(
+    cls: type, argument: str, *, skip: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a command so that it gets an instance of dataclass `cls` as keyword `argument`.
+
+    Args:
+        cls: a dataclass; each of its fields becomes a flag.
+        argument: the keyword under which the command gets the instance.
+        skip: fields that keep their default.
+    """
+    hints = typing.get_type_hints(cls)
+    docs = field_docs(cls)
+    fields = [f for f in dataclasses.fields(cls) if f.name not in skip]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = inspect.signature(command)
+        own_hints = typing.get_type_hints(command, include_extras=True)
+
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            given = {f.name: values.pop(f.name) for f in fields}
+            given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+            return command(**values, **{argument: cls(**given)})
+
+        parameters = [
+            p.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, p in own.parameters.items()
+            if name != argument
+        ]
+        parameters += [_parameter(f, hints[f.name], docs.get(f.name, "")) for f in fields]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        del run.__wrapped__  # typer would look through it, at the undecorated signature
+        return run
+
+    return decorate
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any, doc: str) -> inspect.Parameter:
+    """Return the command parameter of one field."""
+    names = [f"--{field.name.replace('_', '-')}"]
+    if hint is bool:
+        names[0] += f"/--no-{field.name.replace('_', '-')}"
+    default: Any = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+    option = typer.Option(*names, help=doc, show_default=default not in (inspect.Parameter.empty, None, ()))
+    kind = _flag_type(hint)
+    if typing.get_origin(kind) is list and default is not inspect.Parameter.empty:
+        default = list(default)
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+
+
+def _flag_type(hint: Any) -> Any:
+    """Return the type of a flag: tuple[str, ...] -> list[str]; int | str | None -> its first member, optional."""
+    if typing.get_origin(hint) is tuple:
+        return list[typing.get_args(hint)[0]]  # type: ignore[misc]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        members = [_flag_type(a) for a in typing.get_args(hint) if a is not type(None)]
+        return members[0] | None
+    return hint

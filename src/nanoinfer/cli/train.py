@@ -1,0 +1,76 @@
+"""`nanoinfer train`: train a model from scratch or from any model that loads.
+
+Examples:
+    nanoinfer train --data shakespeare.txt --out out/char
+    nanoinfer train --data shakespeare.txt --out out/char --resume          (after it was killed)
+    nanoinfer train --data notes.txt --out out/notes --init gpt2 --block-size 256 --learning-rate 3e-5
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from nanoinfer.cli.options import flags
+from nanoinfer.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from nanoinfer.training.loop import Progress
+
+
+@flags(TrainConfig, "config")
+def train(
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last saved interval in --out.")] = False,
+    *,
+    config: TrainConfig,
+) -> None:
+    """Train a model; write it as a Hugging Face folder."""
+    from nanoinfer.training import loop
+
+    run = loop.prepare(config, resume=resume)
+    model = run.model.config
+    print(
+        f"{run.model.num_parameters():,} parameters, {len(run.train.tokens):,} training tokens,"
+        f" {len(run.val.tokens):,} validation tokens, vocabulary {model.vocab_size:,}, on {run.device}",
+        file=sys.stderr,
+    )
+    if run.step:
+        print(f"resuming at step {run.step} of {config.max_steps}", file=sys.stderr)
+    best = loop.train(run, _reporter(run.step, config.max_steps, run.val_chars_per_token))
+    bits = best / run.val_chars_per_token / math.log(2)
+    print(f"best validation loss {best:.4f} nats per token ({bits:.4f} bits per character), model in {config.out}")
+
+
+class _reporter:
+    """Progress on stderr: a bar on a terminal, one line per validation elsewhere."""
+
+    def __init__(self, done: int, total: int, chars_per_token: float) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._chars_per_token = chars_per_token
+        self._console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn("train"), BarColumn(bar_width=None), MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
+            console=self._console, disable=not self._console.is_terminal,
+        )  # fmt: skip
+        self._task = self._bar.add_task("train", total=total, completed=done, note="")
+        self._total = total
+        self._bar.start()
+
+    def __call__(self, progress: Progress) -> None:
+        note = f"loss {progress.loss:.3f}  {progress.tokens_per_sec:,.0f} tok/s"
+        self._bar.update(self._task, completed=progress.step, note=note)
+        if progress.val_loss is not None:
+            bits = progress.val_loss / self._chars_per_token / math.log(2)
+            self._console.print(
+                f"step {progress.step}/{self._total}  loss {progress.loss:.4f}  val {progress.val_loss:.4f}"
+                f"  ({bits:.4f} bits/char)  best {progress.best_val_loss:.4f}  {progress.tokens_per_sec:,.0f} tok/s",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+        if progress.step == self._total:
+            self._bar.stop()

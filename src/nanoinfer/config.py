@@ -1,0 +1,136 @@
+"""The frozen dataclasses that describe a model, an engine and the scheduler, and the GPT-2 presets.
+
+No tensor library is imported here: the scheduler and the command line's `--help` use these classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nanoinfer.checks import require_bool, require_choice, require_float, require_int
+from nanoinfer.errors import NanoinferError
+
+ACTIVATIONS = ("gelu_new", "gelu")
+DTYPES = ("float32", "bfloat16", "float16")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a GPT-2-family model, in nanoGPT's names.
+
+    Raises:
+        NanoinferError: a field is out of range, or `n_embd` is not a multiple of `n_head`.
+    """
+
+    vocab_size: int = 50257
+    """Rows of the token embedding and of the output head."""
+    block_size: int = 1024
+    """Context length: the number of learned positions."""
+    n_layer: int = 12
+    """Number of transformer blocks."""
+    n_head: int = 12
+    """Attention heads per block."""
+    n_embd: int = 768
+    """Width of the residual stream."""
+    n_inner: int | None = None
+    """Width of the MLP's hidden layer; None is 4 * n_embd."""
+    bias: bool = True
+    """Whether linear layers and layer norms have biases."""
+    activation: str = "gelu_new"
+    """`gelu_new` (tanh approximation: OpenAI's GPT-2) or `gelu` (exact: nanoGPT)."""
+    layer_norm_epsilon: float = 1e-5
+    """Added to the variance in layer norm."""
+    tie_word_embeddings: bool = True
+    """Whether the output head is the token embedding."""
+    bos_token_id: int | None = None
+    """Token that an empty prompt starts from; None: an empty prompt is an error."""
+    eos_token_id: int | None = None
+    """Token that ends a text; None: texts end by length or stop string only."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            require_int(name, getattr(self, name), 1, 2**31 - 1)
+        if self.n_inner is not None:
+            require_int("n_inner", self.n_inner, 1, 2**31 - 1)
+        if self.n_embd % self.n_head:
+            raise NanoinferError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
+        require_bool("bias", self.bias)
+        require_bool("tie_word_embeddings", self.tie_word_embeddings)
+        require_choice("activation", self.activation, ACTIVATIONS)
+        require_float("layer_norm_epsilon", self.layer_norm_epsilon, 0.0, 1.0)
+        for name in ("bos_token_id", "eos_token_id"):
+            if getattr(self, name) is not None:
+                require_int(name, getattr(self, name), 0, self.vocab_size - 1)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.n_embd // self.n_head
+
+    @property
+    def mlp_dim(self) -> int:
+        """Width of the MLP's hidden layer."""
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        """Return the bytes that one token's keys and values take over all layers."""
+        return 2 * self.n_layer * self.n_embd * bytes_per_value
+
+
+def _gpt2(n_layer: int, n_head: int, n_embd: int) -> ModelConfig:
+    return ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, bos_token_id=50256, eos_token_id=50256)
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "gpt2": _gpt2(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
+    "gpt2-medium": _gpt2(n_layer=24, n_head=16, n_embd=1024),  # 355M
+    "gpt2-large": _gpt2(n_layer=36, n_head=20, n_embd=1280),  # 774M
+    "gpt2-xl": _gpt2(n_layer=48, n_head=25, n_embd=1600),  # 1,558M
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the user asks of an engine; "auto" and None are resolved by `engines.registry.resolve`."""
+
+    engine: str = "auto"
+    """Which rung of the ladder runs the model (`nanoinfer engines` lists them)."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto is cuda where there is one."""
+    dtype: str = "auto"
+    """float32, bfloat16 or float16; auto is float32 on a CPU, bfloat16 or float16 on a GPU."""
+    quantization: str | None = None
+    """Weight format below 16 bits, where the engine has one."""
+    max_num_seqs: int | None = None
+    """Sequences open at a time; None is as many as kv_cache_memory holds, up to 64."""
+    kv_cache_memory: int | None = None
+    """Bytes for keys and values; None is a quarter of the free memory."""
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, ("auto", *DTYPES))
+        if self.max_num_seqs is not None:
+            require_int("max_num_seqs", self.max_num_seqs, 1, 65536)
+        if self.kv_cache_memory is not None:
+            require_int("kv_cache_memory", self.kv_cache_memory, 1)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits that the scheduler works within: what the engine can hold, and how much one step may do."""
+
+    max_num_seqs: int
+    """Sequences that may be open at a time."""
+    block_size: int
+    """Tokens that one sequence may hold: the model's context length."""
+    max_num_cached_tokens: int | None = None
+    """Tokens that all open sequences may hold together; None: max_num_seqs * block_size."""
+    max_num_batched_tokens: int = field(default=2048)
+    """Tokens that one step may process; longer prompts are fed in chunks."""
+
+    def __post_init__(self) -> None:
+        require_int("max_num_seqs", self.max_num_seqs, 1)
+        require_int("block_size", self.block_size, 1)
+        require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_num_cached_tokens is not None:
+            require_int("max_num_cached_tokens", self.max_num_cached_tokens, 1)

@@ -1,0 +1,100 @@
+"""The one interface: everything that generates text calls `engine.extend(batch)`.
+
+    prefill                  extend by the whole prompt
+    chunked prefill          extend by part of it
+    decode                   extend by 1 token
+    speculative verification extend by k + 1 tokens, truncate what was rejected
+    n samples, beam search   fork, then extend the forks
+    sliding window           truncate to 0, extend by the tokens that are kept
+    scoring                  extend, asking for logits at every position
+
+No tensor library is imported here: a batch is plain integers, so that policy can build one and an engine
+without torch can take one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NewType, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Handle = NewType("Handle", int)
+"""Names one open sequence of one engine. Never reused."""
+
+
+@dataclass
+class StepBatch:
+    """New tokens for some open sequences: ragged, in any order, each sequence at most once.
+
+    Example: two tokens for sequence 0 and one for sequence 4, logits after each last token:
+
+        StepBatch(handles=[0, 4], token_ids=[17, 5, 99], num_new=[2, 1], num_logits=[1, 1])
+    """
+
+    handles: list[Handle] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """Flat: the new tokens of handles[0], then of handles[1], ... Length sum(num_new)."""
+    num_new: list[int] = field(default_factory=list)
+    """New tokens of each sequence, >= 1."""
+    num_logits: list[int] = field(default_factory=list)
+    """For how many of its last new tokens each sequence wants logits, 0 <= num_logits[i] <= num_new[i]."""
+
+    def add(self, handle: Handle, token_ids: list[int], num_logits: int = 1) -> None:
+        """Append one sequence's new tokens."""
+        self.handles.append(handle)
+        self.token_ids += token_ids
+        self.num_new.append(len(token_ids))
+        self.num_logits.append(num_logits)
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine can hold."""
+
+    max_num_seqs: int
+    """Sequences open at a time."""
+    block_size: int
+    """Tokens in one sequence."""
+    max_num_cached_tokens: int
+    """Tokens in all open sequences together."""
+
+
+class Engine(Protocol):
+    """A rung of the ladder. Not thread-safe: one caller at a time."""
+
+    limits: EngineLimits
+
+    def open(self) -> Handle:
+        """Return an empty sequence. Raises NanoinferError when max_num_seqs are open."""
+        ...
+
+    def extend(self, batch: StepBatch) -> Tensor:
+        """Append new tokens to open sequences and return logits.
+
+        Returns:
+            (sum(num_logits), vocab_size) float32 on the engine's device, rows in the batch's order. The
+            tensor is the caller's until the next call of `extend`.
+
+        Raises:
+            NanoinferError: an unknown or repeated handle, a token outside the vocabulary, counts that do not
+                add up, or a sequence past `block_size`. Nothing has changed then.
+        """
+        ...
+
+    def truncate(self, handle: Handle, length: int) -> None:
+        """Forget the tokens from position `length` on, 0 <= length <= self.length(handle)."""
+        ...
+
+    def fork(self, handle: Handle) -> Handle:
+        """Return a new sequence with the same past. Raises NanoinferError when max_num_seqs are open."""
+        ...
+
+    def close(self, handle: Handle) -> None:
+        """Free a sequence; its handle is unknown afterwards."""
+        ...
+
+    def length(self, handle: Handle) -> int:
+        """Return the number of tokens in a sequence."""
+        ...

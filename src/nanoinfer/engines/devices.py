@@ -1,0 +1,51 @@
+"""Which devices and dtypes this machine has."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from nanoinfer.errors import NanoinferError
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device for a name: cpu, cuda, cuda:N, or auto (cuda where there is one).
+
+    Raises:
+        NanoinferError: this machine has no such device.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda:0" if count else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if match := re.fullmatch(r"cuda(?::(\d{1,4}))?", str(name)):
+        index = int(match.group(1) or 0)
+        if index < count:
+            return torch.device("cuda", index)
+        have = f"{count} CUDA devices" if count else "no CUDA device"
+        raise NanoinferError(f"device={name!r}: this machine has {have}: use device=cpu or auto")
+    raise NanoinferError(f"device={name!r} is unknown: use cpu, cuda, cuda:N or auto")
+
+
+def supported_dtypes(device: torch.device) -> tuple[str, ...]:
+    """Return the names of the dtypes that `device` computes in."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return ("float32", "float16")  # bfloat16 came with Ampere
+    return ("float32", "bfloat16", "float16")
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return the dtype for a name; auto is float32 on a CPU, and 16 bits on a GPU.
+
+    Raises:
+        NanoinferError: the device does not compute in it.
+    """
+    have = supported_dtypes(device)
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else "bfloat16" if "bfloat16" in have else "float16"
+    if name not in have:
+        raise NanoinferError(f"dtype={name!r} is not supported on {device}: use one of {', '.join(have)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

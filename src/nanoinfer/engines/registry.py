@@ -1,0 +1,181 @@
+"""The table of engines, what each can do here, and the choice that `auto` makes.
+
+A new engine is one line in `ENGINES`. Listing them imports no tensor library; `unavailable` does, because
+what this machine has is the tensor library's knowledge.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
+from nanoinfer.engines.base import Engine, EngineLimits
+from nanoinfer.errors import NanoinferError
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanoinfer.models.gpt import GPT
+
+log = logging.getLogger("nanoinfer")
+
+DEFAULT_MAX_NUM_SEQS = 64
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One rung of the ladder: what it is and what it can do."""
+
+    name: str
+    idea: str
+    target: str
+    """module:Class, imported when the engine is chosen."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    dtypes: tuple[str, ...] = DTYPES
+    quantizations: tuple[str, ...] = ()
+    memory: str = "tokens"
+    """What keys and values take: "none", "tokens" (grows with the text) or "slots" (a full text each)."""
+
+    def unavailable(self) -> str | None:
+        """Return why this engine cannot run on this machine, or None."""
+        import torch
+
+        if "cpu" not in self.devices and not torch.cuda.is_available():
+            return "no CUDA device"
+        return None
+
+
+ENGINES: dict[str, EngineSpec] = {
+    spec.name: spec
+    for spec in (  # slowest first: `auto` takes the last that fits
+        EngineSpec(
+            "recompute",
+            "run the whole prefix again for every token: the definition of correct",
+            "nanoinfer.engines.recompute:RecomputeEngine",
+            memory="none",
+        ),
+        EngineSpec(
+            "dynamic",
+            "keep keys and values, grow by concatenation",
+            "nanoinfer.engines.dynamic:DynamicEngine",
+        ),
+        EngineSpec(
+            "static",
+            "preallocate keys and values, write in place",
+            "nanoinfer.engines.static:StaticEngine",
+            memory="slots",
+        ),
+    )
+}
+
+
+def resolve(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> EngineSpec:
+    """Return the engine to use: the one asked for, or the fastest that fits.
+
+    Raises:
+        NanoinferError: there is no such engine, or it does not do what is asked for here (said why).
+    """
+    if config.engine == "auto":
+        fitting = [s for s in ENGINES.values() if _why_not(s, config, device, dtype) is None]
+        if not fitting:
+            raise NanoinferError(
+                f"no engine does quantization={config.quantization!r} with dtype={dtype_name(dtype)} on {device}:"
+                " `nanoinfer engines` lists what each can do"
+            )
+        log.info("engine=auto: %s, the fastest that fits %s and %s", fitting[-1].name, device, dtype_name(dtype))
+        return fitting[-1]
+    if config.engine not in ENGINES:
+        raise NanoinferError(f"engine={config.engine!r} is unknown: use auto or one of {', '.join(ENGINES)}")
+    spec = ENGINES[config.engine]
+    if (reason := _why_not(spec, config, device, dtype)) is not None:
+        raise NanoinferError(f"engine={spec.name!r} cannot run: {reason}")
+    return spec
+
+
+def _why_not(spec: EngineSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why an engine does not fit what is asked for, or None."""
+    if (reason := spec.unavailable()) is not None:
+        return reason
+    for name, value, have in (
+        ("device", device.type, spec.devices),
+        ("dtype", dtype_name(dtype), spec.dtypes),
+        ("quantization", config.quantization, (None, *spec.quantizations)),
+    ):
+        if value not in have:
+            return f"{name}={value!r} is not supported: it has {', '.join(map(str, have))}"
+    return None
+
+
+def build(spec: EngineSpec, gpt: GPT, config: EngineConfig) -> Engine:
+    """Return a running engine.
+
+    Args:
+        spec: from `resolve`.
+        gpt: the weights, on the device and in the dtype to compute in.
+        config: for max_num_seqs and kv_cache_memory.
+
+    Raises:
+        NanoinferError: the keys and values do not fit the memory.
+    """
+    module, _, name = spec.target.partition(":")
+    weight = gpt.lm_head.weight
+    limits = plan_limits(gpt.config, config, spec, weight.dtype.itemsize, weight.device)
+    engine: Engine = getattr(importlib.import_module(module), name)(gpt, limits)
+    return engine
+
+
+def plan_limits(
+    model: ModelConfig, config: EngineConfig, spec: EngineSpec, bytes_per_value: int, device: torch.device
+) -> EngineLimits:
+    """Return how many sequences and tokens an engine may hold.
+
+    kv_cache_memory is a hard limit where it is given; where it is not, a quarter of the free memory is used,
+    and at least one full-length text is allowed. An engine with slots reserves a full-length one for each
+    sequence; the others share their tokens freely.
+
+    Raises:
+        NanoinferError: kv_cache_memory does not hold what max_num_seqs asks for, or not even one text.
+    """
+    wanted = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    if spec.memory == "none":
+        return EngineLimits(wanted, model.block_size, wanted * model.block_size)
+    per_token = model.kv_bytes_per_token(bytes_per_value)
+    budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_memory(device) // 4
+    fitting = budget // (per_token * model.block_size)  # full-length texts
+    needed = config.max_num_seqs or 1 if spec.memory == "slots" else 1
+    if config.kv_cache_memory is not None and fitting < needed:
+        raise NanoinferError(
+            f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for {needed} sequences of"
+            f" {model.block_size} tokens ({needed * per_token * model.block_size:,} bytes): raise it, or lower"
+            " max_num_seqs"
+        )
+    if spec.memory == "slots":
+        count = config.max_num_seqs or max(1, min(wanted, fitting))
+        return EngineLimits(count, model.block_size, count * model.block_size)
+    tokens = min(wanted * model.block_size, max(model.block_size, budget // per_token))
+    return EngineLimits(wanted, model.block_size, tokens)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device now."""
+    import torch
+
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    import os
+
+    try:
+        with open("/proc/meminfo") as f:
+            fields = dict(line.split(":", 1) for line in f)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux: half of what is installed is a fair guess
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.float32 -> "float32"."""
+    return str(dtype).removeprefix("torch.")

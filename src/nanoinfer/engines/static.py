@@ -1,0 +1,137 @@
+"""Rung 3, `static`: preallocate keys and values, write in place.
+
+What changes from `dynamic`: one tensor of keys and one of values for all layers, sequences (slots) and
+positions, allocated once. A step writes its new keys and values where they belong and copies nothing; all
+sequences that decode one token share one attention call, masked by length.
+
+Why it helps: no copying of the cache and no allocation a step, and B times fewer attention calls at batch
+B. When it does not pay: memory is reserved for max_num_seqs texts of full length, used or not (on a CPU the
+pages are only taken when they are first written), and the shared call reads as far as the longest text.
+
+Slots stay dense: open sequences always occupy slots 0, 1, ..., so that a batch of all of them is a view of
+the cache, not a gathered copy. Closing a sequence moves the last slot into the hole.
+
+    slot 0  [k k k k k . . . .]   5 tokens
+    slot 1  [k k k . . . . . .]   3 tokens, zeros after them: masked, and never NaN
+    slot 2  [. . . . . . . . .]   free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
+from nanoinfer.engines.torch_engine import TorchEngine, causal_mask
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.gpt import GPT, Attend
+
+
+class StaticEngine(TorchEngine):
+    """Keys and values in two tensors, (L, slots, H, block_size, D)."""
+
+    def __init__(self, model: GPT, limits: EngineLimits) -> None:
+        super().__init__(model, limits)
+        c = self.config
+        shape = (c.n_layer, limits.max_num_seqs, c.n_head, limits.block_size, c.head_dim)
+        try:
+            # zeros, not empty: what is masked is still multiplied by 0, and 0 * NaN is NaN
+            self._k = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            self._v = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        except RuntimeError:  # torch's out-of-memory errors, on CPU and CUDA
+            need = limits.max_num_seqs * limits.block_size * c.kv_bytes_per_token(self.dtype.itemsize)
+            raise NanoinferError(
+                f"keys and values of {limits.max_num_seqs} sequences need {need:,} bytes, which {self.device} does"
+                " not have: use a smaller max_num_seqs or kv_cache_memory"
+            ) from None
+        self._slots: dict[Handle, int] = {}
+
+    def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
+        slots = [self._slots[h] for h in batch.handles]
+        rows = [end - n for end, n in zip(accumulate(batch.num_new), batch.num_new, strict=True)]
+        new = list(zip(slots, starts, batch.num_new, rows, strict=True))
+        slot_of = torch.tensor([slot for slot, _, n, _ in new for _ in range(n)], device=self.device)  # (N,)
+        pos_of = torch.tensor([p for _, s, n, _ in new for p in range(s, s + n)], device=self.device)  # (N,)
+        single = sorted((slot, start + 1, row) for slot, start, n, row in new if n == 1)
+        decode = self._decode([slot for slot, _, _ in single], [length for _, length, _ in single])
+        single_rows = [row for _, _, row in single]
+        index = torch.tensor(single_rows, device=self.device)
+        several = [self._one(slot, start, n, row) for slot, start, n, row in new if n > 1]
+        in_order = single_rows == list(range(len(batch.token_ids)))
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._k[layer], self._v[layer]
+            keys[slot_of, :, pos_of] = k
+            values[slot_of, :, pos_of] = v
+            if in_order:
+                return decode(q, keys, values)
+            y = torch.empty_like(q)
+            if single:
+                y[index] = decode(q[index], keys, values)
+            for read in several:
+                read(y, q, keys, values)
+            return y
+
+        return attend
+
+    def _decode(self, slots: list[int], lengths: list[int]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Return attention of one query per sequence, (B, H, D), over all of them in one call; slots ascend."""
+        B, S = len(slots), max(lengths, default=0)
+        dense = slots == list(range(B))
+        index = torch.tensor(slots, device=self.device)
+        mask = None
+        if any(length < S for length in lengths):
+            limit = torch.tensor(lengths, device=self.device)
+            mask = (torch.arange(S, device=self.device) < limit[:, None])[:, None, None]  # (B, 1, 1, S)
+
+        def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (x[:B, :, :S] if dense else x[index, :, :S] for x in (k, v))  # (B, H, S, D)
+            return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask)[:, :, 0]
+
+        return read
+
+    def _one(self, slot: int, start: int, n: int, row: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        """Return attention of one sequence's n new tokens, which stand at y[row : row + n] of the flat step."""
+        mask = causal_mask(n, start + n, self.device) if start else None
+
+        def read(y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+            q = q[row : row + n].transpose(0, 1)[None]  # (1, H, n, D)
+            k, v = (x[slot : slot + 1, :, : start + n] for x in (k, v))  # (1, H, S, D)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+            y[row : row + n] = out[0].transpose(0, 1)
+
+        return read
+
+    def _open(self, handle: Handle) -> None:
+        self._slots[handle] = len(self._slots)
+
+    def _truncate(self, handle: Handle, length: int) -> None:
+        self._clear(self._slots[handle], length, self._lengths[handle])
+
+    def _fork(self, parent: Handle, child: Handle) -> None:
+        self._copy(self._slots[parent], self._slots[child], self._lengths[parent])
+
+    def _close(self, handle: Handle) -> None:
+        slot, length = self._slots.pop(handle), self._lengths[handle]
+        last = next((h for h, s in self._slots.items() if s == len(self._slots)), None)
+        if last is not None:  # move the last slot into the hole
+            self._clear(slot, 0, length)
+            length = self._lengths[last]
+            self._copy(self._slots[last], slot, length)
+            self._slots[last], slot = slot, self._slots[last]
+        self._clear(slot, 0, length)
+
+    @torch.inference_mode()
+    def _copy(self, source: int, target: int, length: int) -> None:
+        for cache in (self._k, self._v):
+            cache[:, target, :, :length] = cache[:, source, :, :length]
+
+    @torch.inference_mode()
+    def _clear(self, slot: int, start: int, stop: int) -> None:
+        """Zero what is forgotten: a later text in this slot must not meet another's NaN behind its mask."""
+        for cache in (self._k, self._v):
+            cache[:, slot, :, start:stop] = 0

@@ -1,0 +1,11 @@
+"""The errors that nanoinfer raises on purpose.
+
+Every message is one line that names the thing, its value, the limit and the remedy. The command line
+prints it without a traceback and exits with code 2.
+"""
+
+from __future__ import annotations
+
+
+class NanoinferError(ValueError):
+    """Bad input, a missing or broken file, or something that this machine cannot do."""

@@ -1,0 +1,317 @@
+"""The front door: load a model, generate, stream, score.
+
+llm = LLM("shakespeare")
+llm.generate(["O Romeo,", "To be"], SamplingParams(max_tokens=100, temperature=0.8))
+for piece in llm.stream("O Romeo,"): ...
+llm.score(["To be, or not to be"])
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+
+from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.core import Core
+from nanoinfer.engines import registry
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.devices import resolve_device, resolve_dtype
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints.load import load_model
+from nanoinfer.models.tokenizers import decode
+from nanoinfer.outputs import Delta, RequestOutput, Score
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling.sampler import sample
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Request
+
+log = logging.getLogger("nanoinfer")
+
+Prompt = str | Sequence[int]
+SCORE_CHUNK = 128  # positions whose logits are held at a time: 26 MB at GPT-2's vocabulary
+
+
+class LLM:
+    """A loaded model on an engine. Not thread-safe.
+
+    Args:
+        model: a built-in model (shakespeare), random:<preset>, a Hugging Face folder, a nanoGPT ckpt.pt, or
+            a Hub repository (gpt2, gpt2-xl, name/repo).
+        engine: a rung of the ladder, or auto for the fastest that fits.
+        device: cpu, cuda, cuda:N or auto.
+        dtype: float32, bfloat16, float16 or auto.
+        quantization: weight format below 16 bits, where the engine has one.
+        tokenizer: where to take the tokenizer from instead of the model's own place.
+        max_num_seqs: sequences open at a time; None: as many as kv_cache_memory holds, up to 64.
+        kv_cache_memory: bytes for keys and values; None: a quarter of the free memory.
+        seed: for random:<preset> weights.
+
+    Raises:
+        NanoinferError: no such model, engine or device, a broken file, or not enough memory.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        engine: str = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        quantization: str | None = None,
+        tokenizer: str | None = None,
+        max_num_seqs: int | None = None,
+        kv_cache_memory: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        config = EngineConfig(engine, device, dtype, quantization, max_num_seqs, kv_cache_memory)
+        self.device = resolve_device(config.device)
+        self.dtype = resolve_dtype(config.dtype, self.device)
+        spec = registry.resolve(config, self.device, self.dtype)
+        loaded = load_model(model, dtype=self.dtype, seed=seed, tokenizer=tokenizer)
+        self.model_name = loaded.name
+        self.config = loaded.config
+        self.engine_name = spec.name
+        self.tokenizer = loaded.tokenizer
+        self._no_tokenizer_reason = loaded.no_tokenizer_reason
+        self._vocab_size = loaded.config.vocab_size  # of tokens that may be drawn
+        if loaded.tokenizer is not None:
+            self._vocab_size = min(self._vocab_size, loaded.tokenizer.vocab_size)
+        self.engine = registry.build(spec, loaded.gpt.to(self.device), config)
+        limits = self.engine.limits
+        scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
+        self.core = Core(self.engine, scheduler, sample, self.tokenizer, self._vocab_size)
+
+    # Generating ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or several; return their outputs in the order given.
+
+        Args:
+            prompts: a string or a list of token ids, or a list of such.
+            params: for all prompts, or one for each; None is SamplingParams().
+
+        Raises:
+            NanoinferError: a prompt or parameter is not usable; nothing has been generated then.
+        """
+        requests = self._add_all(prompts, params)
+        for _ in self._steps(requests):
+            pass
+        return [self.core.output(r) for r in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """Generate for one prompt (n=1) and yield its text as it is made, whole characters only.
+
+        Checks happen at the call, before the first piece is asked for. Closing the iterator early ends the
+        request.
+
+        Raises:
+            NanoinferError: the prompt or a parameter is not usable, n is not 1, or the model has no tokenizer.
+        """
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise NanoinferError(f"n={params.n}: stream makes one text; use generate, or stream_outputs")
+        if self.tokenizer is None:
+            raise NanoinferError(self._no_tokenizer_reason)
+        requests = self._add_all([prompt], params)
+        return (delta.text for deltas in self._steps(requests) for delta in deltas if delta.text)
+
+    def stream_outputs(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> tuple[list[int], Iterator[Delta | RequestOutput]]:
+        """Generate for any number of prompts; yield each step's deltas, and each request's output when it ends.
+
+        Returns:
+            the requests' ids in the order of the prompts, and the iterator. Closing or interrupting it ends
+            the requests that are unfinished.
+        """
+        requests = self._add_all(prompts, params)
+        by_id = {r.request_id: r for r in requests}
+
+        def run() -> Iterator[Delta | RequestOutput]:
+            for deltas in self._steps(requests):
+                yield from deltas
+                for request_id in dict.fromkeys(d.request_id for d in deltas if d.finish_reason):
+                    if by_id[request_id].finished:
+                        yield self.core.output(by_id[request_id])
+
+        return list(by_id), run()
+
+    def _steps(self, requests: list[Request]) -> Iterator[list[Delta]]:
+        """Step until these requests have ended, yielding their deltas; end them if the caller goes away."""
+        ids = {r.request_id for r in requests}
+        try:
+            while not all(r.finished for r in requests):
+                yield [d for d in self.core.step() if d.request_id in ids]
+        finally:
+            for request in requests:
+                if not request.finished:
+                    self.core.abort(request)
+
+    # Requests --------------------------------------------------------------------------------------------
+
+    def _add_all(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        """Check and queue all requests, or none."""
+        many: list[Prompt] = self._as_list(prompts)
+        if isinstance(params, SamplingParams) or params is None:
+            each = [params or SamplingParams()] * len(many)
+        else:
+            each = list(params)
+        if len(each) != len(many):
+            raise NanoinferError(f"{len(many)} prompts, but {len(each)} SamplingParams: give one, or one for each")
+        requests: list[Request] = []
+        try:
+            for prompt, p in zip(many, each, strict=True):
+                requests.append(self._add(prompt, p))
+        except BaseException:
+            for request in requests:
+                self.core.abort(request)
+            raise
+        return requests
+
+    @staticmethod
+    def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        """ "a" -> ["a"];  [1, 2] -> [[1, 2]];  ["a", [1, 2]] -> itself."""
+        if isinstance(prompts, str):
+            return [prompts]
+        try:
+            many = list(prompts)
+        except TypeError:
+            raise NanoinferError(f"prompt={prompts!r} is neither a string nor a list of token ids") from None
+        if many and all(isinstance(p, int) for p in many):
+            return [many]  # type: ignore[list-item]
+        return many  # type: ignore[return-value]
+
+    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+        if not isinstance(params, SamplingParams):
+            raise NanoinferError(f"params={params!r} is not a SamplingParams")
+        token_ids = self.encode(prompt)
+        self._check_params(params)
+        seed = params.seed if params.seed is not None else secrets.randbits(32)
+        text = prompt if isinstance(prompt, str) else None
+        request = self.core.add(text, token_ids, params, seed, self._eos_token_id)
+        if request.num_dropped_tokens:
+            log.warning(
+                "the prompt has %d tokens, the context length is %d: its first %d are dropped (overflow=slide)",
+                len(token_ids), self.config.block_size, request.num_dropped_tokens,
+            )  # fmt: skip
+        return request
+
+    @property
+    def _eos_token_id(self) -> int | None:
+        eos = self.config.eos_token_id
+        return eos if eos is not None and eos < self._vocab_size else None
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids; an empty one is the model's start token.
+
+        Raises:
+            NanoinferError: text without a tokenizer, ids outside the vocabulary, or an empty prompt for a
+                model with no start token.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise NanoinferError(self._no_tokenizer_reason)
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            try:
+                token_ids = list(prompt)
+            except TypeError:
+                raise NanoinferError(f"prompt={prompt!r} is neither a string nor a list of token ids") from None
+        for t in token_ids:
+            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size:
+                raise NanoinferError(f"token id {t!r} is not an integer in [0, {self.config.vocab_size - 1}]")
+        if not token_ids:
+            if self.config.bos_token_id is None:
+                raise NanoinferError(
+                    f"the prompt is empty, and model {self.model_name!r} has no start token: give at least one"
+                    " character"
+                )
+            token_ids = [self.config.bos_token_id]
+        return token_ids
+
+    def _check_params(self, params: SamplingParams) -> None:
+        """Check what depends on the model: token ids against the vocabulary, stop strings against the tokenizer."""
+        for name, ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", tuple(params.logit_bias or ())),
+        ):
+            for token_id in ids:
+                if token_id >= self._vocab_size:
+                    raise NanoinferError(
+                        f"{name}: token id {token_id} is not below the vocabulary's {self._vocab_size}"
+                    )
+        if params.stop and self.tokenizer is None:
+            raise NanoinferError(f"stop={params.stop!r} needs text: {self._no_tokenizer_reason}")
+
+    # Scoring ---------------------------------------------------------------------------------------------
+
+    def score(self, texts: Prompt | Sequence[Prompt], *, stride: int | None = None) -> list[Score]:
+        """Return how likely the model finds each text: log-likelihood and perplexity.
+
+        The first token has no context and is not scored. A text longer than the context length is scored in
+        overlapping windows: each moves on by `stride` tokens and scores only those that no earlier window did,
+        so that every token sees at least block_size - stride tokens of context.
+
+        Args:
+            texts: a string or a list of token ids, or a list of such.
+            stride: 1 to block_size tokens; None is half the context length.
+
+        Raises:
+            NanoinferError: a text of fewer than two tokens, or a bad stride.
+        """
+        block_size = self.config.block_size
+        stride = max(1, block_size // 2) if stride is None else stride
+        if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride <= block_size:
+            raise NanoinferError(f"stride={stride!r} is not an integer in [1, {block_size}] (the context length)")
+        return [self._score(text, stride) for text in self._as_list(texts)]
+
+    def _score(self, text: Prompt, stride: int) -> Score:
+        ids = self.encode(text)
+        if len(ids) < 2:
+            raise NanoinferError(f"a text of {len(ids)} tokens cannot be scored: the first has no context; give two")
+        total, scored = 0.0, 1  # ids[:scored] need no more scoring
+        while scored < len(ids):
+            # The window that scores ids[scored:end] begins as early as the context length allows.
+            end = min(len(ids), scored + stride if scored > 1 else self.config.block_size + 1)
+            start = max(0, end - 1 - self.config.block_size)
+            total += self._score_window(ids[start:end], scored - start)
+            scored = end
+        characters = len(text) if isinstance(text, str) else None
+        return Score(len(ids) - 1, characters, total, math.exp(min(-total / (len(ids) - 1), 700.0)))
+
+    def _score_window(self, ids: list[int], first: int) -> float:
+        """Return the log-likelihood of ids[first:] given what is before each, in nats."""
+        import torch
+
+        handle = self.engine.open()
+        try:
+            total = 0.0
+            for at in range(0, len(ids) - 1, SCORE_CHUNK):
+                inputs = ids[at : min(at + SCORE_CHUNK, len(ids) - 1)]
+                targets = ids[at + 1 : at + 1 + len(inputs)]
+                num_logits = min(len(inputs), max(0, at + 1 + len(inputs) - first))
+                batch = StepBatch()
+                batch.add(handle, inputs, num_logits)
+                logits = self.engine.extend(batch)
+                if num_logits:
+                    picked = torch.tensor(targets[-num_logits:], device=logits.device)[:, None]
+                    total += logits.double().log_softmax(-1).gather(-1, picked).sum().item()
+            return total
+        finally:
+            self.engine.close(handle)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids. Raises NanoinferError without a tokenizer."""
+        if self.tokenizer is None:
+            raise NanoinferError(self._no_tokenizer_reason)
+        return decode(self.tokenizer, token_ids)

@@ -1,0 +1,1 @@
+"""Models: the reference GPT, checkpoint loaders and savers, tokenizers, and the built-in weights."""

@@ -1,0 +1,177 @@
+"""The Hugging Face layout: a local folder or a Hub repository with config.json and *.safetensors; and saving it.
+
+Covered: GPT-2 (`model_type: gpt2`), one file or a sharded index, names with and without the `transformer.`
+prefix, tied and untied heads. Not covered: `pytorch_model.bin` (a pickle; convert it to safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.checkpoints.weights import CONV1D, build
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanoinfer.models.gpt import GPT
+
+_HUB_FILES = [
+    "config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "vocab.json",
+    "merges.txt",
+]
+_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old checkpoints carry along
+
+
+def download(repo_id: str) -> Path:
+    """Return the local folder of a Hub repository, fetched if it is not in the cache.
+
+    Raises:
+        NanoinferError: there is no such repository, or no network and nothing in the cache.
+    """
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_HUB_FILES))
+    except Exception as e:  # many kinds (HTTP, DNS, cache, permission); each is one clear sentence to the user
+        reason = " ".join(str(e).split())[:160] or type(e).__name__
+        raise NanoinferError(
+            f"model {repo_id!r} could not be fetched from the Hugging Face Hub ({reason}): check the name and the"
+            " network, or give a local folder, a ckpt.pt, shakespeare, or random:gpt2"
+        ) from None
+
+
+def load_folder(folder: Path, dtype: torch.dtype | None = None) -> tuple[GPT, ModelConfig]:
+    """Return the model in a Hugging Face folder.
+
+    Args:
+        folder: holds config.json and model.safetensors (or its sharded index).
+        dtype: dtype of the weights in memory; None is float32.
+
+    Raises:
+        NanoinferError: a file is missing or broken, or asks for what we do not do.
+    """
+    import torch
+
+    config = hf_config.read(folder / "config.json")
+    with _open_tensors(folder) as files:
+        ours = {_our_name(key): (file, key) for file in files for key in file.keys() if not key.endswith(_BUFFERS)}
+        shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in ours.items()}
+        shapes = {n: s[::-1] if CONV1D.search(n) else s for n, s in shapes.items()}
+
+        def read(name: str) -> torch.Tensor:
+            file, key = ours[name]
+            tensor: torch.Tensor = file.get_tensor(key)
+            if not tensor.is_floating_point():
+                raise NanoinferError(f"{folder}: tensor {key} is {tensor.dtype}, not floating point")
+            return tensor.t() if CONV1D.search(name) else tensor
+
+        return build(config, shapes, read, str(folder), dtype or torch.float32), config
+
+
+def _our_name(key: str) -> str:
+    """h.0.ln_1.weight -> transformer.h.0.ln_1.weight; lm_head.weight stays."""
+    return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+
+
+@contextmanager
+def _open_tensors(folder: Path) -> Iterator[list[Any]]:
+    """Open the folder's safetensors files. The library checks the header's sizes against the file's."""
+    from contextlib import ExitStack
+
+    from safetensors import SafetensorError, safe_open
+
+    with ExitStack() as stack:
+        files = []
+        for path in _weight_files(folder):
+            try:
+                files.append(stack.enter_context(safe_open(str(path), framework="pt")))
+            except (SafetensorError, OSError) as e:
+                raise NanoinferError(f"{path} is no valid safetensors file: {' '.join(str(e).split())[:200]}") from None
+        yield files
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder: one, or those that the index names."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        there = sorted(p.name for p in folder.iterdir() if p.is_file())[:8]
+        hint = "; convert pytorch_model.bin to safetensors first" if "pytorch_model.bin" in there else ""
+        raise NanoinferError(f"{folder} has no model.safetensors (it holds: {', '.join(there) or 'nothing'}){hint}")
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise NanoinferError(f"{index} is no index of weights: {' '.join(str(e).split())[:200]}") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:  # a path would leave the folder
+            raise NanoinferError(f"{index} names the file {name!r}: only plain names in the same folder are read")
+        if not (folder / name).is_file():
+            raise NanoinferError(f"{index} names {name}, which is not in {folder}")
+    return [folder / name for name in names]
+
+
+def save(model: GPT, folder: Path, tokenizer_json: str | None = None, dtype: torch.dtype | None = None) -> None:
+    """Write a model as a Hugging Face folder that `transformers` loads as GPT2LMHeadModel.
+
+    Each file is written beside its place and then moved there, so that a reader never sees half a file.
+    Models without biases get zero ones: the layout has no way to say "none".
+
+    Args:
+        model: the model; its own dtype is not changed.
+        folder: made if it is not there.
+        tokenizer_json: content of tokenizer.json, where there is one.
+        dtype: dtype of the stored weights; None is the model's own.
+
+    Raises:
+        NanoinferError: the folder cannot be written.
+    """
+    import torch
+    from safetensors.torch import save as to_bytes
+
+    config = model.config
+    tensors: dict[str, torch.Tensor] = {}
+    for name, p in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        p = p.detach().to("cpu", dtype or p.dtype)
+        tensors[name] = (p.t() if CONV1D.search(name) else p).contiguous()
+        if not config.bias and CONV1D.search(name):
+            tensors[name.replace(".weight", ".bias")] = torch.zeros(p.shape[0], dtype=p.dtype)
+        elif not config.bias and p.dim() == 1:  # a layer norm
+            tensors[name.replace(".weight", ".bias")] = torch.zeros_like(p)
+    dtype_name = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    files = {
+        "model.safetensors": to_bytes(tensors, metadata={"format": "pt"}),
+        "config.json": json.dumps(hf_config.to_dict(config, dtype_name), indent=2).encode() + b"\n",
+    }
+    if tokenizer_json is not None:
+        files["tokenizer.json"] = tokenizer_json.encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_atomically(folder / name, content)
+    except OSError as e:
+        raise NanoinferError(f"{folder} cannot be written: {e.strerror}: choose another folder") from None
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write `content` to `path`: readers, and a crash at any time, see the old file or the new one."""
+    partial = path.with_name(path.name + ".tmp")
+    with open(partial, "wb") as f:
+        f.write(content)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,129 @@
+"""nanoGPT's files: `ckpt.pt` (weights and shape) and `meta.pkl` (a character-level vocabulary).
+
+Both are pickles and untrusted. `ckpt.pt` is read by `torch.load(weights_only=True)` alone, with no
+fallback; `meta.pkl` by an unpickler that knows no classes or functions at all.
+
+Covered: checkpoints of nanoGPT's train.py, compiled (`_orig_mod.`) or not, with or without biases, any
+block size and vocabulary. nanoGPT's MLP uses the exact GELU, OpenAI's checkpoints the tanh approximation:
+a ckpt.pt gets the exact one, as nanoGPT itself would run it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints.weights import build
+from nanoinfer.models.tokenizers import CharTokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanoinfer.models.gpt import GPT
+
+MAX_META_BYTES = 16 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes; all of Unicode would fit
+
+
+def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, ModelConfig, str | None]:
+    """Return the model of a nanoGPT `ckpt.pt`, its config, and the name of the data set it was trained on.
+
+    Args:
+        path: the file.
+        dtype: dtype of the weights in memory; None is float32.
+
+    Raises:
+        NanoinferError: the file is broken, is no nanoGPT checkpoint, or holds anything but plain data.
+    """
+    import torch
+
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as e:  # UnpicklingError, RuntimeError, EOFError, ...: all mean "not a checkpoint we read"
+        raise NanoinferError(
+            f"{path} cannot be read as a checkpoint of tensors and plain data: {' '.join(str(e).split())[:160]}"
+        ) from None
+    if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
+        found = ", ".join(map(str, list(checkpoint)[:6])) if isinstance(checkpoint, dict) else type(checkpoint).__name__
+        raise NanoinferError(f"{path} is no nanoGPT checkpoint: it needs model and model_args, and holds {found}")
+    config = _config(checkpoint["model_args"], path)
+    tensors = checkpoint["model"]
+    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise NanoinferError(f"{path}: model is not a dict of tensors")
+    state = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
+    state = {name: t for name, t in state.items() if not name.endswith(".attn.bias")}  # old causal masks
+    shapes = {name: tuple(t.shape) for name, t in state.items()}
+    model = build(config, shapes, state.__getitem__, str(path), dtype or torch.float32)
+    data = checkpoint.get("config")
+    dataset = data.get("dataset") if isinstance(data, dict) else None
+    return model, config, dataset if isinstance(dataset, str) else None
+
+
+def _config(args: Any, path: Path) -> ModelConfig:
+    """Return the config for a checkpoint's model_args."""
+    fields = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+    if not isinstance(args, dict) or any(args.get(name) is None for name in fields):
+        raise NanoinferError(f"{path}: model_args must give {', '.join(fields)}; it gives {args!r:.120}")
+    if unknown := sorted(str(k) for k in args.keys() - {*fields, "bias", "dropout"}):
+        raise NanoinferError(f"{path}: model_args asks for {', '.join(unknown)}, which is not supported")
+    gpt2_vocabulary = args["vocab_size"] in (50257, 50304)
+    eot = 50256 if gpt2_vocabulary else None
+    try:
+        return ModelConfig(
+            **{name: args[name] for name in fields},
+            bias=args.get("bias", True),
+            activation="gelu",
+            bos_token_id=eot,
+            eos_token_id=eot,
+        )
+    except NanoinferError as e:
+        raise NanoinferError(f"{path}: model_args: {e}") from None
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Admits dicts, lists, strings and integers: anything that must be looked up by name is refused.
+
+    The pure-Python unpickler on purpose: the C one sizes its memo table by a number in the file.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it asks for a persistent object")
+
+
+def load_meta(path: Path) -> CharTokenizer:
+    """Return the character-level tokenizer of a nanoGPT `meta.pkl`.
+
+    Raises:
+        NanoinferError: the file is broken, too large, tries to run code, or is no vocabulary of characters.
+    """
+    if (size := path.stat().st_size) > MAX_META_BYTES:
+        raise NanoinferError(f"{path} has {size} bytes, more than the {MAX_META_BYTES} that a meta.pkl may have")
+    try:
+        meta = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+        stoi, itos = meta["stoi"], meta["itos"]
+        chars = [itos[i] for i in range(len(itos))]
+    except Exception as e:  # a hostile pickle can raise anything at all
+        reason = f"{type(e).__name__}: {' '.join(str(e).split())[:160]}"
+        raise NanoinferError(f"{path} is no plain meta.pkl of dicts, lists, strings and integers ({reason})") from None
+    plain = all(isinstance(c, str) and c for c in chars)
+    if not plain or not isinstance(stoi, dict) or stoi != {c: i for i, c in enumerate(chars)}:
+        raise NanoinferError(f"{path}: stoi and itos are not each other's inverse over ids 0, 1, 2, ...")
+    return CharTokenizer(chars)
+
+
+def find_meta(checkpoint: Path, dataset: str | None) -> Path | None:
+    """Return the meta.pkl of a checkpoint: beside it, or where nanoGPT's own tree has it.
+
+    nanoGPT keeps `out-x/ckpt.pt` and `data/<dataset>/meta.pkl` under one root.
+    """
+    places = [checkpoint.parent / "meta.pkl"]
+    if dataset and re.fullmatch(r"\w[\w.-]*", dataset):
+        places.append(checkpoint.resolve().parent.parent / "data" / dataset / "meta.pkl")
+    return next((p for p in places if p.is_file()), None)

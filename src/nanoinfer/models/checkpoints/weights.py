@@ -1,0 +1,96 @@
+"""Assembling a GPT from a dict of tensors, with every name and shape checked first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanoinfer.models.gpt import GPT
+
+# Hugging Face's GPT-2 stores these as Conv1D, (in, out): the transpose of a linear layer's (out, in).
+CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
+_LAYER = re.compile(r"^transformer\.h\.(\d+)\.")
+
+
+def build(
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], torch.Tensor],
+    source: str,
+    dtype: torch.dtype,
+) -> GPT:
+    """Return a GPT in eval mode with the given weights.
+
+    Shapes are compared before any tensor is read, so that a file cannot make us allocate what its config
+    claims but its tensors do not hold.
+
+    Args:
+        config: the model's shape.
+        shapes: name in our layout -> shape in our layout, (out, in) for linear layers.
+        read: returns the tensor of a name, in the shape given for it.
+        source: the file or folder, for error messages.
+        dtype: dtype of the model's weights.
+
+    Raises:
+        NanoinferError: a tensor is missing, has another shape, or has no place in the model.
+    """
+    import torch
+
+    from nanoinfer.models.gpt import GPT
+
+    _check_sizes(config, shapes, source)
+    with torch.device("meta"):
+        model = GPT(config)
+    wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    if config.tie_word_embeddings:
+        del wanted["lm_head.weight"]
+    shapes = dict(shapes)
+    head = shapes.pop("lm_head.weight", None) if config.tie_word_embeddings else None
+    for name, shape in wanted.items():
+        if name not in shapes:
+            raise NanoinferError(f"{source}: tensor {name} {list(shape)} is missing")
+        if tuple(shapes[name]) != shape:
+            raise NanoinferError(
+                f"{source}: tensor {name} is {list(shapes[name])}, but the config makes it {list(shape)}"
+            )
+    if extra := sorted(shapes.keys() - wanted.keys()):
+        raise NanoinferError(f"{source}: {len(extra)} tensors have no place in the model: {', '.join(extra[:3])}")
+    state = {name: read(name).to(dtype).contiguous() for name in wanted}
+    if head is not None:
+        _check_tied(read, source)
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["transformer.wte.weight"]
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    return model.requires_grad_(False).eval()
+
+
+def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Compare the numbers that decide how much we allocate with what the file holds."""
+    layers = {int(m.group(1)) for name in shapes if (m := _LAYER.match(name))}
+    if len(layers) != config.n_layer:
+        raise NanoinferError(f"{source}: n_layer={config.n_layer}, but the weights hold {len(layers)} layers")
+    for name, rows in (("wte", config.vocab_size), ("wpe", config.block_size)):
+        shape = shapes.get(f"transformer.{name}.weight")
+        if shape is None or tuple(shape) != (rows, config.n_embd):
+            found = "missing" if shape is None else str(list(shape))
+            raise NanoinferError(
+                f"{source}: tensor {name}.weight is {found}, but the config makes it {[rows, config.n_embd]}"
+            )
+
+
+def _check_tied(read: Callable[[str], torch.Tensor], source: str) -> None:
+    import torch
+
+    head, wte = read("lm_head.weight"), read("transformer.wte.weight")
+    if head.shape != wte.shape or not torch.equal(head, wte):
+        raise NanoinferError(
+            f"{source}: tie_word_embeddings=True, but lm_head.weight differs from wte.weight: set it to false"
+        )

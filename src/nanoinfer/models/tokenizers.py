@@ -1,0 +1,303 @@
+"""Tokenizers: text to token ids and back, and streams that never emit half a character.
+
+Three kinds, one interface (`Tokenizer`):
+
+- `ByteLevelTokenizer`: GPT-2's and the built-in models' kind; `tokenizer.json` through the tokenizers library.
+- `CharTokenizer`: one token a character, nanoGPT's `meta.pkl` and `nanoinfer train --tokenizer char`.
+- `GenericTokenizer`: any other `tokenizer.json` (WordPiece, SentencePiece): decoded by re-decoding a suffix.
+
+Covered: any file that the tokenizers library loads. Not covered: SentencePiece's own `.model` files, and
+tokenizers that are Python code.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from nanoinfer.errors import NanoinferError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+MAX_TOKENIZER_BYTES = 256 << 20  # GPT-2's tokenizer.json has 1.3 MB; anything near this is not a tokenizer
+
+
+class TextStream(Protocol):
+    """Turns the tokens of one sequence into text as they come."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that is now certain (maybe empty, never half a character)."""
+        ...
+
+    def flush(self) -> str:
+        """Return what is left at the end of the text; an unfinished character becomes U+FFFD."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`. Raises NanoinferError for text that has no tokens here."""
+        ...
+
+    def stream(self) -> TextStream:
+        """Return a new stream for one sequence."""
+        ...
+
+
+def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
+    """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+    stream = tokenizer.stream()
+    return "".join(map(stream.push, token_ids)) + stream.flush()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's byte-to-character table, inverted: "A" -> 65, "Ġ" -> 32.
+
+    Printable Latin-1 bytes stand for themselves; the 68 others are moved to U+0100 and up, in order
+    (Radford et al. 2019, encoder.py).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(moved)}
+
+
+class _Utf8Stream:
+    """Stream for tokens that are byte strings: an incremental UTF-8 decoder holds the unfinished tail."""
+
+    def __init__(self, tokenizer: ByteLevelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class ByteLevelTokenizer:
+    """GPT-2's kind of BPE: every token is a string of bytes, every text has tokens."""
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        self.core = core
+        self.vocab_size = _table_size(core)
+        self._bytes: dict[int, bytes] = {}
+        self._alphabet = _byte_alphabet()
+        self._special = {i: t.content for i, t in core.get_added_tokens_decoder().items()}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`."""
+        return _encode(self.core, text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token: 'Ġthe' -> b' the', an added token -> its own text."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._look_up(token_id)
+        return known
+
+    def _look_up(self, token_id: int) -> bytes:
+        if token_id in self._special:
+            return self._special[token_id].encode()
+        token = self.core.id_to_token(token_id)
+        if token is None:
+            raise NanoinferError(f"token id {token_id} has no text: the tokenizer has {self.vocab_size} tokens")
+        return b"".join(bytes([self._alphabet[c]]) if c in self._alphabet else c.encode() for c in token)
+
+    def stream(self) -> TextStream:
+        """Return a new stream for one sequence."""
+        return _Utf8Stream(self)
+
+
+class _CharStream:
+    def __init__(self, chars: Sequence[str]) -> None:
+        self._chars = chars
+
+    def push(self, token_id: int) -> str:
+        return self._chars[token_id]
+
+    def flush(self) -> str:
+        return ""
+
+
+class CharTokenizer:
+    """One token a character. A character outside the vocabulary is an error that names it."""
+
+    def __init__(self, chars: Sequence[str]) -> None:
+        self.chars = list(chars)
+        self.vocab_size = len(self.chars)
+        self._ids = {c: i for i, c in enumerate(self.chars)}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`."""
+        try:
+            return [self._ids[c] for c in text]
+        except KeyError as e:
+            raise NanoinferError(
+                f"character {e.args[0]!r} is not among the {self.vocab_size} that this character-level model"
+                " knows: leave it out, or use a model with a byte-level tokenizer"
+            ) from None
+
+    def stream(self) -> TextStream:
+        """Return a new stream for one sequence."""
+        return _CharStream(self.chars)
+
+
+class _SuffixStream:
+    """Stream for any tokenizer: decode a short suffix with and without the new token, emit the difference.
+
+    The idea of a suffix with context is text-generation-inference's; a tail that ends in U+FFFD may be an
+    unfinished character and is held back, for at most `_HOLD` tokens.
+    """
+
+    _CONTEXT, _HOLD = 6, 8
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        self.core = core
+        self._ids: list[int] = []
+        self._done = 0  # tokens whose text has been emitted
+
+    def _difference(self) -> str:
+        start = max(0, self._done - self._CONTEXT)
+        before = self.core.decode(self._ids[start : self._done], skip_special_tokens=False)
+        after: str = self.core.decode(self._ids[start:], skip_special_tokens=False)
+        return after[len(before) :]
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._difference()
+        if text.endswith("\ufffd") and len(self._ids) - self._done < self._HOLD:
+            return ""
+        self._done = len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        text = self._difference()
+        self._done = len(self._ids)
+        return text
+
+
+class GenericTokenizer:
+    """Any other tokenizer.json."""
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        self.core = core
+        self.vocab_size = _table_size(core)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`."""
+        return _encode(self.core, text)
+
+    def stream(self) -> TextStream:
+        """Return a new stream for one sequence."""
+        return _SuffixStream(self.core)
+
+
+def _table_size(core: tokenizers.Tokenizer) -> int:
+    """Return 1 + the largest token id: ids may have gaps, and added tokens may come after them."""
+    return 1 + max(core.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def _encode(core: tokenizers.Tokenizer, text: str) -> list[int]:
+    try:
+        ids: list[int] = core.encode(text, add_special_tokens=False).ids
+    except (UnicodeEncodeError, TypeError) as e:  # lone surrogates: bytes that were no UTF-8
+        raise NanoinferError(f"the text is not valid Unicode ({e}): give UTF-8 text") from None
+    return ids
+
+
+def from_json(text: str, source: str) -> Tokenizer:
+    """Return the tokenizer that the text of a `tokenizer.json` describes.
+
+    Args:
+        text: the file's content.
+        source: the file's name, for error messages.
+    """
+    import tokenizers
+
+    try:
+        spec = json.loads(text)
+        kind, decoder = spec["model"].get("type"), (spec.get("decoder") or {}).get("type")
+        if kind == "BPE" and decoder == "Fuse" and not spec["model"]["merges"]:  # written by `char_to_json`
+            return CharTokenizer(_in_order(spec["model"]["vocab"]))
+        core = tokenizers.Tokenizer.from_str(text)
+    except Exception as e:  # the library raises bare Exception for a bad file
+        raise NanoinferError(f"{source} is no tokenizer.json that can be read: {_one_line(e)}") from None
+    return ByteLevelTokenizer(core) if decoder == "ByteLevel" else GenericTokenizer(core)
+
+
+def from_file(path: Path) -> Tokenizer:
+    """Return the tokenizer in a tokenizer.json."""
+    return from_json(_read(path), str(path))
+
+
+def _in_order(vocab: dict[str, int]) -> list[str]:
+    """Return the characters by id: {"b": 1, "a": 0} -> ["a", "b"]. Raises ValueError for ids with gaps."""
+    chars = {i: c for c, i in vocab.items()}
+    if sorted(chars) != list(range(len(vocab))):
+        raise ValueError("token ids are not 0, 1, 2, ... without gaps")
+    return [chars[i] for i in range(len(chars))]
+
+
+def from_folder(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer in a Hugging Face folder (tokenizer.json, or vocab.json with merges.txt), if any."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    if (path := folder / "tokenizer.json").is_file():
+        return from_file(path)
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    if not (vocab.is_file() and merges.is_file()):
+        return None
+    try:
+        core = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    except Exception as e:
+        raise NanoinferError(f"{vocab} and {merges} are no BPE tables: {_one_line(e)}") from None
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    if (eot := core.token_to_id("<|endoftext|>")) is not None:
+        core.add_special_tokens([core.id_to_token(eot)])
+    return ByteLevelTokenizer(core)
+
+
+def to_json(tokenizer: Tokenizer) -> str:
+    """Return the tokenizer.json of a tokenizer."""
+    if isinstance(tokenizer, CharTokenizer):
+        return char_to_json(tokenizer.chars)
+    assert isinstance(tokenizer, (ByteLevelTokenizer, GenericTokenizer))
+    text: str = tokenizer.core.to_str()
+    return text
+
+
+def char_to_json(chars: Sequence[str]) -> str:
+    """Return a tokenizer.json for a character-level vocabulary: BPE without merges."""
+    import tokenizers
+    from tokenizers import decoders, models
+
+    core = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(chars)}, merges=[]))
+    core.decoder = decoders.Fuse()
+    text: str = core.to_str()
+    return text
+
+
+def _read(path: Path) -> str:
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise NanoinferError(
+            f"{path} has {path.stat().st_size} bytes, more than the {MAX_TOKENIZER_BYTES} that a tokenizer may have"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise NanoinferError(f"{path} cannot be read: {_one_line(e)}") from None
+
+
+def _one_line(e: Exception) -> str:
+    return " ".join(str(e).split())[:300]

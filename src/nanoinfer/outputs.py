@@ -1,0 +1,91 @@
+"""What a generation returns: plain dataclasses, in vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability of one token at one position, under the model's raw distribution."""
+
+    logprob: float
+    """Natural logarithm."""
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str | None
+    """Its text on its own; None without a tokenizer."""
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One generated text."""
+
+    index: int
+    """Which of the request's n texts."""
+    text: str
+    """Empty without a tokenizer."""
+    token_ids: list[int]
+    """All generated tokens; an end token or the tokens of a stop string are among them."""
+    finish_reason: str
+    """stop (end token or stop string), length (max_tokens or context), or abort."""
+    stop_reason: int | str | None = None
+    """The token or string that ended it, for finish_reason stop."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each token: token id -> Logprob, the drawn one first. None unless asked for."""
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """What one request took, in seconds of wall time."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Over all n texts."""
+    ttft_sec: float
+    """Time to first token: from the request's arrival, waiting included."""
+    tpot_sec: float | None
+    """Time per output token after the first, averaged over the longest text; None for a single token."""
+    total_sec: float
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """Everything that came of one request."""
+
+    request_id: int
+    prompt: str | None
+    """The prompt's text; None where token ids were given."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    seed: int
+    """With the same seed, model and parameters the request gives the same texts again."""
+    num_dropped_tokens: int
+    """Prompt tokens that did not fit the sliding window when generation began."""
+    metrics: RequestMetrics
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one step added to one text."""
+
+    request_id: int
+    index: int
+    text: str
+    """Newly certain text; may be empty."""
+    finish_reason: str | None
+    """Set when the text has ended."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a model finds a text."""
+
+    num_tokens: int
+    """Tokens scored: all but the first, which has no context."""
+    num_characters: int | None
+    """Characters of the scored text; None where token ids were given."""
+    log_likelihood: float
+    """Sum over the tokens, in nats."""
+    perplexity: float
+    """exp(-log_likelihood / num_tokens)."""

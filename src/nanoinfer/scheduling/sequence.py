@@ -1,0 +1,173 @@
+"""Requests and their sequences: token lists, the window that the model sees, and when a text ends.
+
+One request makes n sequences (samples). The first is fed the prompt; its siblings fork it afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from nanoinfer.scheduling.text import OutputText
+
+
+class RequestParams(Protocol):
+    """The part of SamplingParams that decides how a text is scheduled and when it ends."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens to generate."""
+        ...
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens before which nothing but max_tokens and the context ends the text."""
+        ...
+
+    @property
+    def n(self) -> int:
+        """Number of texts."""
+        ...
+
+    @property
+    def overflow(self) -> str:
+        """stop or slide."""
+        ...
+
+    @property
+    def slide_stride(self) -> int | None:
+        """Tokens forgotten at a time; None is half the context length."""
+        ...
+
+
+def window_start(num_tokens: int, block_size: int, stride: int) -> int:
+    """Return the first token that the model sees of a text of `num_tokens`, when the window slides.
+
+    A function of the length alone, so that a text continues the same whether it was generated here or
+    given as a prompt. The window holds between block_size + 1 - stride and block_size tokens; stride 1 is
+    nanoGPT's crop to the last block_size tokens.
+
+        block_size 4, stride 2:   4 tokens -> 0    5 -> 2    6 -> 2    7 -> 4
+    """
+    excess = max(0, num_tokens - block_size)
+    return -(-excess // stride) * stride
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt with its parameters."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: RequestParams
+    seed: int
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens that end a text: the model's end of text (unless ignored) and the stop tokens."""
+    sequences: list[Sequence] = field(default_factory=list)
+    num_dropped_tokens: int = 0
+    """Tokens of the prompt that no token is drawn from, because the window began after them."""
+    arrival_sec: float = 0.0
+    """When it came, on the caller's clock."""
+    first_token_sec: float = 0.0
+    """When its first token was drawn, on the caller's clock; 0 before."""
+    finished_sec: float = 0.0
+    """When its last text ended, on the caller's clock; 0 before."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its texts have ended."""
+        return all(s.finish_reason is not None for s in self.sequences)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One text in the making."""
+
+    request: Request
+    sample_index: int
+    text: OutputText
+    block_size: int
+    token_ids: list[int]
+    """Prompt and output."""
+    handle: int | None = None
+    """The engine's name for it, while it is open."""
+    start: int = 0
+    """First token of the window that the engine holds."""
+    num_cached: int = 0
+    """Tokens of the window that the engine holds."""
+    last_draw_step: int = 0
+    """The step that last drew a token for it, or admitted it: the longest-waiting goes first."""
+    finish_reason: str | None = None
+    """stop, length or abort, once it has ended."""
+    stop_reason: int | str | None = None
+    """The token or string that ended it, for finish_reason stop."""
+
+    @property
+    def params(self) -> RequestParams:
+        """The request's parameters."""
+        return self.request.params
+
+    @property
+    def seed(self) -> int:
+        """The request's seed."""
+        return self.request.seed
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the text."""
+        return self.request.end_token_ids
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt."""
+        return self.request.prompt_token_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> Seq[int]:
+        """The tokens generated so far."""
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def wanted_start(self) -> int:
+        """First token of the window that the model must see to draw the next token."""
+        if self.params.overflow != "slide":
+            return 0
+        stride = self.params.slide_stride or max(1, self.block_size // 2)
+        return window_start(len(self.token_ids), self.block_size, stride)
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token and decide whether the text ends with it.
+
+        The order of reasons: end token, stop string, max_tokens, context.
+        """
+        assert self.finish_reason is None
+        self.token_ids.append(token_id)
+        may_stop = self.num_output_tokens >= self.params.min_tokens
+        if may_stop and token_id in self.end_token_ids:
+            self.text.flush(may_stop=False)
+            return self._finish("stop", token_id)
+        stop = self.text.push(token_id, may_stop=may_stop)
+        full = self.params.overflow != "slide" and len(self.token_ids) > self.block_size
+        ends = self.num_output_tokens >= self.params.max_tokens or full
+        if stop is None and ends:
+            stop = self.text.flush(may_stop=may_stop)
+        if stop is not None:
+            self._finish("stop", stop)
+        elif ends:
+            self._finish("length", None)
+
+    def abort(self) -> None:
+        """End the text where it is."""
+        if self.finish_reason is None:
+            self.text.flush(may_stop=False)
+            self._finish("abort", None)
+
+    def _finish(self, reason: str, stop: int | str | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop

@@ -1,0 +1,1 @@
+"""Training: data, and the loop that made the built-in models."""

@@ -1,0 +1,93 @@
+"""What a training run is: one frozen dataclass, whose fields are the flags of `nanoinfer train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoinfer.checks import require_bool, require_choice, require_float, require_int
+from nanoinfer.errors import NanoinferError
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run. Defaults are nanoGPT's for character-level Shakespeare on a CPU.
+
+    Raises:
+        NanoinferError: a field is out of range (named).
+    """
+
+    data: tuple[str, ...]
+    """Text file to train on, UTF-8; several may be given."""
+    out: str
+    """Folder that the model is written to, in the Hugging Face layout."""
+    init: str = "scratch"
+    """scratch, or any model that loads: its weights and tokenizer are the start."""
+    tokenizer: str = "char"
+    """char, bpe (a new byte-level BPE), or where to take one from; with init, the model's own is used."""
+    vocab_size: int = 2048
+    """Tokens of a new byte-level BPE."""
+    n_layer: int = 4
+    """Number of transformer blocks."""
+    n_head: int = 4
+    """Attention heads per block."""
+    n_embd: int = 128
+    """Width of the residual stream."""
+    block_size: int = 64
+    """Context length; with init, at most the model's."""
+    bias: bool = True
+    """Whether linear layers and layer norms have biases."""
+    dropout: float = 0.0
+    """Probability of dropping embedding and residual values."""
+    batch_size: int = 12
+    """Windows of block_size tokens a step."""
+    max_steps: int = 2000
+    """Steps to train."""
+    learning_rate: float = 1e-3
+    """Peak of the learning rate."""
+    min_learning_rate: float = 1e-4
+    """Learning rate at the end of the cosine."""
+    warmup_steps: int = 100
+    """Steps over which the learning rate rises."""
+    weight_decay: float = 0.1
+    """Decay of matrices and embeddings, not of biases and norms."""
+    beta1: float = 0.9
+    """Adam's first-moment decay."""
+    beta2: float = 0.99
+    """Adam's second-moment decay."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient."""
+    eval_interval: int = 250
+    """Steps between validations; a killed run loses at most this many."""
+    eval_tokens: int = 200_000
+    """Validation tokens scored each time, spread evenly over the held-out part."""
+    val_fraction: float = 0.1
+    """Last part of the text, held out for validation."""
+    seed: int = 1337
+    """Seed of the weights, the batches and dropout."""
+    device: str = "auto"
+    """cpu, cuda or cuda:N; auto is cuda where there is one."""
+    autocast: str = "float32"
+    """Dtype of matrix products in training: float32 or bfloat16. Weights stay float32."""
+    save_dtype: str = "float32"
+    """Dtype of the weights on disk: float32, bfloat16 or float16."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise NanoinferError("data is empty: give at least one text file")
+        ints = "n_layer n_head n_embd block_size batch_size max_steps eval_interval eval_tokens".split()
+        for name in ints:
+            require_int(name, getattr(self, name), 1, 2**31 - 1)
+        require_int("vocab_size", self.vocab_size, 256, 1 << 20)
+        require_int("warmup_steps", self.warmup_steps, 0)
+        require_int("seed", self.seed, 0, 2**31 - 1)
+        require_bool("bias", self.bias)
+        require_float("dropout", self.dropout, 0.0, 1.0, high_open=True)
+        require_float("val_fraction", self.val_fraction, 0.0, 1.0, low_open=True, high_open=True)
+        require_float("learning_rate", self.learning_rate, 0.0, 1e3, low_open=True)
+        require_float("min_learning_rate", self.min_learning_rate, 0.0, self.learning_rate)
+        require_float("weight_decay", self.weight_decay, 0.0, 1e3)
+        require_float("grad_clip", self.grad_clip, 0.0, 1e6, low_open=True)
+        for name in ("beta1", "beta2"):
+            require_float(name, getattr(self, name), 0.0, 1.0, high_open=True)
+        require_choice("autocast", self.autocast, ("float32", "bfloat16"))
+        require_choice("save_dtype", self.save_dtype, ("float32", "bfloat16", "float16"))

@@ -1,0 +1,115 @@
+"""Training data: text files to one tensor of tokens, split, and batches that depend on the step alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models import tokenizers
+from nanoinfer.models.tokenizers import CharTokenizer, Tokenizer
+
+
+def read_texts(paths: Sequence[str]) -> list[str]:
+    """Return the files' texts. Raises NanoinferError for a file that is missing, empty or not UTF-8."""
+    texts = []
+    for path in map(Path, paths):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise NanoinferError(f"data file {path} cannot be read as UTF-8 text: {e}") from None
+        if not text:
+            raise NanoinferError(f"data file {path} is empty")
+        texts.append(text)
+    return texts
+
+
+def split_texts(texts: Sequence[str], val_fraction: float) -> tuple[list[str], list[str]]:
+    """Split every text: its last `val_fraction` of characters is held out.
+
+    Splitting characters, not tokens, keeps the held-out text the same for every tokenizer, and keeps it
+    out of the tokenizer's own training.
+    """
+    cuts = [int(len(t) * (1 - val_fraction)) for t in texts]
+    return [t[:c] for t, c in zip(texts, cuts, strict=True)], [t[c:] for t, c in zip(texts, cuts, strict=True)]
+
+
+def train_bpe(texts: Sequence[str], vocab_size: int) -> str:
+    """Return the tokenizer.json of a byte-level BPE trained on `texts`. Any UTF-8 text has tokens in it."""
+    import tokenizers as hf
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    core = hf.Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    core.train_from_iterator(texts, trainer)
+    text: str = core.to_str()
+    return text
+
+
+def make_tokenizer(kind: str, train: Sequence[str], val: Sequence[str], vocab_size: int) -> tuple[Tokenizer, str]:
+    """Return a new tokenizer and its tokenizer.json.
+
+    Args:
+        kind: char (every character of the data, validation included) or bpe (trained on `train` only).
+        train: the training texts.
+        val: the held-out texts.
+        vocab_size: tokens of a BPE.
+    """
+    if kind == "char":
+        chars = sorted(set("".join([*train, *val])))
+        return CharTokenizer(chars), tokenizers.char_to_json(chars)
+    text = train_bpe(train, vocab_size)
+    return tokenizers.from_json(text, "the new tokenizer"), text
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], eos_token_id: int | None) -> Tensor:
+    """Return the texts as one int64 tensor of tokens, each text followed by the end-of-text token if there is one."""
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer.encode(text)
+        if eos_token_id is not None:
+            ids.append(eos_token_id)
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Windows of a token tensor."""
+
+    tokens: Tensor
+    block_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) < self.block_size + 1:
+            raise NanoinferError(
+                f"the text has {len(self.tokens)} tokens in one of its parts (training or validation); a window"
+                f" needs block_size + 1 = {self.block_size + 1}: give more text or a smaller block_size"
+            )
+
+    def draw(self, step: int, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, (batch_size, block_size) int64, of one step.
+
+        They are a function of (seed, step), so that a resumed run sees what an uninterrupted one would.
+        """
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        starts = torch.randint(len(self.tokens) - self.block_size, (batch_size, 1), generator=generator)
+        window = self.tokens[starts + torch.arange(self.block_size + 1)]  # (batch_size, block_size + 1)
+        return window[:, :-1], window[:, 1:]
+
+    def sweep(self, max_tokens: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield batches of non-overlapping windows, evenly spread: `max_tokens` tokens at most, one window at least."""
+        count = (len(self.tokens) - 1) // self.block_size
+        keep = max(1, min(count, max_tokens // self.block_size))
+        starts = (torch.arange(keep) * count // keep * self.block_size)[:, None]
+        windows = self.tokens[starts + torch.arange(self.block_size + 1)]
+        for chunk in torch.split(windows, batch_size):
+            yield chunk[:, :-1], chunk[:, 1:]

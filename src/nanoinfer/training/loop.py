@@ -1,0 +1,274 @@
+"""The training loop: AdamW, cosine learning rate, validation, and resuming after being killed.
+
+Written after nanoGPT's train.py, with three differences: batches and dropout are functions of (seed, step),
+so a resumed run ends with the same weights as an uninterrupted one; validation sweeps the held-out text
+instead of sampling it; and the result is a Hugging Face folder.
+
+`out/` holds the model with the best validation loss so far (config.json, model.safetensors, tokenizer.json)
+and `training_state.pt`, from which `--resume` goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models import tokenizers
+from nanoinfer.models.checkpoints import huggingface
+from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
+from nanoinfer.models.gpt import GPT
+from nanoinfer.training import data
+from nanoinfer.training.config import TrainConfig
+
+STATE = "training_state.pt"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is known after a step."""
+
+    step: int
+    loss: float
+    val_loss: float | None
+    """Set after a validation, else None. Nats per token."""
+    best_val_loss: float
+    tokens_per_sec: float
+
+
+@dataclass
+class Run:
+    """Everything that a run needs; made by `prepare`."""
+
+    config: TrainConfig
+    device: torch.device
+    model: GPT
+    tokenizer_json: str
+    train: data.Batches
+    val: data.Batches
+    val_chars_per_token: float
+    step: int = 0
+    best_val_loss: float = math.inf
+    optimizer: torch.optim.Optimizer | None = None
+
+
+def prepare(config: TrainConfig, *, resume: bool = False) -> Run:
+    """Read the data, make or load tokenizer and model, and go back to the saved state when resuming.
+
+    Raises:
+        NanoinferError: bad data, an `out` that holds another run, or nothing to resume.
+    """
+    from nanoinfer.engines.devices import resolve_device
+
+    device = resolve_device(config.device)
+    out = Path(config.out)
+    state = _read_state(out, config, resume)
+    train_texts, val_texts = data.split_texts(data.read_texts(config.data), config.val_fraction)
+    torch.manual_seed(config.seed)
+    model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, out if state else None)
+    eos = model.config.eos_token_id
+    val_tokens = data.encode_texts(tokenizer, val_texts, eos)
+    run = Run(
+        config,
+        device,
+        model.to(device),
+        tokenizer_json,
+        data.Batches(data.encode_texts(tokenizer, train_texts, eos), model.config.block_size, config.seed),
+        data.Batches(val_tokens, model.config.block_size, config.seed),
+        sum(map(len, val_texts)) / len(val_tokens),
+    )
+    run.optimizer = _optimizer(run)
+    if state:
+        model.load_state_dict(state["model"])
+        run.optimizer.load_state_dict(state["optimizer"])
+        run.step, run.best_val_loss = state["step"], state["best_val_loss"]
+    _check_writable(out)
+    return run
+
+
+def _start(
+    config: TrainConfig, train: list[str], val: list[str], saved: Path | None
+) -> tuple[GPT, tokenizers.Tokenizer, str]:
+    """Return the model to start from, its tokenizer, and the tokenizer's JSON."""
+    if config.init != "scratch":
+        return _start_from(config)
+    if saved is not None:
+        text = (saved / "tokenizer.json").read_text(encoding="utf-8")
+        tokenizer = tokenizers.from_json(text, str(saved))
+    elif config.tokenizer in ("char", "bpe"):
+        tokenizer, text = data.make_tokenizer(config.tokenizer, train, val, config.vocab_size)
+    else:
+        tokenizer = load_tokenizer(config.tokenizer)
+        text = tokenizers.to_json(tokenizer)
+    newline = tokenizer.encode("\n") if config.tokenizer == "bpe" or "\n" in train[0] else []
+    model_config = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        block_size=config.block_size,
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+        bias=config.bias,
+        bos_token_id=newline[0] if len(newline) == 1 else None,  # a text starts as a line does
+    )
+    model = GPT(model_config, config.dropout)
+    model.init_weights(torch.Generator().manual_seed(config.seed))
+    return model, tokenizer, text
+
+
+def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
+    """Return a copy of an existing model, its positions cropped to block_size."""
+    override = None if config.tokenizer in ("char", "bpe") else config.tokenizer
+    loaded = load_model(config.init, tokenizer=override)
+    if loaded.tokenizer is None:
+        raise NanoinferError(f"init={config.init!r}: {loaded.no_tokenizer_reason}")
+    if config.block_size > loaded.config.block_size:
+        raise NanoinferError(
+            f"block_size={config.block_size} is more than the {loaded.config.block_size} of init={config.init!r}"
+        )
+    model = GPT(dataclasses.replace(loaded.config, block_size=config.block_size), config.dropout)
+    state = loaded.gpt.state_dict()
+    state["transformer.wpe.weight"] = state["transformer.wpe.weight"][: config.block_size]
+    model.load_state_dict(state)
+    return model, loaded.tokenizer, tokenizers.to_json(loaded.tokenizer)
+
+
+def _optimizer(run: Run) -> torch.optim.Optimizer:
+    parameters = list(run.model.parameters())
+    config = run.config
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Return the learning rate of a step: linear warm-up, then a cosine to min_learning_rate (as nanoGPT's)."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    ratio = (step - config.warmup_steps) / max(1, config.max_steps - config.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, ratio)))
+    return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
+
+
+def train(run: Run, report: Callable[[Progress], None]) -> float:
+    """Train to `max_steps`, saving at every validation; return the best validation loss, nats per token.
+
+    Args:
+        run: from `prepare`; changed in place.
+        report: called after every step.
+    """
+    config, model, optimizer = run.config, run.model, run.optimizer
+    assert optimizer is not None
+    tokens_per_step = config.batch_size * model.config.block_size
+    while run.step < config.max_steps:
+        start = time.perf_counter()
+        torch.manual_seed(config.seed * 1_000_003 + run.step)  # dropout, too, is a function of the step
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(run.step, config)
+        model.train()
+        loss = _loss(run, *run.train.draw(run.step, config.batch_size))
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        run.step += 1
+        train_loss = loss.item()
+        if not math.isfinite(train_loss):
+            raise NanoinferError(f"loss is {train_loss} at step {run.step}: use a lower learning_rate")
+        seconds = time.perf_counter() - start
+        val_loss = None
+        if run.step % config.eval_interval == 0 or run.step == config.max_steps:
+            val_loss = validate(run)
+            _save(run, val_loss)
+        report(Progress(run.step, train_loss, val_loss, run.best_val_loss, tokens_per_step / seconds))
+    return run.best_val_loss
+
+
+def _loss(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy, nats per token, of a batch (B, T)."""
+    x, y = x.to(run.device), y.to(run.device)
+    low: AbstractContextManager[Any] = nullcontext()
+    if run.config.autocast == "bfloat16":
+        low = torch.autocast(run.device.type, dtype=torch.bfloat16)
+    with low:
+        logits = run.model(x)
+    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+
+@torch.no_grad()
+def validate(run: Run) -> float:
+    """Return the mean loss, nats per token, over the held-out text."""
+    run.model.eval()
+    total, count = 0.0, 0
+    for x, y in run.val.sweep(run.config.eval_tokens, run.config.batch_size):
+        total += _loss(run, x, y).item() * y.numel()
+        count += y.numel()
+    return total / count
+
+
+def _save(run: Run, val_loss: float) -> None:
+    """Write the model if it is the best so far, and the state to resume from."""
+    assert run.optimizer is not None
+    out = Path(run.config.out)
+    if val_loss < run.best_val_loss:
+        run.best_val_loss = val_loss
+        dtype = getattr(torch, run.config.save_dtype)
+        huggingface.save(run.model, out, run.tokenizer_json, dtype)
+    buffer = io.BytesIO()
+    state = {
+        "config": json.dumps(dataclasses.asdict(run.config)),
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "step": run.step,
+        "best_val_loss": run.best_val_loss,
+    }
+    torch.save(state, buffer)
+    huggingface.write_atomically(out / STATE, buffer.getvalue())
+
+
+def _read_state(out: Path, config: TrainConfig, resume: bool) -> dict[str, Any] | None:
+    """Return the saved state when resuming; refuse to overwrite a run otherwise."""
+    path = out / STATE
+    if not resume:
+        for name in (STATE, "model.safetensors"):
+            if (out / name).exists():
+                raise NanoinferError(f"out={config.out} already holds {name}: add --resume, or choose another folder")
+        return None
+    if not path.is_file():
+        return None  # killed before the first interval ended: start over
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        saved = json.loads(state["config"])
+    except Exception as e:
+        raise NanoinferError(f"{path} is no training state: {' '.join(str(e).split())[:200]}") from None
+    now = json.loads(json.dumps(dataclasses.asdict(config)))
+    for name in now.keys() - {"out", "device", "data"}:
+        if saved.get(name) != now[name]:
+            raise NanoinferError(
+                f"{path} was made with {name}={saved.get(name)!r}, not {now[name]!r}: resume with the same settings"
+            )
+    return state
+
+
+def _check_writable(out: Path) -> None:
+    """Fail before the first step, not after an hour."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".write_probe.tmp"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as e:
+        raise NanoinferError(f"out={out} cannot be written: {e.strerror}: choose another folder") from None

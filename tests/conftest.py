@@ -1,0 +1,53 @@
+"""Small models made in-process: no network, no weights of others, no shared folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.engines.base import EngineLimits
+from nanoinfer.models.checkpoints import huggingface
+from nanoinfer.models.gpt import GPT
+from nanoinfer.models.tokenizers import char_to_json
+
+CHARS = "\n !,.:?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+TINY = ModelConfig(vocab_size=len(CHARS), block_size=32, n_layer=2, n_head=2, n_embd=16, bos_token_id=0)
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def make_model(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> GPT:
+    """A random model in eval mode, with weights large enough that tokens differ and biases that matter."""
+    gpt = GPT(config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, p in gpt.named_parameters():
+        center = 1.0 if "ln_" in name and name.endswith("weight") else 0.0
+        torch.nn.init.normal_(p, center, std, generator=generator)
+    return gpt.requires_grad_(False).eval()
+
+
+def make_limits(config: ModelConfig = TINY, max_num_seqs: int = 4) -> EngineLimits:
+    return EngineLimits(max_num_seqs, config.block_size, max_num_seqs * config.block_size)
+
+
+def make_folder(path: Path, config: ModelConfig = TINY, seed: int = 0, chars: str | None = CHARS) -> Path:
+    """A Hugging Face folder with a random model and a character-level tokenizer."""
+    huggingface.save(make_model(config, seed), path, char_to_json(chars) if chars else None)
+    return path
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture
+def tiny_folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "tiny")
