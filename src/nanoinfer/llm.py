@@ -12,6 +12,7 @@ import logging
 import math
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
@@ -100,8 +101,9 @@ class LLM:
             NanoinferError: a prompt or parameter is not usable; nothing has been generated then.
         """
         requests = self._add_all(prompts, params)
-        for _ in self._steps(requests):
-            pass
+        with self._ending(requests):
+            while not all(r.finished for r in requests):
+                self.core.step()
         return [self.core.output(r) for r in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
@@ -145,11 +147,17 @@ class LLM:
         return list(by_id), run()
 
     def _steps(self, requests: list[Request]) -> Iterator[list[Delta]]:
-        """Step until these requests have ended, yielding their deltas; end them if the caller goes away."""
+        """Step until these requests have ended, yielding their deltas."""
         ids = {r.request_id for r in requests}
-        try:
+        with self._ending(requests):
             while not all(r.finished for r in requests):
                 yield [d for d in self.core.step() if d.request_id in ids]
+
+    @contextmanager
+    def _ending(self, requests: list[Request]) -> Iterator[None]:
+        """Leave nothing behind: what is unfinished when the block is left, for whatever reason, is ended."""
+        try:
+            yield
         finally:
             for request in requests:
                 if not request.finished:

@@ -46,7 +46,7 @@ def generate(
     ] = None,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Prompts are token ids: '15496 11 995'.")] = False,
     logit_bias: Annotated[
-        list[str] | None, typer.Option("--logit-bias", help="TOKEN_ID=BIAS, added to its logit; may be repeated.")
+        list[str] | None, typer.Option(help="Added to the logits of these token ids: TOKEN_ID=BIAS; may be repeated.")
     ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print each prompt before its text.")] = False,
     as_json: Annotated[

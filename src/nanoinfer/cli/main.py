@@ -55,9 +55,14 @@ def root(
 def main() -> None:
     """Run the command line and exit with its code."""
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="nanoinfer: %(message)s")
-    try:
-        code = app(standalone_mode=False)
+    command: Any = typer.main.get_command(app)
+    code = 0
+    try:  # not app(): it would turn a closed pipe and Ctrl-C into exit codes of its own
+        with command.make_context("nanoinfer", sys.argv[1:]) as context:
+            command.invoke(context)
         sys.stdout.flush()
+    except typer.Exit as e:
+        code = e.exit_code
     except _ClickException as e:
         code = _complain(e.format_message(), e.exit_code)
     except NanoinferError as e:
@@ -68,8 +73,7 @@ def main() -> None:
         code = 130
     except BrokenPipeError:  # the reader of a pipe (head, less) has gone: nothing more to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    sys.exit(code or 0)
+    sys.exit(code)
 
 
 def _complain(message: str, code: int) -> int:

@@ -70,7 +70,7 @@ class SamplingParams:
         require_float("min_p", self.min_p, 0.0, 1.0)
         require_float("presence_penalty", self.presence_penalty, -1e3, 1e3)
         require_float("frequency_penalty", self.frequency_penalty, -1e3, 1e3)
-        require_float("repetition_penalty", self.repetition_penalty, 0.0, 1e3, low_open=True)
+        require_float("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)  # no logit overflows
         if self.seed is not None:
             require_int("seed", self.seed, 0, 2**64 - 1)
         require_int("n", self.n, 1, 65536)
@@ -98,7 +98,7 @@ class SamplingParams:
         stop = (given,) if isinstance(given, str) else given
         for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
             try:
-                object.__setattr__(self, name, tuple(value or ()))
+                object.__setattr__(self, name, () if value is None else tuple(value))
             except TypeError:
                 raise NanoinferError(f"{name}={value!r} is not a list") from None
         if self.logit_bias is not None:

@@ -40,7 +40,6 @@ class OutputText:
         self.text = ""
         """The whole text so far, held-back end included."""
         self._shown = 0
-        self._searched = 0  # no stop string begins before this position
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Add a token; return the stop string that now ends the text, if any (the text is cut before it).
@@ -51,29 +50,27 @@ class OutputText:
         """
         if self._stream is None:
             return None
-        self.text += self._stream.push(token_id)
-        return self._check(may_stop)
+        return self._grow(self._stream.push(token_id), may_stop)
 
     def flush(self, *, may_stop: bool = True) -> str | None:
         """End the text with what the stream still held; return the stop string that this completed, if any."""
         if self._stream is None:
             return None
-        self.text += self._stream.flush()
-        return self._check(may_stop)
+        return self._grow(self._stream.flush(), may_stop)
 
-    def _check(self, may_stop: bool) -> str | None:
-        """Return the stop string that ends first in the text that is new, and cut the text before it."""
-        if not self._stop:
+    def _grow(self, piece: str, may_stop: bool) -> str | None:
+        """Add to the text; return the stop string that ends first in what is new, and cut the text before it."""
+        old = len(self.text)
+        self.text += piece
+        if not may_stop:
             return None
-        found = [(at + len(s), at, s) for s in self._stop if (at := self.text.find(s, self._searched)) >= 0]
-        if found and may_stop:
-            _, at, stop = min(found)
-            self.text = self.text[:at]
-            return stop
-        # The next token may complete a string that begins in the last `longest - 1` characters.
-        start = len(self.text) if found else len(self.text) - self._longest + 1
-        self._searched = max(self._searched, start)
-        return None
+        # A string that ends past `old` begins past `old - len(s)`; one that ended earlier was found or did not count.
+        found = [(at + len(s), at, s) for s in self._stop if (at := self.text.find(s, max(0, old - len(s) + 1))) >= 0]
+        if not found:
+            return None
+        _, at, stop = min(found)
+        self.text = self.text[:at]
+        return stop
 
     def take(self, *, finished: bool) -> str:
         """Return the text that has become certain since the last call.

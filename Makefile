@@ -1,0 +1,43 @@
+# make demo    stream text from the built-in model, then show the ladder of engines on it
+# make test    the whole test suite
+# make lint    ruff and mypy
+# make bench   static against transformers, side by side (random weights in GPT-2's shape)
+# Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nanoinfer/kernels/cpu/*)
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/installed
+	@echo "== shakespeare, prompt 'ROMEO:' =="
+	@$(BIN)/nanoinfer generate "ROMEO:" --echo --max-tokens 200 --temperature 0.8 --top-k 100 --seed 4
+	@echo
+	@echo "== the ladder: every engine says the same words =="
+	@$(BIN)/python benchmarks/ladder.py
+
+test: .venv/installed-test
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed-test
+	$(BIN)/python benchmarks/vs_transformers.py
+
+.venv/installed: $(BUILD_INPUTS)
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing nanoinfer and what it needs into .venv (torch is large: this may take minutes)"
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/installed-test: .venv/installed
+	@$(PIP) --editable '.[test,lint]'
+	@touch $@
+
+clean:
+	rm -rf .venv build

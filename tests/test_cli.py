@@ -1,0 +1,258 @@
+"""The command line as a user meets it: output, exit codes, one line for every error, Ctrl-C, pipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conftest import make_folder
+from nanoinfer import SamplingParams
+from nanoinfer.cli import main
+from nanoinfer.cli.options import field_docs
+from nanoinfer.config import EngineConfig
+from nanoinfer.training.config import TrainConfig
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command line in this process: arguments -> exit code, stdout, stderr."""
+
+    def call(*arguments: object, stdin: bytes | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nanoinfer", *map(str, arguments)])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as e:
+            main()
+        out, err = capsys.readouterr()
+        return int(e.value.code or 0), out, err
+
+    return call
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", "from nanoinfer.cli import main; main()", *map(str, arguments)]
+
+
+def test_generate_prints_the_text_and_nothing_else(run: Run, tiny_folder: Path) -> None:
+    code, out, err = run("generate", "Go", "-m", tiny_folder, "--max-tokens", 9, "--seed", 1)
+    assert (code, err) == (0, "")
+    assert len(out) == 10
+    code, echoed, _ = run("generate", "Go", "-m", tiny_folder, "--max-tokens", 9, "--seed", 1, "--echo")
+    assert (code, echoed) == (0, "Go" + out)
+
+
+def test_prompts_come_from_arguments_files_and_stdin(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Go")
+    flags = ("-m", tiny_folder, "--max-tokens", 9, "--temperature", 0)
+    _, text, _ = run("generate", "Go", *flags)
+    assert run("generate", "--file", prompt, *flags)[1] == text
+    assert run("generate", *flags, stdin=b"Go")[1] == text
+    ids = run("generate", "39 15", "--token-ids", *flags)
+    assert ids[0] == 0
+    assert len(ids[1]) == 10
+
+
+def test_several_prompts_and_samples_come_in_order(run: Run, tiny_folder: Path) -> None:
+    flags = ("-m", tiny_folder, "--max-tokens", 5, "--seed", 3)
+    _, out, _ = run("generate", "Go", "Ho", "--n", 2, *flags)
+    blocks = out.split("--- ")[1:]
+    assert [b.split("\n")[0] for b in blocks] == [
+        f"prompt {i} of 2, text {k} of 2: {p!r}" for i, p in ((1, "Go"), (2, "Ho")) for k in (1, 2)
+    ]
+    assert blocks[2].split("\n", 1)[1] == run("generate", "Ho", *flags)[1]
+
+
+def test_json_has_tokens_reasons_and_metrics(run: Run, tiny_folder: Path) -> None:
+    code, out, _ = run("generate", "Go", "Hi", "-m", tiny_folder, "--max-tokens", 5, "--json", "--logprobs", 1)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [line["prompt"] for line in lines] == ["Go", "Hi"]
+    output = lines[0]["outputs"][0]
+    assert len(output["token_ids"]) == len(output["logprobs"]) == len(output["text"]) == 5
+    assert output["finish_reason"] == "length"
+    assert lines[0]["metrics"]["num_output_tokens"] == 5
+
+
+def test_eval_prints_what_score_says(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    from nanoinfer import LLM
+
+    text = "To be, or not to be: that is. " * 3
+    (tmp_path / "t.txt").write_text(text)
+    code, out, _ = run("eval", tmp_path / "t.txt", "-m", tiny_folder, "--json")
+    (score,) = LLM(str(tiny_folder)).score(text)
+    result = json.loads(out)
+    assert code == 0
+    assert result["perplexity"] == pytest.approx(score.perplexity)
+    assert result["num_tokens"] == len(text) - 1
+    assert result["bits_per_character"] == pytest.approx(-score.log_likelihood / math.log(2) / len(text))
+    assert f"perplexity {score.perplexity:.3f}" in run("eval", tmp_path / "t.txt", "-m", tiny_folder)[1]
+
+
+def test_engines_lists_every_rung(run: Run) -> None:
+    code, out, _ = run("engines", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0
+    assert list(rows) == ["recompute", "dynamic", "static"]
+    assert rows["static"]["available"] is True
+    assert "cpu" in rows["static"]["devices"]
+    assert rows["static"]["dtypes"] == ["float32", "bfloat16", "float16"]
+    code, table, _ = run("engines")
+    assert code == 0
+    assert all(name in table for name in rows)
+
+
+BAD = {
+    "unknown model": (["generate", "a", "-m", "no such model!"], "neither built in"),
+    "missing path": (["generate", "a", "-m", "./no/such/dir"], "no such file or folder"),
+    "missing preset": (["generate", "a", "-m", "random:gpt5"], "no preset 'gpt5'"),
+    "NaN temperature": (["generate", "a", "--temperature", "nan"], "temperature=nan"),
+    "top_p of 2": (["generate", "a", "--top-p", "2"], "top_p=2.0 is not a finite number in (0, 1]"),
+    "negative max_tokens": (["generate", "a", "--max-tokens", "-1"], "max_tokens=-1 is not an integer >= 1"),
+    "no integer": (["generate", "a", "--max-tokens", "x"], "max-tokens"),
+    "no such device": (["generate", "a", "-m", "{tiny}", "--device", "cuda:42"], "device='cuda:42'"),
+    "no such engine": (["generate", "a", "-m", "{tiny}", "--engine", "warp"], "engine='warp' is unknown"),
+    "unknown flag": (["generate", "a", "--temprature", "1"], "--temprature"),
+    "abbreviated flag": (["generate", "a", "--temp", "1"], "--temp"),
+    "unknown command": (["generat"], "generat"),
+    "missing file": (["generate", "-f", "no.txt"], "no.txt cannot be read"),
+    "bad ids": (["generate", "1 x", "--token-ids"], "'1 x' is not a list of integers"),
+    "bad bias": (["generate", "a", "--logit-bias", "5"], "'5' is not TOKEN_ID=BIAS"),
+    "too long": (["generate", "a" * 33, "-m", "{tiny}"], "--overflow slide"),
+    "eval missing": (["eval", "no.txt"], "no.txt cannot be read"),
+    "eval short": (["eval", "{one}", "-m", "{tiny}"], "cannot be scored"),
+    "train no data": (["train", "--out", "{tmp}/o"], "--data"),
+    "train missing data": (["train", "--data", "no.txt", "--out", "{tmp}/o"], "no.txt cannot be read"),
+    "train short data": (["train", "--data", "{one}", "--out", "{tmp}/o"], "a window needs block_size + 1"),
+    "train bad lr": (["train", "--data", "{one}", "--out", "{tmp}/o", "--learning-rate", "inf"], "learning_rate=inf"),
+    "train unwritable": (["train", "--data", "{text}", "--out", "{one}/sub"], "cannot be written"),
+    "train over a model": (["train", "--data", "{text}", "--out", "{tiny}"], "already holds model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(run: Run, tiny_folder: Path, tmp_path: Path, case: str) -> None:
+    (tmp_path / "one.txt").write_text("a")
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 100)
+    names = {"tiny": tiny_folder, "tmp": tmp_path, "one": tmp_path / "one.txt", "text": tmp_path / "text.txt"}
+    before = sorted(tmp_path.rglob("*"))
+    arguments, message = BAD[case]
+    code, out, err = run(*[a.format(**names) for a in arguments])
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.startswith("nanoinfer: error: ")
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before  # nothing half-written
+
+
+def test_help_names_every_field_with_its_line(run: Run) -> None:
+    for name, classes in (
+        ("generate", (SamplingParams, EngineConfig)),
+        ("train", (TrainConfig,)),
+        ("eval", (EngineConfig,)),
+    ):
+        code, out, _ = run(name, "--help")
+        assert code == 0
+        words = " ".join(out.split())
+        for cls in classes:
+            docs = field_docs(cls)
+            for field in dataclasses.fields(cls):
+                assert f"--{field.name.replace('_', '-')}" in out
+                assert docs[field.name].split(".")[0][:20] in words, field.name
+
+
+def test_version_and_no_arguments(run: Run) -> None:
+    assert run("--version")[:2] == (0, "0.1.0\n")
+    code, out, err = run()
+    assert code == 2
+    assert "generate" in out + err
+
+
+def test_help_is_instant_and_imports_no_torch() -> None:
+    heavy = "{'torch', 'numpy', 'tokenizers', 'safetensors', 'rich'}"
+    code = f"import sys, nanoinfer, nanoinfer.cli; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
+
+    def fastest(arguments: list[str]) -> float:
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    assert fastest([sys.executable, "-c", "import nanoinfer"]) < 0.2
+    assert fastest(command("--help")) < 0.5
+
+
+def test_ctrl_c_leaves_the_text_and_exits_130(tiny_folder: Path) -> None:
+    arguments = ["-m", tiny_folder, "--max-tokens", 10**6, "--overflow", "slide", "--n", "2", "--seed", "1"]
+    child = subprocess.Popen(
+        command("generate", "Go", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=one_thread()
+    )
+    assert child.stdout is not None
+    first = b""
+    while len(first) < 100:  # both texts have begun
+        first += os.read(child.stdout.fileno(), 100)
+    child.send_signal(signal.SIGINT)
+    rest, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert err == b""
+    out = (first + rest).decode()
+    assert out.startswith("--- text 1 of 2: 'Go'\n")
+    assert len(out.split("--- text 2 of 2: 'Go'\n")[1]) > 1  # the second's text is not lost
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(tiny_folder: Path) -> None:
+    child = subprocess.Popen(
+        command("generate", "Go", "-m", tiny_folder, "--max-tokens", 10**6, "--overflow", "slide"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=one_thread(),
+    )  # fmt: skip
+    assert child.stdout is not None
+    os.read(child.stdout.fileno(), 10)
+    child.stdout.close()
+    assert child.wait(timeout=60) == 0
+    assert child.stderr is not None
+    assert child.stderr.read() == b""
+
+
+def one_thread() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def test_characters_are_never_halved_on_a_pipe(run: Run, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", chars=None)
+    from nanoinfer.training.data import train_bpe
+
+    text = train_bpe(["\u00e9\u4e2d\U0001f600 "], 256)
+    from dataclasses import replace
+
+    from conftest import TINY
+
+    folder = make_folder(tmp_path / "bytes", replace(TINY, vocab_size=256), chars=None)
+    (folder / "tokenizer.json").write_text(text)
+    code, out, _ = run("generate", "\u4e2d", "-m", folder, "--max-tokens", 200, "--overflow", "slide", "--seed", 2)
+    assert code == 0
+    assert "\ufffd" in out  # random bytes: bad ones are shown as U+FFFD, and nothing raised
+
+
+def test_an_unencodable_terminal_does_not_crash(tiny_folder: Path) -> None:
+    env = one_thread() | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        command("generate", "Go", "-m", tiny_folder, "--max-tokens", 5), capture_output=True, env=env, check=False
+    )
+    assert done.returncode == 0

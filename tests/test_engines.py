@@ -1,0 +1,336 @@
+"""The engine matrix: every engine, every batch, every decoding method says what the naive loop says.
+
+`naive_greedy` below is the definition of correct: nanoGPT's loop, one sequence, the whole prefix run again
+for every token. Adding an engine to the registry adds it to every test here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conftest import TINY, make_folder, make_limits, make_model
+from nanoinfer import LLM, NanoinferError, SamplingParams
+from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.core import Core
+from nanoinfer.engines import registry
+from nanoinfer.engines.base import Engine, Handle, StepBatch
+from nanoinfer.engines.devices import supported_dtypes
+from nanoinfer.engines.registry import ENGINES
+from nanoinfer.models.gpt import GPT
+from nanoinfer.sampling.sampler import sample
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import window_start
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+    ),
+]
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+V = TINY.vocab_size
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
+    config = EngineConfig(max_num_seqs=max_num_seqs)
+    spec = ENGINES[name]
+    if (reason := spec.unavailable()) is not None:
+        pytest.skip(f"engine {name}: {reason}")
+    return registry.build(spec, gpt, config)
+
+
+def make_core(engine: Engine, **limits: int) -> Core:
+    c = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, engine.limits.max_num_cached_tokens)
+    return Core(engine, Scheduler(replace(c, **limits)), sample, None, V)
+
+
+def generate(core: Core, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:
+    requests = [core.add(None, p, q, seed=7, eos_token_id=None) for p, q in zip(prompts, params, strict=True)]
+    while core.unfinished:
+        core.step()
+        core.scheduler.check_integrity()
+    return [[o.token_ids for o in core.output(r).outputs] for r in requests]
+
+
+def naive_greedy(gpt: GPT, prompt: list[int], max_tokens: int, stride: int | None = None) -> list[int]:
+    """nanoGPT's generate at temperature 0, with the window of the sliding rule (stride 1 is its own crop)."""
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        if stride is None and len(ids) > gpt.config.block_size:
+            break
+        start = window_start(len(ids), gpt.config.block_size, stride or 1)
+        with torch.inference_mode():
+            logits = gpt(torch.tensor([ids[start:]], device=gpt.lm_head.weight.device))
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(V, (length,), generator=generator).tolist()
+
+
+BATCHES = {
+    "alone": [5],
+    "twice the same": [5, 5],
+    "unequal lengths": [1, 9, 4, 20],
+    "more than fit": [3, 17, 1, 8, 8, 2, 11],
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))
+@pytest.mark.parametrize("chunk", [2048, 5], ids=["whole", "chunked"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, device: str) -> None:
+    gpt = make_model().to(device)
+    prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
+    params = [replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(prompts))]
+    core = make_core(make_engine(name, gpt), max_num_batched_tokens=chunk)
+    expected = [[naive_greedy(gpt, p, q.max_tokens)] for p, q in zip(prompts, params, strict=True)]
+    assert generate(core, prompts, params) == expected
+    assert generate(core, prompts, params) == expected  # twice in a row: nothing is left behind
+
+
+@pytest.mark.parametrize("chunk", [2048, 7], ids=["whole", "chunked"])
+@pytest.mark.parametrize("stride", [1, 3, None, 32], ids=lambda s: f"stride-{s}")
+@pytest.mark.parametrize("name", ENGINES)
+def test_sliding_window_equals_crop_and_recompute(name: str, stride: int | None, chunk: int) -> None:
+    """At 3 times the block size; stride 1 is nanoGPT's own output. One prompt is longer than the context."""
+    gpt = make_model()
+    prompts = [prompt(4), prompt(30), prompt(50)]
+    params = replace(GREEDY, max_tokens=3 * TINY.block_size, overflow="slide", slide_stride=stride)
+    core = make_core(make_engine(name, gpt), max_num_batched_tokens=chunk)
+    expected = [[naive_greedy(gpt, p, params.max_tokens, stride or TINY.block_size // 2)] for p in prompts]
+    assert generate(core, prompts, [params] * 3) == expected
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_text_stops_when_the_context_is_full(name: str) -> None:
+    gpt = make_model()
+    long = replace(GREEDY, max_tokens=1000)
+    core = make_core(make_engine(name, gpt))
+    (tokens,), (last,) = generate(core, [prompt(6), prompt(32)], [long, long])
+    assert tokens == naive_greedy(gpt, prompt(6), 27)  # the 27th is drawn from a full window of 32
+    assert last == naive_greedy(gpt, prompt(32), 1)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_samples_fork_and_equal_separate_requests(name: str) -> None:
+    """n texts of one request are what the sampler would draw for each sample index alone, in any company."""
+    params = SamplingParams(max_tokens=10, temperature=0.9, top_k=20, n=3)
+    gpt = make_model()
+    core = make_core(make_engine(name, gpt))
+    together = generate(core, [prompt(9), prompt(2)], [params, replace(params, n=1)])
+    alone = generate(core, [prompt(9)], [params])
+    assert together[0] == alone[0]
+    assert len({tuple(t) for t in alone[0]}) == 3
+    assert generate(core, [prompt(9)], [replace(params, n=1)])[0][0] == alone[0][0]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_logits_equal_the_reference_model(name: str, device: str) -> None:
+    """Prefill, decode, several tokens with a past, truncate and fork, in one ragged batch, at every position."""
+    gpt = make_model().to(device)
+    engine = make_engine(name, gpt)
+    ids = prompt(20)
+    whole = gpt(torch.tensor([ids], device=device))[0]
+    other = gpt(torch.tensor([ids[:6] + ids[:4]], device=device))[0]
+    a, b = engine.open(), engine.open()
+    assert_extend(engine, [(a, ids[:6], 6), (b, ids[:1], 1)], [whole[:6], whole[:1]])
+    assert_extend(engine, [(b, ids[1:9], 3), (a, ids[6:7], 1)], [whole[6:9], whole[6:7]])
+    c = engine.fork(a)
+    assert_extend(engine, [(c, ids[7:12], 5), (a, ids[7:8], 0), (b, ids[9:10], 1)], [whole[7:12], whole[9:10]])
+    engine.truncate(c, 6)
+    assert_extend(engine, [(c, ids[:4], 4)], [other[6:10]])
+    engine.close(a)  # b and c go on, whatever was moved
+    assert_extend(engine, [(c, ids[:1], 0), (b, ids[10:11], 1)], [whole[10:11]])
+    engine.truncate(b, 0)
+    assert_extend(engine, [(b, ids, 20)], [whole])
+    assert (engine.length(b), engine.length(c)) == (20, 11)
+
+
+def assert_extend(engine: Engine, parts: list[tuple[Handle, list[int], int]], expected: list[torch.Tensor]) -> None:
+    batch = StepBatch()
+    for handle, ids, num_logits in parts:
+        batch.add(handle, ids, num_logits)
+    logits = engine.extend(batch)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 9)), max_size=25),
+    st.sampled_from(list(ENGINES)),
+)
+def test_any_order_of_operations(operations: list[tuple[int, int, int]], name: str) -> None:
+    """Random open, extend, truncate, fork and close: each sequence's logits are those of its tokens alone."""
+    gpt = make_model()
+    engine = make_engine(name, gpt)
+    texts: dict[Handle, list[int]] = {}
+    for kind, which, amount in operations:
+        handle = list(texts)[which % len(texts)] if texts else None
+        if kind == 0 and len(texts) < 4:
+            texts[engine.open()] = []
+        elif kind == 1 and texts:  # extend several, each by its own number
+            batch, wanted = StepBatch(), []
+            for i, h in enumerate(reversed(texts)):
+                new = prompt(1 + (amount + i * which) % 5, amount)
+                if len(texts[h]) + len(new) > TINY.block_size or (i + amount) % 4 == 3:
+                    continue
+                texts[h] = texts[h] + new
+                batch.add(h, new)
+                wanted.append(gpt(torch.tensor([texts[h]]))[0, -1])
+            logits = engine.extend(batch)
+            torch.testing.assert_close(
+                logits, torch.stack(wanted) if wanted else torch.empty(0, V), atol=1e-4, rtol=1e-4
+            )
+        elif kind == 2 and handle is not None:
+            length = min(amount, len(texts[handle]))
+            engine.truncate(handle, length)
+            texts[handle] = texts[handle][:length]
+        elif kind == 3 and handle is not None and len(texts) < 4:
+            texts[engine.fork(handle)] = list(texts[handle])
+        elif kind == 4 and handle is not None:
+            engine.close(handle)
+            del texts[handle]
+        assert all(engine.length(h) == len(t) for h, t in texts.items())
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_bad_arguments_raise_and_change_nothing(name: str) -> None:
+    gpt = make_model()
+    engine = make_engine(name, gpt, max_num_seqs=2)
+    a, b = engine.open(), engine.open()
+    ids = prompt(10)
+    assert_extend(
+        engine,
+        [(a, ids[:5], 1), (b, ids[:3], 1)],
+        [gpt(torch.tensor([ids[:5]]))[0, -1:], gpt(torch.tensor([ids[:3]]))[0, -1:]],
+    )
+    bad = [
+        (StepBatch([Handle(99)], [1], [1], [1]), "handle 99"),
+        (StepBatch([a, a], [1, 1], [1, 1], [1, 1]), "each sequence once"),
+        (StepBatch([a], [1], [1], []), "num_logits"),
+        (StepBatch([a], [1, 2], [1], [1]), "adds up to 1"),
+        (StepBatch([a], [], [0], [0]), "num_new=0"),
+        (StepBatch([a], [1], [1], [2]), "num_logits=2"),
+        (StepBatch([a], [1], [1], [-1]), "num_logits=-1"),
+        (StepBatch([b, a], [1, V], [1, 1], [1, 1]), f"token id {V}"),
+        (StepBatch([a], [-1], [1], [1]), "token id -1"),
+        (StepBatch([b, a], [1, *prompt(28)], [1, 28], [1, 1]), "context length 32"),
+    ]
+    for batch, message in bad:
+        with pytest.raises(NanoinferError, match=message):
+            engine.extend(batch)
+    for call, message in (
+        (lambda: engine.open(), "max_num_seqs=2"),
+        (lambda: engine.fork(a), "max_num_seqs=2"),
+        (lambda: engine.truncate(a, 6), "has 5 tokens"),
+        (lambda: engine.truncate(a, -1), "truncate to -1"),
+        (lambda: engine.close(Handle(99)), "handle 99"),
+    ):
+        with pytest.raises(NanoinferError, match=message):
+            call()
+    assert (engine.length(a), engine.length(b)) == (5, 3)
+    assert_extend(
+        engine,
+        [(a, ids[5:], 1), (b, ids[3:4], 1)],
+        [gpt(torch.tensor([ids]))[0, -1:], gpt(torch.tensor([ids[:4]]))[0, -1:]],
+    )
+    engine.close(b)
+    with pytest.raises(NanoinferError, match=f"handle {b}"):
+        engine.close(b)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_empty_batch_gives_no_logits(name: str) -> None:
+    assert make_engine(name, make_model()).extend(StepBatch()).shape == (0, V)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_one_texts_nan_never_reaches_another(name: str) -> None:
+    """A token whose embedding is NaN poisons its own text only, also for later texts in the same memory."""
+    gpt = make_model(replace(TINY, tie_word_embeddings=False))
+    gpt.transformer["wte"].weight[5] = float("nan")
+    engine = make_engine(name, gpt)
+    clean = [t for t in prompt(24) if t != 5]
+    expected = gpt(torch.tensor([clean]))[0]
+    keep, poisoned = engine.open(), engine.open()
+    engine.extend(StepBatch([keep, poisoned], [*clean[:2], *[5] * 20], [2, 20], [0, 0]))
+    engine.truncate(poisoned, 10)
+    engine.close(keep)
+    engine.close(poisoned)
+    a, b = engine.open(), engine.open()
+    engine.extend(StepBatch([a, b], [*clean[:3], *clean[:15]], [3, 15], [0, 0]))
+    for i in range(3):
+        assert_extend(
+            engine,
+            [(a, clean[3 + i : 4 + i], 1), (b, clean[15 + i : 16 + i], 1)],
+            [expected[3 + i : 4 + i], expected[15 + i : 16 + i]],
+        )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ENGINES)
+def test_reduced_precision_stays_near_float32(name: str, dtype: str, device: str) -> None:
+    if dtype not in supported_dtypes(torch.device(device)):
+        pytest.skip(f"{dtype} is not supported on this {device} device")
+    gpt = make_model(std=0.1)
+    ids = prompt(20)
+    exact = gpt(torch.tensor([ids]))[0]
+    engine = make_engine(name, gpt.to(device, getattr(torch, dtype)))
+    handle = engine.open()
+    rows = [engine.extend(StepBatch([handle], ids[:8], [8], [8]))]
+    rows += [engine.extend(StepBatch([handle], [t], [1], [1])) for t in ids[8:]]
+    error = (torch.cat(rows).cpu() - exact).abs().max() / exact.abs().max()
+    assert error < (0.03 if dtype == "bfloat16" else 0.005)
+
+
+def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "nanoinfer"):
+        spec = registry.resolve(EngineConfig(), torch.device("cpu"), torch.float32)
+    assert spec.name == "static"
+    assert "engine=auto: static" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"engine": "warp"}, "engine='warp' is unknown: use auto or one of recompute"),
+        ({"engine": "static", "quantization": "int8"}, "quantization='int8' is not supported"),
+        ({"quantization": "int3"}, "quantization='int3'"),
+        ({"device": "tpu"}, "device='tpu' is unknown"),
+        ({"device": "cuda:99"}, "device='cuda:99'"),
+        ({"dtype": "float64"}, "dtype='float64' is unknown"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        ({"max_num_seqs": 8, "kv_cache_memory": 1000}, "kv_cache_memory=1,000 bytes is too little for 8 sequences"),
+        ({"kv_cache_memory": 1000, "engine": "dynamic"}, "too little for 1 sequences"),
+    ],
+)
+def test_what_cannot_run_says_why(tiny_folder: Path, keywords: dict[str, object], message: str) -> None:
+    with pytest.raises(NanoinferError, match=message) as e:
+        LLM(str(tiny_folder), **keywords)
+    assert "\n" not in str(e.value)
+
+
+def test_limits_follow_the_memory_given(tmp_path: Path) -> None:
+    folder = str(make_folder(tmp_path / "m"))
+    text = 32 * TINY.kv_bytes_per_token(4)  # one full-length text
+    slots = LLM(folder, engine="static", kv_cache_memory=3 * text + 1).engine.limits
+    assert (slots.max_num_seqs, slots.max_num_cached_tokens) == (3, 96)
+    shared = LLM(folder, engine="dynamic", max_num_seqs=10, kv_cache_memory=3 * text).engine.limits
+    assert (shared.max_num_seqs, shared.max_num_cached_tokens) == (10, 96)
+    assert make_limits(max_num_seqs=64) == LLM(folder, engine="recompute").engine.limits

@@ -1,0 +1,87 @@
+"""The house rules that a machine can check: levels, sizes, and how far it is from generate to the matmul."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import nanoinfer
+from nanoinfer import LLM, SamplingParams
+
+PACKAGE = Path(nanoinfer.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_HOPS = 8
+
+# Level -> what it may not import, at any depth of its own code.
+FORBIDDEN = {
+    "scheduling": ("torch", "numpy", "nanoinfer.engines", "nanoinfer.models", "nanoinfer.sampling", "nanoinfer.core"),
+    "engines": ("nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
+    "sampling": ("nanoinfer.engines", "nanoinfer.scheduling", "nanoinfer.models", "nanoinfer.core"),
+    "models": ("nanoinfer.engines", "nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
+    "training": ("nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
+    "kernels": ("nanoinfer",),
+    "": ("nanoinfer.cli",),  # nothing imports the command line
+}
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("level", FORBIDDEN)
+def test_levels_do_not_leak(level: str) -> None:
+    files = [p for p in FILES if (level or "nanoinfer") in p.parts and "cli" not in p.relative_to(PACKAGE).parts]
+    assert files or level == "kernels"
+    for path in files:
+        for name in imports(path):
+            bad = [f for f in FORBIDDEN[level] if name == f or name.startswith(f + ".")]
+            assert not bad, f"{path.relative_to(PACKAGE)} imports {name}"
+
+
+def test_files_and_functions_are_small() -> None:
+    for path in FILES:
+        text = path.read_text()
+        assert len(text.splitlines()) <= MAX_LINES, path.name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno is not None
+                lines = node.end_lineno - node.lineno + 1
+                assert lines <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {lines} lines"
+
+
+def test_every_module_imports_and_says_what_it_is() -> None:
+    for module in pkgutil.walk_packages([str(PACKAGE)], "nanoinfer."):
+        if not module.name.endswith("_native"):
+            assert importlib.import_module(module.name).__doc__, module.name
+
+
+def test_few_frames_from_generate_to_the_matmul(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames of this package only: torch's own module machinery is not ours to shorten."""
+    linear, hops = torch.nn.functional.linear, []
+
+    def counting(*args: torch.Tensor) -> torch.Tensor:
+        frame, names = sys._getframe(1), []
+        while frame is not None:
+            if str(PACKAGE) in frame.f_code.co_filename:
+                names.append(frame.f_code.co_name)
+            frame = frame.f_back
+        hops.append(names)
+        return linear(*args)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", counting)
+    LLM(str(tiny_folder)).generate("Go", SamplingParams(max_tokens=2))
+    assert max(map(len, hops)) <= MAX_HOPS, max(hops, key=len)
