@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.base import EngineLimits
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import char_to_json
@@ -46,6 +48,16 @@ def make_folder(path: Path, config: ModelConfig = TINY, seed: int = 0, chars: st
 def edit_config(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def refuses(call: Callable[[], object], *words: str) -> None:
+    """Assert that `call` raises a NanoinferError of one line that holds all the words."""
+    with pytest.raises(NanoinferError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
 
 
 @pytest.fixture

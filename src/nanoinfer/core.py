@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
 
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.models.tokenizers import decode
@@ -56,7 +57,7 @@ class Core:
         self._vocab_size = vocab_size
         self._clock = clock
         self._next_id = 0
-        self._logprobs: dict[Sequence, list[dict[int, Logprob]]] = {}
+        self._logprobs: WeakKeyDictionary[Sequence, list[dict[int, Logprob]]] = WeakKeyDictionary()
 
     def add(
         self,
@@ -104,9 +105,6 @@ class Core:
                 self.abort(request)
             raise
         self._close(ended)
-        now = self._clock()
-        for request in {s.request: None for s in ended if s.request.finished}:
-            request.finished_sec = now
         return [self._delta(s) for s in drawing(work)]
 
     def _run(self, work: list[Work]) -> list[list[int]]:
@@ -150,18 +148,23 @@ class Core:
         text = sequence.text.take(finished=ended)
         return Delta(sequence.request.request_id, sequence.sample_index, text, sequence.finish_reason)
 
-    def _close(self, sequences: list[Sequence]) -> None:
-        for s in sequences:
+    def _close(self, ended: list[Sequence]) -> None:
+        """Free what ended sequences held, and note when their requests ended."""
+        now = self._clock()
+        for s in ended:
             if s.handle is not None:
                 self.engine.close(Handle(s.handle))
                 s.handle = None
+            if s.request.finished:
+                s.request.finished_sec = now
 
     def abort(self, request: Request) -> None:
         """End a request where it is, and free what it held. Its texts keep what they have."""
         self._close(self.scheduler.abort(request))
+        request.finished_sec = request.finished_sec or self._clock()  # one that waited held nothing to close
 
     def output(self, request: Request) -> RequestOutput:
-        """Return what has come of a request so far (finish_reason "" for texts that go on), and forget its logprobs."""
+        """Return what has come of a request so far (finish_reason "" for texts that go on)."""
         outputs = [
             CompletionOutput(
                 s.sample_index,
@@ -169,7 +172,7 @@ class Core:
                 list(s.output_token_ids),
                 s.finish_reason or "",
                 s.stop_reason,
-                self._logprobs.pop(s, [] if cast(SamplingParams, s.params).logprobs is not None else None),
+                list(self._logprobs.get(s, ())) if cast(SamplingParams, s.params).logprobs is not None else None,
             )
             for s in request.sequences
         ]

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nanoinfer.cli import engines, eval, generate, train
+from nanoinfer.cli import engines, eval, generate, roofline, train
 from nanoinfer.errors import NanoinferError
 
 # typer carries its own copy of click from 0.20 on: name the base class through typer, whichever it is.
@@ -29,6 +29,7 @@ for name, command in {
     "generate": generate.generate,
     "engines": engines.engines,
     "eval": eval.evaluate,
+    "roofline": roofline.roofline,
     "train": train.train,
 }.items():
     app.command(name)(command)

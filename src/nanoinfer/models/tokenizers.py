@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,7 +31,11 @@ class TextStream(Protocol):
     """Turns the tokens of one sequence into text as they come."""
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that is now certain (maybe empty, never half a character)."""
+        """Add a token; return the text that is now certain (maybe empty, never half a character).
+
+        Raises:
+            NanoinferError: the tokenizer has no token of this id.
+        """
         ...
 
     def flush(self) -> str:
@@ -56,6 +61,14 @@ def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
     """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
     stream = tokenizer.stream()
     return "".join(map(stream.push, token_ids)) + stream.flush()
+
+
+MISSING = "\ufffd"
+"""What an id in a gap of the vocabulary is shown as: it has no text, but it can be drawn."""
+
+
+def _no_text(token_id: int, vocab_size: int) -> NanoinferError:
+    return NanoinferError(f"token id {token_id} has no text: the tokenizer has {vocab_size} tokens")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -107,9 +120,9 @@ class ByteLevelTokenizer:
     def _look_up(self, token_id: int) -> bytes:
         if token_id in self._special:
             return self._special[token_id].encode()
-        token = self.core.id_to_token(token_id)
+        token = _token(self.core, token_id, self.vocab_size)
         if token is None:
-            raise NanoinferError(f"token id {token_id} has no text: the tokenizer has {self.vocab_size} tokens")
+            return MISSING.encode()
         return b"".join(bytes([self._alphabet[c]]) if c in self._alphabet else c.encode() for c in token)
 
     def stream(self) -> TextStream:
@@ -122,6 +135,8 @@ class _CharStream:
         self._chars = chars
 
     def push(self, token_id: int) -> str:
+        if not 0 <= token_id < len(self._chars):
+            raise _no_text(token_id, len(self._chars))
         return self._chars[token_id]
 
     def flush(self) -> str:
@@ -129,9 +144,17 @@ class _CharStream:
 
 
 class CharTokenizer:
-    """One token a character. A character outside the vocabulary is an error that names it."""
+    """One token a character. A character outside the vocabulary is an error that names it.
+
+    Raises:
+        NanoinferError: there are no characters, or one of them is a lone surrogate, which no text can hold.
+    """
 
     def __init__(self, chars: Sequence[str]) -> None:
+        if not chars:
+            raise NanoinferError("the vocabulary is empty: a tokenizer needs at least one character")
+        if lone := [c for c in chars if any("\ud800" <= x <= "\udfff" for x in c)]:
+            raise NanoinferError(f"the vocabulary holds {lone[0]!r}, a lone surrogate, which is no character")
         self.chars = list(chars)
         self.vocab_size = len(self.chars)
         self._ids = {c: i for i, c in enumerate(self.chars)}
@@ -152,36 +175,44 @@ class CharTokenizer:
 
 
 class _SuffixStream:
-    """Stream for any tokenizer: decode a short suffix with and without the new token, emit the difference.
+    """Stream for any tokenizer: decode the last piece with and without the new tokens, emit the difference.
 
-    The idea of a suffix with context is text-generation-inference's; a tail that ends in U+FFFD may be an
-    unfinished character and is held back, for at most `_HOLD` tokens.
+    The idea of a piece as context is text-generation-inference's. A piece begins and ends between characters;
+    a context of so many tokens might begin inside one, and byte-fallback decoders then spoil the next ones
+    too. A tail that ends in U+FFFD may be an unfinished character and is held back, for at most `_HOLD` tokens.
     """
 
-    _CONTEXT, _HOLD = 6, 8
+    _HOLD = 8
 
-    def __init__(self, core: tokenizers.Tokenizer) -> None:
-        self.core = core
-        self._ids: list[int] = []
-        self._done = 0  # tokens whose text has been emitted
+    def __init__(self, tokenizer: GenericTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # of the last piece, then those whose text is not out yet
+        self._done = 0  # how many are the last piece's
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.core.decode(ids, skip_special_tokens=False)
+        return text
 
     def _difference(self) -> str:
-        start = max(0, self._done - self._CONTEXT)
-        before = self.core.decode(self._ids[start : self._done], skip_special_tokens=False)
-        after: str = self.core.decode(self._ids[start:], skip_special_tokens=False)
-        return after[len(before) :]
+        before, after = self._decode(self._ids[: self._done]), self._decode(self._ids)
+        if after.startswith(before):
+            return after[len(before) :]
+        return self._decode(self._ids[self._done :])  # a broken byte spoils the whole bytes before it
 
     def push(self, token_id: int) -> str:
+        if _token(self._tokenizer.core, token_id, self._tokenizer.vocab_size) is None:
+            return self.flush() + MISSING
         self._ids.append(token_id)
         text = self._difference()
-        if text.endswith("\ufffd") and len(self._ids) - self._done < self._HOLD:
+        if (not text or text.endswith("\ufffd")) and len(self._ids) - self._done < self._HOLD:
             return ""
+        del self._ids[: self._done]
         self._done = len(self._ids)
         return text
 
     def flush(self) -> str:
         text = self._difference()
-        self._done = len(self._ids)
+        self._ids, self._done = [], 0
         return text
 
 
@@ -198,20 +229,44 @@ class GenericTokenizer:
 
     def stream(self) -> TextStream:
         """Return a new stream for one sequence."""
-        return _SuffixStream(self.core)
+        return _SuffixStream(self)
 
 
 def _table_size(core: tokenizers.Tokenizer) -> int:
     """Return 1 + the largest token id: ids may have gaps, and added tokens may come after them."""
-    return 1 + max(core.get_vocab(with_added_tokens=True).values(), default=-1)
+    ids = core.get_vocab(with_added_tokens=True).values()
+    if not ids:
+        raise NanoinferError("the vocabulary is empty: a tokenizer needs at least one token")
+    return 1 + max(ids)
+
+
+def _token(core: tokenizers.Tokenizer, token_id: int, vocab_size: int) -> str | None:
+    """Return a token as the vocabulary spells it, None for an id in a gap of it: 262 -> 'Ġthe'."""
+    if not 0 <= token_id < vocab_size:
+        raise _no_text(token_id, vocab_size)
+    token: str | None = core.id_to_token(token_id)
+    return token
 
 
 def _encode(core: tokenizers.Tokenizer, text: str) -> list[int]:
     try:
-        ids: list[int] = core.encode(text, add_special_tokens=False).ids
-    except (UnicodeEncodeError, TypeError) as e:  # lone surrogates: bytes that were no UTF-8
+        text.encode()
+    except UnicodeEncodeError as e:  # lone surrogates: bytes that were no UTF-8
         raise NanoinferError(f"the text is not valid Unicode ({e}): give UTF-8 text") from None
+    with _explained("the text cannot be encoded"):
+        ids: list[int] = core.encode(text, add_special_tokens=False).ids
     return ids
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn every error into a NanoinferError: the library raises bare Exception, and its Rust code may panic."""
+    try:
+        yield
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise  # KeyboardInterrupt and its like
+        raise NanoinferError(f"{what}: {_one_line(e)}") from None
 
 
 def from_json(text: str, source: str) -> Tokenizer:
@@ -223,15 +278,13 @@ def from_json(text: str, source: str) -> Tokenizer:
     """
     import tokenizers
 
-    try:
+    with _explained(f"{source} is no tokenizer.json that can be read"):
         spec = json.loads(text)
         kind, decoder = spec["model"].get("type"), (spec.get("decoder") or {}).get("type")
         if kind == "BPE" and decoder == "Fuse" and not spec["model"]["merges"]:  # written by `char_to_json`
             return CharTokenizer(_in_order(spec["model"]["vocab"]))
         core = tokenizers.Tokenizer.from_str(text)
-    except Exception as e:  # the library raises bare Exception for a bad file
-        raise NanoinferError(f"{source} is no tokenizer.json that can be read: {_one_line(e)}") from None
-    return ByteLevelTokenizer(core) if decoder == "ByteLevel" else GenericTokenizer(core)
+        return ByteLevelTokenizer(core) if decoder == "ByteLevel" else GenericTokenizer(core)
 
 
 def from_file(path: Path) -> Tokenizer:
@@ -257,15 +310,15 @@ def from_folder(folder: Path) -> Tokenizer | None:
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
         return None
-    try:
+    for path in (vocab, merges):
+        _check_size(path)
+    with _explained(f"{vocab} and {merges} are no BPE tables"):
         core = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
-    except Exception as e:
-        raise NanoinferError(f"{vocab} and {merges} are no BPE tables: {_one_line(e)}") from None
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    if (eot := core.token_to_id("<|endoftext|>")) is not None:
-        core.add_special_tokens([core.id_to_token(eot)])
-    return ByteLevelTokenizer(core)
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        core.decoder = decoders.ByteLevel()
+        if (eot := core.token_to_id("<|endoftext|>")) is not None:
+            core.add_special_tokens([core.id_to_token(eot)])
+        return ByteLevelTokenizer(core)
 
 
 def to_json(tokenizer: Tokenizer) -> str:
@@ -288,16 +341,18 @@ def char_to_json(chars: Sequence[str]) -> str:
     return text
 
 
+def _check_size(path: Path) -> None:
+    if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
+        raise NanoinferError(f"{path} has {size} bytes, more than the {MAX_TOKENIZER_BYTES} that a tokenizer may have")
+
+
 def _read(path: Path) -> str:
-    if path.stat().st_size > MAX_TOKENIZER_BYTES:
-        raise NanoinferError(
-            f"{path} has {path.stat().st_size} bytes, more than the {MAX_TOKENIZER_BYTES} that a tokenizer may have"
-        )
+    _check_size(path)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise NanoinferError(f"{path} cannot be read: {_one_line(e)}") from None
 
 
-def _one_line(e: Exception) -> str:
+def _one_line(e: BaseException) -> str:
     return " ".join(str(e).split())[:300]

@@ -73,8 +73,8 @@ class Sampled:
 
     token_id: int
     logprobs: dict[int, tuple[float, int]] | None = None
-    """Token id -> (log-probability under the raw logits, rank from 1): the drawn token first, then the
-    most likely ones in order. None unless asked for."""
+    """Token id -> (log-probability under the raw logits, rank from 1, the same for equals): the drawn token
+    first, then the most likely ones in order. None unless asked for."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
@@ -154,11 +154,11 @@ def filtered_weights(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
     logits = _adjust(logits.double(), rows)
     largest = logits.amax(-1, keepdim=True)
     _require_finite(largest)
-    params, device = [row.params for row in rows], logits.device
+    V, params, device = logits.shape[-1], [row.params for row in rows], logits.device
     # Subtracting the largest first keeps tiny temperatures finite.
     logits = (logits - largest) / _column([p.temperature or 1.0 for p in params], device)
     if any(p.top_k for p in params):
-        logits = filters.top_k(logits, torch.tensor([p.top_k for p in params], device=device))
+        logits = filters.top_k(logits, torch.tensor([min(p.top_k, V) for p in params], device=device))
     if any(p.top_p < 1 for p in params):
         logits = filters.top_p(logits, _column([p.top_p for p in params], device))
     if any(p.min_p for p in params):
@@ -232,6 +232,7 @@ def _logprobs(logits: Tensor, token: int, count: int | None) -> dict[int, tuple[
     logprobs = logits.double().log_softmax(-1)
     best = logprobs.topk(min(count, len(logprobs)))
     found = {token: (logprobs[token].item(), int((logprobs > logprobs[token]).sum()) + 1)}
-    for rank, (i, value) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), start=1):
-        found.setdefault(i, (value, rank))
+    ranks: dict[float, int] = {}  # equals share the rank of the first
+    for place, (i, value) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), start=1):
+        found.setdefault(i, (value, ranks.setdefault(value, place)))
     return found

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.checks import require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 
@@ -57,7 +58,7 @@ def read(path: Path) -> ModelConfig:
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise NanoinferError(f"{path} cannot be read as JSON: {' '.join(str(e).split())[:200]}") from None
     if not isinstance(raw, dict):
         raise NanoinferError(f"{path} holds a {type(raw).__name__}, not a JSON object")
@@ -67,7 +68,7 @@ def read(path: Path) -> ModelConfig:
     if "model_type" not in raw:
         raise NanoinferError(f"{path} has no model_type: a GPT-2 folder says model_type=gpt2")
     activation = raw.get("activation_function", "gelu_new")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise NanoinferError(
             f"{path}: activation_function={activation!r} is not supported: use one of {', '.join(_ACTIVATIONS)}"
         )
@@ -76,6 +77,7 @@ def read(path: Path) -> ModelConfig:
         log.warning("%s: fields with no meaning here: %s", path, ", ".join(unknown))
     shape: dict[str, Any] = {name: raw.get(name, default) for name, default in _SHAPE.items()}
     try:
+        require_int("n_positions", shape["n_positions"], 1, 2**31 - 1)  # ModelConfig has another name for it
         return ModelConfig(
             block_size=shape.pop("n_positions"),
             activation=_ACTIVATIONS[activation],

@@ -63,18 +63,24 @@ def load_folder(folder: Path, dtype: torch.dtype | None = None) -> tuple[GPT, Mo
         NanoinferError: a file is missing or broken, or asks for what we do not do.
     """
     import torch
+    from safetensors import SafetensorError
 
     config = hf_config.read(folder / "config.json")
     with _open_tensors(folder) as files:
-        ours = {_our_name(key): (file, key) for file in files for key in file.keys() if not key.endswith(_BUFFERS)}
+        ours: dict[str, tuple[Any, str]] = {}
+        for file, key in [(f, key) for f in files for key in f.keys() if not key.endswith(_BUFFERS)]:
+            if (name := _our_name(key)) in ours:
+                raise NanoinferError(f"{folder} holds tensor {name!r:.80} twice: keep one")
+            ours[name] = (file, key)
         shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in ours.items()}
         shapes = {n: s[::-1] if CONV1D.search(n) else s for n, s in shapes.items()}
 
         def read(name: str) -> torch.Tensor:
             file, key = ours[name]
-            tensor: torch.Tensor = file.get_tensor(key)
-            if not tensor.is_floating_point():
-                raise NanoinferError(f"{folder}: tensor {key} is {tensor.dtype}, not floating point")
+            try:
+                tensor: torch.Tensor = file.get_tensor(key)
+            except SafetensorError as e:  # a dtype that torch does not have
+                raise NanoinferError(f"{folder}: tensor {key} cannot be read: {e}") from None
             return tensor.t() if CONV1D.search(name) else tensor
 
         return build(config, shapes, read, str(folder), dtype or torch.float32), config
@@ -107,19 +113,20 @@ def _weight_files(folder: Path) -> list[Path]:
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():
         return [single]
+    there = sorted(p.name for p in folder.iterdir() if p.is_file())
     if not index.is_file():
-        there = sorted(p.name for p in folder.iterdir() if p.is_file())[:8]
         hint = "; convert pytorch_model.bin to safetensors first" if "pytorch_model.bin" in there else ""
-        raise NanoinferError(f"{folder} has no model.safetensors (it holds: {', '.join(there) or 'nothing'}){hint}")
+        found = ", ".join(there[:8]) or "nothing"
+        raise NanoinferError(f"{folder} has no model.safetensors (it holds: {found}){hint}")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise NanoinferError(f"{index} is no index of weights: {' '.join(str(e).split())[:200]}") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:  # a path would leave the folder
-            raise NanoinferError(f"{index} names the file {name!r}: only plain names in the same folder are read")
-        if not (folder / name).is_file():
-            raise NanoinferError(f"{index} names {name}, which is not in {folder}")
+            raise NanoinferError(f"{index} names the file {name!r:.80}: only plain names in the same folder are read")
+        if name not in there:
+            raise NanoinferError(f"{index} names the file {name!r:.80}, which is not in {folder}")
     return [folder / name for name in names]
 
 
@@ -170,8 +177,12 @@ def save(model: GPT, folder: Path, tokenizer_json: str | None = None, dtype: tor
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` to `path`: readers, and a crash at any time, see the old file or the new one."""
     partial = path.with_name(path.name + ".tmp")
-    with open(partial, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, path)
+    except BaseException:  # disk full, interrupted, or `path` is a folder: do not leave half a file behind
+        partial.unlink(missing_ok=True)
+        raise

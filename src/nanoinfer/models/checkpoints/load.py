@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanoinfer.checks import require_int
 from nanoinfer.config import PRESETS, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import tokenizers
@@ -65,10 +66,9 @@ def load_model(
     """
     if not isinstance(name, (str, Path)) or not str(name):
         raise NanoinferError(f"model={name!r} is not a name or a path")
-    name, path = str(name), Path(name).expanduser()
+    require_int("seed", seed, 0, 2**64 - 1)
+    name, path = str(name), _place(name)
     dataset = None
-    if name in builtin_names():
-        path = BUILTIN / name
     if name.startswith("random:"):
         gpt, config = _random(name, dtype, seed)
     elif path.is_file():
@@ -86,6 +86,18 @@ def load_model(
     if loaded.tokenizer is not None:
         _check_vocabulary(loaded.tokenizer, config, name)
     return loaded
+
+
+def _place(name: str | Path) -> Path:
+    """Return where a name would be on disk: a built-in model's folder, or the path of that name."""
+    if str(name) in builtin_names():
+        return BUILTIN / name
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as e:  # too long, not ours to look into, ~nobody
+        raise NanoinferError(f"{str(name)[:100]!r} cannot be looked up: {' '.join(str(e).split())[:60]}") from None
+    return path
 
 
 def _random(name: str, dtype: torch.dtype | None, seed: int) -> tuple[GPT, ModelConfig]:
@@ -119,7 +131,7 @@ def _hub_folder(name: str) -> Path:
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of a built-in model, a folder, a tokenizer.json or meta.pkl, or a Hub repository."""
-    path = BUILTIN / name if name in builtin_names() else Path(name).expanduser()
+    name, path = str(name), _place(name)
     if path.is_file() and path.suffix == ".pkl":
         return nanogpt.load_meta(path)
     if path.is_file():

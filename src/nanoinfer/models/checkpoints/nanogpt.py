@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
     from nanoinfer.models.gpt import GPT
 
-MAX_META_BYTES = 16 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes; all of Unicode would fit
+MAX_META_BYTES = 4 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes; every character that Unicode assigns fits
+_OPCODES = (
+    "PROTO FRAME STOP MARK MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET NONE NEWTRUE NEWFALSE "
+    "INT LONG LONG1 LONG4 BININT BININT1 BININT2 UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 "
+    "EMPTY_DICT DICT SETITEM SETITEMS EMPTY_LIST LIST APPEND APPENDS GLOBAL STACK_GLOBAL".split()
+)
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, ModelConfig, str | None]:
@@ -44,18 +49,22 @@ def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, 
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as e:  # UnpicklingError, RuntimeError, EOFError, ...: all mean "not a checkpoint we read"
-        raise NanoinferError(
-            f"{path} cannot be read as a checkpoint of tensors and plain data: {' '.join(str(e).split())[:160]}"
-        ) from None
+        text = " ".join(str(e).split())  # PyTorch's own says how to switch the safety off
+        reason = f"it asks for {m[1]}" if (m := re.search(r"GLOBAL (\S+)", text)) else text[:160]
+        raise NanoinferError(f"{path} cannot be read as a checkpoint of tensors and plain data: {reason}") from None
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
-        found = ", ".join(map(str, list(checkpoint)[:6])) if isinstance(checkpoint, dict) else type(checkpoint).__name__
+        keys = list(checkpoint)[:6] if isinstance(checkpoint, dict) else []
+        found = ", ".join(f"{str(k)!r:.40}" for k in keys) or f"a {type(checkpoint).__name__}"
         raise NanoinferError(f"{path} is no nanoGPT checkpoint: it needs model and model_args, and holds {found}")
     config = _config(checkpoint["model_args"], path)
     tensors = checkpoint["model"]
-    if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
-        raise NanoinferError(f"{path}: model is not a dict of tensors")
-    state = {str(name).removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
+    if not isinstance(tensors, dict) or not all(map(_is_plain, tensors, tensors.values())):
+        raise NanoinferError(f"{path}: model is not a dict of names to dense tensors")
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
+    if len(state) != len(tensors):
+        raise NanoinferError(f"{path} holds tensors both with and without the prefix _orig_mod.: keep one of each")
     state = {name: t for name, t in state.items() if not name.endswith(".attn.bias")}  # old causal masks
+    _check_bytes(state, path)
     shapes = {name: tuple(t.shape) for name, t in state.items()}
     model = build(config, shapes, state.__getitem__, str(path), dtype or torch.float32)
     data = checkpoint.get("config")
@@ -63,13 +72,41 @@ def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, 
     return model, config, dataset if isinstance(dataset, str) else None
 
 
+def _is_plain(name: object, tensor: object) -> bool:
+    """Whether this is a named tensor of numbers in memory: no sparse, nested, quantized or meta tensor."""
+    import torch
+
+    return (
+        isinstance(name, str)
+        and isinstance(tensor, torch.Tensor)
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized)
+    )
+
+
+def _check_bytes(state: dict[str, torch.Tensor], path: Path) -> None:
+    """Refuse tensors that claim more than the file holds: strides of 0, or many of the same bytes.
+
+    Only the tied head shares its bytes with another tensor.
+    """
+    claimed = sum(t.numel() * t.element_size() for name, t in state.items() if name != "lm_head.weight")
+    if claimed > (size := path.stat().st_size):
+        raise NanoinferError(f"{path}: its tensors claim {claimed} bytes, but the file has only {size}")
+
+
 def _config(args: Any, path: Path) -> ModelConfig:
     """Return the config for a checkpoint's model_args."""
     fields = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-    if not isinstance(args, dict) or any(args.get(name) is None for name in fields):
-        raise NanoinferError(f"{path}: model_args must give {', '.join(fields)}; it gives {args!r:.120}")
-    if unknown := sorted(str(k) for k in args.keys() - {*fields, "bias", "dropout"}):
+    if not isinstance(args, dict):
+        raise NanoinferError(f"{path}: model_args is a {type(args).__name__}, not a dict")
+    if missing := [name for name in fields if args.get(name) is None]:
+        raise NanoinferError(f"{path}: model_args must give {', '.join(fields)}; it lacks {', '.join(missing)}")
+    if unknown := sorted(f"{str(k)!r:.40}" for k in args.keys() - {*fields, "bias", "dropout"}):
         raise NanoinferError(f"{path}: model_args asks for {', '.join(unknown)}, which is not supported")
+    for name in (*fields, "bias"):
+        if not isinstance(args.get(name, True), (int, float, str)):  # a tensor has no truth and no one-line text
+            raise NanoinferError(f"{path}: model_args: {name} is a {type(args[name]).__name__}, not a number")
     gpt2_vocabulary = args["vocab_size"] in (50257, 50304)
     eot = 50256 if gpt2_vocabulary else None
     try:
@@ -84,11 +121,23 @@ def _config(args: Any, path: Path) -> ModelConfig:
         raise NanoinferError(f"{path}: model_args: {e}") from None
 
 
+class _PlainDispatch(dict[int, Any]):
+    """The steps that a plain pickle may take; any other ends it."""
+
+    def __missing__(self, opcode: int) -> Any:
+        raise pickle.UnpicklingError(f"it holds something else (opcode {opcode:#04x})")
+
+
 class _PlainUnpickler(pickle._Unpickler):
     """Admits dicts, lists, strings and integers: anything that must be looked up by name is refused.
 
-    The pure-Python unpickler on purpose: the C one sizes its memo table by a number in the file.
+    The pure-Python unpickler on purpose: the C one sizes its memo table by a number in the file. Other types
+    are refused because they can end the process before they are looked at: a bytearray is allocated by a
+    number in the file, and hashing a deep tuple overflows the C stack. GLOBAL is admitted to `find_class`,
+    which names what it refuses.
     """
+
+    dispatch = _PlainDispatch((op, pickle._Unpickler.dispatch[op]) for op in (getattr(pickle, o)[0] for o in _OPCODES))
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
@@ -115,7 +164,10 @@ def load_meta(path: Path) -> CharTokenizer:
     plain = all(isinstance(c, str) and c for c in chars)
     if not plain or not isinstance(stoi, dict) or stoi != {c: i for i, c in enumerate(chars)}:
         raise NanoinferError(f"{path}: stoi and itos are not each other's inverse over ids 0, 1, 2, ...")
-    return CharTokenizer(chars)
+    try:
+        return CharTokenizer(chars)
+    except NanoinferError as e:
+        raise NanoinferError(f"{path}: {e}") from None
 
 
 def find_meta(checkpoint: Path, dataset: str | None) -> Path | None:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # Hugging Face's GPT-2 stores these as Conv1D, (in, out): the transpose of a linear layer's (out, in).
 CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
-_LAYER = re.compile(r"^transformer\.h\.(\d+)\.")
+_LAYER = re.compile(r"^transformer\.h\.([0-9]{1,9})\.")
+_DTYPES = ("float32", "bfloat16", "float16", "float64")  # 8 bits and fewer mean nothing without their scales
 
 
 def build(
@@ -29,7 +30,8 @@ def build(
     """Return a GPT in eval mode with the given weights.
 
     Shapes are compared before any tensor is read, so that a file cannot make us allocate what its config
-    claims but its tensors do not hold.
+    claims but its tensors do not hold. The weights are copies: those of a mapped file would change, or end
+    the process, when a trainer writes its next checkpoint over it.
 
     Args:
         config: the model's shape.
@@ -39,7 +41,8 @@ def build(
         dtype: dtype of the model's weights.
 
     Raises:
-        NanoinferError: a tensor is missing, has another shape, or has no place in the model.
+        NanoinferError: a tensor is missing, has another shape or a dtype that holds no weights, or has no
+            place in the model.
     """
     import torch
 
@@ -61,10 +64,16 @@ def build(
                 f"{source}: tensor {name} is {list(shapes[name])}, but the config makes it {list(shape)}"
             )
     if extra := sorted(shapes.keys() - wanted.keys()):
-        raise NanoinferError(f"{source}: {len(extra)} tensors have no place in the model: {', '.join(extra[:3])}")
-    state = {name: read(name).to(dtype).contiguous() for name in wanted}
+        names = ", ".join(f"{name!r:.80}" for name in extra[:3])
+        raise NanoinferError(f"{source}: {len(extra)} tensors have no place in the model: {names}")
+    state = {name: _copy(read(name), dtype, f"{source}: tensor {name}") for name in wanted}
     if head is not None:
-        _check_tied(read, source)
+        wte = state["transformer.wte.weight"]
+        what = f"{source}: tensor lm_head.weight"
+        if tuple(head) != wte.shape or not torch.equal(_copy(read("lm_head.weight"), dtype, what), wte):
+            raise NanoinferError(
+                f"{source}: tie_word_embeddings=True, but lm_head.weight differs from wte.weight: set it to false"
+            )
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["transformer.wte.weight"]
     model.load_state_dict(state, assign=True)
@@ -86,11 +95,8 @@ def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], sou
             )
 
 
-def _check_tied(read: Callable[[str], torch.Tensor], source: str) -> None:
-    import torch
-
-    head, wte = read("lm_head.weight"), read("transformer.wte.weight")
-    if head.shape != wte.shape or not torch.equal(head, wte):
-        raise NanoinferError(
-            f"{source}: tie_word_embeddings=True, but lm_head.weight differs from wte.weight: set it to false"
-        )
+def _copy(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """Return a copy in another dtype. `what` names the tensor in the error."""
+    if (found := str(tensor.dtype).removeprefix("torch.")) not in _DTYPES:
+        raise NanoinferError(f"{what} is {found}: weights must be one of {', '.join(_DTYPES)}")
+    return tensor.to(dtype, copy=True)  # keeps the order in memory: the engine decides on it

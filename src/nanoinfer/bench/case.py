@@ -1,0 +1,109 @@
+"""One configuration that is measured: who, what model, which shape. Frozen, and checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from nanoinfer.checks import require_choice, require_int
+from nanoinfer.config import DTYPES
+from nanoinfer.sampling.params import SamplingParams
+
+SAMPLERS: dict[str, dict[str, Any]] = {  # what each named sampler asks for, as SamplingParams fields
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8, "top_k": 50},
+    "controls": {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.95,
+        "min_p": 0.02,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
+        "repetition_penalty": 1.1,
+    },
+}
+WORKLOADS = ("uniform", "mixed")
+MIXED_LOW, MIXED_HIGH = 16, 256  # tokens in and out of each request of the mixed workload
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who runs which model in which shape."""
+
+    contestant: str
+    """An engine of ours (`static`), or a peer (`transformers-dynamic`, `llama.cpp`, ...)."""
+    model: str
+    """Any model that loads."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16."""
+    quantization: str | None = None
+    """Weight format below 16 bits, in the contestant's own name for it (int8, Q4_0, ...)."""
+    sampler: str = "greedy"
+    """greedy, sampled (temperature and top-k) or controls (everything on)."""
+    batch: int = 1
+    """Sequences at a time."""
+    prompt_tokens: int = 32
+    """Tokens of each prompt."""
+    output_tokens: int = 64
+    """Tokens generated for each prompt."""
+    workload: str = "uniform"
+    """uniform: `batch` equal requests; mixed: `batch` requests of 16 to 256 tokens in and out, at random."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+
+    def __post_init__(self) -> None:
+        require_choice("dtype", self.dtype, DTYPES)
+        require_choice("sampler", self.sampler, tuple(SAMPLERS))
+        require_choice("workload", self.workload, WORKLOADS)
+        for name in ("batch", "prompt_tokens", "output_tokens"):
+            require_int(name, getattr(self, name), 1, 1 << 20)
+
+    @property
+    def key(self) -> str:
+        """Return what names this case in a results file: its fields as compact JSON."""
+        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Return what two cases must share to be run round by round beside each other."""
+        return self.model, self.sampler, self.batch, self.prompt_tokens, self.output_tokens, self.workload
+
+    @property
+    def label(self) -> str:
+        """Return the contestant with its weight format: "static float32", "llama.cpp Q8_0"."""
+        return f"{self.contestant} {self.quantization or self.dtype}"
+
+    def params(self, output_tokens: int) -> SamplingParams:
+        """Return the sampling parameters of one request of this case."""
+        return SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=0, **SAMPLERS[self.sampler])
+
+
+@dataclass(frozen=True)
+class Work:
+    """The requests of one run: token ids in, and how many tokens out."""
+
+    prompts: list[list[int]]
+    output_tokens: list[int]
+
+
+def make_work(case: Case, vocab_size: int, seed: int = 0) -> Work:
+    """Return the requests of a case: the same for every contestant and every round.
+
+    Args:
+        case: its shape decides the lengths.
+        vocab_size: token ids are drawn below this.
+        seed: another seed gives other prompts of the same lengths.
+    """
+    import random
+
+    lengths = random.Random(0)
+    tokens = random.Random(seed)
+    if case.workload == "mixed":
+        bounds = (MIXED_LOW, MIXED_HIGH)
+        sizes = [(lengths.randint(*bounds), lengths.randint(*bounds)) for _ in range(case.batch)]
+    else:
+        sizes = [(case.prompt_tokens, case.output_tokens)] * case.batch
+    prompts = [[tokens.randrange(vocab_size) for _ in range(n)] for n, _ in sizes]
+    return Work(prompts, [m for _, m in sizes])

@@ -1,0 +1,150 @@
+"""`nanoinfer roofline`: what a model costs, and the limits that a device sets to its speed.
+
+Examples:
+    nanoinfer roofline gpt2-xl --device h100 --batch 64 --context 1024
+    nanoinfer roofline gpt2 --dtype int8                             (on this machine: measured first)
+    nanoinfer roofline gpt2-xl --device h100 --draft gpt2 --acceptance 0.8
+    nanoinfer roofline gpt2-xl --device a100 --json | jq .decode.tokens_per_sec
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoinfer.cli.options import flags
+from nanoinfer.roofline.report import Question, answer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_PARTS = {
+    "attention": "attention, 1 layer",
+    "mlp": "MLP, 1 layer",
+    "layer": "1 layer",
+    "head": "head",
+    "model": "model",
+}
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"))
+_STEPS = {"prefill": "prefill: N tokens of each sequence", "decode": "cached decoding: 1 token of each sequence"}
+
+
+@flags(Question, "question")
+def roofline(
+    model: Annotated[str, typer.Argument(help="gpt2-xl or another preset, a built-in model, a folder, or a ckpt.pt.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, units in its keys.")] = False,
+    *,
+    question: Question,
+) -> None:
+    """Print FLOPs, bytes moved and the time limits that follow, of a model on a device."""
+    result = answer(model, question)
+    if as_json:
+        print(json.dumps(result, indent=2))
+        return
+    _show(result)
+
+
+def _show(r: dict[str, Any]) -> None:
+    """Print the document as text of at most 80 columns."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=False, width=80, legacy_windows=False)
+    device, memory = r["device"], r["memory"]
+    console.print(
+        f"{r['model']}, {r['dtype']} weights, B = {r['batch']:,} sequences, N = {r['context_tokens']:,} tokens\n"
+        f"on {device['name']}: {si(device['bandwidth_bytes_per_sec'], 'B/s')},"
+        f" {si(device['flops_per_sec'][r['compute_dtype']], 'FLOP/s')} in {r['compute_dtype']},"
+        f" ridge at {r['ridge_flops_per_byte']:,.1f} FLOP/B\n({device['source']})"
+    )
+    for key, title in _STEPS.items():
+        console.print(f"\n{title}")
+        console.print(_costs(r[key]))
+        _print_step(console, r[key], device["bandwidth_bytes_per_sec"])
+    console.print(
+        f"\nKV cache: {memory['kv_cache_layer_formula']} bytes a layer = {si(memory['kv_cache_layer_bytes'], 'B')},\n"
+        f"  {memory['kv_cache_formula']} bytes in all = {si(memory['kv_cache_bytes'], 'B')};"
+        f" weights {si(memory['weight_bytes'], 'B')}" + _fits(memory["fits"], device["memory_bytes"])
+    )
+    g = r["generation"]
+    console.print(
+        f"\ncached over naive: {g['cached_over_naive']:,.2f} times for {g['num_new_tokens']:,} tokens after a prompt"
+        f" of {g['num_prompt_tokens']:,}\n  ({si(g['cached_sec'], 's')} against {si(g['naive_sec'], 's')});"
+        f" {g['cached_over_naive_last_step']:,.2f} times for the last token alone"
+    )
+    if "speculation" in r:
+        _print_speculation(console, r["speculation"])
+
+
+def _costs(step: dict[str, Any]) -> Table:
+    """Return the table of a step: for each part its FLOPs and bytes, as numbers and as formulas."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1))
+    for column in ("part", "", "number", "formula"):
+        table.add_column(column, justify="right" if column == "number" else "left", overflow="fold")
+    for key, name in _PARTS.items():
+        table.add_row(name, "FLOPs", si(step[key]["flops"], ""), step[key]["flops_formula"])
+        table.add_row("", "bytes", si(step[key]["bytes"], ""), step[key]["bytes_formula"])
+    return table
+
+
+def _print_step(console: Any, step: dict[str, Any], bandwidth: float) -> None:
+    """Print what a step is bound by and how long it takes."""
+    console.print(
+        f"{step['bound']}-bound, {step['bound_ratio']:,.2f} times: {si(step['memory_sec'], 's')} for the bytes,"
+        f" {si(step['compute_sec'], 's')} for the FLOPs\n"
+        f"{si(step['step_sec'], 's')} a step, {step['tokens_per_sec']:,.0f} tokens/s,"
+        f" {step['intensity_flops_per_byte']:,.2f} FLOP/B\n"
+        f"left out: activations, {si(step['activation_bytes_left_out'], 'B')}"
+        f" = {si(step['activation_bytes_left_out'] / bandwidth, 's')} if all of them went through memory"
+    )
+
+
+def _print_speculation(console: Any, s: dict[str, Any]) -> None:
+    """Print what the draft costs, and the best number of speculated tokens."""
+    from rich import box
+    from rich.table import Table
+
+    console.print(
+        f"\nspeculation with {s['draft']}: a draft step takes {si(s['draft_step_sec'], 's')},"
+        f" {s['draft_cost']:.4f} of a target step\n({s['draft_bytes_over_target']:.4f} of its bytes,"
+        f" {s['draft_flops_over_target']:.4f} of its FLOPs); verifying {s['verify_num_tokens']} tokens costs"
+        f" {s['verify_cost']:.3f} steps"
+    )
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1))
+    for column in ("acceptance", "bonus token", "best k", "tokens a round", "speed-up"):
+        table.add_column(column, justify="left" if column == "bonus token" else "right")
+    for row in s["best"]:
+        k = row["speculate_k"]
+        table.add_row(
+            f"{row['acceptance']:g}",
+            "yes" if row["bonus"] else "no",
+            f"{k}" + (" (the limit)" if k and k == s["max_k"] else ""),
+            f"{row['tokens_per_round']:.2f}",
+            f"{row['speedup']:.2f}",
+        )
+    console.print(table)
+    console.print(
+        "best k = 0: speculation does not pay. Acceptance, greedy: how often the most\n"
+        "likely tokens of both agree; sampled: the sum of min(p, q) over the vocabulary."
+    )
+
+
+def _fits(fits: bool | None, limit: int | None) -> str:
+    """Return what to say about the device's memory."""
+    if fits is None or limit is None:
+        return ""
+    return f"\n  {'fits in' if fits else 'DOES NOT FIT in'} the device's {si(limit, 'B')}"
+
+
+def si(value: float, unit: str) -> str:
+    """Return a number with an SI prefix, 4 digits.
+
+    si(3115000000, "B") -> "3.115 GB"      si(0.00093, "s") -> "930 us"
+    """
+    scale, prefix = next(((s, p) for s, p in _PREFIXES if value >= s * 0.99995), _PREFIXES[-1])
+    digits = f"{value / scale:.4g}" if value / scale < 9999.5 else f"{value / scale:,.0f}"
+    return f"{digits} {prefix}{unit}".rstrip()

@@ -1,0 +1,101 @@
+"""What a device can do at most: one table of published figures.
+
+Covered: peak read bandwidth of the main memory, and dense throughput of matrix products (no sparsity) with
+float32 accumulation, at boost clock. Real kernels reach 80-95% of the first and 50-80% of the second. Not
+covered: caches, launch times, interconnects. float32 is plain float32, not TF32: PyTorch's default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nanoinfer.checks import require_choice
+from nanoinfer.errors import NanoinferError
+from nanoinfer.roofline.formats import FORMATS, WeightFormat
+
+GB = 10**9
+TERA = 10**12
+MEASURE = "measure"
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """Bandwidth and throughput that no step on a device exceeds."""
+
+    name: str
+    bandwidth_bytes_per_sec: float
+    flops_per_sec: Mapping[str, float]
+    """By dtype; a dtype that the device does not compute in, or that was not measured, is missing."""
+    source: str
+    """Where the figures come from."""
+    memory_bytes: int | None = None
+    """Size of the main memory, where it is a fixed part of the device."""
+    default_dtype: str = "bfloat16"
+
+    def compute_dtype(self, fmt: WeightFormat) -> str:
+        """Return the dtype that weights of a format are computed in: their own; int8 and int4: the fastest.
+
+        Raises:
+            NanoinferError: the device has no throughput for it.
+        """
+        if not fmt.is_float:
+            return max(self.flops_per_sec, key=lambda name: self.flops_per_sec[name])
+        if fmt.name not in self.flops_per_sec:
+            raise NanoinferError(
+                f"dtype={fmt.name!r} has no throughput on {self.name}: use {', '.join(self.flops_per_sec)}, int8 or"
+                " int4"
+            )
+        return fmt.name
+
+    def throughput(self, fmt: WeightFormat) -> float:
+        """Return the FLOP/s of matrix products with weights of a format."""
+        return self.flops_per_sec[self.compute_dtype(fmt)]
+
+    def ridge(self, fmt: WeightFormat) -> float:
+        """Return the FLOPs per byte above which a step is bound by compute."""
+        return self.throughput(fmt) / self.bandwidth_bytes_per_sec
+
+    def resolve_format(self, dtype: str) -> WeightFormat:
+        """Return the format for a name; "auto" is the device's default. Raises NanoinferError: unknown."""
+        require_choice("dtype", dtype, ("auto", *FORMATS))
+        fmt = FORMATS[self.default_dtype if dtype == "auto" else dtype]
+        self.compute_dtype(fmt)
+        return fmt
+
+
+def _gpu(name: str, gb_per_sec: float, fp32: float, half: float, memory_gb: int, source: str) -> Ceiling:
+    """Return a GPU that computes in bfloat16 and float16 at the same rate; rates in TFLOP/s."""
+    flops = {"float32": fp32 * TERA, "bfloat16": half * TERA, "float16": half * TERA}
+    return Ceiling(name, gb_per_sec * GB, flops, source, memory_gb * GB)
+
+
+DEVICES: dict[str, Ceiling] = {
+    "t4": Ceiling(
+        "t4", 300 * GB, {"float32": 8.1 * TERA, "float16": 65 * TERA},  # no bfloat16 before Ampere
+        "NVIDIA T4 Tensor Core GPU datasheet", 16 * GB, default_dtype="float16",
+    ),
+    "l40s": _gpu("l40s", 864, 91.6, 362.05, 48, "NVIDIA L40S datasheet"),
+    "rtx4090": _gpu("rtx4090", 1008, 82.6, 165.2, 24, "NVIDIA Ada GPU architecture whitepaper, RTX 4090"),
+    "a100": _gpu("a100", 2039, 19.5, 312, 80, "NVIDIA A100 datasheet (80 GB, SXM)"),
+    "h100": _gpu("h100", 3350, 67, 989.4, 80, "NVIDIA H100 datasheet (SXM) and architecture whitepaper"),
+    "h200": _gpu("h200", 4800, 67, 989.4, 141, "NVIDIA H200 datasheet (SXM); it computes as an H100"),
+}  # fmt: skip
+
+
+def find_device(name: str) -> Ceiling:
+    """Return a device's ceiling; "measure" measures this machine.
+
+    "RTX 4090", "rtx-4090" and "rtx4090" are one name.
+
+    Raises:
+        NanoinferError: an unknown device.
+    """
+    key = "".join(c for c in name.lower() if c not in " -_") if isinstance(name, str) else ""
+    if key == MEASURE:
+        from nanoinfer.roofline.measure import measure
+
+        return measure()
+    if key not in DEVICES:
+        require_choice("device", name, (*DEVICES, MEASURE))
+    return DEVICES[key]

@@ -1,0 +1,226 @@
+"""One question about a model on a device, answered as one document with units in its keys."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nanoinfer.checks import require_bool, require_choice, require_float, require_int
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, extend, kv_cache_layer, prefill
+from nanoinfer.roofline.devices import MEASURE, Ceiling, find_device
+from nanoinfer.roofline.formats import FORMATS, WeightFormat
+from nanoinfer.roofline.predict import Prediction, generation, predict, prompt_length
+from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.roofline.speculation import MAX_SPECULATE_K, best_speculation
+
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
+MAX_BATCH = 1 << 20
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to predict; the model's name apart."""
+
+    device: str = MEASURE
+    """t4, l40s, rtx4090, a100, h100, h200, or measure: this machine."""
+    batch: int = 1
+    """Sequences in a step (B)."""
+    context: int | None = None
+    """Tokens that the newest token sees, itself included (N); without it, the model's context length."""
+    dtype: str = "auto"
+    """How weights are stored: float32, bfloat16, float16, int8, int4; auto is what the device is used with."""
+    draft: str | None = None
+    """Draft model for speculative decoding."""
+    acceptance: float | None = None
+    """Probability that a drafted token is accepted; without it, a table of several."""
+    new_tokens: int | None = None
+    """Tokens to generate for the cached over naive speed-up, the last at context; without it, half of context."""
+    causal: bool = False
+    """Count only the attention scores that the causal mask keeps, not the whole rectangle."""
+
+    def __post_init__(self) -> None:
+        require_int("batch", self.batch, 1, MAX_BATCH)
+        if self.context is not None:
+            require_int("context", self.context, 1)
+        if self.new_tokens is not None:
+            require_int("new_tokens", self.new_tokens, 1)
+        require_choice("dtype", self.dtype, ("auto", *FORMATS))
+        require_bool("causal", self.causal)
+        if self.acceptance is not None:
+            require_float("acceptance", self.acceptance, 0.0, 1.0)
+            if self.draft is None:
+                raise NanoinferError(
+                    f"acceptance={self.acceptance} means nothing without a draft model: give --draft too"
+                )
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A question with every name resolved."""
+
+    config: ModelConfig
+    ceiling: Ceiling
+    fmt: WeightFormat
+    B: int
+    N: int
+    causal: bool
+
+    @property
+    def prefill(self) -> StepCost:
+        return prefill(self.config, self.fmt, causal=self.causal)
+
+    @property
+    def decode(self) -> StepCost:
+        return decode(self.config, self.fmt)
+
+    def predict(self, cost: StepCost) -> Prediction:
+        return predict(cost, self.ceiling, self.fmt, self.B, self.N)
+
+
+def answer(model: str, question: Question) -> dict[str, Any]:
+    """Return everything that the question asks, ready for JSON.
+
+    Args:
+        model: see `shapes.find_shape`.
+        question: the setting.
+
+    Raises:
+        NanoinferError: an unknown model, device or dtype, or a context that a model does not have.
+    """
+    config = find_shape(model)  # names first: measuring takes seconds
+    N = _context(model, config, question.context or config.block_size)
+    num_new = question.new_tokens or max(1, N // 2)
+    prompt_length(N, num_new)
+    draft = None if question.draft is None else _draft(question.draft, config, N)
+    ceiling = find_device(question.device)
+    setting = _Setting(config, ceiling, ceiling.resolve_format(question.dtype), question.batch, N, question.causal)
+    result = {
+        "model": model,
+        "shape": asdict(config),
+        "device": asdict(ceiling),
+        "dtype": setting.fmt.name,
+        "compute_dtype": ceiling.compute_dtype(setting.fmt),
+        "ridge_flops_per_byte": ceiling.ridge(setting.fmt),
+        "batch": question.batch,
+        "context_tokens": N,
+        "causal": question.causal,
+        "prefill": _step(setting, setting.prefill, question.batch * N),
+        "decode": _step(setting, setting.decode, question.batch),
+        "memory": _memory(setting),
+        "generation": _generation(setting, num_new),
+    }
+    if draft is not None:
+        result["speculation"] = _speculation(setting, question, draft)
+    return result
+
+
+def _context(name: str, config: ModelConfig, context: int) -> int:
+    """Return the context, once it is known that the model has so many positions."""
+    if context > config.block_size:
+        raise NanoinferError(
+            f"context={context} is beyond the context length of {name}, block_size={config.block_size}: use at most"
+            f" {config.block_size}"
+        )
+    return context
+
+
+def _draft(name: str, target: ModelConfig, N: int) -> ModelConfig:
+    """Return the draft model's config, once it is known to fit the target."""
+    config = find_shape(name)
+    _context(f"the draft {name}", config, N)
+    if config.vocab_size != target.vocab_size:
+        raise NanoinferError(
+            f"draft={name!r} has a vocabulary of {config.vocab_size}, the model one of {target.vocab_size}:"
+            " use a draft with the same tokenizer"
+        )
+    return config
+
+
+def _step(setting: _Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
+    """Return the costs of a step by part, and its prediction."""
+
+    def part(c: Cost) -> dict[str, Any]:
+        return {
+            "flops": c.flops(setting.B, setting.N),
+            "bytes": c.bytes(setting.B, setting.N),
+            "flops_formula": str(c.flops),
+            "bytes_formula": str(c.bytes),
+        }
+
+    p = setting.predict(cost)
+    parts = {name: part(getattr(cost, name)) for name in ("attention", "mlp", "layer", "head", "model")}
+    return parts | {
+        "activation_bytes_left_out": cost.activations(setting.B, setting.N),
+        "intensity_flops_per_byte": p.intensity,
+        "bound": p.bound,
+        "bound_ratio": p.bound_ratio,
+        "memory_sec": p.memory_sec,
+        "compute_sec": p.compute_sec,
+        "step_sec": p.seconds,
+        "tokens_per_sec": num_tokens / p.seconds,
+    }
+
+
+def _memory(setting: _Setting) -> dict[str, Any]:
+    """Return the sizes of weights and cache, and whether the device can hold them."""
+    config, fmt = setting.config, setting.fmt
+    layer = kv_cache_layer(config, fmt)
+    # Held, beside what a step reads: wpe, and wte where the head is not it. Both lookups, in vector_bytes.
+    lookups = config.block_size + (0 if config.tie_word_embeddings else config.vocab_size)
+    weights = setting.decode.model.bytes(0, 0) + lookups * config.n_embd * fmt.vector_bytes
+    cache = (layer * config.n_layer)(setting.B, setting.N)
+    limit = setting.ceiling.memory_bytes
+    return {
+        "weight_bytes": weights,
+        "kv_cache_layer_formula": str(layer),
+        "kv_cache_layer_bytes": layer(setting.B, setting.N),
+        "kv_cache_formula": str(layer * config.n_layer),
+        "kv_cache_bytes": cache,
+        "fits": None if limit is None else weights + cache <= limit,
+    }
+
+
+def _generation(setting: _Setting, num_new: int) -> dict[str, Any]:
+    """Return cached against naive: one step at the context, and a whole text."""
+    costs = (setting.prefill, setting.decode)
+    g = generation(costs, setting.ceiling, setting.fmt, setting.B, setting.N, num_new)
+    naive, cached = (setting.predict(cost).seconds for cost in costs)
+    return {
+        "num_prompt_tokens": g.num_prompt_tokens,
+        "num_new_tokens": g.num_new_tokens,
+        "cached_sec": g.cached_sec,
+        "naive_sec": g.naive_sec,
+        "cached_over_naive": g.speedup,
+        "cached_over_naive_last_step": naive / cached,
+    }
+
+
+def _speculation(setting: _Setting, question: Question, draft: ModelConfig) -> dict[str, Any]:
+    """Return what the draft costs against the target, and the best number of proposals by acceptance."""
+    target = setting.predict(setting.decode)
+    step = setting.predict(decode(draft, setting.fmt))
+    draft_cost = step.seconds / target.seconds
+
+    def verify_cost(num_tokens: int) -> float:
+        cost = extend(setting.config, setting.fmt, num_tokens, causal=setting.causal)
+        return setting.predict(cost).seconds / target.seconds
+
+    max_k = min(MAX_SPECULATE_K, setting.N - 1)
+    rows = []
+    for acceptance in ACCEPTANCES if question.acceptance is None else (question.acceptance,):
+        for bonus in (True, False):
+            best = best_speculation(acceptance, draft_cost, verify_cost, bonus=bonus, max_k=max_k)
+            rows.append({"acceptance": acceptance, "bonus": bonus, **asdict(best)})
+    return {
+        "draft": question.draft,
+        "draft_step_sec": step.seconds,
+        "draft_flops_over_target": step.flops / target.flops,
+        "draft_bytes_over_target": step.bytes / target.bytes,
+        "draft_cost": draft_cost,
+        "max_k": max_k,
+        "verify_num_tokens": min(5, setting.N),
+        "verify_cost": verify_cost(min(5, setting.N)),
+        "best": rows,
+    }

@@ -1,0 +1,186 @@
+"""Every filter and penalty against transformers' processor of the same name, on the same logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from nanoinfer.sampling import filters
+
+INF = math.inf
+SETTINGS = settings(max_examples=80, deadline=None)
+NO_IDS = torch.zeros(1, 0, dtype=torch.int64)
+VALUES = st.floats(-30, 30, width=32) | st.sampled_from([-INF, -1.0, 0.0, 0.5, 2.0])  # the latter make ties
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Tensor:
+    """(B, V) float64 with ties and -inf, at least one finite value in each row."""
+    V = draw(st.integers(1, 24))
+    row = st.lists(VALUES, min_size=V, max_size=V).filter(lambda values: max(values) > -INF)
+    return torch.tensor(draw(st.lists(row, min_size=1, max_size=4)), dtype=torch.float64)
+
+
+def column(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[:, None]
+
+
+def per_row(data: st.DataObject, values: st.SearchStrategy[float], logits: Tensor) -> list[float]:
+    return data.draw(st.lists(values, min_size=len(logits), max_size=len(logits)))
+
+
+def same_in_company(apply: Callable[[Tensor, int, int], Tensor], logits: Tensor) -> Tensor:
+    """Apply to rows [first, last) at once and one by one; assert bit-identical results and return them."""
+    together = apply(logits, 0, len(logits))
+    for i in range(len(logits)):
+        assert torch.equal(apply(logits[i : i + 1], i, i + 1)[0], together[i])
+    return together
+
+
+def ties_of(logits: Tensor, kept: Tensor) -> Tensor:
+    """Return the row with its kept values and all that equal the least of them: a sort breaks ties at random."""
+    return logits.masked_fill(logits < kept[kept > -INF].min(), -INF)
+
+
+@SETTINGS
+@given(batches(), st.data())
+def test_top_k_is_transformers(logits: Tensor, data: st.DataObject) -> None:
+    ks = per_row(data, st.integers(0, 30), logits)
+    ours = same_in_company(lambda part, a, b: filters.top_k(part, torch.tensor(ks[a:b])), logits)
+    for row, got, k in zip(logits, ours, ks, strict=True):
+        assert torch.equal(got, TopKLogitsWarper(int(k))(NO_IDS, row[None])[0] if k else row)
+
+
+@SETTINGS
+@given(batches(), st.data())
+def test_top_p_is_transformers_with_ties_kept_together(logits: Tensor, data: st.DataObject) -> None:
+    ps = per_row(data, st.floats(0.01, 0.99) | st.just(1.0), logits)
+    sums = logits.sort(-1, descending=True).values.softmax(-1).cumsum(-1)
+    assume(bool(((sums - column(ps)).abs() > 1e-9)[column(ps).expand_as(sums) < 1].all()))  # else rounding decides
+    ours = same_in_company(lambda part, a, b: filters.top_p(part, column(ps[a:b])), logits)
+    for row, got, p in zip(logits, ours, ps, strict=True):
+        assert torch.equal(got, ties_of(row, TopPLogitsWarper(p)(NO_IDS, row[None])[0]) if p < 1 else row)
+
+
+@SETTINGS
+@given(batches(), st.data())
+def test_min_p_is_transformers(logits: Tensor, data: st.DataObject) -> None:
+    ps = per_row(data, st.floats(0.001, 1.0) | st.just(0.0), logits)
+    border = logits.amax(-1, keepdim=True) + column(ps).log()
+    assume(bool(((logits - border).abs() > 1e-9)[(logits > -INF) & (column(ps) < 1)].all()))  # else rounding decides
+    ours = same_in_company(lambda part, a, b: filters.min_p(part, column(ps[a:b])), logits)
+    for row, got, p in zip(logits, ours, ps, strict=True):
+        assert torch.equal(got, MinPLogitsWarper(p)(NO_IDS, row[None])[0] if p else row)
+
+
+@SETTINGS
+@given(batches(), st.data())
+def test_repetition_penalty_is_transformers(logits: Tensor, data: st.DataObject) -> None:
+    B, V = logits.shape
+    penalties = per_row(data, st.floats(0.05, 20) | st.just(1.0), logits)
+    ids = torch.tensor(
+        data.draw(st.lists(st.lists(st.integers(0, V - 1), min_size=5, max_size=5), min_size=B, max_size=B))
+    )
+    seen = torch.zeros(B, V, dtype=torch.bool).scatter(1, ids, True)
+    ours = same_in_company(
+        lambda part, a, b: filters.repetition_penalty(part, seen[a:b], column(penalties[a:b])), logits
+    )
+    for row, got, penalty, seen_ids in zip(logits, ours, penalties, ids, strict=True):
+        assert torch.equal(got, RepetitionPenaltyLogitsProcessor(penalty)(seen_ids[None], row[None].clone())[0])
+
+
+@SETTINGS
+@given(batches(), st.data())
+def test_presence_and_frequency_penalty_are_the_formula(logits: Tensor, data: st.DataObject) -> None:
+    B, V = logits.shape
+    presence = per_row(data, st.floats(-10, 10) | st.just(0.0), logits)
+    frequency = per_row(data, st.floats(-10, 10) | st.just(0.0), logits)
+    outputs = [data.draw(st.lists(st.integers(0, V - 1), max_size=8)) for _ in range(B)]
+    counts = torch.tensor([[output.count(t) for t in range(V)] for output in outputs], dtype=torch.float64)
+    ours = same_in_company(
+        lambda part, a, b: filters.presence_frequency_penalty(
+            part, counts[a:b], column(presence[a:b]), column(frequency[a:b])
+        ),
+        logits,
+    )
+    for i, output in enumerate(outputs):
+        for t in range(V):
+            penalty = presence[i] * (t in output) + frequency[i] * output.count(t)
+            assert ours[i, t].item() == pytest.approx(logits[i, t].item() - penalty, rel=1e-12, abs=1e-12)
+
+
+@SETTINGS
+@given(batches())
+def test_neutral_settings_leave_a_row_bit_identical(logits: Tensor) -> None:
+    B, V = logits.shape
+    zero, one, everything = column([0.0] * B), column([1.0] * B), torch.ones(B, V, dtype=torch.bool)
+    for result in (
+        filters.top_k(logits, torch.zeros(B, dtype=torch.int64)),
+        filters.top_k(logits, torch.full((B,), V)),
+        filters.top_p(logits, one),
+        filters.min_p(logits, zero),
+        filters.repetition_penalty(logits, everything, one),
+        filters.presence_frequency_penalty(logits, everything.double() * 3, zero, zero),
+    ):
+        assert torch.equal(result.view(torch.int64), logits.view(torch.int64))
+
+
+@SETTINGS
+@given(
+    st.integers(0, 2**32),
+    st.integers(2, 60),
+    st.floats(0.1, 5),
+    st.floats(0.1, 3),
+    st.integers(1, 70),
+    st.floats(0.05, 0.99),
+    st.floats(0.001, 0.9),
+)
+def test_the_documented_order_of_all_is_transformers(
+    seed: int, V: int, penalty: float, temperature: float, k: int, p: float, min_p: float
+) -> None:
+    """Penalty, temperature, top-k, top-p, min-p: the order in which transformers' generate applies them, too."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(1, V, generator=generator, dtype=torch.float64) * 3
+    ids = torch.randint(V, (1, 4), generator=generator)
+    theirs = logits
+    for processor in (
+        RepetitionPenaltyLogitsProcessor(penalty),
+        TemperatureLogitsWarper(temperature),
+        TopKLogitsWarper(k),
+        TopPLogitsWarper(p),
+        MinPLogitsWarper(min_p),
+    ):
+        theirs = processor(ids, theirs)
+    seen = torch.zeros(1, V, dtype=torch.bool).scatter(1, ids, True)
+    ours = filters.repetition_penalty(logits, seen, column([penalty])) / temperature
+    ours = filters.top_k(ours, torch.tensor([k]))
+    ours = filters.min_p(filters.top_p(ours, column([p])), column([min_p]))
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+def test_ties_and_excluded_tokens_by_hand() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -INF, 2.0, 2.0]], dtype=torch.float64)
+
+    def kept(result: Tensor) -> list[int]:
+        return (result[0] > -INF).nonzero()[:, 0].tolist()
+
+    assert kept(filters.top_k(logits, torch.tensor([1]))) == [1, 2]
+    assert kept(filters.top_k(logits, torch.tensor([3]))) == [1, 2, 4, 5]
+    assert kept(filters.top_k(logits, torch.tensor([6]))) == [0, 1, 2, 4, 5]
+    assert kept(filters.top_p(logits, column([1e-300]))) == [1, 2]
+    assert kept(filters.top_p(logits, column([0.72]))) == [1, 2, 4, 5]  # the 3s have 0.698 together
+    assert kept(filters.min_p(logits, column([1.0]))) == [1, 2]
+    assert kept(filters.min_p(logits, column([0.3]))) == [1, 2, 4, 5]  # exp(-1) = 0.37

@@ -1,0 +1,138 @@
+"""SamplingParams: every field's range, what is accepted for convenience, and that nothing else gets through."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.sampling.params import SamplingParams
+
+NAN, INF = math.nan, math.inf
+NAMES = [f.name for f in fields(SamplingParams)]
+BAD: dict[str, list[Any]] = {
+    "max_tokens": [0, -1, 1.0, True, None, "8", NAN, [1]],
+    "temperature": [-0.1, NAN, INF, -INF, True, None, "1", 1e7, 1j],
+    "top_k": [-1, 1.0, False, None, "5"],
+    "top_p": [0, 0.0, 2, 1.0000001, -0.5, NAN, INF, True, None, "0.9"],
+    "min_p": [-0.1, 1.1, NAN, True, None, "0"],
+    "presence_penalty": [NAN, INF, -1001, 1001.0, False, None, "0"],
+    "frequency_penalty": [NAN, -INF, -1001, 1001.0, False, None, "0"],
+    "repetition_penalty": [0, 0.0, 1e-320, -1.0, NAN, INF, 1001, True, None, "1"],
+    "seed": [-1, 2**64, 1.0, True, "0", NAN],
+    "n": [0, -1, 65537, 1.0, True, None, "2"],
+    "stop": ["", [""], ["a", ""], [1], 7, 0, False, b"\n", [None]],
+    "stop_token_ids": [[-1], [1.0], ["a"], [True], "a", 7, 0, False, [None], np.array([5, 6])],
+    "ignore_eos": [0, 1, None, "yes", 0.0],
+    "min_tokens": [-1, 1.0, True, None, 129],
+    "logprobs": [-1, 1001, 1.0, True, "5"],
+    "logit_bias": [7, "ab", {-1: 0.0}, {1.0: 0.0}, {True: 0.0}, {1: NAN}, {1: INF}, {1: 1e7}, {1: "a"}, {"a": 1}, [1]],
+    "overflow": ["", "Slide", "wrap", None, True, 1, ["slide"]],
+    "slide_stride": [0, -1, 1.0, True, "1"],
+}
+
+
+def test_every_field_has_bad_values() -> None:
+    assert list(BAD) == NAMES
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in BAD.items() for value in values], ids=repr)
+def test_a_bad_value_is_named_in_one_line(name: str, value: Any) -> None:
+    with pytest.raises(NanoinferError) as e:
+        SamplingParams(**{name: value})
+    message = str(e.value)
+    assert message.startswith(name)
+    assert "\n" not in message
+    inside = [*value, *(value.values() if isinstance(value, dict) else ())] if hasattr(value, "__iter__") else []
+    assert any(repr(v) in message for v in (value, *inside))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "presence_penalty"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_number_too_large_for_a_float_is_an_error_like_any(name: str, digits: int) -> None:
+    with pytest.raises(NanoinferError, match=f"^{name}="):
+        SamplingParams(**{name: 10**digits})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given_, kept",
+    [
+        ({"stop": "x"}, {"stop": ("x",)}),
+        ({"stop": ["x", "\n\n"]}, {"stop": ("x", "\n\n")}),
+        ({"stop": None}, {"stop": ()}),
+        ({"stop": []}, {"stop": ()}),
+        ({"stop_token_ids": [1, 2]}, {"stop_token_ids": (1, 2)}),
+        ({"stop_token_ids": None}, {"stop_token_ids": ()}),
+        ({"stop_token_ids": range(3)}, {"stop_token_ids": (0, 1, 2)}),
+        ({"logit_bias": {3: -1.5, 4: 2}}, {"logit_bias": {3: -1.5, 4: 2}}),
+        ({"logit_bias": {}}, {"logit_bias": {}}),
+        ({"seed": 2**64 - 1}, {"seed": 2**64 - 1}),
+        ({"temperature": 0}, {"temperature": 0, "greedy": True}),
+        ({"temperature": 1e-300}, {"temperature": 1e-300, "greedy": False}),
+        ({"top_p": 1, "min_p": 1, "top_k": 10**30}, {"top_p": 1, "min_p": 1, "top_k": 10**30}),
+        ({"max_tokens": 3, "min_tokens": 3}, {"min_tokens": 3}),
+        ({"overflow": "slide", "slide_stride": 1}, {"slide_stride": 1}),
+    ],
+    ids=str,
+)
+def test_accepted_forms(given_: dict[str, Any], kept: dict[str, Any]) -> None:
+    params = SamplingParams(**given_)
+    assert {name: getattr(params, name) for name in kept} == kept
+
+
+def test_fields_that_contradict_each_other() -> None:
+    with pytest.raises(NanoinferError, match=r"^min_tokens=4 is not an integer in \[0, 3\]"):
+        SamplingParams(max_tokens=3, min_tokens=4)
+    with pytest.raises(NanoinferError, match=r"^slide_stride=2 needs overflow='slide', not 'stop'"):
+        SamplingParams(slide_stride=2)
+
+
+def test_an_unknown_keyword_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="best_of"):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+
+
+def test_what_the_caller_changes_afterwards_changes_nothing() -> None:
+    ids, bias = [5, 6], {1: 2.0}
+    params = SamplingParams(stop_token_ids=ids, logit_bias=bias)  # type: ignore[arg-type]
+    ids.append(7)
+    bias[1] = 3.0
+    assert (params.stop_token_ids, params.logit_bias) == ((5, 6), {1: 2.0})
+    with pytest.raises(FrozenInstanceError):
+        params.seed = 1  # type: ignore[misc]
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=3),
+    st.binary(max_size=3),
+)
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(SCALARS, inner, max_size=3) | st.tuples(inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, JUNK)))
+def test_any_mix_of_junk_is_accepted_or_a_nanoinfer_error(values: dict[str, Any]) -> None:
+    try:
+        params = SamplingParams(**values)
+    except NanoinferError:
+        return
+    assert params.max_tokens >= params.min_tokens >= 0
+    assert all(isinstance(s, str) and s for s in params.stop)
+    assert all(isinstance(t, int) and t >= 0 for t in params.stop_token_ids)
+    assert 0 < params.top_p <= 1
+    assert math.isfinite(params.temperature)

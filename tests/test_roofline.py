@@ -1,0 +1,343 @@
+"""FLOPs and bytes against counts taken from the real model, and the times that follow from them.
+
+FLOPs come from torch's counter around a real step, bytes from a log of the tensors that the step's
+operations are given. The counter has no formula for the fused attention kernel of CPUs, so attention runs as
+its two matrix products (SDPBackend.MATH); both count the whole rectangle of scores, masked or not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from conftest import TINY, make_limits, make_model, refuses
+from nanoinfer.config import PRESETS, ModelConfig
+from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.recompute import RecomputeEngine
+from nanoinfer.engines.static import StaticEngine
+from nanoinfer.models.gpt import GPT
+from nanoinfer.roofline.arithmetic import Poly, StepCost, decode, extend, kv_cache_layer, prefill
+from nanoinfer.roofline.devices import DEVICES, Ceiling, find_device
+from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.roofline.measure import Workload, measure
+from nanoinfer.roofline.predict import generation, predict
+from nanoinfer.roofline.report import Question, answer
+
+FP32 = FORMATS["float32"]
+CONFIGS = {
+    "plain": TINY,
+    "no bias, one head": replace(TINY, bias=False, n_head=1, n_layer=1),
+    "narrow MLP, untied head": replace(TINY, n_inner=24, tie_word_embeddings=False, n_layer=3),
+}
+SIZES = [(1, 1), (1, 9), (3, 2), (4, 32)]  # B, N
+EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+AT = pytest.mark.parametrize("B,N", SIZES)
+
+
+# The real model, instrumented ------------------------------------------------------------------------------
+
+
+class Engine:
+    """B sequences of an engine, all of the same length."""
+
+    def __init__(self, model: GPT, B: int, kind: type[StaticEngine] | type[RecomputeEngine] = StaticEngine) -> None:
+        self.engine = kind(model, make_limits(model.config))
+        self.handles = [self.engine.open() for _ in range(B)]
+
+    def step(self, num_new: int, num_logits: int = 1) -> None:
+        if num_new:
+            batch = StepBatch()
+            for handle in self.handles:
+                batch.add(Handle(handle), [1] * num_new, num_logits)
+            self.engine.extend(batch)
+
+
+@contextmanager
+def counting() -> Iterator[FlopCounterMode]:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, depth=9) as counter:
+        yield counter
+
+
+class Touched(TorchDispatchMode):
+    """Logs which weights, cached tensors and activations the operations of a step are given, in bytes."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self._parameters = {p.data_ptr() for p in model.parameters()}
+        self.weights: dict[int, int] = {}
+        self.lookups: set[int] = set()
+        self.kv = self.activations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if name == "embedding":
+            self.lookups.add(tensors[0].data_ptr())
+        elif name == "scaled_dot_product_attention":
+            q, k, v = tensors[:3]
+            self.kv += k.nbytes + v.nbytes
+            self.activations += q.nbytes + out.nbytes
+        elif name == "index_put_":  # new keys or values: read once, written once
+            self.activations += 2 * tensors[-1].nbytes if len(tensors) > 1 else 0
+        elif name in ("linear", "layer_norm", "gelu") or (name == "add" and out.is_floating_point()):
+            for t in tensors:
+                if t.data_ptr() in self._parameters:
+                    self.weights[t.data_ptr()] = t.nbytes
+                else:
+                    self.activations += t.nbytes
+            self.activations += out.nbytes
+        return out
+
+
+def touched(model: GPT, B: int, before: int, num_new: int, num_logits: int) -> Touched:
+    engine = Engine(model, B)
+    engine.step(before)
+    with Touched(model) as log:
+        engine.step(num_new, num_logits)
+    return log
+
+
+# FLOPs -----------------------------------------------------------------------------------------------------
+
+
+def same_flops(cost: StepCost, counter: FlopCounterMode, config: ModelConfig, B: int, N: int) -> None:
+    """Assert that every part of the cost is what the counter saw in that part of the model."""
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    L = config.n_layer
+    assert counts["Global"] == cost.model.flops(B, N)
+    assert counts["Block.attn"] == L * cost.attention.flops(B, N)
+    assert counts["Block.mlp"] == L * cost.mlp.flops(B, N)
+    assert counts["Block"] == L * cost.layer.flops(B, N)
+    assert counts["Global"] - counts["Block"] == cost.head.flops(B, N)
+
+
+@EVERY
+@AT
+def test_prefill_flops_are_what_torch_counts(config: ModelConfig, B: int, N: int) -> None:
+    engine = Engine(make_model(config), B)
+    with counting() as counter:
+        engine.step(N)
+    same_flops(prefill(config, FP32), counter, config, B, N)
+
+
+@EVERY
+@AT
+def test_decode_flops_are_what_torch_counts(config: ModelConfig, B: int, N: int) -> None:
+    engine = Engine(make_model(config), B)
+    engine.step(N - 1)
+    with counting() as counter:
+        engine.step(1)
+    same_flops(decode(config, FP32), counter, config, B, N)
+
+
+@EVERY
+@pytest.mark.parametrize("B,N,num_new", [(1, 9, 2), (2, 9, 5), (3, 32, 9)])
+def test_verifying_flops_are_what_torch_counts(config: ModelConfig, B: int, N: int, num_new: int) -> None:
+    engine = Engine(make_model(config), B)
+    engine.step(N - num_new)
+    with counting() as counter:
+        engine.step(num_new, num_logits=num_new)
+    same_flops(extend(config, FP32, num_new), counter, config, B, N)
+
+
+@EVERY
+@AT
+def test_forward_and_the_naive_step_are_counted_too(config: ModelConfig, B: int, N: int) -> None:
+    model = make_model(config)
+    with counting() as counter:
+        model(torch.zeros(B, N, dtype=torch.long))
+    assert counter.get_total_flops() == extend(config, FP32, N).model.flops(B, N)  # logits at all N positions
+    engine = Engine(model, B, RecomputeEngine)
+    engine.step(N - 1)
+    with counting() as counter:
+        engine.step(1)
+    assert counter.get_total_flops() == prefill(config, FP32).model.flops(B, N)
+
+
+@EVERY
+@pytest.mark.parametrize("num_new", [1, 3, 8])
+def test_causal_counts_what_decoding_token_by_token_does(config: ModelConfig, num_new: int) -> None:
+    """One query at a time never meets a masked score: its sum is the least that the mask leaves to do."""
+    B, N = 2, 8
+    engine = Engine(make_model(config), B)
+    engine.step(N - num_new)
+    with counting() as counter:
+        for _ in range(num_new):
+            engine.step(1)
+    assert counter.get_total_flops() == extend(config, FP32, num_new, causal=True).model.flops(B, N)
+    if num_new == N:
+        layers = sum(counter.get_flop_counts()["Block"].values())
+        assert layers == config.n_layer * prefill(config, FP32, causal=True).layer.flops(B, N)
+
+
+# Bytes -----------------------------------------------------------------------------------------------------
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("B,before,num_new", [(1, 0, 1), (1, 8, 1), (3, 31, 1), (2, 0, 9), (2, 5, 4)])
+def test_bytes_are_those_of_the_tensors_that_a_step_reads(
+    config: ModelConfig, dtype: str, B: int, before: int, num_new: int
+) -> None:
+    model = make_model(config).to(getattr(torch, dtype))
+    fmt, N = FORMATS[dtype], before + num_new
+    whole = num_new > 1 and before == 0
+    cost = prefill(config, fmt) if whole else extend(config, fmt, num_new)
+    log = touched(model, B, before, num_new, num_logits=1 if whole else num_new)
+    assert sum(log.weights.values()) + log.kv == cost.model.bytes(B, N)
+    assert log.kv == (kv_cache_layer(config, fmt) * config.n_layer)(B, N)
+    assert log.activations == cost.activations(B, N)
+    # Everything was read but what is only looked up: wpe, and wte unless it is the output head.
+    unread = {p.data_ptr() for p in model.parameters()} - log.weights.keys()
+    assert unread <= log.lookups
+    assert len(unread) == (1 if config.tie_word_embeddings else 2)
+
+
+@EVERY
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_quantized_bytes_are_those_of_quantized_tensors(config: ModelConfig, name: str) -> None:
+    """Store every matrix that a step reads as integers with 16-bit scales, the rest in 16 bits, and weigh it."""
+    total = 0
+    for key, p in make_model(config).named_parameters():
+        if "wpe" in key or ("wte" in key and not config.tie_word_embeddings):
+            continue
+        if p.dim() < 2:
+            total += p.to(torch.bfloat16).nbytes
+            continue
+        group = p.shape[1] if name == "int8" else 32
+        padded = torch.nn.functional.pad(p, (0, -p.shape[1] % group))
+        scales = padded.view(p.shape[0], -1, group).abs().amax(-1).to(torch.bfloat16)
+        if name == "int8":
+            stored = p.to(torch.int8)
+        else:
+            nibbles = p.to(torch.int8) & 15
+            stored = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).to(torch.uint8)
+        total += stored.nbytes + scales.nbytes
+    assert decode(config, FORMATS[name]).model.bytes(1, 0) == total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_held_is_the_model_and_the_engines_cache(tiny_folder: Path, dtype: str) -> None:
+    memory = answer(str(tiny_folder), Question(device="h100", dtype=dtype, batch=4))["memory"]
+    model = make_model().to(getattr(torch, dtype))
+    engine = StaticEngine(model, make_limits(max_num_seqs=4))
+    assert memory["weight_bytes"] == sum(p.nbytes for p in model.parameters())
+    assert memory["kv_cache_bytes"] == engine._k.nbytes + engine._v.nbytes
+    assert memory["kv_cache_layer_bytes"] == engine._k[0].nbytes + engine._v[0].nbytes
+    assert memory["fits"] is True
+    assert answer("gpt2-xl", Question(device="t4", batch=64))["memory"]["fits"] is False
+
+
+def test_published_numbers() -> None:
+    gpt2 = PRESETS["gpt2"]
+    for name, megabytes, tolerance in (
+        ("float32", 494, 0.01), ("bfloat16", 247, 0.01), ("int8", 124, 0.01), ("int4", 70, 0.01),
+    ):  # fmt: skip
+        assert decode(gpt2, FORMATS[name]).model.bytes(1, 1) == pytest.approx(megabytes * 1e6, rel=tolerance)
+    assert decode(gpt2, FP32).model.flops(1, 1) == pytest.approx(2 * 123.6e6, rel=0.01)  # 2 FLOPs a weight and token
+    assert kv_cache_layer(gpt2, FORMATS["bfloat16"])(1, 1000) * 12 == pytest.approx(37e6, rel=0.01)
+
+
+# Polynomials and predictions -------------------------------------------------------------------------------
+
+
+def test_polynomials_print_as_formulas() -> None:
+    p = Poly.of({(1, 2): 4000, (1, 1): 1, (0, 0): -100})
+    assert str(p) == "4,000 B N^2 + 1 B N - 100"
+    assert str(p + p * -1) == "0"
+    assert str(Poly.of({(0, 0): -2})) == "-2"
+    assert p(3, 10) == 4000 * 300 + 30 - 100
+    assert p + Poly() == p == Poly.of({(0, 0): -100, (1, 1): 1, (1, 2): 4000})
+
+
+@given(st.integers(1, 512), st.integers(1, 1023), st.sampled_from(sorted(FORMATS)), st.sampled_from(sorted(PRESETS)))
+@settings(max_examples=60, deadline=None)
+def test_more_work_never_takes_less(B: int, N: int, dtype: str, preset: str) -> None:
+    config, fmt, ceiling = PRESETS[preset], FORMATS[dtype], DEVICES["h100"]
+    for cost in (prefill(config, fmt), decode(config, fmt), extend(config, fmt, 4), prefill(config, fmt, causal=True)):
+        here, longer, wider = (predict(cost, ceiling, fmt, b, n) for b, n in ((B, N), (B, N + 1), (B + 1, N)))
+        for more in (longer, wider):
+            assert more.seconds >= here.seconds
+            assert more.flops > here.flops
+            assert more.bytes > here.bytes
+        assert here.seconds == max(here.memory_sec, here.compute_sec)
+        assert here.bound_ratio >= 1
+        assert (here.bound == "compute") == (here.intensity > ceiling.ridge(fmt))
+        assert wider.seconds / (B + 1) <= here.seconds / B * (1 + 1e-12)  # a token of a larger batch is no dearer
+    assert prefill(config, fmt, causal=True).model.flops(B, N) <= prefill(config, fmt).model.flops(B, N)
+    assert extend(config, fmt, 1) == decode(config, fmt)
+
+
+def test_a_step_has_new_tokens() -> None:
+    refuses(lambda: extend(TINY, FP32, 0), "num_new=0")
+
+
+@given(st.integers(1, 64), st.integers(1, 1024), st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_cache_never_costs_time(B: int, N: int, data: st.DataObject) -> None:
+    whole = prefill(PRESETS["gpt2"], FP32)
+    num_new = data.draw(st.integers(1, min(N, 40)))
+    g = generation((whole, decode(PRESETS["gpt2"], FP32)), DEVICES["a100"], FP32, B, N, num_new)
+    assert g.num_prompt_tokens + num_new == N + 1
+    assert g.speedup >= 1
+    if num_new == 1:
+        assert (
+            g.cached_sec == g.naive_sec == predict(prefill(PRESETS["gpt2"], FP32), DEVICES["a100"], FP32, B, N).seconds
+        )
+
+
+def test_generation_adds_up_its_steps() -> None:
+    unit = Ceiling("unit", 1e30, {"float32": 1.0}, "compute takes 1 s a FLOP")
+    whole, one = prefill(TINY, FP32).model.flops, decode(TINY, FP32).model.flops
+    g = generation((prefill(TINY, FP32), decode(TINY, FP32)), unit, FP32, 2, 10, 3)
+    assert g.naive_sec == whole(2, 8) + whole(2, 9) + whole(2, 10)
+    assert g.cached_sec == whole(2, 8) + one(2, 9) + one(2, 10)
+
+
+def test_every_device_has_a_source_and_knows_its_dtypes() -> None:
+    for name, ceiling in DEVICES.items():
+        assert find_device(name.upper()) is ceiling
+        assert "NVIDIA" in ceiling.source
+        assert ceiling.resolve_format("auto").name == ceiling.default_dtype
+    t4 = DEVICES["t4"]
+    assert (t4.bandwidth_bytes_per_sec, t4.flops_per_sec["float16"]) == (300e9, 65e12)
+    refuses(lambda: t4.resolve_format("bfloat16"), "dtype='bfloat16'", "t4", "float16")
+    assert t4.compute_dtype(FORMATS["int4"]) == "float16"
+    assert find_device("RTX 4090") is DEVICES["rtx4090"]
+    for bad in ("t5", "", None, 3):
+        refuses(lambda bad=bad: find_device(bad), f"device={bad!r}", "h100")  # type: ignore[misc]
+
+
+# Measuring -------------------------------------------------------------------------------------------------
+
+
+def test_measure_takes_the_best_round_of_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    intervals = [4.0, 2.0, 3.0, 0.5, 0.25, 1.0, 8.0, 8.0, 8.0]  # reading, float32, bfloat16
+    times = itertools.chain.from_iterable((100.0 * i, 100.0 * i + d) for i, d in enumerate(intervals))
+    ceiling = measure(Workload(num_bytes=1 << 16, matrix_size=8, num_rounds=3), clock=lambda: next(times))
+    assert ceiling.bandwidth_bytes_per_sec == (1 << 16) / 2.0
+    assert ceiling.flops_per_sec == {"float32": 2 * 8**3 / 0.25, "bfloat16": 2 * 8**3 / 8.0}
+    assert ceiling.default_dtype == "float32"
+    assert ceiling.memory_bytes is None
+    refuses(lambda: measure(Workload(1 << 16, 8), clock=lambda: 1.0), "larger buffers")
+    refuses(lambda: measure(Workload(1 << 60, 8), clock=lambda: 1.0), "device='measure'", "memory")
+
+
+def test_measure_measures() -> None:
+    ceiling = measure(Workload(num_bytes=8 << 20, matrix_size=128, num_rounds=3))
+    assert 1e8 < ceiling.bandwidth_bytes_per_sec < 1e14
+    assert all(1e7 < rate < 1e16 for rate in ceiling.flops_per_sec.values())

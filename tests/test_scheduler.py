@@ -1,0 +1,455 @@
+"""The scheduler with plain numbers: no engine, no weights, no tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.tokenizers import CharTokenizer
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
+from nanoinfer.scheduling.sequence import Request, Sequence, window_start
+from nanoinfer.scheduling.text import OutputText
+
+IDS = itertools.count()
+
+
+def make_request(
+    num_prompt: int, params: SamplingParams, block_size: int, end: tuple[int, ...] = (), chars: str = ""
+) -> Request:
+    """A request of `num_prompt` distinct tokens, with its n sequences; with `chars`, token i is the i-th of them."""
+    request = Request(next(IDS), None, list(range(100, 100 + num_prompt)), params, seed=0, end_token_ids=end)
+    for i in range(params.n):
+        text = OutputText(CharTokenizer(chars).stream() if chars else None, params.stop)
+        request.sequences.append(Sequence(request, i, text, block_size, list(request.prompt_token_ids)))
+    return request
+
+
+def token_of(sequence: Sequence) -> int:
+    """What the pretended model says next: a function of sample and position."""
+    return (sequence.sample_index * 5 + sequence.num_output_tokens * 7) % 11
+
+
+def wanted(sequence: Sequence, block_size: int) -> int:
+    """The first token of the window, from the definition: forget `stride` tokens at a time until the rest fits."""
+    p = sequence.params
+    if p.overflow == "stop":
+        return 0
+    stride = p.slide_stride or max(1, block_size // 2)
+    return next(m for m in itertools.count(0, stride) if len(sequence.token_ids) - m <= block_size)
+
+
+@dataclass
+class World:
+    """A scheduler with a pretended engine: what each handle holds, checked against what it must hold."""
+
+    config: SchedulerConfig
+    caches: dict[int, list[int]] = field(default_factory=dict)
+    starts: dict[int, int] = field(default_factory=dict)
+    last_draw: dict[Sequence, int] = field(default_factory=dict)
+    admitted: list[Request] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.config)
+
+    def unseen(self, sequence: Sequence) -> int:
+        start = wanted(sequence, self.config.block_size)
+        held = 0
+        if sequence.handle is not None and self.starts[sequence.handle] == start:
+            held = len(self.caches[sequence.handle])
+        return len(sequence.token_ids) - start - held
+
+    def step(self) -> list[Work]:
+        """Schedule, run, postprocess, checking every rule on the way."""
+        work = self.scheduler.schedule()
+        self.steps += 1
+        self.scheduler.check_integrity()
+        self.note_admissions()
+        self.check_budget(work)
+        for w in work:
+            self.run(w)
+        open_sequences, held = len(self.caches), sum(map(len, self.caches.values()))
+        assert open_sequences <= self.config.max_num_seqs
+        assert held <= (self.config.max_num_cached_tokens or self.config.max_num_seqs * self.config.block_size)
+        draws = drawing(work)
+        self.last_draw.update(dict.fromkeys(draws, self.steps))
+        self.close(self.scheduler.postprocess(work, [[token_of(s)] for s in draws]))
+        self.scheduler.check_integrity()
+        return work
+
+    def note_admissions(self) -> None:
+        for s in self.scheduler.running:
+            if s.request not in self.admitted:
+                self.admitted.append(s.request)
+            self.last_draw.setdefault(s, self.steps)
+
+    def check_budget(self, work: list[Work]) -> None:
+        M = self.config.max_num_batched_tokens
+        pending = {s: self.unseen(s) for s in self.scheduler.running if s.handle is not None or s.sample_index == 0}
+        fed = {w.sequence: len(w.token_ids) for w in work}
+        assert len(fed) == len(work) >= 1  # each at most once, and there is always something to do
+        singles = [s for s, count in pending.items() if count == 1]
+        assert all(fed.get(s) == 1 for s in singles)  # every one that needs one token, in every step
+        longer = sum(fed.values()) - len(singles)
+        budget = max(M - len(singles), M // 4, 1)
+        assert longer == min(budget, sum(pending.values()) - len(singles))
+        bound = math.ceil(self.config.max_num_seqs * self.config.block_size / max(M // 4, 1)) + 1
+        assert all(self.steps - self.last_draw[s] <= bound for s in pending)  # nobody starves
+        assert all(w.draws == (fed[w.sequence] == pending[w.sequence]) for w in work)
+
+    def run(self, w: Work) -> None:
+        s = w.sequence
+        if s.handle is None:
+            s.handle = next(IDS)
+            self.caches[s.handle], self.starts[s.handle] = [], 0
+        start = wanted(s, self.config.block_size)
+        assert w.restart == (self.starts[s.handle] != start)
+        if w.restart:
+            self.caches[s.handle], self.starts[s.handle] = [], start
+        cache = self.caches[s.handle]
+        cache += w.token_ids
+        assert len(cache) <= self.config.block_size
+        window = s.token_ids[start:]
+        assert cache == (window if w.draws else window[: len(cache)])
+        for fork in w.forks:
+            assert fork.handle is None
+            assert fork.request is s.request
+            fork.handle = next(IDS)
+            self.caches[fork.handle], self.starts[fork.handle] = list(cache), start
+
+    def close(self, sequences: list[Sequence]) -> None:
+        for s in sequences:
+            if s.handle is not None:
+                del self.caches[s.handle]
+                s.handle = None
+
+    def run_all(self) -> None:
+        while self.scheduler.unfinished:
+            self.step()
+
+
+def expected_output(request: Request, index: int, block_size: int) -> tuple[list[int], str]:
+    """Tokens and finish reason, from the documentation."""
+    p, out = request.params, []
+    while True:
+        out.append((index * 5 + len(out) * 7) % 11)
+        if out[-1] in request.end_token_ids and len(out) >= p.min_tokens:
+            return out, "stop"
+        full = p.overflow == "stop" and len(request.prompt_token_ids) + len(out) > block_size
+        if full or len(out) == p.max_tokens:
+            return out, "length"
+
+
+# Any mix of requests -----------------------------------------------------------------------------------------
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    block_size, max_num_seqs = draw(st.integers(1, 12)), draw(st.integers(1, 5))
+    capacity = draw(st.none() | st.integers(block_size, max_num_seqs * block_size))
+    return SchedulerConfig(max_num_seqs, block_size, capacity, draw(st.integers(1, 24)))
+
+
+@st.composite
+def requests_for(draw: st.DrawFn, config: SchedulerConfig) -> Request:
+    block_size = config.block_size
+    slide = draw(st.booleans())
+    num_prompt = draw(st.integers(1, 3 * block_size if slide else block_size))
+    max_tokens = draw(st.integers(1, 20))
+    capacity = config.max_num_cached_tokens or config.max_num_seqs * block_size
+    fitting = min(config.max_num_seqs, capacity // min(num_prompt + max_tokens, block_size))
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        n=draw(st.integers(1, fitting)),
+        overflow="slide" if slide else "stop",
+        slide_stride=draw(st.none() | st.integers(1, block_size)) if slide else None,
+    )
+    return make_request(num_prompt, params, block_size, draw(st.sampled_from([(), (7,), (3, 4)])))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_any_mix_of_requests_runs_to_its_end_within_the_limits(data: st.DataObject) -> None:
+    config = data.draw(configs())
+    requests = data.draw(st.lists(requests_for(config), min_size=1, max_size=8))
+    arrivals = data.draw(st.lists(st.integers(0, 10), min_size=len(requests), max_size=len(requests)).map(sorted))
+    aborts = data.draw(st.dictionaries(st.integers(0, len(requests) - 1), st.integers(0, 25), max_size=3))
+    world, coming = World(config), list(zip(arrivals, requests, strict=True))
+    while coming or world.scheduler.unfinished:
+        while coming and (coming[0][0] <= world.steps or not world.scheduler.unfinished):
+            world.scheduler.add(coming.pop(0)[1])
+        world.step()
+        for index, at in aborts.items():
+            if world.steps == at and requests[index] not in [r for _, r in coming]:
+                world.close(world.scheduler.abort(requests[index]))
+                world.scheduler.check_integrity()
+                assert requests[index].finished
+    assert (world.caches, world.scheduler.running) == ({}, [])
+    assert world.admitted == [r for r in requests if r in world.admitted]  # first come, first served
+    for i, request in enumerate(requests):
+        for s in request.sequences:
+            tokens, reason = expected_output(request, s.sample_index, config.block_size)
+            if s.finish_reason == "abort":
+                assert i in aborts
+                assert s.output_token_ids == tokens[: s.num_output_tokens]
+            else:
+                assert (s.output_token_ids, s.finish_reason) == (tokens, reason)
+
+
+# Single rules ------------------------------------------------------------------------------------------------
+
+
+def summary(work: list[Work]) -> list[tuple[int, int, bool]]:
+    """(prompt length, tokens fed, draws) in order."""
+    return [(len(w.sequence.prompt_token_ids), len(w.token_ids), w.draws) for w in work]
+
+
+def make_world(*prompts: int, M: int = 8, block_size: int = 32, max_num_seqs: int = 16, **params: object) -> World:
+    world = World(SchedulerConfig(max_num_seqs, block_size, max_num_batched_tokens=M))
+    for num_prompt in prompts:
+        world.scheduler.add(make_request(num_prompt, SamplingParams(**params), block_size))  # type: ignore[arg-type]
+    return world
+
+
+def test_prompts_are_fed_in_chunks_in_order_of_arrival() -> None:
+    world = make_world(10, 7, 5)
+    assert [summary(world.step()) for _ in range(4)] == [
+        [(10, 8, False)],
+        [(10, 2, True), (7, 6, False)],
+        [(10, 1, True), (7, 1, True), (5, 5, True)],  # the last token of a chunked prompt is one token
+        [(10, 1, True), (7, 1, True), (5, 1, True)],
+    ]
+
+
+def test_what_decodes_never_waits_for_a_prompt() -> None:
+    world = make_world(3, M=8)
+    world.step()
+    world.scheduler.add(make_request(20, SamplingParams(), 32))
+    assert [summary(world.step()) for _ in range(3)] == [
+        [(3, 1, True), (20, 7, False)],
+        [(3, 1, True), (20, 7, False)],
+        [(3, 1, True), (20, 6, True)],
+    ]
+
+
+def test_a_prompt_gets_a_quarter_however_many_decode() -> None:
+    world = make_world(*[1] * 12, M=8)
+    world.step()
+    world.scheduler.add(make_request(5, SamplingParams(), 32))
+    assert [summary(world.step())[12:] for _ in range(3)] == [[(5, 2, False)], [(5, 2, False)], [(5, 1, True)]]
+
+
+def test_slid_windows_take_turns() -> None:
+    """stride 1 feeds the whole window for every token; the budget is one window a step."""
+    world = make_world(9, 10, 11, M=8, block_size=8, overflow="slide", slide_stride=1)
+    assert [summary(world.step()) for _ in range(5)] == [[(n, 8, True)] for n in (9, 10, 11, 9, 10)]
+
+
+def test_samples_fork_after_the_prompt_is_fed_once() -> None:
+    world = make_world(10, M=8, n=3, max_tokens=4)
+    first, second, third = world.step(), world.step(), world.step()
+    assert summary(first) == [(10, 8, False)]
+    assert [w.forks for w in first] == [[]]
+    assert summary(second) == [(10, 2, True)]
+    assert [s.sample_index for s in drawing(second)] == [0, 1, 2]
+    assert summary(third) == [(10, 1, True)] * 3
+    assert drawing(third) == drawing(second)
+
+
+def test_a_request_waits_until_all_of_its_samples_fit_and_none_overtakes_it() -> None:
+    world = make_world(2, 2, max_num_seqs=3, max_tokens=3)
+    world.scheduler.add(make_request(3, SamplingParams(n=2, max_tokens=1), 32))
+    world.scheduler.add(make_request(4, SamplingParams(max_tokens=1), 32))
+    assert [summary(world.step()) for _ in range(4)] == [
+        [(2, 2, True), (2, 2, True)],
+        [(2, 1, True), (2, 1, True)],
+        [(2, 1, True), (2, 1, True)],
+        [(3, 3, True), (4, 4, True)],
+    ]
+
+
+def test_a_request_waits_until_what_it_may_grow_to_fits() -> None:
+    world = World(SchedulerConfig(8, 16, max_num_cached_tokens=20))
+    for num_prompt, max_tokens in ((3, 2), (10, 6), (1, 1)):  # need 5, 16 and 2
+        world.scheduler.add(make_request(num_prompt, SamplingParams(max_tokens=max_tokens), 16))
+    assert [summary(world.step()) for _ in range(3)] == [
+        [(3, 3, True)],
+        [(3, 1, True)],
+        [(1, 1, True), (10, 10, True)],
+    ]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_abort_frees_everything(steps: int) -> None:
+    """Waiting, partly prefilled, or running with forks: the next request gets the whole machine."""
+    world = World(SchedulerConfig(2, 16, max_num_batched_tokens=8))
+    request = make_request(12, SamplingParams(n=2, max_tokens=4), 16)
+    after = make_request(12, SamplingParams(n=2, max_tokens=4), 16)
+    world.scheduler.add(request)
+    world.scheduler.add(after)
+    for _ in range(steps):
+        world.step()
+    world.close(world.scheduler.abort(request))
+    assert [s.finish_reason for s in request.sequences] == ["abort", "abort"]
+    assert world.caches == {}
+    assert world.scheduler.abort(request) == []  # again: nothing more to do
+    assert summary(world.step()) == [(12, 8, False)]
+    world.run_all()
+    assert [s.finish_reason for s in after.sequences] == ["length", "length"]
+
+
+def test_abort_of_a_waiting_request_lets_the_next_one_in() -> None:
+    world = make_world(2, max_num_seqs=1, max_tokens=2)
+    waiting, last = (make_request(n, SamplingParams(max_tokens=1), 32) for n in (3, 4))
+    world.scheduler.add(waiting)
+    world.scheduler.add(last)
+    assert summary(world.step()) == [(2, 2, True)]
+    assert world.scheduler.abort(waiting) == []
+    assert [summary(world.step()) for _ in range(2)] == [[(2, 1, True)], [(4, 4, True)]]
+    assert last.finished
+    assert not world.scheduler.unfinished
+
+
+@pytest.mark.parametrize(
+    "num_prompt, params, message",
+    [
+        (4, {"n": 4}, r"^n=4 is more than max_num_seqs=3: "),
+        (9, {}, r"^the prompt has 9 tokens, the context length is 8: .*overflow"),
+        (4, {"overflow": "slide", "slide_stride": 9}, r"^slide_stride=9 is more than the context length 8"),
+        (4, {"n": 3, "max_tokens": 3}, r"^the request may grow to 21 cached tokens \(n=3\), the cache holds 20: "),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(num_prompt: int, params: dict[str, object], message: str) -> None:
+    scheduler = Scheduler(SchedulerConfig(3, 8, max_num_cached_tokens=20))
+    with pytest.raises(NanoinferError, match=message) as e:
+        scheduler.add(make_request(num_prompt, SamplingParams(**params), 8))  # type: ignore[arg-type]
+    assert "\n" not in str(e.value)
+    assert not scheduler.unfinished
+
+
+def test_several_tokens_at_once_are_dropped_after_the_end() -> None:
+    world = make_world(2, 3, M=8, max_tokens=4)
+    work = world.scheduler.schedule()
+    first, second = drawing(work)
+    second.request.end_token_ids = (5,)
+    assert world.scheduler.postprocess(work, [[1, 2], [3, 5, 7, 5]]) == [second]
+    assert (first.output_token_ids, first.finish_reason) == ([1, 2], None)
+    assert (second.output_token_ids, second.finish_reason, second.stop_reason) == ([3, 5], "stop", 5)
+    assert world.scheduler.postprocess([Work(first, [2], False, True)], [[3, 4, 5, 6]]) == [first]
+    assert (first.output_token_ids, first.finish_reason) == ([1, 2, 3, 4], "length")
+    assert not world.scheduler.unfinished
+
+
+# The window --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 50), st.data())
+def test_window_start(block_size: int, data: st.DataObject) -> None:
+    stride = data.draw(st.integers(1, block_size))
+    starts = [window_start(n, block_size, stride) for n in range(4 * block_size + 2)]
+    assert starts[: block_size + 1] == [0] * (block_size + 1)
+    assert all(b - a in (0, stride) for a, b in itertools.pairwise(starts))
+    for n, start in enumerate(starts[block_size + 1 :], start=block_size + 1):
+        assert block_size + 1 - stride <= n - start <= block_size
+        assert window_start(n, block_size, 1) == n - block_size
+
+
+@pytest.mark.parametrize("block_size, stride, start", [(1, None, 4), (8, None, 0), (4, None, 2), (4, 1, 1), (3, 3, 3)])
+def test_the_default_stride_is_half_the_context(block_size: int, stride: int | None, start: int) -> None:
+    params = SamplingParams(overflow="slide", slide_stride=stride)
+    assert make_request(5, params, block_size).sequences[0].wanted_start == start
+    assert make_request(5, SamplingParams(), block_size).sequences[0].wanted_start == 0
+
+
+# How a text ends ---------------------------------------------------------------------------------------------
+
+CHARS = "abcdefgh"
+
+
+def feed(text: str, num_prompt: int = 1, block_size: int = 32, end: str = "", **params: object) -> Sequence:
+    """Append the characters' tokens until the text ends."""
+    ids = tuple(map(CHARS.index, end))
+    request = make_request(num_prompt, SamplingParams(**params), block_size, ids, CHARS)  # type: ignore[arg-type]
+    (sequence,) = request.sequences
+    for char in text:
+        if sequence.finish_reason is None:
+            sequence.append(CHARS.index(char))
+    return sequence
+
+
+@pytest.mark.parametrize(
+    "sequence, reason, stop, text, num_tokens",
+    [
+        (lambda: feed("abc"), None, None, "abc", 3),
+        (lambda: feed("abcd", max_tokens=3), "length", None, "abc", 3),
+        (lambda: feed("abcd", end="c"), "stop", 2, "ab", 3),
+        (lambda: feed("abcd", end="c", max_tokens=3), "stop", 2, "ab", 3),  # end token before max_tokens
+        (lambda: feed("abcd", end="c", stop="bc"), "stop", 2, "ab", 3),  # end token before stop string
+        (lambda: feed("abcd", stop="bc"), "stop", "bc", "a", 3),
+        (lambda: feed("abcd", stop="bc", max_tokens=3), "stop", "bc", "a", 3),  # stop string before max_tokens
+        (lambda: feed("abcd", stop="bc", max_tokens=2), "length", None, "ab", 2),
+        (lambda: feed("abcd", 3, 4), "length", None, "ab", 2),  # the last token needs no place in the context
+        (lambda: feed("abcd", 4, 4), "length", None, "a", 1),
+        (lambda: feed("abcd", 3, 4, end="b"), "stop", 1, "a", 2),  # end token before context
+        (lambda: feed("abcd", 3, 4, stop="ab"), "stop", "ab", "", 2),
+        (lambda: feed("abcd", 4, 4, overflow="slide"), None, None, "abcd", 4),
+        (lambda: feed("abcb", end="b", min_tokens=3), "stop", 1, "abc", 4),
+        (lambda: feed("abcab", stop="ab", min_tokens=3), "stop", "ab", "abc", 5),
+        (lambda: feed("abcd", stop="ab", min_tokens=2), "stop", "ab", "", 2),
+        (lambda: feed("abcd", 3, 4, min_tokens=9), "length", None, "ab", 2),  # the context ends it all the same
+    ],
+)
+def test_reasons_in_their_order(
+    sequence: Callable[[], Sequence], reason: str | None, stop: int | str | None, text: str, num_tokens: int
+) -> None:
+    s = sequence()
+    assert (s.finish_reason, s.stop_reason, s.text.text, s.num_output_tokens) == (reason, stop, text, num_tokens)
+
+
+class Late:
+    """A token stream that always holds its last character back."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def push(self, token_id: int) -> str:
+        self.held, certain = CHARS[token_id], self.held
+        return certain
+
+    def flush(self) -> str:
+        return self.held
+
+
+@pytest.mark.parametrize(
+    "params, reason, text",
+    [
+        (SamplingParams(max_tokens=3), "length", "abc"),
+        (SamplingParams(max_tokens=3, stop="bc"), "stop", "a"),  # the held-back end completes it
+    ],
+)
+def test_the_held_back_end_counts_when_the_text_ends(params: SamplingParams, reason: str, text: str) -> None:
+    s = Sequence(make_request(1, params, 32), 0, OutputText(Late(), params.stop), 32, [100])
+    for token in range(3):
+        assert s.finish_reason is None
+        s.append(token)
+    assert (s.finish_reason, s.text.text) == (reason, text)
+
+
+def test_abort_keeps_the_text_and_what_was_held_back() -> None:
+    s = Sequence(make_request(1, SamplingParams(), 32), 0, OutputText(Late(), ("bcd",)), 32, [100])
+    for token in range(3):
+        s.append(token)
+    assert (s.text.text, s.text.take(finished=False)) == ("ab", "a")
+    s.abort()
+    assert (s.finish_reason, s.stop_reason, s.text.take(finished=True)) == ("abort", None, "bc")
