@@ -273,6 +273,16 @@ def test_records_shorter_than_their_tensors(tmp_path: Path) -> None:
     refuses(lambda: load_checkpoint(tmp_path / "ckpt.pt"), "ckpt.pt cannot be read")
 
 
+def test_a_tuple_nested_too_deep_does_not_end_the_process(tmp_path: Path) -> None:
+    """Hashing it would overflow the C stack inside torch.load."""
+    whole = write(tmp_path / "whole.pt", checkpoint())
+    deep = b"\x80\x02}" + b")" + b"\x85" * 10**6 + b"K\x01s."
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(tmp_path / "ckpt.pt", "w", zipfile.ZIP_STORED) as new:
+        for name in old.namelist():
+            new.writestr(name, deep if name.endswith("data.pkl") else old.read(name))
+    refuses(lambda: load_checkpoint(tmp_path / "ckpt.pt"), "1000000 tuples; the limit is 50000")
+
+
 # meta.pkl --------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from nanoinfer.models.gpt import GPT
 
 MAX_META_BYTES = 4 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes; every character that Unicode assigns fits
+MAX_PICKLE_BYTES = 64 << 20  # of a checkpoint's structure, without its tensors; GPT-2's has 0.1 MB
+MAX_TUPLES = 50_000
 _OPCODES = (
     "PROTO FRAME STOP MARK MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET NONE NEWTRUE NEWFALSE "
     "INT LONG LONG1 LONG4 BININT BININT1 BININT2 UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 "
@@ -47,7 +51,10 @@ def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, 
     import torch
 
     try:
+        _check_nesting(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except NanoinferError:
+        raise
     except Exception as e:  # UnpicklingError, RuntimeError, EOFError, ...: all mean "not a checkpoint we read"
         text = " ".join(str(e).split())  # PyTorch's own says how to switch the safety off
         reason = f"it asks for {m[1]}" if (m := re.search(r"GLOBAL (\S+)", text)) else text[:160]
@@ -70,6 +77,24 @@ def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, 
     data = checkpoint.get("config")
     dataset = data.get("dataset") if isinstance(data, dict) else None
     return model, config, dataset if isinstance(dataset, str) else None
+
+
+def _check_nesting(path: Path) -> None:
+    """Refuse a pickle with so many tuples that hashing them, nested, could overflow the C stack.
+
+    PyTorch's safe unpickler hashes dict keys, and a tuple 200,000 deep ends the process. GPT-2 XL's
+    checkpoint with its optimizer has about 10,000 tuples.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.filename.endswith("/data.pkl") or entry.filename == "data.pkl":
+                if entry.file_size > MAX_PICKLE_BYTES:
+                    raise NanoinferError(
+                        f"{path}: its {entry.filename} has {entry.file_size} bytes; the limit is {MAX_PICKLE_BYTES}"
+                    )
+                names = (opcode.name for opcode, _, _ in pickletools.genops(archive.read(entry)))
+                if (count := sum(name.startswith("TUPLE") for name in names)) > MAX_TUPLES:
+                    raise NanoinferError(f"{path}: its {entry.filename} has {count} tuples; the limit is {MAX_TUPLES}")
 
 
 def _is_plain(name: object, tensor: object) -> bool:
