@@ -18,6 +18,7 @@ import pytest
 
 from conftest import make_folder
 from nanoinfer import SamplingParams
+from nanoinfer.bench.run import Plan
 from nanoinfer.cli import main
 from nanoinfer.cli.options import field_docs
 from nanoinfer.config import EngineConfig
@@ -164,6 +165,7 @@ def test_help_names_every_field_with_its_line(run: Run) -> None:
         ("generate", (SamplingParams, EngineConfig)),
         ("train", (TrainConfig,)),
         ("eval", (EngineConfig,)),
+        ("bench", (Plan,)),
     ):
         code, out, _ = run(name, "--help")
         assert code == 0

@@ -243,3 +243,19 @@ def test_metrics_count_what_was_done(llm: LLM) -> None:
     assert m.tpot_sec is not None
     assert m.total_sec == pytest.approx(m.ttft_sec + 5 * m.tpot_sec)
     assert llm.generate("abcd", SamplingParams(max_tokens=1))[0].metrics.tpot_sec is None
+
+
+def test_a_request_that_excludes_every_token_is_refused_alone(llm: LLM) -> None:
+    with pytest.raises(NanoinferError, match="min_tokens=1 excludes every token: all 59 are in stop_token_ids"):
+        llm.generate("Go", SamplingParams(min_tokens=1, stop_token_ids=tuple(range(59))))
+
+
+def test_numbers_too_long_to_print_are_named_not_printed(llm: LLM) -> None:
+    huge = 10**5000
+    for call in (
+        lambda: llm.generate([1, huge]),
+        lambda: llm.score("abc", stride=huge),
+        lambda: llm.generate("a", SamplingParams(stop_token_ids=[huge])),
+    ):
+        with pytest.raises(NanoinferError, match="an integer of 16610 bits"):
+            call()

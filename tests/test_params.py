@@ -87,10 +87,36 @@ def test_accepted_forms(given_: dict[str, Any], kept: dict[str, Any]) -> None:
 
 
 def test_fields_that_contradict_each_other() -> None:
-    with pytest.raises(NanoinferError, match=r"^min_tokens=4 is not an integer in \[0, 3\]"):
+    with pytest.raises(NanoinferError, match=r"^min_tokens=4 is more than max_tokens=3: "):
         SamplingParams(max_tokens=3, min_tokens=4)
     with pytest.raises(NanoinferError, match=r"^slide_stride=2 needs overflow='slide', not 'stop'"):
         SamplingParams(slide_stride=2)
+
+
+HUGE = 10**5000  # more digits than Python prints
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        *((name, HUGE) for name in NAMES),
+        ("stop", [HUGE]),
+        ("stop_token_ids", [HUGE]),
+        ("logit_bias", {HUGE: "x"}),
+        ("logit_bias", {1: HUGE}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_an_integer_too_large_to_print_is_no_exception(name: str, value: Any) -> None:
+    try:
+        SamplingParams(**{name: value})
+    except NanoinferError as e:
+        message = str(e)
+    else:
+        assert name in ("max_tokens", "top_k", "stop_token_ids")  # which have no upper limit
+        return
+    assert message.startswith(name), message
+    assert len(message) < 300
 
 
 def test_an_unknown_keyword_is_a_type_error() -> None:

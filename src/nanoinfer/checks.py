@@ -16,7 +16,7 @@ def show(value: Any) -> str:
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
-        return f"an integer of {value.bit_length()} bits"
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from nanoinfer.checks import show
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
 from nanoinfer.engines import registry
@@ -237,7 +238,7 @@ class LLM:
                 raise NanoinferError(f"prompt={prompt!r} is neither a string nor a list of token ids") from None
         for t in token_ids:
             if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size:
-                raise NanoinferError(f"token id {t!r} is not an integer in [0, {self.config.vocab_size - 1}]")
+                raise NanoinferError(f"token id {show(t)} is not an integer in [0, {self.config.vocab_size - 1}]")
         if not token_ids:
             if self.config.bos_token_id is None:
                 raise NanoinferError(
@@ -256,8 +257,12 @@ class LLM:
             for token_id in ids:
                 if token_id >= self._vocab_size:
                     raise NanoinferError(
-                        f"{name}: token id {token_id} is not below the vocabulary's {self._vocab_size}"
+                        f"{name}: token id {show(token_id)} is not below the vocabulary's {self._vocab_size}"
                     )
+        if params.min_tokens and len({*params.stop_token_ids, self._eos_token_id} - {None}) >= self._vocab_size:
+            raise NanoinferError(
+                f"min_tokens={params.min_tokens} excludes every token: all {self._vocab_size} are in stop_token_ids"
+            )
         if params.stop and self.tokenizer is None:
             raise NanoinferError(f"stop={params.stop!r} needs text: {self._no_tokenizer_reason}")
 
@@ -280,7 +285,7 @@ class LLM:
         block_size = self.config.block_size
         stride = max(1, block_size // 2) if stride is None else stride
         if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride <= block_size:
-            raise NanoinferError(f"stride={stride!r} is not an integer in [1, {block_size}] (the context length)")
+            raise NanoinferError(f"stride={show(stride)} is not an integer in [1, {block_size}] (the context length)")
         return [self._score(text, stride) for text in self._as_list(texts)]
 
     def _score(self, text: Prompt, stride: int) -> Score:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
 
-from nanoinfer.cli import engines, eval, generate, roofline, train
+from nanoinfer.cli import bench, engines, eval, generate, roofline, train
 from nanoinfer.errors import NanoinferError
 
 # typer carries its own copy of click from 0.20 on: name the base class through typer, whichever it is.
@@ -25,13 +26,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for name, command in {
+COMMANDS: dict[str, Callable[..., Any]] = {
     "generate": generate.generate,
     "engines": engines.engines,
     "eval": eval.evaluate,
+    "bench": bench.bench,
     "roofline": roofline.roofline,
     "train": train.train,
-}.items():
+}
+for name, command in COMMANDS.items():
     app.command(name)(command)
 
 

@@ -32,7 +32,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def flags(
-    cls: type, argument: str, *, skip: tuple[str, ...] = ()
+    cls: type, argument: str, *, skip: tuple[str, ...] = (), short: dict[str, str] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a command so that it gets an instance of dataclass `cls` as keyword `argument`.
 
@@ -40,6 +40,7 @@ def flags(
         cls: a dataclass; each of its fields becomes a flag.
         argument: the keyword under which the command gets the instance.
         skip: fields that keep their default.
+        short: field -> one-letter flag: {"model": "-m"}.
     """
     hints = typing.get_type_hints(cls)
     docs = field_docs(cls)
@@ -60,7 +61,7 @@ def flags(
             for name, p in own.parameters.items()
             if name != argument
         ]
-        parameters += [_parameter(f, hints[f.name], docs.get(f.name, "")) for f in fields]
+        parameters += [_parameter(f, hints[f.name], docs.get(f.name, ""), (short or {}).get(f.name)) for f in fields]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         del run.__wrapped__  # typer would look through it, at the undecorated signature
@@ -69,11 +70,13 @@ def flags(
     return decorate
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any, doc: str) -> inspect.Parameter:
+def _parameter(field: dataclasses.Field[Any], hint: Any, doc: str, short: str | None) -> inspect.Parameter:
     """Return the command parameter of one field."""
     names = [f"--{field.name.replace('_', '-')}"]
     if hint is bool:
         names[0] += f"/--no-{field.name.replace('_', '-')}"
+    if short is not None:
+        names.append(short)
     default: Any = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
     option = typer.Option(*names, help=doc, show_default=default not in (inspect.Parameter.empty, None, ()))
     kind = _flag_type(hint)

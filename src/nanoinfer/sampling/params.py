@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.checks import require_bool, require_choice, require_float, require_int
+from nanoinfer.checks import require_bool, require_choice, require_float, require_int, show
 from nanoinfer.errors import NanoinferError
 
 MAX_LOGPROBS = 1000
@@ -75,22 +75,28 @@ class SamplingParams:
             require_int("seed", self.seed, 0, 2**64 - 1)
         require_int("n", self.n, 1, 65536)
         require_bool("ignore_eos", self.ignore_eos)
-        require_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        require_int("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise NanoinferError(
+                f"min_tokens={show(self.min_tokens)} is more than max_tokens={show(self.max_tokens)}: raise max_tokens"
+            )
         if self.logprobs is not None:
             require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         require_choice("overflow", self.overflow, OVERFLOWS)
         if self.slide_stride is not None:
             require_int("slide_stride", self.slide_stride, 1)
             if self.overflow != "slide":
-                raise NanoinferError(f"slide_stride={self.slide_stride} needs overflow='slide', not {self.overflow!r}")
+                raise NanoinferError(
+                    f"slide_stride={show(self.slide_stride)} needs overflow='slide', not {self.overflow!r}"
+                )
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise NanoinferError(f"stop={text!r} is not a non-empty string")
+                raise NanoinferError(f"stop={show(text)} is not a non-empty string")
         for token_id in self.stop_token_ids:
             require_int("stop_token_ids", token_id, 0)
         for token_id, bias in (self.logit_bias or {}).items():
             require_int("logit_bias token id", token_id, 0)
-            require_float(f"logit_bias[{token_id}]", bias, -1e6, 1e6)
+            require_float(f"logit_bias[{show(token_id)}]", bias, -1e6, 1e6)
 
     def _accept_bare_values(self) -> None:
         """Take what vLLM takes: stop="x" for stop=["x"], lists for tuples, None for "none"."""
@@ -100,12 +106,12 @@ class SamplingParams:
             try:
                 object.__setattr__(self, name, () if value is None else tuple(value))
             except TypeError:
-                raise NanoinferError(f"{name}={value!r} is not a list") from None
+                raise NanoinferError(f"{name}={show(value)} is not a list") from None
         if self.logit_bias is not None:
             try:
                 object.__setattr__(self, "logit_bias", dict(self.logit_bias))
             except (TypeError, ValueError):
-                raise NanoinferError(f"logit_bias={self.logit_bias!r} is not a dict of token id to bias") from None
+                raise NanoinferError(f"logit_bias={show(self.logit_bias)} is not a dict of token id to bias") from None
 
     @property
     def greedy(self) -> bool:

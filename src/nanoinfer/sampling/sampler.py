@@ -178,17 +178,18 @@ def _column(values: list[float], device: torch.device) -> Tensor:
 
 
 def inverse_transform(weights: Tensor, u: Tensor) -> Tensor:
-    """Return the first index of each row whose running sum exceeds u times the row's sum.
+    """Return the first index of each row, of those with a weight, whose running sum exceeds u times the row's sum.
 
     Args:
         weights: (B, V) float64, >= 0, not all 0.
         u: (B, 1) float64 in [0, 1).
 
     Returns:
-        (B,) int64. An index of weight 0 is never returned: the running sum does not grow there.
+        (B,) int64. An index of weight 0 is never returned, also where a device sums in parallel and its running
+        sum wavers in the last bits.
     """
     running = weights.cumsum(-1)
-    return torch.searchsorted(running, u * running[:, -1:], right=True)[:, 0]
+    return ((running > u * running[:, -1:]) & (weights > 0)).byte().argmax(-1)
 
 
 def _adjust(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:

@@ -77,6 +77,8 @@ class Scheduler:
                 f"slide_stride={params.slide_stride} is more than the context length {config.block_size}"
             )
         num_prompt = len(request.prompt_token_ids)
+        if num_prompt < 1:
+            raise NanoinferError("the prompt has no tokens: a text needs at least one to start from")
         if num_prompt > config.block_size and params.overflow != "slide":
             raise NanoinferError(
                 f"the prompt has {num_prompt} tokens, the context length is {config.block_size}: shorten it, or"

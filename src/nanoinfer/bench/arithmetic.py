@@ -1,0 +1,68 @@
+"""What the roofline says of a row: bytes and FLOPs a token, MBU, MFU, and what the machine would allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nanoinfer.bench.results import Row
+from nanoinfer.config import ModelConfig
+from nanoinfer.roofline import arithmetic
+from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.formats import FORMATS, WeightFormat
+
+# What peers call their formats -> the format with the same bits a weight.
+_QUANTIZED = {"int8": "int8", "Q8_0": "int8", "int4": "int4", "Q4_0": "int4"}
+
+
+def weight_format(dtype: str, quantization: str | None) -> WeightFormat | None:
+    """Return the roofline's format of a case's weights, None for one that it does not know."""
+    name = dtype if quantization is None else _QUANTIZED.get(quantization)
+    return None if name is None else FORMATS[name]
+
+
+def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling, *, naive: bool) -> None:
+    """Add the arithmetic to a measured row.
+
+    A decode step at the mean length of the run stands for all of them. Without a cache a step reads and
+    computes the whole prefix.
+
+    Args:
+        row: with figures; changed in place.
+        config: the model's shape.
+        ceiling: the machine.
+        naive: whether the contestant keeps no cache.
+    """
+    case, figures = row.case, row.figures
+    fmt = weight_format(case.dtype, case.quantization)
+    if fmt is None or figures is None:
+        return
+    mean = min(config.block_size, case.prompt_tokens + max(1, case.output_tokens // 2))
+    cost = (arithmetic.prefill if naive else arithmetic.decode)(config, fmt).model
+    num_bytes, flops = cost.bytes(case.batch, mean), cost.flops(case.batch, mean)
+    row.weight_bytes = cost.bytes(0, 0)
+    row.bytes_per_token, row.flops_per_token = num_bytes / case.batch, flops / case.batch
+    seconds = num_bytes / ceiling.bandwidth_bytes_per_sec
+    dtype = case.dtype if fmt.is_float else max(ceiling.flops_per_sec, key=lambda d: ceiling.flops_per_sec[d])
+    throughput = ceiling.flops_per_sec.get(dtype)
+    if throughput is not None:
+        row.predicted_tokens_per_sec = case.batch / max(seconds, flops / throughput)
+    if (speed := figures.decode_tokens_per_sec) is not None and case.workload == "uniform":
+        row.mbu_percent = 100 * row.bytes_per_token * speed / ceiling.bandwidth_bytes_per_sec
+        if throughput is not None:
+            row.mfu_percent = 100 * row.flops_per_token * speed / throughput
+
+
+def add_speedups(rows: Sequence[Row], baseline: str) -> None:
+    """Set each row's speed-up over contestant `baseline` in the same shape and dtype; None where there is none."""
+
+    def key(row: Row) -> object:
+        return row.case.shape, row.case.dtype
+
+    base = {
+        key(r): r.figures.output_tokens_per_sec
+        for r in rows
+        if r.case.contestant == baseline and r.case.quantization is None and r.figures
+    }
+    for row in rows:
+        own = base.get(key(row))
+        row.speedup = row.figures.output_tokens_per_sec / own if row.figures is not None and own else None

@@ -1,0 +1,266 @@
+"""The harness: load, check, warm up, then time the contestants of one shape round by round beside each other.
+
+    for each shape:   load all -> check greedy tokens -> warm up until steady -> rounds: A B C, A B C, ... -> rows
+
+A contestant that cannot be loaded, says other words, or dies is a row with its error; the others go on.
+Contestants of one shape are all in memory at once where they fit; where they do not, they are run in parts,
+and their rows say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from nanoinfer.bench import naive
+from nanoinfer.bench.arithmetic import fill_in
+from nanoinfer.bench.case import Case
+from nanoinfer.bench.process import Run, WorkerProcess
+from nanoinfer.bench.results import Row
+from nanoinfer.bench.stats import RunTimes, is_steady, summarize
+from nanoinfer.config import ModelConfig
+from nanoinfer.engines.registry import ENGINES, free_memory
+from nanoinfer.errors import NanoinferError
+from nanoinfer.roofline.devices import Ceiling
+
+NAIVE = ("recompute", "nanogpt")
+CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
+PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights
+
+
+@dataclass(frozen=True)
+class Options:
+    """How carefully to measure."""
+
+    rounds: int = 3
+    """Timed runs of each case."""
+    max_warmups: int = 3
+    """Untimed runs until two in a row agree within 10%."""
+    naive_limit_sec: float = 4.0
+    """A run without a cache that would take longer is extrapolated from its time at a few lengths."""
+    breakdown: bool = False
+    """Also profile where the time goes (our engines)."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Progress, for whoever shows it."""
+
+    what: str
+    done: int
+    """Cases finished."""
+    total: int
+    seconds_left: float | None
+
+
+class Harness:
+    """Measures cases of one model.
+
+    Args:
+        weights: Hugging Face folder with the model's weights in float32.
+        config: the model's shape.
+        ceiling: what this machine can do.
+        options: how carefully to measure.
+        show: called with the progress.
+        clock: seconds; a fake one in tests.
+    """
+
+    def __init__(
+        self,
+        weights: Path,
+        config: ModelConfig,
+        ceiling: Ceiling,
+        options: Options,
+        show: Callable[[Status], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._weights, self._config, self._ceiling, self._options = weights, config, ceiling, options
+        self._show, self._clock = show, clock
+        self._started = clock()
+        self._done = self._total = 0
+
+    def run(self, cases: Sequence[Case], keep: Callable[[list[Row]], None]) -> None:
+        """Measure the cases, shape by shape, in the order given.
+
+        Args:
+            cases: what to measure.
+            keep: called with the rows of each shape as soon as they are there.
+        """
+        self._total = len(cases)
+        for _, same_shape in groupby(cases, key=lambda c: c.shape):
+            group = list(same_shape)
+            parts = self._parts(group)
+            for part in parts:
+                rows = self._run_part(part, self._reference_case(group))
+                if len(parts) > 1:
+                    for row in rows:
+                        row.note = _join(row.note, "not interleaved with all of its shape: they do not fit the memory")
+                keep(rows)
+
+    def _parts(self, group: list[Case]) -> list[list[Case]]:
+        """Split the contestants of a shape so that each part fits two thirds of the free memory."""
+        import torch
+
+        budget, used = free_memory(torch.device("cpu")) * 2 // 3, 0
+        parts: list[list[Case]] = [[]]
+        weights = sum(f.stat().st_size for f in self._weights.glob("*.safetensors"))
+        for case in group:
+            tokens = case.batch * min(self._config.block_size, case.prompt_tokens + case.output_tokens)
+            need = PROCESS_BYTES + 2 * weights + tokens * self._config.kv_bytes_per_token(4)
+            if parts[-1] and used + need > budget:
+                parts.append([])
+                used = 0
+            parts[-1].append(case)
+            used += need
+        return parts
+
+    @staticmethod
+    def _reference_case(group: list[Case]) -> Case | None:
+        """Return whose greedy tokens the others are held to: the first of our engines in float32."""
+        exact = [c for c in group if c.contestant in ENGINES and _is_exact(c)]
+        return exact[0] if exact else None
+
+    # One part: all of its contestants are alive at once ----------------------------------------------------
+
+    def _run_part(self, cases: list[Case], reference: Case | None) -> list[Row]:
+        rows = {case: Row(case) for case in cases}
+        runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
+        with contextlib.ExitStack() as stack:
+            workers: dict[Case, WorkerProcess] = {}
+            for case in cases:
+                with self._step(rows[case], "load"):
+                    worker = stack.enter_context(WorkerProcess(case))
+                    worker.load(self._weights)
+                    workers[case] = worker
+            self._check(workers, rows, reference)
+            for case, worker in workers.items():
+                if rows[case].error is None and not self._shortened(case):
+                    with self._step(rows[case], "warm up"):
+                        self._warm_up(worker)
+            for i in range(self._options.rounds):
+                for case, worker in workers.items():
+                    if rows[case].error is None:
+                        with self._step(rows[case], f"round {i + 1} of {self._options.rounds}"):
+                            runs[case].append(self._timed(case, worker, rows[case]))
+            for case, worker in workers.items():
+                if self._options.breakdown and rows[case].error is None and case.contestant in ENGINES:
+                    with self._step(rows[case], "profile"):
+                        rows[case].breakdown_percent = worker.breakdown()
+        for case, row in rows.items():
+            self._done += 1
+            if row.error is None:
+                row.figures = summarize(runs[case])
+                if case.batch == 1 and case.workload == "uniform":
+                    row.per_position_sec = _per_position(runs[case])
+                fill_in(row, self._config, self._ceiling, naive=case.contestant in NAIVE)
+        return list(rows.values())
+
+    @contextlib.contextmanager
+    def _step(self, row: Row, what: str) -> Iterator[None]:
+        """Show what is going on; make its failure the row's error."""
+        spent = self._clock() - self._started
+        left = spent / self._done * (self._total - self._done) if self._done else None
+        case = row.case
+        shape = f"batch {case.batch}, {case.prompt_tokens} + {case.output_tokens} tokens"
+        self._show(Status(f"{case.label}, {shape}: {what}", self._done, self._total, left))
+        try:
+            yield
+        except NanoinferError as e:
+            row.error = str(e)
+
+    def _check(self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row], reference: Case | None) -> None:
+        """Compare greedy float32 tokens with the reference's; a contestant that says other words is not timed."""
+        expected: list[list[int]] | None = None
+        with contextlib.ExitStack() as stack:
+            first = workers.get(reference) if reference is not None else None
+            if reference is not None and first is None and any(_is_exact(c) for c in workers):
+                first = stack.enter_context(WorkerProcess(reference))  # it is in another part, or failed there
+                with contextlib.suppress(NanoinferError):
+                    first.load(self._weights)
+                    expected = self._sample(first)
+            order = sorted(workers, key=lambda c: c != reference)
+            for case in order:
+                if rows[case].error is not None:
+                    continue
+                with self._step(rows[case], "check"):
+                    run = self._sample(workers[case])
+                    rows[case].peak_memory_bytes = None
+                    if case == reference:
+                        expected = run
+                    if _is_exact(case) and expected is not None:
+                        rows[case].same_tokens = run == expected
+                        if run != expected:
+                            raise NanoinferError(f"not timed: {_difference(run, expected)}")
+
+    def _sample(self, worker: WorkerProcess) -> list[list[int]]:
+        case = worker.case
+        if case.workload == "mixed":
+            return worker.run().tokens
+        return worker.run(output_tokens=min(CHECK_TOKENS, case.output_tokens)).tokens
+
+    def _warm_up(self, worker: WorkerProcess) -> None:
+        """Run until two runs agree; short ones, for what is warmed up (caches, compilers, clocks) is per step."""
+        seconds: list[float] = []
+        shape = (
+            {} if worker.case.workload == "mixed" else {"output_tokens": min(CHECK_TOKENS, worker.case.output_tokens)}
+        )
+        while len(seconds) < self._options.max_warmups and not is_steady(seconds):
+            seconds.append(worker.run(**shape).times.total_sec)
+
+    def _timed(self, case: Case, worker: WorkerProcess, row: Row) -> RunTimes:
+        if not self._shortened(case):
+            run = worker.run()
+            row.peak_memory_bytes = run.peak_memory_bytes
+            return run.times
+
+        def step_sec(length: int) -> float:
+            run: Run = worker.run(prompt_tokens=length, output_tokens=1)
+            row.peak_memory_bytes = run.peak_memory_bytes
+            return run.times.ttft_sec
+
+        times = naive.token_times(step_sec, case.prompt_tokens, case.output_tokens, self._config.block_size)
+        row.note = f"extrapolated from its time at {naive.NUM_POSITIONS} lengths"
+        return RunTimes(case.prompt_tokens * case.batch, [naive.arrivals(times)] * case.batch)
+
+    def _shortened(self, case: Case) -> bool:
+        """Return whether a naive case would take too long: by the arithmetic, which is never too pessimistic."""
+        from nanoinfer.roofline import arithmetic
+        from nanoinfer.roofline.formats import FORMATS
+
+        if case.contestant not in NAIVE or case.workload == "mixed":
+            return False
+        mean = min(self._config.block_size, case.prompt_tokens + case.output_tokens // 2)
+        flops = arithmetic.prefill(self._config, FORMATS[case.dtype]).model.flops(case.batch, mean)
+        fastest = max(self._ceiling.flops_per_sec.values())
+        return flops / fastest * case.output_tokens > self._options.naive_limit_sec
+
+
+def _is_exact(case: Case) -> bool:
+    return case.dtype == "float32" and case.quantization is None and case.sampler == "greedy"
+
+
+def _difference(run: list[list[int]], expected: list[list[int]]) -> str:
+    """Say where two lists of texts first differ."""
+    for i, (a, b) in enumerate(zip(run, expected, strict=True)):
+        for t, (x, y) in enumerate(zip(a, b, strict=False)):
+            if x != y:
+                return f"token {t} of sequence {i} is {x}, the reference's is {y}"
+        if len(a) != len(b):
+            return f"sequence {i} has {len(a)} tokens, the reference's has {len(b)}"
+    return "the same"
+
+
+def _per_position(runs: list[RunTimes]) -> list[float]:
+    """Return the median time of each token of the first sequence, the first token included."""
+    import statistics
+
+    texts = [[b - a for a, b in zip([0.0, *r.arrivals[0]], r.arrivals[0], strict=False)] for r in runs]
+    return [statistics.median(times) for times in zip(*texts, strict=True)]
+
+
+def _join(*notes: str) -> str:
+    return "; ".join(n for n in notes if n)

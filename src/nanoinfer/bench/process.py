@@ -1,0 +1,95 @@
+"""The harness's side of a worker: start it, ask it, end it, and say in one line how it died."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.bench.case import Case
+from nanoinfer.bench.stats import RunTimes
+from nanoinfer.errors import NanoinferError
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one run of a contestant gave."""
+
+    tokens: list[list[int]]
+    times: RunTimes
+    peak_memory_bytes: int
+
+
+class WorkerProcess:
+    """One contestant in a process of its own. Use as a context manager."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in __exit__
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "nanoinfer.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the harness: it ends its workers itself
+        )
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout, self._log):
+            if pipe is not None:
+                with contextlib.suppress(
+                    BrokenPipeError
+                ):  # what was not sent to a process that is gone does not matter
+                    pipe.close()
+
+    def load(self, weights: Path) -> None:
+        """Load the contestant. Raises NanoinferError with its reason when it cannot."""
+        self._ask(do="load", case=dataclasses.asdict(self.case), weights=str(weights))
+
+    def run(self, **shape: int) -> Run:
+        """Run the case once, in its own shape or with some sizes changed."""
+        answer = self._ask(do="run", shape=shape)
+        times = RunTimes(answer["num_prompt_tokens"], answer["arrivals"])
+        return Run(answer["tokens"], times, answer["peak_memory_bytes"])
+
+    def breakdown(self) -> dict[str, float]:
+        """Return where the time of a step goes, in percent (our engines only)."""
+        percent: dict[str, float] = self._ask(do="breakdown")["percent"]
+        return percent
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            print(json.dumps(request), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise NanoinferError(self._epitaph())
+        answer: dict[str, Any] = json.loads(line)
+        if not answer.pop("ok"):
+            raise NanoinferError(answer["error"])
+        return answer
+
+    def _epitaph(self) -> str:
+        """Return how the process died: killed (likely out of memory), or its last words."""
+        code = self._process.wait()
+        if code == -signal.SIGKILL:
+            return "its process was killed: most likely out of memory"
+        self._log.seek(0)
+        words = self._log.read().decode(errors="replace").strip().splitlines()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"its process died ({how}): {words[-1][:200] if words else 'it said nothing'}"

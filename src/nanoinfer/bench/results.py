@@ -1,0 +1,166 @@
+"""The results file: one JSON document, checked when it is read; and the same as CSV.
+
+    {
+      "schema": "nanoinfer-bench/1",      another value is refused
+      "suite": "ladder",                  which suite, or "custom"
+      "baseline": "recompute",            contestant that speed-ups are over, in the same shape and dtype
+      "created": "2026-11-21T12:00:00+00:00", "commit": "abc1234", "command": "nanoinfer bench ...",
+      "machine": {"cpu": ..., "cores": 2, "threads": 2, "memory_bytes": ..., "gpu": null},
+      "versions": {"python": ..., "torch": ..., "nanoinfer": ...},
+      "ceiling": {"read_bytes_per_sec": ..., "flops_per_sec": {"float32": ..., "bfloat16": ...}},
+      "rows": [Row, ...]
+    }
+
+A row is a case, what was measured, and what the arithmetic says of it; every key is a field of `Row`. A case
+that failed is a row with `error` set and no figures. Unknown is null, never a guess.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.bench.case import Case
+from nanoinfer.bench.stats import Figures
+from nanoinfer.errors import NanoinferError
+
+SCHEMA = "nanoinfer-bench/1"
+
+
+@dataclass
+class Row:
+    """One case and what came of it."""
+
+    case: Case
+    figures: Figures | None = None
+    """Medians over the rounds; None when the case failed."""
+    same_tokens: bool | None = None
+    """Whether its greedy tokens were the reference's; None where that is not asked (reduced precision)."""
+    peak_memory_bytes: int | None = None
+    """Of the contestant's own process (on a GPU: torch.cuda's peak)."""
+    weight_bytes: int | None = None
+    """Bytes of weights that one decoding step reads."""
+    bytes_per_token: float | None = None
+    """Bytes that decoding one token reads, weights shared by the batch, keys and values at the mean length."""
+    flops_per_token: float | None = None
+    """FLOPs of the matrix products for one decoded token."""
+    mbu_percent: float | None = None
+    """Share of the measured read bandwidth: bytes_per_token * tokens/s / bandwidth."""
+    mfu_percent: float | None = None
+    """Share of the measured matrix-product speed in this dtype."""
+    predicted_tokens_per_sec: float | None = None
+    """What the roofline allows, all sequences together."""
+    speedup: float | None = None
+    """Output tokens/s over the baseline's in the same shape."""
+    per_position_sec: list[float] | None = None
+    """Time of the token at each position (suite long): median over the rounds."""
+    breakdown_percent: dict[str, float] | None = None
+    """Where the time goes: part of the model -> share of the step."""
+    note: str = ""
+    """What a reader must know: extrapolated, not interleaved, ..."""
+    error: str | None = None
+    """Why there are no figures, on one line."""
+
+
+@dataclass
+class Results:
+    """A results file."""
+
+    suite: str
+    baseline: str
+    created: str
+    commit: str | None
+    command: str
+    machine: dict[str, Any]
+    versions: dict[str, str | None]
+    ceiling: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Row]:
+        """The rows without figures."""
+        return [row for row in self.rows if row.error is not None]
+
+
+def to_json(results: Results) -> str:
+    """Return the document as JSON text."""
+    return json.dumps({"schema": SCHEMA} | dataclasses.asdict(results), indent=1)
+
+
+def to_csv(results: Results) -> str:
+    """Return the rows as CSV: a column for each number of case, figures and row; lists are left out."""
+    records = [_flat(row) for row in results.rows]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(dict.fromkeys(k for r in records for k in r)))
+    writer.writeheader()
+    writer.writerows(records)
+    return out.getvalue()
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    """Return one row as plain columns."""
+    figures: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(Figures))
+    if row.figures is not None:
+        figures = dataclasses.asdict(row.figures)
+    own = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
+    for name in ("case", "figures", "per_position_sec", "breakdown_percent"):
+        del own[name]
+    return dataclasses.asdict(row.case) | figures | own
+
+
+def from_json(text: str, source: str) -> Results:
+    """Return the results in a JSON document.
+
+    Args:
+        text: the document.
+        source: its file, for error messages.
+
+    Raises:
+        NanoinferError: no JSON, another schema, or fields that are missing, unknown or of the wrong kind.
+    """
+    try:
+        raw = json.loads(text)
+    except ValueError as e:
+        raise NanoinferError(f"{source} is no JSON: {' '.join(str(e).split())[:100]}") from None
+    found = raw.pop("schema", None) if isinstance(raw, dict) else None
+    if found != SCHEMA:
+        raise NanoinferError(f"{source} has schema {str(found)[:60]!r}, not {SCHEMA!r}: run the benchmark again")
+    try:
+        rows = [_row(r) for r in raw.pop("rows")]
+        names = {f.name for f in dataclasses.fields(Results)} - {"rows"}
+        if set(raw) != names:
+            raise ValueError(f"fields {sorted(set(raw) ^ names)} are missing or unknown")
+        return Results(rows=rows, **raw)
+    except (TypeError, ValueError, KeyError, AttributeError) as e:
+        raise NanoinferError(f"{source} does not follow {SCHEMA}: {' '.join(str(e).split())[:160]}") from None
+
+
+def _row(raw: dict[str, Any]) -> Row:
+    case, figures = Case(**raw.pop("case")), raw.pop("figures")
+    row = Row(case=case, figures=Figures(**figures) if figures is not None else None, **raw)
+    for name, hint in typing.get_type_hints(Row).items():
+        value = getattr(row, name)
+        allowed = typing.get_args(hint) or (hint,)
+        plain = tuple({float: (int, float)}.get(a, typing.get_origin(a) or a) for a in allowed)
+        if not isinstance(value, typing.cast(Any, _flatten(plain))):
+            raise ValueError(f"{name} is a {type(value).__name__}")
+    return row
+
+
+def _flatten(kinds: tuple[Any, ...]) -> tuple[type, ...]:
+    """((int, float), NoneType) -> (int, float, NoneType)."""
+    return tuple(k for kind in kinds for k in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+def read(path: Path) -> Results:
+    """Return the results in a file. Raises NanoinferError if it cannot be read or follows another schema."""
+    try:
+        return from_json(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as e:
+        raise NanoinferError(f"results file {path} cannot be read: {e}") from None

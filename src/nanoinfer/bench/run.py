@@ -1,0 +1,244 @@
+"""One call of `nanoinfer bench`: from what was asked for to results files."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from nanoinfer.bench import results as files
+from nanoinfer.bench.arithmetic import add_speedups
+from nanoinfer.bench.case import Case
+from nanoinfer.bench.contestants import PEERS
+from nanoinfer.bench.results import Results, Row
+from nanoinfer.bench.suites import SUITES
+from nanoinfer.checks import require_int
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.roofline.devices import Ceiling
+
+CUSTOM = "custom"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the user asked for; empty means "the default"."""
+
+    suite: tuple[str, ...] = ()
+    """ladder, kv-cache, long, throughput or peers; may be repeated. Without: a run of your own."""
+    model: str = "random:gpt2"
+    """Any model that loads."""
+    engine: tuple[str, ...] = ()
+    """Contestants of a run of your own: engines and peers; may be repeated."""
+    dtype: tuple[str, ...] = ()
+    """float32, bfloat16, float16; may be repeated."""
+    quantization: tuple[str, ...] = ()
+    """Weight formats below 16 bits, in the contestant's own names; may be repeated."""
+    sampler: tuple[str, ...] = ()
+    """greedy, sampled (temperature and top-k) or controls (everything on); may be repeated."""
+    batch: tuple[int, ...] = ()
+    """Sequences at a time; may be repeated."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Prompt lengths; may be repeated."""
+    output_tokens: tuple[int, ...] = ()
+    """Output lengths; may be repeated."""
+    baseline: str | None = None
+    """Contestant that speed-ups are over; None is the suite's own, or the first."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N or auto."""
+    rounds: int | None = None
+    """Timed runs of each case; None is the suite's own number."""
+    quick: bool = False
+    """Fewer and smaller cases, one round."""
+    output: Path | None = None
+    """Write the JSON document here, after every shape."""
+    csv: Path | None = None
+    """Write the rows as CSV here."""
+    resume: Path | None = None
+    """Go on with this JSON document: cases in it are not run again."""
+    report: Path | None = None
+    """Write an HTML page and figures into this folder."""
+
+    def __post_init__(self) -> None:
+        own = (self.engine, self.dtype, self.quantization, self.sampler, self.batch, self.prompt_tokens)
+        for name in self.suite:
+            if name not in SUITES:
+                raise NanoinferError(f"suite={name!r} is unknown: use one of {', '.join(SUITES)}")
+        if self.suite and (any(own) or self.output_tokens):
+            raise NanoinferError("--suite fixes its own cases: leave out --engine, --batch and the like, or --suite")
+        if self.rounds is not None:
+            require_int("rounds", self.rounds, 1, 1000)
+        if len(self.suite) > 1 and (self.output or self.csv or self.resume):
+            raise NanoinferError(f"--output, --csv and --resume hold one suite, and {len(self.suite)} are asked for")
+
+
+def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -> tuple[list[Results], bool]:
+    """Measure what the plan asks for.
+
+    Results are written after every shape, so that an interruption loses one shape at most.
+
+    Returns:
+        one result for each suite, and whether the user interrupted.
+
+    Raises:
+        NanoinferError: something does not exist, or cannot be written; nothing has been measured then.
+    """
+    from nanoinfer.bench.table import headline
+    from nanoinfer.engines.devices import resolve_device
+    from nanoinfer.engines.registry import ENGINES
+    from nanoinfer.roofline.measure import measure
+    from nanoinfer.roofline.shapes import find_shape
+
+    device = resolve_device(plan.device)
+    engines = [name for name, spec in ENGINES.items() if spec.unavailable() is None and device.type in spec.devices]
+    config = find_shape(plan.model)
+    jobs = _check(plan, config, engines, device.type)
+    old = files.read(plan.resume) if plan.resume is not None else None
+    say = log or (lambda text: print(text, file=sys.stderr))
+    say("measuring the ceiling of this machine ...")
+    ceiling = measure()
+    made = _empty_results(ceiling, command)
+    say(headline(made))
+    done, interrupted = [], False
+    with _weights(plan.model) as folder:
+        for name, cases in jobs:
+            results = replace(made, suite=name, baseline=_baseline(plan, name, engines), rows=[])
+            done.append(results)
+            known = {r.case.key: r for r in old.rows if r.error is None} if old else {}
+            try:
+                _measure(plan, results, cases, known, folder, config, ceiling)
+            except KeyboardInterrupt:
+                interrupted = True
+                break
+    if plan.report is not None:
+        from nanoinfer.bench.report import write_report
+
+        write_report([r for r in done if r.rows], plan.report)
+    return done, interrupted
+
+
+def _check(plan: Plan, config: ModelConfig, engines: list[str], device: str) -> list[tuple[str, list[Case]]]:
+    """Return the cases of each suite, after refusing what does not exist or cannot be written."""
+    from nanoinfer.engines.registry import ENGINES
+
+    for name in (*plan.engine, *([plan.baseline] if plan.baseline else [])):
+        if name not in ENGINES and name not in PEERS:
+            raise NanoinferError(f"engine={name!r} is unknown: use one of {', '.join([*ENGINES, *PEERS])}")
+    jobs = [(name, _cases(plan, name, config, engines, device)) for name in plan.suite or (CUSTOM,)]
+    for path in (plan.output, plan.csv):
+        if path is not None:
+            _check_writable(path.parent)
+    if plan.report is not None:
+        _check_writable(plan.report)
+    return jobs
+
+
+def _empty_results(ceiling: Ceiling, command: str) -> Results:
+    """Return results without rows: when, where and with what."""
+    from nanoinfer.bench import machine
+
+    return Results(
+        suite="",
+        baseline="",
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        commit=machine.commit(),
+        command=command,
+        machine=machine.describe_machine(),
+        versions=machine.describe_versions(),
+        ceiling={"read_bytes_per_sec": ceiling.bandwidth_bytes_per_sec, "flops_per_sec": dict(ceiling.flops_per_sec)},
+    )
+
+
+def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], device: str) -> list[Case]:
+    """Return the cases of a suite, or of the user's own lists, those of one shape together."""
+    if name != CUSTOM:
+        cases = SUITES[name].cases(plan.model, config, engines, plan.quick)
+    else:
+        shapes = product(
+            plan.sampler or ("greedy",), plan.batch or (1,), plan.prompt_tokens or (32,), plan.output_tokens or (32,)
+        )
+        formats = [(d, None) for d in plan.dtype or ("float32",)] + [("float32", q) for q in plan.quantization]
+        cases = [
+            Case(who, plan.model, d, q, s, b, p, o)
+            for s, b, p, o in shapes
+            for who in plan.engine or tuple(engines)
+            for d, q in formats
+        ]
+    for case in cases:
+        if case.prompt_tokens > config.block_size:
+            raise NanoinferError(
+                f"prompt_tokens={case.prompt_tokens} is more than the context length of {plan.model},"
+                f" {config.block_size}"
+            )
+    return [replace(c, device=device) for c in cases]
+
+
+def _baseline(plan: Plan, name: str, engines: list[str]) -> str:
+    if plan.baseline is not None:
+        return plan.baseline
+    return SUITES[name].baseline if name != CUSTOM else (plan.engine or tuple(engines))[0]
+
+
+def _measure(
+    plan: Plan,
+    results: Results,
+    cases: list[Case],
+    known: dict[str, Row],
+    folder: Path,
+    config: ModelConfig,
+    ceiling: Ceiling,
+) -> None:
+    """Run the cases that are not known yet, keeping the results file up to date."""
+    from nanoinfer.bench.harness import Harness, Options
+    from nanoinfer.bench.progress import Progress
+
+    suite = SUITES.get(results.suite)
+    rounds = plan.rounds or (1 if plan.quick else suite.rounds if suite else 3)
+    order = {case.key: i for i, case in enumerate(cases)}
+    results.rows = [known[c.key] for c in cases if c.key in known]
+
+    def keep(rows: list[Row]) -> None:
+        results.rows = sorted([*results.rows, *rows], key=lambda r: order[r.case.key])
+        add_speedups(results.rows, results.baseline)
+        _write(plan, results)
+
+    options = Options(rounds=rounds, max_warmups=2 if plan.quick else 3, breakdown=bool(suite and suite.breakdown))
+    todo = [c for c in cases if c.key not in known]
+    with Progress(results.suite) as progress:
+        Harness(folder, config, ceiling, options, progress.show).run(todo, keep)
+
+
+def _write(plan: Plan, results: Results) -> None:
+    from nanoinfer.models.checkpoints.huggingface import write_atomically
+
+    target = plan.output or plan.resume
+    if target is not None:
+        write_atomically(target, files.to_json(results).encode() + b"\n")
+    if plan.csv is not None:
+        write_atomically(plan.csv, files.to_csv(results).encode())
+
+
+@contextmanager
+def _weights(model: str) -> Iterator[Path]:
+    """A folder with the model's weights in float32, which every contestant loads or exports from."""
+    from nanoinfer.models.checkpoints import huggingface
+    from nanoinfer.models.checkpoints.load import load_model
+
+    with tempfile.TemporaryDirectory(prefix="nanoinfer-bench-") as folder:
+        huggingface.save(load_model(model).gpt, Path(folder))
+        yield Path(folder)
+
+
+def _check_writable(folder: Path) -> None:
+    """Fail before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise NanoinferError(f"{folder} cannot be written: {e.strerror}: choose another folder") from None

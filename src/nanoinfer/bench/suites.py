@@ -1,0 +1,128 @@
+"""The suites: what each measures, in the shapes of the published tables that it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from nanoinfer.bench.case import Case
+from nanoinfer.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A set of cases, and how to read them."""
+
+    name: str
+    answers: str
+    """Whose published figures it stands beside."""
+    baseline: str
+    """Contestant that speed-ups are over, in the same shape and dtype."""
+    cases: Callable[[str, ModelConfig, Sequence[str], bool], list[Case]]
+    """(model, its shape, our engines here, quick) -> cases, those of one shape together."""
+    rounds: int = 3
+    breakdown: bool = False
+
+
+def _ladder(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
+    batches = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    return [
+        Case(engine, model, batch=b, prompt_tokens=32, output_tokens=8 if quick else 16)
+        for b in batches
+        for engine in engines
+    ]
+
+
+def _kv_cache(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
+    best = engines[-1]
+    room = config.block_size - 16
+    sizes = (100,) if quick else (200, 400, 800)
+    dtypes = ("float32", "bfloat16") if quick else ("float32", "bfloat16", "float16")
+    shapes = [Case(best, model, d, prompt_tokens=8, output_tokens=min(n, room)) for n in sizes for d in dtypes]
+    if not quick:
+        shapes.append(Case(best, model, batch=10, prompt_tokens=8, output_tokens=min(1000, room)))
+    return [replace(c, contestant=name) for c in shapes for name in ("nanogpt", best)]
+
+
+def _long(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
+    tokens = 96 if quick else config.block_size + config.block_size // 4
+    return [Case(engine, model, prompt_tokens=8, output_tokens=tokens) for engine in engines]
+
+
+def _throughput(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
+    batches = (8,) if quick else (1, 8, 32)
+    return [
+        Case(name, model, batch=b, prompt_tokens=32, output_tokens=32 if quick else 100)
+        for b in batches
+        for name in ("nanogpt", *engines)
+    ]
+
+
+def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
+    best = engines[-1]
+    long_prompt = min(1000, config.block_size - 24)
+    shapes = [Case(best, model, batch=b, prompt_tokens=32, output_tokens=16 if quick else 32) for b in (1, 8)]
+    if not quick:
+        shapes.append(Case(best, model, batch=64, prompt_tokens=32, output_tokens=32))
+        shapes += [Case(best, model, batch=b, prompt_tokens=long_prompt, output_tokens=16) for b in (1, 8)]
+        shapes.append(Case(best, model, batch=64, workload="mixed", prompt_tokens=136, output_tokens=136))
+    return [case for shape in shapes for case in _everyone(shape)]
+
+
+def _everyone(shape: Case) -> list[Case]:
+    """Return one shape for our best engine and every peer, in the formats that each is used in."""
+    formats: list[tuple[str, str, str | None]] = [
+        (shape.contestant, "float32", None),
+        (shape.contestant, "bfloat16", None),
+        ("transformers-dynamic", "float32", None),
+        ("transformers-dynamic", "bfloat16", None),
+        ("transformers-static", "float32", None),
+        ("transformers-static", "bfloat16", None),
+        ("ctranslate2", "float32", None),
+        ("ctranslate2", "float32", "int8"),
+        ("llama.cpp", "float32", None),
+        ("llama.cpp", "bfloat16", None),
+        ("llama.cpp", "float32", "Q8_0"),
+        ("llama.cpp", "float32", "Q4_0"),
+    ]
+    return [replace(shape, contestant=name, dtype=d, quantization=q) for name, d, q in formats]
+
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            "ladder",
+            "nanoGPT-inference: throughput, time to first token and memory against batch size",
+            "recompute",
+            _ladder,
+            breakdown=True,
+        ),
+        Suite(
+            "kv-cache",
+            "nanoGPT_KV_Cache (T4: 2.44x, 2.82x, 4.24x for gpt2, medium, large), building-from-scratch (up to 2.76x)",
+            "nanogpt",
+            _kv_cache,
+            rounds=2,
+        ),
+        Suite(
+            "long",
+            "time per token at every position up to the context length and past it",
+            "recompute",
+            _long,
+            rounds=1,
+        ),
+        Suite(
+            "throughput",
+            "CS229S: batch throughput with a cache over the naive loop (asked there: 10x)",
+            "nanogpt",
+            _throughput,
+        ),
+        Suite(
+            "peers",
+            "what people would use instead, on the same weights",
+            "transformers-dynamic",
+            _peers,
+        ),
+    )
+}

@@ -1,0 +1,120 @@
+"""Results as tables on the terminal: one row a case, and the layouts of the published tables beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from nanoinfer.bench.results import Results, Row
+
+MIB = 1 << 20
+
+
+def show(results: Results, console: Console) -> None:
+    """Print a results file: the ceiling, every case, and the suite's own layout."""
+    console.print(headline(results), highlight=False, soft_wrap=True)
+    console.print(_cases(results))
+    for row in results.failed:
+        console.print(f"{row.case.label}, batch {row.case.batch}: {row.error}", highlight=False, soft_wrap=True)
+    if results.suite in ("kv-cache", "throughput"):
+        console.print(_with_and_without(results))
+    if results.suite == "peers":
+        console.print(_by_shape(results))
+
+
+def headline(results: Results) -> str:
+    """Return the ceiling on one line."""
+    flops = ", ".join(f"{name} {value / 1e12:.2f} TFLOP/s" for name, value in results.ceiling["flops_per_sec"].items())
+    bandwidth = results.ceiling["read_bytes_per_sec"] / 1e9
+    threads = results.machine["threads"]
+    return f"ceiling of this machine: reads {bandwidth:.1f} GB/s; matrix products {flops} ({threads} threads)"
+
+
+def number(value: float | None, digits: int = 0, scale: float = 1.0) -> str:
+    """Return a number for a cell: number(0.01234, 1, 1e3) -> "12.3"; None -> "–"."""
+    return "–" if value is None else f"{value * scale:,.{digits}f}"
+
+
+def _figure(row: Row, name: str) -> float | None:
+    """Return a figure of a row, None where the row has none."""
+    value: float | None = getattr(row.figures, name, None)
+    return value
+
+
+def _cases(results: Results) -> Table:
+    table = Table(
+        box=box.SIMPLE, title=f"suite {results.suite}, speed-ups over {results.baseline} in the same shape and dtype"
+    )
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("contestant", lambda r: r.case.label),
+        ("batch", lambda r: str(r.case.batch)),
+        (
+            "in+out",
+            lambda r: "mixed" if r.case.workload == "mixed" else f"{r.case.prompt_tokens}+{r.case.output_tokens}",
+        ),
+        ("tok/s", lambda r: number(_figure(r, "decode_tokens_per_sec"), 1)),
+        ("a seq", lambda r: number(_figure(r, "decode_tokens_per_sec_per_seq"), 1)),
+        ("TTFT ms", lambda r: number(_figure(r, "ttft_sec"), 1, 1e3)),
+        ("TPOT ms", lambda r: number(_figure(r, "tpot_sec"), 1, 1e3)),
+        ("p99", lambda r: number(_figure(r, "tpot_p99_sec"), 1, 1e3)),
+        ("MiB", lambda r: number(r.peak_memory_bytes, 0, 1 / MIB)),
+        ("MBU %", lambda r: number(r.mbu_percent, 0)),
+        ("limit", lambda r: number(r.predicted_tokens_per_sec, 0)),
+        ("x", lambda r: number(r.speedup, 2)),
+        ("", lambda r: "error" if r.error else "~" if "extrapolated" in r.note else ""),
+    ]
+    for i, (name, _) in enumerate(columns):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0)
+    for row in results.rows:
+        table.add_row(*(cell(row) for _, cell in columns))
+    table.caption = "tok/s: all sequences; limit: what the roofline allows; ~: extrapolated from a few lengths"
+    return table
+
+
+def _with_and_without(results: Results) -> Table:
+    """The layout of the KV-cache tables: seconds without and with, and the ratio."""
+    table = Table(box=box.SIMPLE, title="with and without a cache")
+    for name in ("new tokens", "batch", "dtype", "engine", "without s", "with s", "speed-up"):
+        table.add_column(name, justify="left" if name in ("dtype", "engine") else "right")
+    for row in results.rows:
+        base = next(
+            (
+                r
+                for r in results.rows
+                if r.case.contestant == results.baseline
+                and r.case.shape == row.case.shape
+                and r.case.dtype == row.case.dtype
+            ),
+            None,
+        )
+        if row.case.contestant == results.baseline or base is None:
+            continue
+        table.add_row(
+            str(row.case.output_tokens), str(row.case.batch), row.case.dtype, row.case.contestant,
+            number(_figure(base, "total_sec"), 2), number(_figure(row, "total_sec"), 2),
+            number(row.speedup, 2),
+        )  # fmt: skip
+    return table
+
+
+def _by_shape(results: Results) -> Table:
+    """The layout of a peers table: a row each, decode tokens/s in every shape."""
+    shapes = list(dict.fromkeys((r.case.batch, r.case.prompt_tokens, r.case.workload) for r in results.rows))
+    table = Table(box=box.SIMPLE, title="tokens/s, all sequences together (mixed: output tokens by wall time)")
+    table.add_column("system")
+    for batch, prompt, workload in shapes:
+        table.add_column("mixed" if workload == "mixed" else f"batch {batch}, {prompt} in", justify="right")
+    cells = {(r.case.label, r.case.batch, r.case.prompt_tokens, r.case.workload): r for r in results.rows}
+    for label in dict.fromkeys(r.case.label for r in results.rows):
+        table.add_row(label, *(_speed(cells.get((label, *shape))) for shape in shapes))
+    return table
+
+
+def _speed(row: Row | None) -> str:
+    if row is None or row.figures is None:
+        return "–" if row is None else "error"
+    mixed = row.case.workload == "mixed"
+    return number(row.figures.output_tokens_per_sec if mixed else row.figures.decode_tokens_per_sec, 1)

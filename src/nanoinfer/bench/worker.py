@@ -1,0 +1,89 @@
+"""The process that measures one contestant: one JSON request a line on stdin, one JSON answer a line on stdout.
+
+    {"do": "load", "case": {...}, "weights": "folder"}     -> {"ok": true, "load_sec": 1.2}
+    {"do": "run", "shape": {"output_tokens": 8}}           -> {"ok": true, "tokens": [[...]], "arrivals": [[...]],
+                                                               "num_prompt_tokens": 32, "peak_memory_bytes": ...}
+    {"do": "breakdown"}                                    -> {"ok": true, "percent": {"attention": ...}}
+    anything that goes wrong                               -> {"ok": false, "error": "one line"}
+
+`shape` overrides sizes of the case for one run. The process ends with its stdin, so it cannot outlive the one
+that started it. What libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.bench.case import Case, make_work
+from nanoinfer.bench.contestants import Contestant, open_contestant
+from nanoinfer.models.checkpoints import hf_config
+
+
+class Worker:
+    """Holds the contestant between requests."""
+
+    def __init__(self) -> None:
+        self._case: Case | None = None
+        self._contestant: Contestant | None = None
+        self._vocab_size = 0
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what one request asks for; return the answer's fields."""
+        if request["do"] == "load":
+            return self._load(Case(**request["case"]), Path(request["weights"]))
+        assert self._case is not None
+        assert self._contestant is not None
+        if request["do"] == "breakdown":
+            return {"percent": self._contestant.breakdown()}  # type: ignore[attr-defined]
+        case = dataclasses.replace(self._case, **request.get("shape", {}))
+        tokens, times = self._contestant.run(make_work(case, self._vocab_size))
+        return {
+            "tokens": tokens,
+            "arrivals": times.arrivals,
+            "num_prompt_tokens": times.num_prompt_tokens,
+            "peak_memory_bytes": peak_memory_bytes(case.device),
+        }
+
+    def _load(self, case: Case, weights: Path) -> dict[str, Any]:
+        start = time.perf_counter()
+        self._vocab_size = hf_config.read(weights / "config.json").vocab_size
+        self._case, self._contestant = case, open_contestant(case, weights)
+        return {"load_sec": time.perf_counter() - start}
+
+
+def peak_memory_bytes(device: str) -> int:
+    """Return the most memory that this process has held: torch.cuda's peak on a GPU, else resident memory."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def main() -> None:
+    """Answer requests until stdin ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    worker = Worker()
+    for line in sys.stdin:
+        try:
+            answer = {"ok": True} | worker.answer(json.loads(line))
+        except Exception as e:  # every failure is an answer: the harness makes it a row
+            text = " ".join(str(e).split())[:300]
+            answer = {
+                "ok": False,
+                "error": text if type(e).__name__ == "NanoinferError" else f"{type(e).__name__}: {text}",
+            }
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

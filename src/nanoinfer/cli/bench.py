@@ -1,0 +1,47 @@
+"""`nanoinfer bench`: what each rung buys on this machine, against the physical limit and against peers.
+
+Examples:
+    nanoinfer bench --suite ladder --model random:gpt2 --quick
+    nanoinfer bench --engine static --engine dynamic --batch 1 --batch 8 --dtype float32 --dtype bfloat16
+    nanoinfer bench --suite peers --output peers.json --report out/
+    nanoinfer bench --resume peers.json                     (after Ctrl-C: goes on where it stopped)
+
+The table and the JSON document go to stdout or to --output; progress goes to stderr. Exit code 1 when a case failed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from nanoinfer.bench.run import Plan, run
+from nanoinfer.cli.options import flags
+
+
+@flags(Plan, "plan", short={"model": "-m", "output": "-o"})
+def bench(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON documents instead of tables.")] = False,
+    *,
+    plan: Plan,
+) -> None:
+    """Measure engines and peers: checked, interleaved, and beside the physical limit."""
+    results, interrupted = run(plan, command="nanoinfer " + " ".join(sys.argv[1:]))
+    if as_json:
+        from nanoinfer.bench.results import to_json
+
+        print(json.dumps([json.loads(to_json(r)) for r in results]))
+    else:
+        from rich.console import Console
+
+        from nanoinfer.bench.table import show
+
+        console = Console()
+        for r in results:
+            show(r, console if console.is_terminal else Console(width=140))
+    if interrupted:
+        raise KeyboardInterrupt
+    if any(r.failed for r in results):
+        raise typer.Exit(1)

@@ -1,0 +1,203 @@
+"""The harness on a tiny model: real worker processes, checked tokens, failures as rows, resume, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from conftest import make_folder, refuses
+from nanoinfer.bench import results
+from nanoinfer.bench.case import Case
+from nanoinfer.bench.contestants import open_contestant
+from nanoinfer.bench.process import WorkerProcess
+from nanoinfer.bench.run import Plan, run
+from nanoinfer.bench.suites import SUITES
+from nanoinfer.config import PRESETS
+from nanoinfer.engines.registry import ENGINES
+from nanoinfer.errors import NanoinferError
+from test_cli import command, one_thread
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def quiet(_: str) -> None:
+    pass
+
+
+def test_a_run_checks_times_and_compares(tiny_folder: Path, tmp_path: Path) -> None:
+    plan = Plan(
+        model=str(tiny_folder), engine=("recompute", "static", "nanogpt"), batch=(2,), prompt_tokens=(8,),
+        output_tokens=(6,), rounds=2, output=tmp_path / "r.json", csv=tmp_path / "r.csv",
+    )  # fmt: skip
+    (made,), interrupted = run(plan, "test", log=quiet)
+    assert not interrupted
+    assert [r.case.contestant for r in made.rows] == ["recompute", "static", "nanogpt"]
+    for row in made.rows:
+        assert row.error is None
+        assert row.same_tokens is True
+        assert row.figures is not None
+        assert row.figures.rounds == 2
+        assert row.figures.decode_tokens_per_sec is not None
+        assert row.figures.output_tokens_per_sec == pytest.approx(12 / row.figures.total_sec, rel=0.5)
+        assert row.peak_memory_bytes is not None
+        assert row.peak_memory_bytes > 50 << 20
+        assert row.mbu_percent is not None
+    assert made.rows[0].speedup == 1.0
+    assert results.read(tmp_path / "r.json") == made
+    assert len((tmp_path / "r.csv").read_text().splitlines()) == 4
+
+
+def test_what_cannot_run_is_a_row_and_the_rest_goes_on(tiny_folder: Path) -> None:
+    plan = Plan(
+        model=str(tiny_folder),
+        engine=("static",),
+        dtype=("float32",),
+        quantization=("int3",),
+        output_tokens=(4,),
+        rounds=1,
+    )
+    (made,), _ = run(plan, "test", log=quiet)
+    assert made.rows[0].error is None
+    assert "quantization='int3' is not supported" in str(made.rows[1].error)
+    assert made.failed == [made.rows[1]]
+
+
+def test_a_contestant_that_says_other_words_is_not_timed(tmp_path: Path) -> None:
+    """Workers get folders of different weights: the second disagrees with the reference."""
+    from nanoinfer.bench.harness import Harness, Options
+    from nanoinfer.roofline.devices import Ceiling
+
+    good, bad = make_folder(tmp_path / "good", seed=0), make_folder(tmp_path / "bad", seed=1)
+    cases = [
+        Case("static", "m", output_tokens=5, prompt_tokens=4),
+        Case("dynamic", "m", output_tokens=5, prompt_tokens=4),
+    ]
+    ceiling = Ceiling("here", 1e10, {"float32": 1e11}, "a test")
+    from conftest import TINY
+
+    rows: list[results.Row] = []
+    harness = Harness(good, TINY, ceiling, Options(rounds=1), lambda status: None)
+    original = WorkerProcess.load
+    try:
+        WorkerProcess.load = lambda self, weights: original(self, bad if self.case.contestant == "dynamic" else weights)  # type: ignore[method-assign]
+        harness.run(cases, rows.extend)
+    finally:
+        WorkerProcess.load = original  # type: ignore[method-assign]
+    assert rows[0].same_tokens is True
+    assert rows[0].figures is not None
+    assert rows[1].same_tokens is False
+    assert rows[1].figures is None
+    assert "not timed: token " in str(rows[1].error)
+
+
+def test_a_dead_process_is_a_row_with_its_epitaph(tiny_folder: Path) -> None:
+    case = Case("static", "m", output_tokens=4, prompt_tokens=4)
+    with WorkerProcess(case) as worker:
+        worker.load(tiny_folder)
+        assert len(worker.run().tokens[0]) == 4
+        os.kill(worker._process.pid, signal.SIGKILL)
+        refuses(worker.run, "its process was killed: most likely out of memory")
+
+
+def test_resume_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
+    plan = Plan(model=str(tiny_folder), engine=("static",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
+    (first,), _ = run(plan, "test", log=quiet)
+    again = replace(plan, engine=("static", "dynamic"), output=None, resume=tmp_path / "r.json")
+    (second,), _ = run(again, "test", log=quiet)
+    assert second.rows[0].figures == first.rows[0].figures
+    assert [r.case.contestant for r in second.rows] == ["static", "dynamic"]
+    assert results.read(tmp_path / "r.json") == second
+    (third,), _ = run(again, "test", log=quiet)
+    assert [r.figures for r in third.rows] == [r.figures for r in second.rows]
+
+
+def test_ctrl_c_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
+    flags = [f for n in range(1, 40) for f in ("--batch", n)]
+    out = tmp_path / "r.json"
+    child = subprocess.Popen(
+        command("bench", "-m", tiny_folder, "--engine", "static", "--output-tokens", 4, *flags, "-o", out),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=one_thread(), text=True,
+    )  # fmt: skip
+    for _ in range(600):
+        if out.exists():
+            break
+        time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    table, errors = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "static float32" in table
+    assert "Traceback" not in errors
+    assert 1 <= len(results.read(out).rows) < 39
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"engine": ("warp",)}, "engine='warp' is unknown: use one of recompute"),
+        ({"baseline": "warp"}, "engine='warp'"),
+        ({"batch": (0,)}, "batch=0 is not an integer"),
+        ({"prompt_tokens": (33,)}, "prompt_tokens=33 is more than the context length"),
+        ({"dtype": ("float8",)}, "dtype='float8'"),
+        ({"sampler": ("dice",)}, "sampler='dice'"),
+        ({"device": "cuda:77"}, "device='cuda:77'"),
+        ({"model": "random:gpt9"}, "gpt9"),
+        ({"resume": Path("no.json")}, "no.json cannot be read"),
+        ({"output": Path("/proc/x/r.json")}, "cannot be written"),
+        ({"report": Path("/proc/x")}, "cannot be written"),
+    ],
+)
+def test_bad_plans_say_why_before_anything_is_measured(
+    tiny_folder: Path, changes: dict[str, object], words: str
+) -> None:
+    plan = replace(Plan(model=str(tiny_folder)), **changes)  # type: ignore[arg-type]
+    refuses(lambda: run(plan, "test", log=lambda _: pytest.fail("it began to measure")), words)
+
+
+def test_plans_that_contradict_themselves() -> None:
+    refuses(lambda: Plan(suite=("marathon",)), "suite='marathon' is unknown: use one of ladder")
+    refuses(lambda: Plan(suite=("ladder",), batch=(1,)), "--suite fixes its own cases")
+    refuses(lambda: Plan(suite=("ladder", "long"), output=Path("x")), "hold one suite, and 2 are asked for")
+    refuses(lambda: Plan(rounds=0), "rounds=0")
+
+
+@pytest.mark.parametrize("name", SUITES)
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_suite_is_well_formed(name: str, quick: bool) -> None:
+    config = PRESETS["gpt2"]
+    cases = SUITES[name].cases("random:gpt2", config, list(ENGINES), quick)
+    assert len(set(cases)) == len(cases)
+    assert SUITES[name].baseline in {c.contestant for c in cases}
+    for case in cases:
+        assert case.prompt_tokens <= config.block_size
+    shapes = [c.shape for c in cases]
+    assert len({s for s, t in pairwise(shapes) if s != t}) == len(set(shapes)) - 1  # kept together
+
+
+def test_a_missing_peer_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(NanoinferError, match="ctranslate2 is not installed: pip install ctranslate2"):
+        open_contestant(Case("ctranslate2", "m"), tiny_folder)
+
+
+def test_the_command_prints_tables_json_and_exit_codes(tiny_folder: Path) -> None:
+    flags = ("-m", tiny_folder, "--engine", "static", "--output-tokens", 4, "--rounds", 1)
+    done = subprocess.run(command("bench", *flags), capture_output=True, text=True, env=one_thread(), check=True)
+    assert "ceiling of this machine" in done.stdout
+    assert "static float32" in done.stdout
+    arguments = command("bench", *flags, "--quantization", "int3", "--json")
+    done = subprocess.run(arguments, capture_output=True, text=True, env=one_thread(), check=False)
+    assert done.returncode == 1
+    (document,) = json.loads(done.stdout)
+    assert document["schema"] == "nanoinfer-bench/1"
+    assert [r["error"] is None for r in document["rows"]] == [True, False]

@@ -1,0 +1,194 @@
+"""The arithmetic of the benchmark: statistics, extrapolation, percentages and the results file. Plain numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from conftest import TINY, refuses
+from nanoinfer.bench import naive, results
+from nanoinfer.bench.arithmetic import add_speedups, fill_in, weight_format
+from nanoinfer.bench.case import Case, make_work
+from nanoinfer.bench.results import Results, Row
+from nanoinfer.bench.stats import Figures, RunTimes, is_steady, percentile, summarize
+from nanoinfer.config import PRESETS
+from nanoinfer.roofline.devices import Ceiling
+
+CEILING = Ceiling("here", 50e9, {"float32": 0.25e12, "bfloat16": 1e12}, "a test")
+
+
+def test_percentiles_by_hand() -> None:
+    assert [percentile([4.0, 1.0, 3.0, 2.0], p) for p in (0, 50, 100)] == [1.0, 2.5, 4.0]
+    assert percentile([7.0], 99) == 7.0
+    assert percentile(list(map(float, range(101))), 90) == 90.0
+    refuses(lambda: percentile([], 50), "percentile 50 of 0 values")
+    refuses(lambda: percentile([1.0], 101), "percentile 101")
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
+def test_a_percentile_lies_within_the_values(values: list[float], percent: float) -> None:
+    assert min(values) <= percentile(values, percent) <= max(values)
+
+
+RUN = RunTimes(20, [[0.5, 0.6, 0.8], [0.7, 0.8, 1.0]])
+
+
+def test_figures_of_one_run_by_hand() -> None:
+    assert RUN.ttft_sec == pytest.approx(0.6)
+    assert RUN.gaps_sec == pytest.approx([0.1, 0.2, 0.1, 0.2])
+    assert RUN.total_sec == 1.0
+    assert RUN.decode_tokens_per_sec == pytest.approx(4 / 0.5)
+    assert RUN.prefill_tokens_per_sec == pytest.approx(20 / 0.7)
+    assert RunTimes(5, [[0.5]]).decode_tokens_per_sec is None
+
+
+def test_rounds_are_medians_and_their_spread() -> None:
+    slow = RunTimes(20, [[t * 2 for t in times] for times in RUN.arrivals])
+    slower = RunTimes(20, [[t * 3 for t in times] for times in RUN.arrivals])
+    f = summarize([slower, RUN, slow])
+    assert (f.rounds, f.total_sec, f.spread_percent) == (3, 2.0, 100.0)
+    assert f.ttft_sec == pytest.approx(1.2)
+    assert f.decode_tokens_per_sec == pytest.approx(4.0)
+    assert f.decode_tokens_per_sec_per_seq == pytest.approx(2.0)
+    assert f.output_tokens_per_sec == pytest.approx(3.0)
+    assert f.tpot_p99_sec == pytest.approx(0.6)
+    one = summarize([RunTimes(3, [[0.2]])])
+    assert (one.tpot_sec, one.decode_tokens_per_sec, one.output_tokens_per_sec) == (None, None, 5.0)
+    refuses(lambda: summarize([]), "no timed run")
+
+
+def test_steady_is_two_in_a_row_within_a_tenth() -> None:
+    assert not is_steady([1.0])
+    assert not is_steady([3.0, 1.0])
+    assert is_steady([3.0, 1.0, 1.09])
+
+
+def test_naive_times_are_integrated_from_a_few_lengths() -> None:
+    asked = []
+
+    def step_sec(length: int) -> float:
+        asked.append(length)
+        return length / 100  # linear: a few lengths say it all
+
+    times = naive.token_times(step_sec, 10, 50, block_size=40, count=4)
+    assert asked == [10, 20, 30, 40]
+    assert times == pytest.approx([min(10 + i, 40) / 100 for i in range(50)])
+    assert naive.arrivals([1.0, 2.0, 0.5]) == [1.0, 3.0, 3.5]
+    assert naive.sample_positions(5, 5) == [5]
+    assert naive.sample_positions(1, 3, 7) == [1, 2, 3]
+
+
+def test_bytes_flops_and_shares_by_hand() -> None:
+    """GPT-2 at batch 1 reads 494 MB in float32: 50 tokens/s are 24.7 GB/s, half of 50."""
+    figures = replace(summarize([RUN]), decode_tokens_per_sec=50.0)
+    row = Row(Case("static", "gpt2", prompt_tokens=10, output_tokens=2), figures)
+    fill_in(row, PRESETS["gpt2"], CEILING, naive=False)
+    assert row.bytes_per_token == pytest.approx(494e6, rel=0.01)
+    assert row.mbu_percent == pytest.approx(100 * row.bytes_per_token * 50 / 50e9)
+    assert row.mfu_percent == pytest.approx(100 * row.flops_per_token * 50 / 0.25e12)
+    assert row.predicted_tokens_per_sec == pytest.approx(50e9 / row.bytes_per_token)
+    half = Row(replace(row.case, dtype="bfloat16"), figures)
+    fill_in(half, PRESETS["gpt2"], CEILING, naive=False)
+    assert half.bytes_per_token == pytest.approx(row.bytes_per_token / 2)
+    q8 = Row(replace(row.case, contestant="llama.cpp", quantization="Q8_0"), figures)
+    fill_in(q8, PRESETS["gpt2"], CEILING, naive=False)
+    assert q8.bytes_per_token == pytest.approx(124e6, rel=0.01)
+    unknown = Row(replace(row.case, quantization="Q5_K"), figures)
+    fill_in(unknown, PRESETS["gpt2"], CEILING, naive=False)
+    assert (unknown.bytes_per_token, unknown.mbu_percent) == (None, None)
+    assert weight_format("float16", None).name == "float16"  # type: ignore[union-attr]
+
+
+def test_speedups_are_over_the_same_shape_and_dtype() -> None:
+    fast = replace(summarize([RUN]), output_tokens_per_sec=30.0)
+    slow = replace(fast, output_tokens_per_sec=10.0)
+    rows = [
+        Row(Case("recompute", "m"), slow),
+        Row(Case("static", "m"), fast),
+        Row(Case("static", "m", "bfloat16"), fast),
+        Row(Case("static", "m", batch=4), fast),
+        Row(Case("dynamic", "m"), error="broken"),
+    ]
+    add_speedups(rows, "recompute")
+    assert [r.speedup for r in rows] == [1.0, 3.0, None, None, None]
+
+
+def test_work_is_the_same_for_everyone_and_in_range() -> None:
+    case = Case("a", "m", batch=3, prompt_tokens=5, output_tokens=7)
+    work = make_work(case, 100)
+    assert work == make_work(replace(case, contestant="b"), 100)
+    assert [len(p) for p in work.prompts] == [5, 5, 5]
+    assert work.output_tokens == [7, 7, 7]
+    assert max(t for p in work.prompts for t in p) < 100
+    mixed = make_work(Case("a", "m", batch=64, workload="mixed"), 100)
+    sizes = [*map(len, mixed.prompts), *mixed.output_tokens]
+    assert 16 <= min(sizes) < 40 < 230 < max(sizes) <= 256
+
+
+def example() -> Results:
+    row = Row(Case("static", "gpt2"), summarize([RUN]), True, 1 << 20, per_position_sec=[0.5, 0.1])
+    failed = Row(Case("llama.cpp", "gpt2", quantization="Q8_0"), error="llama.cpp is not installed: pip install ...")
+    ceiling = {"read_bytes_per_sec": 50e9, "flops_per_sec": {"float32": 1e12}}
+    return Results(
+        "ladder",
+        "recompute",
+        "2026-01-01",
+        None,
+        "nanoinfer bench",
+        {"cores": 2},
+        {"torch": "2"},
+        ceiling,
+        [row, failed],
+    )
+
+
+def test_results_survive_the_file(tmp_path: Path) -> None:
+    text = results.to_json(example())
+    assert json.loads(text)["schema"] == "nanoinfer-bench/1"
+    assert results.from_json(text, "here") == example()
+    assert results.from_json(text, "here").failed == [example().rows[1]]
+    (tmp_path / "r.json").write_text(text)
+    assert results.read(tmp_path / "r.json") == example()
+    refuses(lambda: results.read(tmp_path / "no.json"), "no.json cannot be read")
+
+
+def test_csv_has_a_row_a_case() -> None:
+    header, first, second = results.to_csv(example()).splitlines()
+    columns = header.split(",")
+    assert {"contestant", "dtype", "ttft_sec", "peak_memory_bytes", "error"} <= set(columns)
+    assert first.split(",")[columns.index("ttft_sec")] == "0.6"
+    assert second.split(",")[columns.index("contestant")] == "llama.cpp"
+
+
+def broken(**changes: object) -> str:
+    return json.dumps(json.loads(results.to_json(example())) | changes)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "is no JSON"),
+        ("[]", "schema 'None'"),
+        (broken(schema="nanoinfer-bench/9"), "schema 'nanoinfer-bench/9', not 'nanoinfer-bench/1'"),
+        (broken(suite=None, extra=1), "missing or unknown"),
+        (broken(rows=3), "does not follow"),
+        (broken(rows=[{}]), "does not follow"),
+        (broken(rows=[{"case": {"contestant": "a", "model": "m", "batch": 0}, "figures": None}]), "batch=0"),
+        (
+            broken(rows=[{"case": {"contestant": "a", "model": "m"}, "figures": None, "speedup": "x"}]),
+            "speedup is a str",
+        ),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(text: str, words: str) -> None:
+    refuses(lambda: results.from_json(text, "r.json"), "r.json", words)
+
+
+def test_figures_know_their_fields() -> None:
+    assert set(Figures.__dataclass_fields__) >= {"ttft_sec", "tpot_sec", "tpot_p90_sec", "tpot_p99_sec"}
+    assert TINY.block_size == 32
