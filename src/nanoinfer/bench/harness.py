@@ -19,6 +19,7 @@ from pathlib import Path
 from nanoinfer.bench import naive
 from nanoinfer.bench.arithmetic import fill_in
 from nanoinfer.bench.case import Case
+from nanoinfer.bench.export import prepare
 from nanoinfer.bench.process import Run, WorkerProcess
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.stats import RunTimes, is_steady, summarize
@@ -133,6 +134,7 @@ class Harness:
             workers: dict[Case, WorkerProcess] = {}
             for case in cases:
                 with self._step(rows[case], "load"):
+                    prepare(case, self._weights)  # here, so that exporting is not in the worker's peak memory
                     worker = stack.enter_context(WorkerProcess(case))
                     worker.load(self._weights)
                     workers[case] = worker

@@ -1,0 +1,83 @@
+"""nanoGPT's way to generate, the naive contestant: the whole prefix of the whole batch again for every token.
+
+The loop of `GPT.generate` (karpathy/nanoGPT: model.py), on our reference model:
+crop to block_size, run everything, keep the logits of the last position, draw, append. Weights lie in memory as
+nanoGPT has them, (out, in) row by row. A batch needs equal lengths, as it does there: unequal ones run one by one.
+
+Covered: temperature and top_k, and greedy, which nanoGPT has as top_k=1.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoinfer.bench.case import Case, Work
+from nanoinfer.bench.contestants.limits import require_case
+from nanoinfer.bench.stats import RunTimes
+from nanoinfer.config import DTYPES
+from nanoinfer.engines.devices import resolve_device, resolve_dtype
+from nanoinfer.models.checkpoints.huggingface import load_folder
+from nanoinfer.models.gpt import causal_attention
+from nanoinfer.sampling.params import SamplingParams
+
+
+class NanoGPT:
+    """The reference model, and the loop."""
+
+    def __init__(self, case: Case, weights: Path) -> None:
+        require_case(case, sampling=("temperature", "top_k"), dtypes=DTYPES)
+        self._params = case.params(1)
+        self._device = resolve_device(case.device)
+        model, self._config = load_folder(weights, resolve_dtype(case.dtype, self._device))
+        for p in model.parameters():
+            p.data = p.data.contiguous()
+        self._model = model.to(self._device)
+
+    def run(self, work: Work) -> tuple[list[list[int]], RunTimes]:
+        """Generate; a token has arrived when it is on the CPU."""
+        start = time.perf_counter()
+        torch.manual_seed(self._params.seed or 0)
+        tokens: list[list[int]] = []
+        arrivals: list[list[float]] = []
+        sizes = {(len(p), n) for p, n in zip(work.prompts, work.output_tokens, strict=True)}
+        group = len(work.prompts) if len(sizes) == 1 else 1
+        for i in range(0, len(work.prompts), group):
+            steps, times = self._generate(work.prompts[i : i + group], work.output_tokens[i], start)
+            tokens += [list(row) for row in zip(*steps, strict=True)]
+            arrivals += [list(times) for _ in range(group)]
+        return tokens, RunTimes(sum(map(len, work.prompts)), arrivals)
+
+    @torch.inference_mode()
+    def _generate(self, prompts: list[list[int]], num_tokens: int, start: float) -> tuple[list[list[int]], list[float]]:
+        """Return the tokens of each step, and when each step ended."""
+        idx = torch.tensor(prompts, device=self._device)  # (B, T)
+        steps, times = [], []
+        for _ in range(num_tokens):
+            window = idx[:, -self._config.block_size :]
+            pos = torch.arange(window.shape[1], device=self._device)
+            x = self._model.hidden(window, pos, causal_attention)[:, -1]  # (B, C)
+            new = _draw(self._model.lm_head(x), self._params)  # (B, 1)
+            idx = torch.cat((idx, new), dim=1)
+            steps.append(new[:, 0].tolist())
+            times.append(time.perf_counter() - start)
+        return steps, times
+
+
+def _draw(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return one token, (B, 1), of each row of logits, (B, V)."""
+    if params.greedy:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / params.temperature
+    if params.top_k:
+        border = torch.topk(logits, min(params.top_k, logits.shape[-1])).values[:, -1:]
+        logits[logits < border] = -float("inf")
+    return torch.multinomial(torch.softmax(logits, dim=-1), num_samples=1)
+
+
+def open_nanogpt(case: Case, weights: Path) -> NanoGPT:
+    """Load nanoGPT's loop. Raises NanoinferError for quantization, a sampler or a device that it does not have."""
+    return NanoGPT(case, weights)

@@ -1,0 +1,93 @@
+"""Hugging Face transformers: GPT2LMHeadModel.generate with its growing cache, or with its static one.
+
+Prompts of unequal length are padded on the left, as its documentation says. A batch runs until its longest
+request has its tokens, because that is what `generate` does; each sequence is credited with the tokens it asked
+for and no more, so the rest of the work counts against it only as time.
+
+Covered: greedy, temperature, top_k, top_p, min_p, repetition_penalty. Not covered: presence and frequency
+penalties, which transformers does not have.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer.bench.case import SAMPLERS, Case, Work
+from nanoinfer.bench.contestants.limits import require_case, require_module, require_room
+from nanoinfer.bench.stats import RunTimes
+from nanoinfer.config import DTYPES
+from nanoinfer.engines.devices import resolve_device, resolve_dtype
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class _Clock:
+    """What `generate` calls a streamer: it is given the prompt, then the tokens of each step."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._start = time.perf_counter()
+        self._seen_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Note the time of a step; `generate` has copied its tokens to the CPU by then."""
+        if self._seen_prompt:
+            self.times.append(time.perf_counter() - self._start)
+        self._seen_prompt = True
+
+    def end(self) -> None:
+        """Do nothing: the last token has been put."""
+
+
+class Transformers:
+    """GPT2LMHeadModel with one of its caches."""
+
+    def __init__(self, case: Case, weights: Path, **options: Any) -> None:
+        require_case(case, sampling=_SAMPLING, dtypes=DTYPES)
+        transformers = require_module("transformers")
+        transformers.utils.logging.disable_progress_bar()
+        self._device = resolve_device(case.device)
+        dtype = resolve_dtype(case.dtype, self._device)
+        model = transformers.GPT2LMHeadModel.from_pretrained(str(weights), dtype=dtype)
+        self._model: Any = model.to(self._device).eval()
+        for config in (model.config, model.generation_config):
+            config.eos_token_id = None  # nothing ends a text early, and min_new_tokens bans no token
+        self._who, self._seed = case.contestant, case.params(1).seed or 0
+        self._options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0} | options
+        if case.sampler != "greedy":
+            self._options |= {"do_sample": True, "top_k": 0} | SAMPLERS[case.sampler]
+
+    def run(self, work: Work) -> tuple[list[list[int]], RunTimes]:
+        """Generate; a token's arrival is the streamer's call with it."""
+        lengths = [len(prompt) for prompt in work.prompts]
+        T, num_steps = max(lengths), max(work.output_tokens)
+        require_room(self._who, T + num_steps, self._model.config.n_positions)
+        torch.manual_seed(self._seed)
+        clock = _Clock()
+        idx = torch.tensor([[0] * (T - len(p)) + p for p in work.prompts], device=self._device)  # (B, T)
+        mask = torch.tensor([[0] * (T - n) + [1] * n for n in lengths], device=self._device)
+        out = self._model.generate(
+            idx,
+            attention_mask=mask,
+            max_new_tokens=num_steps,
+            min_new_tokens=num_steps,
+            streamer=clock,
+            **self._options,
+        )
+        rows = out[:, T:].tolist()
+        tokens = [row[:n] for row, n in zip(rows, work.output_tokens, strict=True)]
+        return tokens, RunTimes(sum(lengths), [clock.times[:n] for n in work.output_tokens])
+
+
+def open_dynamic(case: Case, weights: Path) -> Transformers:
+    """Load transformers with its default cache. Raises NanoinferError for what it cannot do."""
+    return Transformers(case, weights)
+
+
+def open_static(case: Case, weights: Path) -> Transformers:
+    """Load transformers with its static cache (on a GPU it compiles the model). Raises as `open_dynamic` does."""
+    return Transformers(case, weights, cache_implementation="static")

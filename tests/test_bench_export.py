@@ -1,0 +1,142 @@
+"""Exporters: complete or not there, made once, made again for other weights, and clear about what they cannot do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import make_folder, refuses
+from nanoinfer.bench.case import Case
+from nanoinfer.bench.export import export_once, fingerprint, prepare
+from nanoinfer.bench.export.ctranslate2 import export_ctranslate2
+from nanoinfer.bench.export.gguf import QUANT_BLOCK, export_gguf, gguf_name
+from nanoinfer.config import ModelConfig
+
+SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64)
+CTRANSLATE2 = "ctranslate2 is an optional peer: pip install ctranslate2"
+GGUF = "gguf is an optional peer: pip install gguf"
+LLAMA_CPP = "llama.cpp is an optional peer: pip install llama-cpp-python"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "small", SMALL, chars=None)
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+# The frame -------------------------------------------------------------------------------------------
+
+
+def test_an_export_is_made_once_and_again_for_other_weights(small: Path, tmp_path: Path) -> None:
+    written: list[Path] = []
+
+    def write(partial: Path) -> None:
+        written.append(partial)
+        (partial / "model").write_text(f"version {len(written)}")
+
+    target = tmp_path / "exports" / "peer"
+    for _ in range(2):
+        assert export_once(target, small, write) == target
+    assert len(written) == 1
+    assert names(target.parent) == {"peer"}
+    before = fingerprint(small)
+    make_folder(small, replace(SMALL, n_layer=1), seed=1, chars=None)
+    assert fingerprint(small) != before
+    export_once(target, small, write)
+    assert (target / "model").read_text() == "version 2"
+    assert names(target.parent) == {"peer"}
+
+
+def test_an_export_that_fails_leaves_nothing(small: Path, tmp_path: Path) -> None:
+    def write(partial: Path) -> None:
+        (partial / "model").write_text("half")
+        raise OSError(28, "No space left on device")
+
+    refuses(lambda: export_once(tmp_path / "exports" / "peer", small, write), "exports/peer", "No space left")
+    assert names(tmp_path / "exports") == set()
+
+
+def test_a_folder_without_weights_is_one_clear_line(tmp_path: Path) -> None:
+    refuses(lambda: export_once(tmp_path / "out", tmp_path, lambda partial: None), str(tmp_path), "config.json")
+
+
+def test_contestants_that_load_the_folder_itself_need_no_export(small: Path) -> None:
+    for name in ("static", "nanogpt", "transformers-dynamic"):
+        assert prepare(Case(name, str(small)), small) is None
+    assert not (small / "exports").exists()
+
+
+# CTranslate2 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compute_type", ["float32", "bfloat16", "int8"])
+def test_ctranslate2_folder(small: Path, tmp_path: Path, compute_type: str) -> None:
+    pytest.importorskip("ctranslate2", reason=CTRANSLATE2)
+    folder = export_ctranslate2(small, tmp_path, compute_type)
+    assert {"model.bin", "config.json", "vocabulary.json"} < names(folder)
+    assert json.loads((folder / "vocabulary.json").read_text()) == [f"t{i}" for i in range(96)]
+    weights = 12 * 64 * 64 * 2 + (96 + 64) * 64  # blocks, embeddings; the tied head is stored once
+    at_least = {"float32": 4 * weights, "bfloat16": 2 * weights, "int8": weights}[compute_type]
+    assert at_least < (folder / "model.bin").stat().st_size < 1.3 * at_least + 16384
+    stamp = (folder / "model.bin").stat().st_mtime_ns
+    assert export_ctranslate2(small, tmp_path, compute_type) == folder
+    assert (folder / "model.bin").stat().st_mtime_ns == stamp
+
+
+def test_ctranslate2_refuses_unknown_types(small: Path, tmp_path: Path) -> None:
+    refuses(lambda: export_ctranslate2(small, tmp_path, "int3"), "compute_type='int3'", "int8")
+
+
+# GGUF ------------------------------------------------------------------------------------------------
+
+
+def test_gguf_names() -> None:
+    assert gguf_name("transformer.h.11.attn.c_attn.weight") == "blk.11.attn_qkv.weight"
+    assert gguf_name("transformer.h.0.mlp.c_proj.bias") == "blk.0.ffn_down.bias"
+    assert gguf_name("transformer.wpe.weight") == "position_embd.weight"
+    assert gguf_name("lm_head.weight") == "output.weight"
+
+
+def types_of(path: Path) -> dict[str, str]:
+    gguf = pytest.importorskip("gguf", reason=GGUF)
+    return {t.name: t.tensor_type.name for t in gguf.GGUFReader(str(path)).tensors}
+
+
+def test_gguf_float32_holds_the_weights(small: Path, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason=GGUF)
+    path = export_gguf(small, tmp_path, "F32")
+    reader = gguf.GGUFReader(str(path))
+    assert set(types_of(path).values()) == {"F32"}
+    assert sum(int(t.n_elements) for t in reader.tensors) == 12 * 64 * 64 * 2 + 13 * 64 * 2 + (96 + 64 + 2) * 64
+    assert reader.get_field("gpt2.context_length").contents() == 64
+    assert reader.get_field("gpt2.feed_forward_length").contents() == 256
+
+
+def test_gguf_stores_an_untied_head(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason=GGUF)
+    untied = make_folder(tmp_path / "untied", replace(SMALL, tie_word_embeddings=False), chars=None)
+    assert "output.weight" in types_of(export_gguf(untied, tmp_path, "F32"))
+
+
+@pytest.mark.parametrize("file_type", ["BF16", "Q8_0", "Q4_0"])
+def test_gguf_types(small: Path, tmp_path: Path, file_type: str) -> None:
+    pytest.importorskip("gguf", reason=GGUF)
+    pytest.importorskip("llama_cpp", reason=LLAMA_CPP)
+    types = types_of(export_gguf(small, tmp_path, file_type))
+    assert types["blk.1.ffn_up.weight"] == types["blk.0.attn_qkv.weight"] == file_type
+    assert types["blk.1.attn_norm.weight"] == types["position_embd.weight"] == "F32"
+    assert names(tmp_path) >= {"gguf-F32", f"gguf-{file_type}"}
+
+
+def test_gguf_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    exact = make_folder(tmp_path / "exact", replace(SMALL, activation="gelu"), chars=None)
+    refuses(lambda: export_gguf(exact, tmp_path, "F32"), "activation='gelu'", "gelu_new")
+    odd = make_folder(tmp_path / "odd", replace(SMALL, n_embd=48), chars=None)
+    refuses(lambda: export_gguf(odd, tmp_path, "Q8_0"), "n_embd=48", str(QUANT_BLOCK))
+    refuses(lambda: export_gguf(odd, tmp_path, "Q3_K"), "file_type='Q3_K'", "Q4_0")
