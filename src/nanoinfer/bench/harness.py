@@ -30,6 +30,8 @@ from nanoinfer.roofline.devices import Ceiling
 
 NAIVE = ("recompute", "nanogpt")
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
+CHECK_TOKENS_SHORTENED = 2  # the same where each costs a pass over everything
+WARM_UP_SEC = 5.0  # of untimed runs, after which a contestant is warm
 PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights
 
 
@@ -43,6 +45,8 @@ class Options:
     """Untimed runs until two in a row agree within 10%."""
     naive_limit_sec: float = 4.0
     """A run without a cache that would take longer is extrapolated from its time at a few lengths."""
+    max_case_sec: float = 30.0
+    """A case that has been timed for this long gets no further round; every case gets one."""
     breakdown: bool = False
     """Also profile where the time goes (our engines)."""
 
@@ -119,17 +123,17 @@ class Harness:
             used += need
         return parts
 
-    @staticmethod
-    def _reference_case(group: list[Case]) -> Case | None:
-        """Return whose greedy tokens the others are held to: the first of our engines in float32."""
+    def _reference_case(self, group: list[Case]) -> Case | None:
+        """Return whose greedy tokens the others are held to: the first of our engines in float32, not shortened."""
         exact = [c for c in group if c.contestant in ENGINES and _is_exact(c)]
-        return exact[0] if exact else None
+        return min(exact, key=self._shortened) if exact else None
 
     # One part: all of its contestants are alive at once ----------------------------------------------------
 
     def _run_part(self, cases: list[Case], reference: Case | None) -> list[Row]:
         rows = {case: Row(case) for case in cases}
         runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
+        spent = dict.fromkeys(cases, 0.0)
         with contextlib.ExitStack() as stack:
             workers: dict[Case, WorkerProcess] = {}
             for case in cases:
@@ -145,9 +149,11 @@ class Harness:
                         self._warm_up(worker)
             for i in range(self._options.rounds):
                 for case, worker in workers.items():
-                    if rows[case].error is None:
+                    if rows[case].error is None and (i == 0 or spent[case] < self._options.max_case_sec):
+                        start = self._clock()
                         with self._step(rows[case], f"round {i + 1} of {self._options.rounds}"):
                             runs[case].append(self._timed(case, worker, rows[case]))
+                        spent[case] += self._clock() - start
             for case, worker in workers.items():
                 if self._options.breakdown and rows[case].error is None and case.contestant in ENGINES:
                     with self._step(rows[case], "profile"):
@@ -194,15 +200,17 @@ class Harness:
                     if case == reference:
                         expected = run
                     if _is_exact(case) and expected is not None:
-                        rows[case].same_tokens = run == expected
-                        if run != expected:
-                            raise NanoinferError(f"not timed: {_difference(run, expected)}")
+                        difference = _difference(run, expected)
+                        rows[case].same_tokens = difference is None
+                        if difference is not None:
+                            raise NanoinferError(f"not timed: {difference}")
 
     def _sample(self, worker: WorkerProcess) -> list[list[int]]:
         case = worker.case
         if case.workload == "mixed":
             return worker.run().tokens
-        return worker.run(output_tokens=min(CHECK_TOKENS, case.output_tokens)).tokens
+        count = CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS
+        return worker.run(output_tokens=min(count, case.output_tokens)).tokens
 
     def _warm_up(self, worker: WorkerProcess) -> None:
         """Run until two runs agree; short ones, for what is warmed up (caches, compilers, clocks) is per step."""
@@ -210,7 +218,7 @@ class Harness:
         shape = (
             {} if worker.case.workload == "mixed" else {"output_tokens": min(CHECK_TOKENS, worker.case.output_tokens)}
         )
-        while len(seconds) < self._options.max_warmups and not is_steady(seconds):
+        while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
             seconds.append(worker.run(**shape).times.total_sec)
 
     def _timed(self, case: Case, worker: WorkerProcess, row: Row) -> RunTimes:
@@ -224,8 +232,9 @@ class Harness:
             row.peak_memory_bytes = run.peak_memory_bytes
             return run.times.ttft_sec
 
-        times = naive.token_times(step_sec, case.prompt_tokens, case.output_tokens, self._config.block_size)
-        row.note = f"extrapolated from its time at {naive.NUM_POSITIONS} lengths"
+        count = naive.NUM_POSITIONS if case.output_tokens > 64 else naive.NUM_POSITIONS_SHORT
+        times = naive.token_times(step_sec, case.prompt_tokens, case.output_tokens, self._config.block_size, count)
+        row.note = f"extrapolated from its time at {count} lengths"
         return RunTimes(case.prompt_tokens * case.batch, [naive.arrivals(times)] * case.batch)
 
     def _shortened(self, case: Case) -> bool:
@@ -245,15 +254,16 @@ def _is_exact(case: Case) -> bool:
     return case.dtype == "float32" and case.quantization is None and case.sampler == "greedy"
 
 
-def _difference(run: list[list[int]], expected: list[list[int]]) -> str:
-    """Say where two lists of texts first differ."""
+def _difference(run: list[list[int]], expected: list[list[int]]) -> str | None:
+    """Say where texts first leave the expected ones, None if nowhere; they may be shorter.
+
+    _difference([[1, 2]], [[1, 3, 4]]) -> "token 1 of sequence 0 is 2, the reference's is 3"
+    """
     for i, (a, b) in enumerate(zip(run, expected, strict=True)):
         for t, (x, y) in enumerate(zip(a, b, strict=False)):
             if x != y:
                 return f"token {t} of sequence {i} is {x}, the reference's is {y}"
-        if len(a) != len(b):
-            return f"sequence {i} has {len(a)} tokens, the reference's has {len(b)}"
-    return "the same"
+    return None
 
 
 def _per_position(runs: list[RunTimes]) -> list[float]:

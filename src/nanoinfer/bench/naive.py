@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 NUM_POSITIONS = 7
+NUM_POSITIONS_SHORT = 3  # for texts so short that the time hardly changes along them
 
 
 def sample_positions(first: int, last: int, count: int = NUM_POSITIONS) -> list[int]:

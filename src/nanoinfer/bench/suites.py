@@ -61,9 +61,9 @@ def _throughput(model: str, config: ModelConfig, engines: Sequence[str], quick: 
 def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
     best = engines[-1]
     long_prompt = min(1000, config.block_size - 24)
-    shapes = [Case(best, model, batch=b, prompt_tokens=32, output_tokens=16 if quick else 32) for b in (1, 8)]
+    shapes = [Case(best, model, prompt_tokens=32, output_tokens=16 if quick else 32)]
     if not quick:
-        shapes.append(Case(best, model, batch=64, prompt_tokens=32, output_tokens=32))
+        shapes += [replace(shapes[0], batch=b) for b in (8, 64)]
         shapes += [Case(best, model, batch=b, prompt_tokens=long_prompt, output_tokens=16) for b in (1, 8)]
         shapes.append(Case(best, model, batch=64, workload="mixed", prompt_tokens=136, output_tokens=136))
     return [case for shape in shapes for case in _everyone(shape)]

@@ -12,6 +12,7 @@ that started it. What libraries print goes to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any
 
 from nanoinfer.bench.case import Case, make_work
 from nanoinfer.bench.contestants import Contestant, open_contestant
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
 
 
@@ -43,7 +45,10 @@ class Worker:
         if request["do"] == "breakdown":
             return {"percent": self._contestant.breakdown()}  # type: ignore[attr-defined]
         case = dataclasses.replace(self._case, **request.get("shape", {}))
-        tokens, times = self._contestant.run(make_work(case, self._vocab_size))
+        work = make_work(case, self._vocab_size)
+        tokens, times = self._contestant.run(work)
+        if (made := [len(t) for t in tokens]) != work.output_tokens:
+            raise NanoinferError(f"it made {sum(made)} tokens, {sum(work.output_tokens)} were asked for")
         return {
             "tokens": tokens,
             "arrivals": times.arrivals,
@@ -64,6 +69,10 @@ def peak_memory_bytes(device: str) -> int:
         import torch
 
         return torch.cuda.max_memory_allocated(device)
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):  # not getrusage: its peak includes the parent's, from before exec
+                return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
