@@ -76,8 +76,9 @@ class Case:
         return f"{self.contestant} {self.quantization or self.dtype}"
 
     def params(self, output_tokens: int) -> SamplingParams:
-        """Return the sampling parameters of one request of this case."""
-        return SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=0, **SAMPLERS[self.sampler])
+        """Return the sampling parameters of one request of this case; past the context length the window slides."""
+        chosen = SAMPLERS[self.sampler]
+        return SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=0, overflow="slide", **chosen)
 
 
 @dataclass(frozen=True)

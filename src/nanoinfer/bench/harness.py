@@ -156,8 +156,8 @@ class Harness:
                         spent[case] += self._clock() - start
             for case, worker in workers.items():
                 if self._options.breakdown and rows[case].error is None and case.contestant in ENGINES:
-                    with self._step(rows[case], "profile"):
-                        rows[case].breakdown_percent = worker.breakdown()
+                    with self._step(rows[case], "profile"), contextlib.suppress(NanoinferError):
+                        rows[case].breakdown_percent = worker.breakdown()  # an engine may be opaque: then unknown
         for case, row in rows.items():
             self._done += 1
             if row.error is None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from nanoinfer.cli import bench, engines, eval, generate, roofline, train
+from nanoinfer.cli import bench, engines, eval, generate, profile, roofline, train
 from nanoinfer.errors import NanoinferError
 
 # typer carries its own copy of click from 0.20 on: name the base class through typer, whichever it is.
@@ -31,6 +31,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "engines": engines.engines,
     "eval": eval.evaluate,
     "bench": bench.bench,
+    "profile": profile.profile,
     "roofline": roofline.roofline,
     "train": train.train,
 }

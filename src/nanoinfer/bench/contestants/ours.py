@@ -44,7 +44,9 @@ class Ours:
         """Return where the time of a decode step goes, in percent."""
         from nanoinfer.bench.profile import breakdown_percent
 
-        return breakdown_percent(self._llm, batch=self._case.batch, prompt_tokens=self._case.prompt_tokens)
+        case = self._case
+        params = case.params(17)  # one token from the prompt, 16 decoded
+        return breakdown_percent(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=params)
 
 
 def open_ours(case: Case, weights: Path) -> Ours:

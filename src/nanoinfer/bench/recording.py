@@ -1,0 +1,120 @@
+"""One generation, run again and again in the same way: to warm up, for the clock, under torch's profiler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from nanoinfer.bench import spans as sp
+from nanoinfer.errors import NanoinferError
+from nanoinfer.llm import LLM, Prompt
+from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.sampling.params import SamplingParams
+
+WARMUP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is generated, and from where on it is measured."""
+
+    llm: LLM
+    prompts: Prompt | Sequence[Prompt]
+    params: SamplingParams
+    decode_only: bool
+    parts: tuple[str, ...] = sp.PARTS
+    """Which parts get spans."""
+
+    def run(
+        self, spans: sp.Spans | None, recorder: AbstractContextManager[Any] | None
+    ) -> tuple[float, list[list[int]]]:
+        """Generate once; return the wall seconds of the part that is measured, and the tokens of each text.
+
+        Args:
+            spans: put around the parts meanwhile.
+            recorder: torch's profiler; entered before the clock starts.
+        """
+        start, outputs = 0.0, dict[int, RequestOutput]()
+        with ExitStack() as stack:
+            if not self.decode_only:
+                start = self._begin(stack, spans, recorder)
+            ids, stream = self.llm.stream_outputs(self.prompts, self.params)
+            stack.enter_context(closing(cast(Any, stream)))
+            if self.decode_only:
+                outputs = self._skip_first_tokens(len(ids), stream)
+                start = self._begin(stack, spans, recorder)
+            outputs |= {item.request_id: item for item in stream if isinstance(item, RequestOutput)}
+            seconds = self._now() - start
+        return seconds, [completion.token_ids for i in ids for completion in outputs[i].outputs]
+
+    def _begin(self, stack: ExitStack, spans: sp.Spans | None, recorder: AbstractContextManager[Any] | None) -> float:
+        """Start to measure until the stack is left; return the time."""
+        if recorder is not None:
+            stack.enter_context(recorder)
+        if spans is not None:
+            stack.enter_context(sp.attached(self.llm.core, spans, self.parts))
+        start = self._now()
+        if spans is not None:
+            spans.enter(sp.HOST)
+            stack.callback(spans.leave)
+        return start
+
+    def _skip_first_tokens(
+        self, num_requests: int, stream: Iterator[Delta | RequestOutput]
+    ) -> dict[int, RequestOutput]:
+        """Go on until every text has its first token; return what has ended by then."""
+        begun: set[tuple[int, int]] = set()
+        outputs = {}
+        while len(begun) < num_requests * self.params.n:
+            item = next(stream)
+            if isinstance(item, Delta):
+                begun.add((item.request_id, item.index))
+            else:
+                outputs[item.request_id] = item
+        return outputs
+
+    def _now(self) -> float:
+        """Return the time, after all kernels have ended."""
+        if self.llm.device.type == "cuda":
+            torch.cuda.synchronize(self.llm.device)
+        return time.perf_counter()
+
+    def warm_up(self) -> None:
+        """Generate a few tokens, so that nothing is compiled, captured or paged in later."""
+        short = replace(self.params, max_tokens=min(self.params.max_tokens, WARMUP_TOKENS), min_tokens=0)
+        self.llm.generate(self.prompts, short)
+
+    def clocked(self) -> sp.Clock:
+        """Generate with the clock between the spans; for a CPU, where calls return when the work is done."""
+        clock = sp.Clock()
+        self.run(clock, None)
+        return clock
+
+    def recorded(self) -> tuple[Any, sp.Ranges, float, list[list[int]]]:
+        """Generate under torch's profiler; return it, its ranges, the wall seconds and the tokens."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.llm.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        recorder, ranges = torch.profiler.profile(activities=activities), sp.Ranges()
+        return recorder, ranges, *self.run(ranges, recorder)
+
+
+def new_job(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingParams, decode_only: bool) -> Job:
+    """Return the job, with a seed that every run shares."""
+    if decode_only and params.max_tokens < 2:
+        raise NanoinferError("max_tokens=1: the first token comes with the prompt, so there is no decoding to profile")
+    return Job(llm, prompts, params if params.seed is not None else replace(params, seed=0), decode_only)
+
+
+def require_tokens(spans: sp.Spans) -> None:
+    """Raise NanoinferError if nothing was measured."""
+    if not spans.num_tokens:
+        raise NanoinferError(
+            "no token was drawn in the part that is profiled: the texts ended before; use a shorter prompt, or"
+            " ignore_eos=True"
+        )

@@ -1,0 +1,212 @@
+"""Spans around the parts of a running model, put on for a measurement and taken off after it.
+
+    generate ............................................... "Python and host": whatever no span below takes
+      sampler .............................................. sampling
+      engine.extend ........................................ rest of the engine (token tensors, masks, lookups)
+        wte, wpe ........................................... embedding
+        block, its attn and mlp ............................ GELU and residual
+          ln_1, ln_2 (and ln_f) ............................ layer norm
+          c_attn, c_proj, c_fc ............................. matrix products
+          attend, storing keys and values included ......... attention
+        lm_head ............................................ output head
+
+Spans nest, and time belongs to the innermost one, so the parts add up to the whole. Nothing in the model, the
+engines or the core knows of them: modules get hooks, the core another engine and sampler, and all of it is taken
+back when the block is left, also by an exception.
+
+Covered: engines that run the modules of `models.gpt` in Python, with attention as an argument. Not covered:
+engines that run the model in one call of their own (C++, a replayed graph, compiled code, which takes no notice of
+hooks added later): that time is "rest of the engine", and `tells_apart` says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.profiler import record_function
+from torch.utils.hooks import RemovableHandle
+
+from nanoinfer.core import Core
+from nanoinfer.models.gpt import Attend, Attention, Block
+
+MATRIX_PRODUCTS = "matrix products"
+ATTENTION = "attention"
+OUTPUT_HEAD = "output head"
+SAMPLING = "sampling"
+LAYER_NORM = "layer norm"
+GELU_RESIDUAL = "GELU and residual"
+EMBEDDING = "embedding"
+ENGINE = "rest of the engine"
+HOST = "Python and host"
+PARTS = (
+    MATRIX_PRODUCTS, ATTENTION, OUTPUT_HEAD, SAMPLING, LAYER_NORM, GELU_RESIDUAL, EMBEDDING, ENGINE, HOST,
+)  # fmt: skip
+
+_PART_OF = {  # the last word of a module's name -> its part
+    "c_attn": MATRIX_PRODUCTS,
+    "c_proj": MATRIX_PRODUCTS,
+    "c_fc": MATRIX_PRODUCTS,
+    "lm_head": OUTPUT_HEAD,
+    "ln_1": LAYER_NORM,
+    "ln_2": LAYER_NORM,
+    "ln_f": LAYER_NORM,
+    "wte": EMBEDDING,
+    "wpe": EMBEDDING,
+}
+PREFIX = "nanoinfer: "  # of a span's name in a trace: "nanoinfer: attention"
+
+
+class Spans:
+    """Counts how often each part was entered, and the tokens drawn; subclasses measure."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.num_tokens = 0
+
+    def enter(self, part: str) -> None:
+        """Begin a span inside the one that is open."""
+        self.calls[part] += 1
+
+    def leave(self) -> None:
+        """End the innermost span."""
+
+
+class Clock(Spans):
+    """Measures wall time: `seconds` of each part, less what its inner spans took.
+
+    Args:
+        clock: seconds; a fake one in tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
+        self.seconds: Counter[str] = Counter()
+        self._clock, self._since = clock, 0.0
+        self._open: list[str] = []
+
+    def enter(self, part: str) -> None:
+        """Begin a span: time goes to it from here on."""
+        super().enter(part)
+        now = self._clock()
+        if self._open:
+            self.seconds[self._open[-1]] += now - self._since  # type: ignore[assignment]
+        self._open.append(part)
+        self._since = now
+
+    def leave(self) -> None:
+        """End the innermost span: time goes to the one around it again."""
+        now = self._clock()
+        self.seconds[self._open.pop()] += now - self._since  # type: ignore[assignment]
+        self._since = now
+
+
+class Ranges(Spans):
+    """Names the spans in torch's profiler, which is running."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: list[record_function] = []
+
+    def enter(self, part: str) -> None:
+        """Begin a range in the profile."""
+        super().enter(part)
+        self._open.append(record_function(PREFIX + part))
+        self._open[-1].__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> None:
+        """End the innermost range."""
+        self._open.pop().__exit__(None, None, None)
+
+
+@contextmanager
+def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterator[None]:
+    """Put spans around the parts of what `core` runs, for as long as the block lasts.
+
+    Args:
+        core: runs on any engine.
+        spans: entered and left as the model runs.
+        parts: which to tell apart; the engine's steps are always counted. A span takes about 3 us: on the
+            built-in model, one text, all parts make a step 15% longer, on GPT-2 124M 2%.
+    """
+    engine, sampler = core.engine, core._sampler
+    model = getattr(engine, "model", None)
+    modules = list(model.named_modules()) if isinstance(model, nn.Module) else []
+    hooks: list[RemovableHandle] = []
+
+    def counting(*args: Any) -> Any:
+        drawn = sampler(*args)
+        spans.num_tokens += len(drawn)
+        return drawn
+
+    try:
+        for name, module in modules:
+            part = GELU_RESIDUAL if isinstance(module, Block) else _PART_OF.get(name.rpartition(".")[2])
+            if isinstance(module, Attention) and ATTENTION in parts:
+                hooks.append(module.register_forward_pre_hook(_hand_over(spans)))
+            elif part is not None and part in parts:
+                enter, leave = _hooks(spans, part)
+                hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        core.engine = _Engine(engine, spans)
+        core._sampler = _around(spans, SAMPLING, counting)
+        yield
+    finally:
+        core.engine, core._sampler = engine, sampler
+        for hook in hooks:
+            hook.remove()
+
+
+class _Engine:
+    """An engine with a span around `extend`; all else is the engine's own."""
+
+    def __init__(self, engine: Any, spans: Spans) -> None:
+        self._engine = engine
+        self.extend = _around(spans, ENGINE, engine.extend)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+def _around(spans: Spans, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `call` with a span around it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        spans.enter(part)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            spans.leave()
+
+    return run
+
+
+def _hooks(spans: Spans, part: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return what a module calls before and after its forward: a span around it."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        spans.enter(part)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        spans.leave()
+
+    return enter, leave
+
+
+def _hand_over(spans: Spans) -> Callable[..., Any]:
+    """Return what Attention calls before its forward(x, attend): it puts a span around `attend`."""
+
+    def wrap(module: nn.Module, args: tuple[Any, Attend]) -> tuple[Any, Attend]:
+        x, attend = args
+        return x, _around(spans, ATTENTION, attend)
+
+    return wrap
+
+
+def tells_apart(spans: Spans, n_layer: int) -> bool:
+    """Return whether the spans saw every matrix product of every step: 4 a layer, and the head."""
+    steps = spans.calls[ENGINE]
+    return (spans.calls[MATRIX_PRODUCTS], spans.calls[OUTPUT_HEAD]) == (4 * n_layer * steps, steps)

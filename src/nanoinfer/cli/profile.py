@@ -1,0 +1,180 @@
+"""`nanoinfer profile`: where the time of one generation goes.
+
+Examples:
+    nanoinfer profile "O Romeo," --engine static
+    nanoinfer profile --model random:gpt2 --prompt-tokens 512 --max-tokens 16 --decode-only
+    nanoinfer profile "To be" --trace trace.json                   (open it in ui.perfetto.dev or chrome://tracing)
+    nanoinfer profile "To be" --json | jq '.parts[] | {name, share_percent}'
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoinfer.checks import require_int
+from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
+from nanoinfer.cli.options import flags
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoinfer.bench.profile import Profile, ProfileRow
+
+NUM_OPERATORS = 12  # shown one by one; --json has them all
+PROMPT_TOKENS = 32
+_ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias")
+
+
+@flags(EngineConfig, "engine_config")
+@flags(SamplingParams, "params", skip=_ENDINGS)
+def profile(
+    prompt: Annotated[str | None, typer.Argument(help="Prompt; without one, random tokens.")] = None,
+    model: ModelFlag = "shakespeare",
+    tokenizer: TokenizerFlag = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, end-of-text tokens or not.")] = 32,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help=f"Random tokens to use as a prompt, where none is given.  [default: {PROMPT_TOKENS}]"),
+    ] = None,
+    decode_only: Annotated[bool, typer.Option("--decode-only", help="Begin after the first token.")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace of the run under the profiler to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every operator.")] = False,
+    *,
+    engine_config: EngineConfig,
+    params: SamplingParams,
+) -> None:
+    """Print where the time of one generation goes: by part of the model, and by operator."""
+    if prompt is not None and prompt_tokens is not None:
+        raise NanoinferError(f"prompt_tokens={prompt_tokens} has no use beside a prompt: give one of them")
+    num_prompt_tokens = PROMPT_TOKENS if prompt_tokens is None else prompt_tokens
+    require_int("prompt_tokens", num_prompt_tokens, 1, 1 << 20)
+    params = dataclasses.replace(params, max_tokens=max_tokens, ignore_eos=True)
+    with _new_file(trace) if trace is not None else nullcontext() as partial:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its start on stderr otherwise
+
+        from nanoinfer.bench.profile import profile as run
+        from nanoinfer.bench.profile import random_prompts
+        from nanoinfer.llm import LLM
+
+        llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config))
+        given = random_prompts(llm, 1, num_prompt_tokens) if prompt is None else prompt
+        result = run(llm, given, params, decode_only=decode_only, trace=partial)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result)))
+    else:
+        _show(result)
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """Yield where to write what becomes `path` when the block ends well: never half a trace, nor a late surprise.
+
+    Raises:
+        NanoinferError: nothing can be written there (before the block), or the disk is full (after it).
+    """
+    with ExitStack() as stack:
+        with _refusing(path):
+            if path.is_dir():
+                raise IsADirectoryError(0, "it is a folder")
+            # A folder: torch leaves files of its own beside a trace that it could not finish.
+            folder = stack.enter_context(TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent))
+        partial = Path(folder) / "trace.json"
+        yield partial
+        with _refusing(path):
+            if not _is_whole(partial):  # torch says nothing when the disk is full
+                raise OSError(0, "it was cut short, the disk may be full")
+            os.replace(partial, path)
+
+
+def _is_whole(trace: Path) -> bool:
+    """Return whether a JSON document is there and ends as one."""
+    if not trace.exists():
+        return False
+    with open(trace, "rb") as f:
+        f.seek(max(0, trace.stat().st_size - 8))
+        return f.read().rstrip().endswith(b"}")
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turn an error of the file system into one line."""
+    try:
+        yield
+    except OSError as e:
+        raise NanoinferError(f"trace={path} cannot be written: {e.strerror}: choose another place") from None
+
+
+def _show(p: Profile) -> None:
+    """Print the profile as text of at most 80 columns."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=False, width=80, legacy_windows=False)
+    what = "decoding" if p.decode_only else "prompt and decoding"
+    with console.capture() as text:  # printed at the end: rich would answer a closed pipe with an exit of its own
+        console.print(
+            f"{p.model} on {p.engine}, {p.device}, {p.dtype}; {what}: {p.num_tokens:,} tokens in {p.num_steps:,} steps"
+        )
+        console.print(f"\nby part of the model, of {_times(p.wall_sec, p)}")
+        console.print(_table("part", p.parts, p))
+        if not p.tells_apart:
+            console.print(f"{p.engine} runs the model in a call of its own: its parts are not told apart.")
+        console.print(f"\nby operator, of {_times(p.profiled_sec, p)} under torch's profiler")
+        first, rest = p.operators[:NUM_OPERATORS], p.operators[NUM_OPERATORS:]
+        console.print(_table("operator", [*first, _summed(rest), _no_operator(p)], p))
+        console.print(f"\n{p.operator_calls_per_token:,.1f} operator calls a token, inner ones included", end="")
+        launches = p.kernel_launches_per_token
+        console.print("" if launches is None else f"; {launches:,.1f} kernel launches a token")
+    print(text.get(), end="")
+
+
+def _times(seconds: float, p: Profile) -> str:
+    """0.0455 -> "45.5 ms, 1.422 ms a token"."""
+    return f"{1e3 * seconds:,.1f} ms, {1e3 * seconds / p.num_tokens:,.3f} ms a token"
+
+
+def _summed(rows: list[ProfileRow]) -> ProfileRow:
+    """Return one row for several."""
+    from nanoinfer.bench.profile import ProfileRow
+
+    calls, seconds, share = (sum(getattr(r, f) for r in rows) for f in ("calls", "self_sec", "share_percent"))
+    return ProfileRow(f"{len(rows)} more", calls, seconds, share)
+
+
+def _no_operator(p: Profile) -> ProfileRow:
+    """Return the row of the time in which no operator ran, or on a GPU no kernel."""
+    from nanoinfer.bench.profile import ProfileRow
+
+    total = _summed(p.operators)
+    name = "none: Python, the profiler" if p.kernel_launches_per_token is None else "none: the GPU waits"
+    return ProfileRow(name, 0, max(0.0, p.profiled_sec - total.self_sec), max(0.0, 100 - total.share_percent))
+
+
+def _table(title: str, rows: list[ProfileRow], p: Profile) -> Any:
+    """Return a table of shares, and of times and calls for each token."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1))
+    table.add_column(title, overflow="fold", width=40)
+    for column in ("share", "us a token", "calls a token"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.name.removeprefix("aten::"),
+            f"{row.share_percent:.1f}%",
+            f"{1e6 * row.self_sec / p.num_tokens:,.1f}",
+            f"{row.calls / p.num_tokens:,.1f}" if row.calls else "",
+        )
+    return table
