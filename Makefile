@@ -1,7 +1,8 @@
 # make demo    stream text from the built-in model, then show the ladder of engines on it
 # make test    the whole test suite
 # make lint    ruff and mypy
-# make bench   static against transformers, side by side (random weights in GPT-2's shape)
+# make bench   every suite on this machine, into docs/results (an hour; needs the peers: pip install .[bench,peers])
+# make vs-transformers   static against transformers, side by side (random weights in GPT-2's shape)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?= python3
@@ -9,7 +10,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nanoinfer/kernels/cpu/*)
 
-.PHONY: demo test lint bench clean
+SUITES := ladder kv-cache long throughput peers
+
+.PHONY: demo test lint bench vs-transformers clean
 
 demo: .venv/installed
 	@echo "== shakespeare, prompt 'ROMEO:' =="
@@ -27,6 +30,14 @@ lint: .venv/installed-test
 	$(BIN)/mypy
 
 bench: .venv/installed-test
+	@$(PIP) --editable '.[bench,peers]'
+	@mkdir -p docs/results
+	@for suite in $(SUITES); do \
+	  $(BIN)/nanoinfer bench --suite $$suite --model random:gpt2 --output docs/results/$$suite.json || true; \
+	done
+	$(BIN)/nanoinfer bench $(SUITES:%=--load docs/results/%.json) --report docs/results
+
+vs-transformers: .venv/installed-test
 	$(BIN)/python benchmarks/vs_transformers.py
 
 .venv/installed: $(BUILD_INPUTS)

@@ -208,3 +208,12 @@ def test_the_command_prints_tables_json_and_exit_codes(tiny_folder: Path) -> Non
     (document,) = json.loads(done.stdout)
     assert document["schema"] == "nanoinfer-bench/1"
     assert [r["error"] is None for r in document["rows"]] == [True, False]
+
+
+def test_results_are_shown_and_reported_without_measuring(tiny_folder: Path, tmp_path: Path) -> None:
+    plan = Plan(model=str(tiny_folder), engine=("static",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
+    (made,), _ = run(plan, "test", log=quiet)
+    again = Plan(load=(tmp_path / "r.json", tmp_path / "r.json"), report=tmp_path / "page")
+    loaded, interrupted = run(again, "test", log=lambda _: pytest.fail("it measured"))
+    assert (loaded, interrupted) == ([made, made], False)
+    assert (tmp_path / "page" / "index.html").stat().st_size > 1000

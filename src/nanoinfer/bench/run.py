@@ -61,6 +61,8 @@ class Plan:
     """Write the rows as CSV here."""
     resume: Path | None = None
     """Go on with this JSON document: cases in it are not run again."""
+    load: tuple[Path, ...] = ()
+    """Measure nothing: show and report on these JSON documents; may be repeated."""
     report: Path | None = None
     """Write an HTML page and figures into this folder."""
 
@@ -94,6 +96,12 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
     from nanoinfer.roofline.measure import measure
     from nanoinfer.roofline.shapes import find_shape
 
+    if plan.load:
+        loaded = [files.read(path) for path in plan.load]
+        if plan.report is not None:
+            _check_writable(plan.report)
+        _report(plan, loaded)
+        return loaded, False
     device = resolve_device(plan.device)
     engines = [name for name, spec in ENGINES.items() if spec.unavailable() is None and device.type in spec.devices]
     config = find_shape(plan.model)
@@ -115,11 +123,17 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
             except KeyboardInterrupt:
                 interrupted = True
                 break
-    if plan.report is not None:
+    _report(plan, done)
+    return done, interrupted
+
+
+def _report(plan: Plan, results: list[Results]) -> None:
+    """Write the report, where one is asked for and there is anything to report."""
+    with_rows = [r for r in results if r.rows]
+    if plan.report is not None and with_rows:
         from nanoinfer.bench.report import write_report
 
-        write_report([r for r in done if r.rows], plan.report)
-    return done, interrupted
+        write_report(with_rows, plan.report)
 
 
 def _check(plan: Plan, config: ModelConfig, engines: list[str], device: str) -> list[tuple[str, list[Case]]]:
