@@ -33,7 +33,8 @@ bench: .venv/installed-test
 	@$(PIP) --editable '.[bench,peers]'
 	@mkdir -p docs/results
 	@for suite in $(SUITES); do \
-	  $(BIN)/nanoinfer bench --suite $$suite --model random:gpt2 --output docs/results/$$suite.json || true; \
+	  $(BIN)/nanoinfer bench --suite $$suite --model random:gpt2 --output docs/results/$$suite.json \
+	    > docs/results/$$suite.txt || true; \
 	done
 	$(BIN)/nanoinfer bench $(SUITES:%=--load docs/results/%.json) --report docs/results
 
