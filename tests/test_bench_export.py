@@ -10,7 +10,8 @@ import pytest
 
 from conftest import make_folder, refuses
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.export import export_once, fingerprint, prepare
+from nanoinfer.bench.contestants import prepare
+from nanoinfer.bench.export import export_once, fingerprint
 from nanoinfer.bench.export.ctranslate2 import export_ctranslate2
 from nanoinfer.bench.export.gguf import QUANT_BLOCK, export_gguf, gguf_name
 from nanoinfer.config import ModelConfig

@@ -19,7 +19,7 @@ from pathlib import Path
 from nanoinfer.bench import naive
 from nanoinfer.bench.arithmetic import fill_in
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.export import prepare
+from nanoinfer.bench.contestants import prepare
 from nanoinfer.bench.process import Run, WorkerProcess
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.stats import RunTimes, is_steady, summarize

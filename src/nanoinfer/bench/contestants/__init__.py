@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanoinfer.bench.case import Case, Work
 from nanoinfer.bench.stats import RunTimes
@@ -44,6 +44,34 @@ INSTALL = {  # contestant -> (module it needs, how to get it)
 }
 
 
+EXPORTS = {  # contestant -> module:function that makes its own files from the weights
+    "ctranslate2": "nanoinfer.bench.contestants.ctranslate2:export",
+    "llama.cpp": "nanoinfer.bench.contestants.llamacpp:export",
+}
+
+
+def prepare(case: Case, weights: Path) -> Path | None:
+    """Make what a case's contestant needs, unless it is there; not in the process that is measured.
+
+    Exporting holds the float32 weights, which would count in the peak memory.
+
+    Args:
+        case: its contestant, dtype and quantization decide on the export.
+        weights: Hugging Face folder; exports go to a sub-folder.
+
+    Returns:
+        The file or folder that the contestant loads; None for contestants that load `weights` itself.
+
+    Raises:
+        NanoinferError: it is not installed, cannot do what the case asks for, or the export fails.
+    """
+    if case.contestant not in EXPORTS:
+        return None
+    _require_installed(case.contestant)
+    path: Path = _load(EXPORTS[case.contestant])(case, weights)
+    return path
+
+
 def open_contestant(case: Case, weights: Path) -> Contestant:
     """Load a case's contestant.
 
@@ -58,8 +86,17 @@ def open_contestant(case: Case, weights: Path) -> Contestant:
         from nanoinfer.bench.contestants.ours import open_ours
 
         return open_ours(case, weights)
-    if (need := INSTALL.get(case.contestant)) is not None and importlib.util.find_spec(need[0]) is None:
-        raise NanoinferError(f"{case.contestant} is not installed: {need[1]}")
-    module, _, function = PEERS[case.contestant].partition(":")
-    contestant: Contestant = getattr(importlib.import_module(module), function)(case, weights)
+    _require_installed(case.contestant)
+    contestant: Contestant = _load(PEERS[case.contestant])(case, weights)
     return contestant
+
+
+def _require_installed(name: str) -> None:
+    if (need := INSTALL.get(name)) is not None and importlib.util.find_spec(need[0]) is None:
+        raise NanoinferError(f"{name} is not installed: {need[1]}")
+
+
+def _load(target: str) -> Any:
+    """Return the function that "module:function" names."""
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)

@@ -16,8 +16,8 @@ from typing import Any
 
 from nanoinfer.bench.case import SAMPLERS, Case, Work
 from nanoinfer.bench.contestants.limits import longest, num_threads, require_case, require_module, require_room
-from nanoinfer.bench.export import prepare
-from nanoinfer.bench.export.ctranslate2 import token
+from nanoinfer.bench.export import FOLDER
+from nanoinfer.bench.export.ctranslate2 import export_ctranslate2, token
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import NanoinferError
@@ -47,6 +47,11 @@ def compute_type(case: Case) -> str:
     return name
 
 
+def export(case: Case, weights: Path) -> Path:
+    """Return the model folder for a case, made from `weights` unless it is there."""
+    return export_ctranslate2(weights, weights / FOLDER, compute_type(case))
+
+
 class CTranslate2:
     """A Generator on all cores."""
 
@@ -55,7 +60,7 @@ class CTranslate2:
         device, _, index = case.device.partition(":")
         self._block_size = hf_config.read(weights / "config.json").block_size
         self._generator: Any = ctranslate2.Generator(
-            str(prepare(case, weights)),
+            str(export(case, weights)),
             device=device,
             device_index=int(index or 0),
             compute_type=compute_type(case),

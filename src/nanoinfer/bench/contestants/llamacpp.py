@@ -30,7 +30,8 @@ from nanoinfer.bench.contestants.limits import (
     require_room,
     silence_llama_cpp,
 )
-from nanoinfer.bench.export import prepare
+from nanoinfer.bench.export import FOLDER
+from nanoinfer.bench.export.gguf import export_gguf
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
@@ -58,6 +59,11 @@ def file_type(case: Case) -> str:
     return case.quantization or _FILE_TYPES[case.dtype]
 
 
+def export(case: Case, weights: Path) -> Path:
+    """Return the GGUF file for a case, made from `weights` unless it is there."""
+    return export_gguf(weights, weights / FOLDER, file_type(case))
+
+
 class LlamaCpp:
     """A llama.cpp model, a context sized to the case, and one batch that every step fills."""
 
@@ -70,7 +76,7 @@ class LlamaCpp:
         self._capacity = min(longest(make_work(case, 1)), config.block_size)
         if case.batch > (most := lib.llama_max_parallel_sequences()):
             raise NanoinferError(f"llama.cpp: batch={case.batch} is more than the {most} sequences of one context")
-        path = prepare(case, weights)
+        path = export(case, weights)
         lib.llama_backend_init()
         options = lib.llama_model_default_params()
         options.n_gpu_layers = 0

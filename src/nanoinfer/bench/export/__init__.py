@@ -2,9 +2,6 @@
 
 An export is a folder that is complete or not there: it is written beside its place and then moved. It carries the
 fingerprint of the weights it was made from, so that it is made once, and again when the weights change.
-
-    prepare(case, weights)     before a contestant is measured, in another process than the one that is measured:
-                               exporting holds the float32 weights, which would count in the peak memory
 """
 
 from __future__ import annotations
@@ -15,37 +12,10 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from nanoinfer.bench.case import Case
 from nanoinfer.errors import NanoinferError
 
 FOLDER = "exports"  # inside the weights folder, where contestants look
 _STAMP = "made-from.txt"
-
-
-def prepare(case: Case, weights: Path) -> Path | None:
-    """Make what a case's contestant needs, unless it is there.
-
-    Args:
-        case: its contestant, dtype and quantization decide on the export.
-        weights: Hugging Face folder; exports go to its sub-folder `exports`.
-
-    Returns:
-        The file or folder that the contestant loads; None for contestants that load `weights` itself.
-
-    Raises:
-        NanoinferError: the contestant cannot do what the case asks for, or the export fails.
-    """
-    if case.contestant == "ctranslate2":
-        from nanoinfer.bench.contestants.ctranslate2 import compute_type
-        from nanoinfer.bench.export.ctranslate2 import export_ctranslate2
-
-        return export_ctranslate2(weights, weights / FOLDER, compute_type(case))
-    if case.contestant == "llama.cpp":
-        from nanoinfer.bench.contestants.llamacpp import file_type
-        from nanoinfer.bench.export.gguf import export_gguf
-
-        return export_gguf(weights, weights / FOLDER, file_type(case))
-    return None
 
 
 def export_once(target: Path, weights: Path, write: Callable[[Path], None]) -> Path:
