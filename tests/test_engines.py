@@ -293,8 +293,8 @@ def test_reduced_precision_stays_near_float32(name: str, dtype: str, device: str
     exact = gpt(torch.tensor([ids]))[0]
     engine = make_engine(name, gpt.to(device, getattr(torch, dtype)))
     handle = engine.open()
-    rows = [engine.extend(StepBatch([handle], ids[:8], [8], [8]))]
-    rows += [engine.extend(StepBatch([handle], [t], [1], [1])) for t in ids[8:]]
+    rows = [engine.extend(StepBatch([handle], ids[:8], [8], [8])).clone()]  # its own until the next call only
+    rows += [engine.extend(StepBatch([handle], [t], [1], [1])).clone() for t in ids[8:]]
     error = (torch.cat(rows).cpu() - exact).abs().max() / exact.abs().max()
     assert error < (0.03 if dtype == "bfloat16" else 0.005)
 
@@ -302,8 +302,8 @@ def test_reduced_precision_stays_near_float32(name: str, dtype: str, device: str
 def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "nanoinfer"):
         spec = registry.resolve(EngineConfig(), torch.device("cpu"), torch.float32)
-    assert spec.name == "static"
-    assert "engine=auto: static" in caplog.text
+    assert spec.name == "native"
+    assert "engine=auto: native" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -316,8 +316,16 @@ def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> N
         ({"device": "cuda:99"}, "device='cuda:99'"),
         ({"dtype": "float64"}, "dtype='float64' is unknown"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
-        ({"max_num_seqs": 8, "kv_cache_memory": 1000}, "kv_cache_memory=1,000 bytes is too little for 8 sequences"),
+        (
+            {"engine": "static", "max_num_seqs": 8, "kv_cache_memory": 1000},
+            "kv_cache_memory=1,000 bytes is too little for 8 sequences",
+        ),
         ({"kv_cache_memory": 1000, "engine": "dynamic"}, "too little for 1 sequences"),
+        ({"kv_cache_memory": 1000, "engine": "native"}, "too little for 1 sequences"),
+        ({"kv_cache_dtype": "float8"}, "kv_cache_dtype='float8' is unknown"),
+        ({"kv_cache_dtype": "int8", "engine": "static"}, "kv_cache_dtype='int8' is not supported"),
+        ({"threads": 0}, "threads=0"),
+        ({"threads": 2, "engine": "static"}, "threads=2 is not supported"),
     ],
 )
 def test_what_cannot_run_says_why(tiny_folder: Path, keywords: dict[str, object], message: str) -> None:

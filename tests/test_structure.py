@@ -84,5 +84,5 @@ def test_few_frames_from_generate_to_the_matmul(tiny_folder: Path, monkeypatch: 
         return linear(*args)
 
     monkeypatch.setattr(torch.nn.functional, "linear", counting)
-    LLM(str(tiny_folder)).generate("Go", SamplingParams(max_tokens=2))
+    LLM(str(tiny_folder), engine="static").generate("Go", SamplingParams(max_tokens=2))
     assert max(map(len, hops)) <= MAX_HOPS, max(hops, key=len)

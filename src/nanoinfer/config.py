@@ -12,6 +12,7 @@ from nanoinfer.errors import NanoinferError
 
 ACTIVATIONS = ("gelu_new", "gelu")
 DTYPES = ("float32", "bfloat16", "float16")
+CACHE_DTYPES = ("float32", "bfloat16", "int8")
 MIB = 1 << 20
 
 
@@ -106,9 +107,16 @@ class EngineConfig:
     """Sequences open at a time; None is as many as kv_cache_memory holds, up to 64."""
     kv_cache_memory: int | None = None
     """Bytes for keys and values; None is a quarter of the free memory."""
+    kv_cache_dtype: str = "auto"
+    """Type of keys and values where the engine offers a choice: float32, bfloat16 or int8."""
+    threads: int | None = None
+    """CPU threads of the native engine; None is as many as this process may use."""
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, ("auto", *DTYPES))
+        require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *CACHE_DTYPES))
+        if self.threads is not None:
+            require_int("threads", self.threads, 1, 1024)
         if self.max_num_seqs is not None:
             require_int("max_num_seqs", self.max_num_seqs, 1, 65536)
         if self.kv_cache_memory is not None:

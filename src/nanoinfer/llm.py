@@ -24,8 +24,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import Delta, RequestOutput, Score
+from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
 
@@ -39,8 +39,8 @@ class LLM:
     """A loaded model on an engine. Not thread-safe.
 
     Args:
-        model: a built-in model (shakespeare), random:<preset>, a Hugging Face folder, a nanoGPT ckpt.pt, or
-            a Hub repository (gpt2, gpt2-xl, name/repo).
+        model: a built-in model (shakespeare), random:<preset>, a Hugging Face folder, a nanoGPT ckpt.pt, a Hub
+            repository (gpt2, gpt2-xl, name/repo), or wide:<model>:<preset>: the model, widened to a preset's size.
         engine: a rung of the ladder, or auto for the fastest that fits.
         device: cpu, cuda, cuda:N or auto.
         dtype: float32, bfloat16, float16 or auto.
@@ -48,6 +48,8 @@ class LLM:
         tokenizer: where to take the tokenizer from instead of the model's own place.
         max_num_seqs: sequences open at a time; None: as many as kv_cache_memory holds, up to 64.
         kv_cache_memory: bytes for keys and values; None: a quarter of the free memory.
+        kv_cache_dtype: float32, bfloat16, int8 or auto, where the engine offers a choice.
+        threads: CPU threads of the native engine; None: as many as this process may use.
         seed: for random:<preset> weights.
 
     Raises:
@@ -65,9 +67,13 @@ class LLM:
         tokenizer: str | None = None,
         max_num_seqs: int | None = None,
         kv_cache_memory: int | None = None,
+        kv_cache_dtype: str = "auto",
+        threads: int | None = None,
         seed: int = 0,
     ) -> None:
-        config = EngineConfig(engine, device, dtype, quantization, max_num_seqs, kv_cache_memory)
+        config = EngineConfig(
+            engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, kv_cache_dtype, threads
+        )
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         spec = registry.resolve(config, self.device, self.dtype)
@@ -83,7 +89,8 @@ class LLM:
         self.engine = registry.build(spec, loaded.gpt.to(self.device), config)
         limits = self.engine.limits
         scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
-        self.core = Core(self.engine, scheduler, sample, self.tokenizer, self._vocab_size)
+        sampler = choose_sampler(self.device)
+        self.core = Core(self.engine, scheduler, sampler, self.tokenizer, self._vocab_size)
 
     # Generating ------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class Case:
     prompt_tokens: int = 32
     """Tokens of each prompt."""
     output_tokens: int = 64
-    """Tokens generated for each prompt."""
+    """Tokens generated for each prompt; of mixed requests, the most."""
     workload: str = "uniform"
     """uniform: `batch` equal requests; mixed: `batch` requests of 16 to 256 tokens in and out, at random."""
     device: str = "cpu"
@@ -103,7 +103,8 @@ def make_work(case: Case, vocab_size: int, seed: int = 0) -> Work:
     tokens = random.Random(seed)
     if case.workload == "mixed":
         bounds = (MIXED_LOW, MIXED_HIGH)
-        sizes = [(lengths.randint(*bounds), lengths.randint(*bounds)) for _ in range(case.batch)]
+        drawn = [(lengths.randint(*bounds), lengths.randint(*bounds)) for _ in range(case.batch)]
+        sizes = [(n, min(m, case.output_tokens)) for n, m in drawn]
     else:
         sizes = [(case.prompt_tokens, case.output_tokens)] * case.batch
     prompts = [[tokens.randrange(vocab_size) for _ in range(n)] for n, _ in sizes]

@@ -75,6 +75,10 @@ class Spans:
     def leave(self) -> None:
         """End the innermost span."""
 
+    def charge(self, part: str, calls: int, seconds: float) -> None:
+        """Count calls and seconds of a part that an engine measured inside its own step."""
+        self.calls[part] += calls
+
 
 class Clock(Spans):
     """Measures wall time: `seconds` of each part, less what its inner spans took.
@@ -103,6 +107,12 @@ class Clock(Spans):
         now = self._clock()
         self.seconds[self._open.pop()] += now - self._since  # type: ignore[assignment]
         self._since = now
+
+    def charge(self, part: str, calls: int, seconds: float) -> None:
+        """Give a part seconds that were the engine's."""
+        super().charge(part, calls, seconds)
+        self.seconds[part] += seconds  # type: ignore[assignment]
+        self.seconds[ENGINE] -= seconds  # type: ignore[assignment]
 
 
 class Ranges(Spans):
@@ -161,11 +171,17 @@ def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterat
 
 
 class _Engine:
-    """An engine with a span around `extend`; all else is the engine's own."""
+    """An engine with a span around `extend`; all else is the engine's own.
+
+    An engine whose step is one call tells where its time went through `part_seconds`, by the names of parts.
+    """
 
     def __init__(self, engine: Any, spans: Spans) -> None:
         self._engine = engine
+        measured = getattr(engine, "part_seconds", None)
         self.extend = _around(spans, ENGINE, engine.extend)
+        if measured is not None:
+            self.extend = _charging(spans, self.extend, measured, engine.config.n_layer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -180,6 +196,23 @@ def _around(spans: Spans, part: str, call: Callable[..., Any]) -> Callable[..., 
             return call(*args, **kwargs)
         finally:
             spans.leave()
+
+    return run
+
+
+def _charging(
+    spans: Spans, call: Callable[..., Any], measured: Callable[[], dict[str, float]], n_layer: int
+) -> Callable[..., Any]:
+    """Return `call`, after which its parts get the seconds that the engine measured."""
+    calls = {MATRIX_PRODUCTS: 4 * n_layer, ATTENTION: n_layer, OUTPUT_HEAD: 1}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = measured()
+        result = call(*args, **kwargs)
+        after = measured()
+        for part, count in calls.items():
+            spans.charge(part, count, after[part] - before[part])
+        return result
 
     return run
 

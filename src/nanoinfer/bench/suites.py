@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from nanoinfer.bench.case import Case
+from nanoinfer.bench.case import MIXED_HIGH, Case
 from nanoinfer.config import ModelConfig
 
 
@@ -65,7 +65,7 @@ def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool)
     if not quick:
         shapes += [replace(shapes[0], batch=b) for b in (8, 64)]
         shapes += [Case(best, model, batch=b, prompt_tokens=long_prompt, output_tokens=16) for b in (1, 8)]
-        shapes.append(Case(best, model, batch=64, workload="mixed", prompt_tokens=136, output_tokens=136))
+        shapes.append(Case(best, model, batch=64, workload="mixed", prompt_tokens=MIXED_HIGH, output_tokens=MIXED_HIGH))
     return [case for shape in shapes for case in _everyone(shape)]
 
 

@@ -7,6 +7,7 @@ what this machine has is the tensor library's knowledge.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -38,9 +39,15 @@ class EngineSpec:
     quantizations: tuple[str, ...] = ()
     memory: str = "tokens"
     """What keys and values take: "none", "tokens" (grows with the text) or "slots" (a full text each)."""
+    options: tuple[str, ...] = ()
+    """Fields of EngineConfig that the engine takes beside the model and its limits."""
+    native: bool = False
+    """Whether it needs the native extension."""
 
     def unavailable(self) -> str | None:
         """Return why this engine cannot run on this machine, or None."""
+        if self.native and importlib.util.find_spec("nanoinfer._native") is None:
+            return "built without the native extension: install a C++ compiler, then install nanoinfer again"
         import torch
 
         if "cpu" not in self.devices and not torch.cuda.is_available():
@@ -67,6 +74,15 @@ ENGINES: dict[str, EngineSpec] = {
             "preallocate keys and values, write in place",
             "nanoinfer.engines.static:StaticEngine",
             memory="slots",
+        ),
+        EngineSpec(
+            "native",
+            "a C++ decoder that streams packed weights at memory speed",
+            "nanoinfer.engines.native:NativeEngine",
+            devices=("cpu",),
+            quantizations=("int8", "int4"),
+            options=("quantization", "kv_cache_dtype", "threads"),
+            native=True,
         ),
     )
 }
@@ -106,6 +122,9 @@ def _why_not(spec: EngineSpec, config: EngineConfig, device: torch.device, dtype
     ):
         if value not in have:
             return f"{name}={value!r} is not supported: it has {', '.join(map(str, have))}"
+    for name, neutral in (("kv_cache_dtype", "auto"), ("threads", None)):
+        if name not in spec.options and (value := getattr(config, name)) != neutral:
+            return f"{name}={value!r} is not supported: leave it out"
     return None
 
 
@@ -123,7 +142,8 @@ def build(spec: EngineSpec, gpt: GPT, config: EngineConfig) -> Engine:
     module, _, name = spec.target.partition(":")
     weight = gpt.lm_head.weight
     limits = plan_limits(gpt.config, config, spec, weight.dtype.itemsize, weight.device)
-    engine: Engine = getattr(importlib.import_module(module), name)(gpt, limits)
+    options = {field: getattr(config, field) for field in spec.options}
+    engine: Engine = getattr(importlib.import_module(module), name)(gpt, limits, **options)
     return engine
 
 

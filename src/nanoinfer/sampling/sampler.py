@@ -6,8 +6,8 @@
 
 The inverse transform: with weights w in vocabulary order, summed in float64, the token is the first whose
 running sum exceeds u * sum(w). u comes from `rng.uniform`, a function of (seed, sample, position) alone.
-So the same logits give the same token, whatever else is in the batch and whichever sampler computes it; a
-sampler without a sort may replace this one if it takes the same tokens.
+So the same logits give the same token, whatever else is in the batch and whichever sampler computes it; the
+sampler without a sort (native.py) replaces this one on CPUs because it takes the same tokens.
 
 Cost: rows that need nothing but the largest logit share one pass over the logits; the others pay a sort
 when top_p is on, and float64 arithmetic over the vocabulary.
@@ -90,20 +90,20 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     if not rows:
         return []
     tokens = [-1] * len(rows)
-    plain = [i for i, row in enumerate(rows) if _is_plain(row)]
-    other = [i for i, row in enumerate(rows) if not _is_plain(row)]
+    plain = [i for i, row in enumerate(rows) if is_plain(row)]
+    other = [i for i, row in enumerate(rows) if not is_plain(row)]
     for some, choose in ((plain, _argmax), (other, _choose)):
         if some:
             part = logits if len(some) == len(rows) else logits[some]
             for i, token in zip(some, choose(part, [rows[i] for i in some]), strict=True):
                 tokens[i] = token
     return [
-        Sampled(token, _logprobs(logits[i], token, row.params.logprobs))
+        Sampled(token, find_logprobs(logits[i], token, row.params.logprobs))
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
     ]
 
 
-def _is_plain(row: SamplerRow) -> bool:
+def is_plain(row: SamplerRow) -> bool:
     """Return whether the row takes the largest raw logit: greedy, and nothing changes the logits."""
     return row.params.greedy and not _changes_logits(row)
 
@@ -115,8 +115,13 @@ def _changes_logits(row: SamplerRow) -> bool:
         or p.presence_penalty
         or p.frequency_penalty
         or p.logit_bias
-        or (p.min_tokens > row.num_output_tokens and row.end_token_ids)
+        or excludes_end_tokens(row)
     )
+
+
+def excludes_end_tokens(row: SamplerRow) -> bool:
+    """Return whether min_tokens keeps the row from drawing its end tokens."""
+    return bool(row.params.min_tokens > row.num_output_tokens and row.end_token_ids)
 
 
 def _argmax(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
@@ -216,7 +221,7 @@ def _adjust(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         if bias := row.params.logit_bias:
             ids = torch.tensor(list(bias), device=device)
             logits[i, ids] += torch.tensor(list(bias.values()), dtype=torch.float64, device=device)
-        if row.end_token_ids and row.params.min_tokens > row.num_output_tokens:
+        if excludes_end_tokens(row):
             logits[i, list(row.end_token_ids)] = filters.EXCLUDED
     return logits
 
@@ -226,7 +231,7 @@ def _ids(token_ids: Sequence[int] | set[int], V: int, device: torch.device) -> T
     return torch.tensor([t for t in token_ids if t < V], dtype=torch.int64, device=device)
 
 
-def _logprobs(logits: Tensor, token: int, count: int | None) -> dict[int, tuple[float, int]] | None:
+def find_logprobs(logits: Tensor, token: int, count: int | None) -> dict[int, tuple[float, int]] | None:
     """Return log-probability and rank of the drawn token and the `count` most likely, from raw logits (V,)."""
     if count is None:
         return None

@@ -6,6 +6,11 @@
 
 #include "philox.h"
 
+namespace nanoinfer {
+void bind_decoder(nanobind::module_& m);
+void bind_sampler(nanobind::module_& m);
+}
+
 namespace nb = nanobind;
 using namespace nb::literals;
 
@@ -16,4 +21,6 @@ NB_MODULE(_native, m) {
         "Args: seed, sample, position: integers in [0, 2**64).\n"
         "Returns: a float with 53 random bits, equal bit for bit to nanoinfer.sampling.rng.uniform_reference.\n"
         "Raises: TypeError for anything else.");
+  nanoinfer::bind_decoder(m);
+  nanoinfer::bind_sampler(m);
 }

@@ -1,0 +1,131 @@
+"""Rung `native`: a decoder in C++ that reads packed weights at the speed of memory.
+
+What changes from `static`: a step is one call into C++ (kernels/cpu/). Weights are packed once, in the order in
+which they are read, on huge pages, in 32, 16, 8 or 4 bits; one team of threads runs a whole step, meeting at
+barriers instead of being started for each operation; keys and values are in blocks that forks share.
+
+Why it helps: one token of one text reads every weight once and computes little, so the speed of memory decides,
+and the bytes of a weight. When it does not pay: never yet on a CPU; a GPU has memory that is fifty times faster.
+
+What is exact: the result of a row does not depend on the other rows, bit for bit (kernels.cpp says why). float32
+weights say what `recompute` says. With bfloat16 weights, activations are rounded to bfloat16 before a product; with
+int8 and int4 to 8 bits, a scale for every 64 of them; sums, layer norms, softmax and the residual are float32.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from nanoinfer import environment
+from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
+from nanoinfer.engines.sequences import Sequences
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.gpt import GPT
+
+
+class NativeEngine(Sequences):
+    """A decoder in C++.
+
+    Args:
+        model: the weights; they are packed, and not kept.
+        limits: what the engine may hold.
+        quantization: int8, int4, or None for the weights' own type.
+        kv_cache_dtype: float32, bfloat16 or int8; auto is float32 for float32 weights, else bfloat16.
+        threads: None is the CPUs that this process may use.
+
+    Raises:
+        NanoinferError: an instruction set that this CPU lacks is forced, or the memory does not suffice.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        limits: EngineLimits,
+        *,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        threads: int | None = None,
+    ) -> None:
+        from nanoinfer._native import Decoder
+
+        super().__init__(model.config, limits)
+        c = model.config
+        dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+        try:
+            self._decoder = Decoder(
+                vocab_size=c.vocab_size,
+                block_size=c.block_size,
+                n_layer=c.n_layer,
+                n_head=c.n_head,
+                n_embd=c.n_embd,
+                mlp_dim=c.mlp_dim,
+                activation=c.activation,
+                tied=c.tie_word_embeddings,
+                epsilon=c.layer_norm_epsilon,
+                weights=quantization or dtype,
+                cache=resolve_cache_dtype(kv_cache_dtype, dtype, quantization),
+                max_num_seqs=limits.max_num_seqs,
+                max_num_cached_tokens=limits.max_num_cached_tokens,
+                threads=threads or len(os.sched_getaffinity(0)),
+                isa=environment.isa(),
+            )
+        except ValueError as e:
+            raise NanoinferError(f"engine=native: {e}") from None
+        except MemoryError:
+            raise NanoinferError(
+                f"the weights and {limits.max_num_cached_tokens} tokens of keys and values do not fit the memory:"
+                " use a smaller kv_cache_memory, or quantization=int8"
+            ) from None
+        for name, tensor in model.named_parameters():  # a tied head is named once
+            self._decoder.load(name, tensor.detach().float().contiguous().numpy())
+        self._decoder.check_loaded()
+        self._handles: dict[Handle, int] = {}
+        self._logits = torch.empty(0, self._decoder.logits_stride)
+
+    @property
+    def isa(self) -> str:
+        """Instruction set of the kernels."""
+        return str(self._decoder.isa)
+
+    def extend(self, batch: StepBatch) -> Tensor:
+        """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
+        self._check(batch)
+        count = sum(batch.num_logits)
+        if count > len(self._logits):  # kept from step to step: fresh pages cost more than a small step
+            self._logits = torch.empty(count, self._decoder.logits_stride)
+        self._decoder.extend(
+            handles=[self._handles[h] for h in batch.handles],
+            token_ids=batch.token_ids,
+            num_new=batch.num_new,
+            num_logits=batch.num_logits,
+            logits=self._logits[:count],
+        )
+        self._advance(batch)
+        return self._logits[:count, : self.config.vocab_size]
+
+    def part_seconds(self) -> dict[str, float]:
+        """Return where the time of all steps so far went: matrix products, attention, output head, everything else."""
+        return dict(self._decoder.part_seconds())
+
+    def _open(self, handle: Handle) -> None:
+        self._handles[handle] = self._decoder.open()
+
+    def _truncate(self, handle: Handle, length: int) -> None:
+        self._decoder.truncate(self._handles[handle], length)
+
+    def _fork(self, parent: Handle, child: Handle) -> None:
+        self._decoder.close(self._handles[child])
+        self._handles[child] = self._decoder.fork(self._handles[parent])
+
+    def _close(self, handle: Handle) -> None:
+        self._decoder.close(self._handles.pop(handle))
+
+
+def resolve_cache_dtype(kv_cache_dtype: str, dtype: str, quantization: str | None) -> str:
+    """Return the type of keys and values: the one asked for; auto is float32 beside float32 weights, else bfloat16."""
+    if kv_cache_dtype != "auto":
+        return kv_cache_dtype
+    return "float32" if dtype == "float32" and quantization is None else "bfloat16"

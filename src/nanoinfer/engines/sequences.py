@@ -1,0 +1,109 @@
+"""What all engines share: handles, lengths, and the checks at the boundary. No tensor library here."""
+
+from __future__ import annotations
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
+from nanoinfer.errors import NanoinferError
+
+
+class Sequences:
+    """The open sequences of an engine. An engine derives from it and says what its memory does.
+
+    Args:
+        config: the model's shape.
+        limits: what the engine may hold.
+    """
+
+    def __init__(self, config: ModelConfig, limits: EngineLimits) -> None:
+        self.config = config
+        self.limits = limits
+        self._lengths: dict[Handle, int] = {}
+        self._next_handle = 0
+
+    def open(self) -> Handle:
+        """Return an empty sequence."""
+        if len(self._lengths) >= self.limits.max_num_seqs:
+            raise NanoinferError(
+                f"{len(self._lengths)} sequences are open, the limit is max_num_seqs={self.limits.max_num_seqs}:"
+                " close one, or raise max_num_seqs"
+            )
+        handle = Handle(self._next_handle)
+        self._open(handle)
+        self._next_handle += 1
+        self._lengths[handle] = 0
+        return handle
+
+    def length(self, handle: Handle) -> int:
+        """Return the number of tokens in a sequence."""
+        try:
+            return self._lengths[handle]
+        except (KeyError, TypeError):
+            raise NanoinferError(f"handle {handle!r} is not an open sequence") from None
+
+    def truncate(self, handle: Handle, length: int) -> None:
+        """Forget the tokens from position `length` on."""
+        have = self.length(handle)
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= have:
+            raise NanoinferError(f"truncate to {length!r}: sequence {handle} has {have} tokens")
+        self._truncate(handle, length)
+        self._lengths[handle] = length
+
+    def fork(self, handle: Handle) -> Handle:
+        """Return a new sequence with the same past."""
+        length = self.length(handle)
+        child = self.open()
+        self._fork(handle, child)
+        self._lengths[child] = length
+        return child
+
+    def close(self, handle: Handle) -> None:
+        """Free a sequence."""
+        self.length(handle)
+        self._close(handle)
+        del self._lengths[handle]
+
+    def _advance(self, batch: StepBatch) -> None:
+        """Count a step's tokens: the one place where positions advance."""
+        for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
+            self._lengths[handle] += num_new
+
+    def _check(self, batch: StepBatch) -> None:
+        """Raise NanoinferError unless the batch makes sense, before anything is changed."""
+        handles, num_new, num_logits = batch.handles, batch.num_new, batch.num_logits
+        if not len(handles) == len(num_new) == len(num_logits) or len(set(handles)) != len(handles):
+            raise NanoinferError(
+                f"batch of {len(handles)} handles ({len(set(handles))} different), {len(num_new)} num_new and"
+                f" {len(num_logits)} num_logits: give one of each per sequence, each sequence once"
+            )
+        for handle, new, wanted in zip(handles, num_new, num_logits, strict=True):
+            have = self.length(handle)
+            if new < 1 or not 0 <= wanted <= new:
+                raise NanoinferError(
+                    f"sequence {handle}: num_new={new}, num_logits={wanted}: need num_new >= 1 and"
+                    " 0 <= num_logits <= num_new"
+                )
+            if have + new > self.limits.block_size:
+                raise NanoinferError(
+                    f"sequence {handle}: {have} tokens and {new} more exceed the context length"
+                    f" {self.limits.block_size}: truncate it first"
+                )
+        if sum(num_new) != len(batch.token_ids):
+            raise NanoinferError(f"num_new adds up to {sum(num_new)}, but there are {len(batch.token_ids)} token_ids")
+        if batch.token_ids and not (min(batch.token_ids) >= 0 and max(batch.token_ids) < self.config.vocab_size):
+            bad = next(t for t in batch.token_ids if not 0 <= t < self.config.vocab_size)
+            raise NanoinferError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
+
+    # What an engine brings -------------------------------------------------------------------------------
+
+    def _open(self, handle: Handle) -> None:
+        raise NotImplementedError
+
+    def _truncate(self, handle: Handle, length: int) -> None:
+        raise NotImplementedError
+
+    def _fork(self, parent: Handle, child: Handle) -> None:
+        raise NotImplementedError
+
+    def _close(self, handle: Handle) -> None:
+        raise NotImplementedError

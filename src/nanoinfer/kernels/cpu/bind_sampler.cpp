@@ -1,0 +1,194 @@
+// Python bindings of the native sampler. Every number is checked here again, whoever the caller is: what is
+// out of range is a ValueError that names it, and never reaches the code that trusts it.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "sampler.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace nanoinfer {
+namespace {
+
+using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+
+// A row that has no largest logit: the model's fault, not the caller's, so it has a type of its own.
+struct NotFinite : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+std::string show(double value) { return nb::repr(nb::float_(value)).c_str(); }
+
+[[noreturn]] void value_error(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+void require(bool ok, const char* name, double value, const char* limit) {
+  if (!ok) value_error(std::string(name) + "=" + show(value) + " is not " + limit);
+}
+
+// Call `take` on each item of a sequence; lists and tuples are not copied. `take` runs no code of the items,
+// so that nothing can change the list meanwhile.
+template <typename Take>
+void for_each(nb::handle items, const char* name, Take take) {
+  PyObject* fast = PySequence_Fast(items.ptr(), (std::string(name) + " is not a sequence").c_str());
+  if (fast == nullptr) throw nb::python_error();
+  const auto owner = nb::steal<nb::object>(fast);
+  const Py_ssize_t size = PySequence_Fast_GET_SIZE(fast);
+  for (Py_ssize_t i = 0; i < size; ++i) take(PySequence_Fast_GET_ITEM(fast, i));
+}
+
+std::vector<std::int32_t> to_ids(nb::handle items, const char* name) {
+  std::vector<std::int32_t> ids;
+  for_each(items, name, [&](PyObject* item) {
+    if (!PyLong_Check(item)) throw nb::type_error((std::string(name) + " holds what is no integer").c_str());
+    int overflow = 0;
+    const long long id = PyLong_AsLongLongAndOverflow(item, &overflow);
+    if (overflow != 0 || id < 0 || id > std::numeric_limits<std::int32_t>::max()) {
+      value_error(std::string(name) + " holds a token id that is not in [0, 2**31)");
+    }
+    ids.push_back(static_cast<std::int32_t>(id));
+  });
+  return ids;
+}
+
+std::vector<double> to_doubles(nb::handle items, const char* name) {
+  std::vector<double> values;
+  for_each(items, name, [&](PyObject* item) {
+    if (!PyFloat_Check(item) && !PyLong_Check(item)) {
+      throw nb::type_error((std::string(name) + " holds what is no number").c_str());
+    }
+    const double value = PyFloat_Check(item) ? PyFloat_AS_DOUBLE(item) : PyLong_AsDouble(item);
+    if (PyErr_Occurred()) throw nb::python_error();
+    require(std::isfinite(value), name, value, "a finite number");
+    values.push_back(value);
+  });
+  return values;
+}
+
+SampleOptions make_options(double uniform, double temperature, std::int64_t top_k, double top_p, double min_p,
+                           double repetition_penalty, double presence_penalty, double frequency_penalty,
+                           nb::handle prompt_ids, nb::handle output_ids, nb::handle bias_ids,
+                           nb::handle bias_values, nb::handle excluded_ids) {
+  // Written so that a NaN fails.
+  require(uniform >= 0 && uniform < 1, "uniform", uniform, "in [0, 1)");
+  require(temperature >= 0 && std::isfinite(temperature), "temperature", temperature, "finite and >= 0");
+  require(top_k >= 0, "top_k", static_cast<double>(top_k), ">= 0");
+  require(top_p > 0 && top_p <= 1, "top_p", top_p, "in (0, 1]");
+  require(min_p >= 0 && min_p <= 1, "min_p", min_p, "in [0, 1]");
+  require(repetition_penalty > 0 && std::isfinite(repetition_penalty), "repetition_penalty",
+          repetition_penalty, "finite and > 0");
+  require(std::isfinite(presence_penalty), "presence_penalty", presence_penalty, "a finite number");
+  require(std::isfinite(frequency_penalty), "frequency_penalty", frequency_penalty, "a finite number");
+  SampleOptions options{uniform, temperature, top_k, top_p, min_p,
+                        repetition_penalty, presence_penalty, frequency_penalty,
+                        to_ids(prompt_ids, "prompt_ids"), to_ids(output_ids, "output_ids"),
+                        to_ids(bias_ids, "bias_ids"), to_doubles(bias_values, "bias_values"),
+                        to_ids(excluded_ids, "excluded_ids")};
+  if (options.bias_ids.size() != options.bias_values.size()) {
+    value_error("bias_ids has " + std::to_string(options.bias_ids.size()) + " entries, bias_values " +
+                std::to_string(options.bias_values.size()) + ": give as many");
+  }
+  return options;
+}
+
+void require_below(const std::vector<std::int32_t>& ids, std::int32_t V, const char* name, std::size_t row) {
+  for (const std::int32_t id : ids) {
+    if (id >= V) {
+      value_error("row " + std::to_string(row) + ": " + name + " holds " + std::to_string(id) +
+                  ", which is not below the vocabulary's " + std::to_string(V));
+    }
+  }
+}
+
+nb::list sample_rows(const Logits& logits, const nb::list& rows) {
+  const std::size_t B = logits.shape(0);
+  if (rows.size() != B) {
+    value_error("logits have " + std::to_string(B) + " rows, but there are options for " +
+                std::to_string(rows.size()));
+  }
+  if (B == 0) return nb::list();
+  if (logits.shape(1) == 0 || logits.shape(1) > std::numeric_limits<std::int32_t>::max() / 2) {
+    value_error("logits have " + std::to_string(logits.shape(1)) + " columns: not in [1, 2**30)");
+  }
+  const auto V = static_cast<std::int32_t>(logits.shape(1));
+  if (V > 1 && logits.stride(1) != 1) {
+    value_error("the logits of a row are " + std::to_string(logits.stride(1)) +
+                " numbers apart: they must be neighbours (call contiguous())");
+  }
+  // Own references: the list could be changed by others while the lock is released.
+  std::vector<nb::object> owners;
+  std::vector<const SampleOptions*> options(B, nullptr);
+  for (std::size_t i = 0; i < B; ++i) {
+    nb::object row = rows[i];
+    if (row.is_none()) continue;
+    if (!nb::try_cast(row, options[i]) || options[i] == nullptr) {
+      throw nb::type_error(("row " + std::to_string(i) + " is neither SampleOptions nor None").c_str());
+    }
+    require_below(options[i]->bias_ids, V, "bias_ids", i);
+    require_below(options[i]->excluded_ids, V, "excluded_ids", i);
+    owners.push_back(std::move(row));
+  }
+
+  std::vector<SampleResult> results(B);
+  {
+    nb::gil_scoped_release unlocked;
+    thread_local SamplerScratch scratch;  // kept from call to call, so that no token allocates
+    for (std::size_t i = 0; i < B; ++i) {
+      const float* row = logits.data() + static_cast<std::int64_t>(i) * logits.stride(0);
+      results[i] = options[i] ? sample_row(row, V, *options[i], scratch) : argmax_row(row, V, scratch);
+      if (results[i].token < 0) break;
+    }
+  }
+  nb::list tokens;
+  for (std::size_t i = 0; i < B; ++i) {
+    if (results[i].token < 0) {
+      throw NotFinite("row " + std::to_string(i) + ": the largest logit is " + show(results[i].largest));
+    }
+    tokens.append(results[i].token);
+  }
+  return tokens;
+}
+
+}  // namespace
+
+void bind_sampler(nb::module_& m) {
+  nb::exception<NotFinite>(m, "NotFiniteError", PyExc_ValueError);
+  nb::class_<SampleOptions>(
+      m, "SampleOptions",
+      "How one row is sampled, in SamplingParams' names. It cannot be changed.\n\n"
+      "uniform: in [0, 1). prompt_ids, output_ids: what the penalties concern; ids past the vocabulary\n"
+      "count for nothing. bias_ids, bias_values: added to these logits. excluded_ids: never drawn.\n"
+      "Raises: ValueError for a number that is out of range, TypeError for no number.")
+      .def(
+          "__init__",
+          [](SampleOptions* self, double uniform, double temperature, std::int64_t top_k, double top_p,
+             double min_p, double repetition_penalty, double presence_penalty, double frequency_penalty,
+             nb::handle prompt_ids, nb::handle output_ids, nb::handle bias_ids, nb::handle bias_values,
+             nb::handle excluded_ids) {
+            new (self) SampleOptions(make_options(
+                uniform, temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
+                frequency_penalty, prompt_ids, output_ids, bias_ids, bias_values, excluded_ids));
+          },
+          nb::kw_only(), "uniform"_a, "temperature"_a = 1.0, "top_k"_a = 0, "top_p"_a = 1.0, "min_p"_a = 0.0,
+          "repetition_penalty"_a = 1.0, "presence_penalty"_a = 0.0, "frequency_penalty"_a = 0.0,
+          "prompt_ids"_a = nb::tuple(), "output_ids"_a = nb::tuple(), "bias_ids"_a = nb::tuple(),
+          "bias_values"_a = nb::tuple(), "excluded_ids"_a = nb::tuple());
+  m.def("sample_rows", &sample_rows, nb::kw_only(), "logits"_a.noconvert(), "rows"_a,
+        "Draw the next token of each row, as nanoinfer.sampling.sampler.sample does, without a sort.\n\n"
+        "Args:\n"
+        "    logits: (B, V) float32 on the CPU, the logits of a row side by side, rows any distance apart.\n"
+        "        Not copied, not changed.\n"
+        "    rows: a list of B SampleOptions; None takes the first largest raw logit.\n\n"
+        "Returns: a list of B token ids. The interpreter lock is released meanwhile.\n"
+        "Raises: NotFiniteError (a ValueError) that names the first row whose largest logit is NaN or\n"
+        "    infinite; ValueError for ids, lengths or strides that do not fit; TypeError for other arrays.");
+}
+
+}  // namespace nanoinfer

@@ -1,0 +1,95 @@
+#include "cache.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace nanoinfer {
+
+std::size_t CacheShape::part_bytes() const {
+  const std::int64_t values = (head_dim + (head_dim + kLanes - 1) / kLanes * kLanes) * kBlock;
+  const std::size_t bytes = type == CacheType::f32   ? values * 4
+                            : type == CacheType::bf16 ? values * 2
+                                                      : values + 2 * kBlock * sizeof(float);
+  return (bytes + 63) / 64 * 64;
+}
+
+Cache::Cache(const CacheShape& shape, std::int64_t num_blocks)
+    : shape_(shape), memory_(num_blocks * shape.block_bytes()), references_(num_blocks, 0) {
+  for (std::int64_t b = num_blocks; b-- > 0;) free_.push_back(static_cast<std::int32_t>(b));  // low ones first
+}
+
+const Cache::Sequence& Cache::at(std::int64_t handle) const {
+  const auto found = sequences_.find(handle);
+  if (found == sequences_.end())
+    throw std::out_of_range("handle " + std::to_string(handle) + " is not an open sequence");
+  return found->second;
+}
+
+std::int64_t Cache::open() {
+  sequences_.emplace(next_, Sequence{});
+  return next_++;
+}
+
+std::int64_t Cache::fork(std::int64_t handle) {
+  Sequence copy = at(handle);
+  for (const std::int32_t b : copy.block) ++references_[b];
+  sequences_.emplace(next_, std::move(copy));
+  return next_++;
+}
+
+void Cache::drop(Sequence& s, std::size_t keep) {
+  for (; s.block.size() > keep; s.block.pop_back(), s.address.pop_back())
+    if (--references_[s.block.back()] == 0) free_.push_back(s.block.back());
+}
+
+void Cache::truncate(std::int64_t handle, std::int64_t length) {
+  Sequence& s = at(handle);
+  if (length < 0 || length > s.length)
+    throw std::out_of_range("truncate to " + std::to_string(length) + ": sequence " + std::to_string(handle) +
+                            " has " + std::to_string(s.length) + " tokens");
+  drop(s, (length + kBlock - 1) / kBlock);
+  s.length = length;
+}
+
+void Cache::close(std::int64_t handle) {
+  drop(at(handle), 0);
+  sequences_.erase(handle);
+}
+
+std::int64_t Cache::length(std::int64_t handle) const { return at(handle).length; }
+
+std::int64_t Cache::blocks_needed(std::int64_t handle, std::int64_t count) const {
+  const Sequence& s = at(handle);
+  const bool copies = s.length % kBlock && references_[s.block.back()] > 1;
+  return (s.length + count + kBlock - 1) / kBlock - static_cast<std::int64_t>(s.block.size()) + copies;
+}
+
+std::int32_t Cache::take() {
+  const std::int32_t b = free_.back();
+  free_.pop_back();
+  references_[b] = 1;
+  return b;
+}
+
+void Cache::append(std::int64_t handle, std::int64_t count) {
+  Sequence& s = at(handle);
+  if (s.length % kBlock && references_[s.block.back()] > 1) {  // shared with a fork: copy before writing
+    const std::int32_t own = take();
+    std::memcpy(address(own), address(s.block.back()), shape_.block_bytes());
+    --references_[s.block.back()];
+    s.block.back() = own;
+    s.address.back() = address(own);
+  }
+  s.length += count;
+  while (static_cast<std::int64_t>(s.block.size()) * kBlock < s.length) {
+    s.block.push_back(take());
+    s.address.push_back(address(s.block.back()));
+  }
+}
+
+std::uint8_t* Cache::block(std::int64_t handle, std::int64_t position) const {
+  return address(at(handle).block[position / kBlock]);
+}
+
+}  // namespace nanoinfer

@@ -1,0 +1,69 @@
+// The key/value cache: fixed-size blocks of one pool, shared between forks by reference.
+//
+// A block holds kBlock positions of every layer and head, so a sequence is a list of blocks and a length. Forks
+// share blocks; whoever appends to a shared one copies it first. Truncating gives whole blocks back. The idea of
+// paged keys and values is PagedAttention's (Kwon et al. 2023).
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+#include "memory.h"
+
+namespace nanoinfer {
+
+struct CacheShape {
+  CacheType type;
+  std::int64_t n_layer, n_head, head_dim;
+
+  std::size_t part_bytes() const;                                       // one head of one layer in a block
+  std::size_t block_bytes() const { return n_layer * n_head * part_bytes(); }
+  std::size_t offset(std::int64_t layer, std::int64_t head) const { return (layer * n_head + head) * part_bytes(); }
+};
+
+class Cache {
+ public:
+  // A pool of num_blocks blocks; memory is taken as blocks are first written. Throws std::bad_alloc.
+  Cache(const CacheShape& shape, std::int64_t num_blocks);
+
+  std::int64_t open();
+  std::int64_t fork(std::int64_t handle);                     // throws std::out_of_range: no such handle
+  void truncate(std::int64_t handle, std::int64_t length);    // the same, or a length that it does not have
+  void close(std::int64_t handle);                            // the same
+  std::int64_t length(std::int64_t handle) const;             // the same
+
+  // Blocks that appending `count` positions to a sequence takes from the pool.
+  std::int64_t blocks_needed(std::int64_t handle, std::int64_t count) const;
+  std::int64_t blocks_free() const { return static_cast<std::int64_t>(free_.size()); }
+  std::int64_t blocks_total() const { return static_cast<std::int64_t>(references_.size()); }
+  // Make room for `count` more positions and count them as present. The blocks must be free.
+  void append(std::int64_t handle, std::int64_t count);
+
+  // Addresses of a sequence's blocks; valid until it is appended to, truncated or closed.
+  const std::vector<const std::uint8_t*>& blocks(std::int64_t handle) const { return at(handle).address; }
+  std::uint8_t* block(std::int64_t handle, std::int64_t position) const;
+  const CacheShape& shape() const { return shape_; }
+
+ private:
+  struct Sequence {
+    std::int64_t length = 0;
+    std::vector<std::int32_t> block;
+    std::vector<const std::uint8_t*> address;
+  };
+  const Sequence& at(std::int64_t handle) const;
+  Sequence& at(std::int64_t handle) { return const_cast<Sequence&>(std::as_const(*this).at(handle)); }
+  std::int32_t take();
+  void drop(Sequence& s, std::size_t keep);
+  std::uint8_t* address(std::int32_t block) const { return memory_.data() + block * shape_.block_bytes(); }
+
+  CacheShape shape_;
+  Buffer memory_;
+  std::vector<std::int32_t> references_, free_;
+  std::unordered_map<std::int64_t, Sequence> sequences_;
+  std::int64_t next_ = 0;
+};
+
+}  // namespace nanoinfer

@@ -1,0 +1,178 @@
+// Loading weights, and checking a step. The pass through the layers is forward.cpp.
+#include "decoder.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <unordered_set>
+
+#include "format.h"
+
+namespace nanoinfer {
+
+namespace {
+
+std::string str(std::int64_t n) { return std::to_string(n); }
+
+DecoderShape checked(const DecoderShape& s, const DecoderOptions& o) {
+  const std::int64_t most = std::int64_t{1} << 24;
+  for (const auto& [name, value] : {std::pair<const char*, std::int64_t>{"vocab_size", s.vocab_size},
+                                    {"block_size", s.block_size},
+                                    {"n_layer", s.n_layer},
+                                    {"n_head", s.n_head},
+                                    {"n_embd", s.n_embd},
+                                    {"mlp_dim", s.mlp_dim},
+                                    {"max_num_cached_tokens", o.max_num_cached_tokens / 1024 + 1},
+                                    {"max_num_seqs", o.max_num_seqs},
+                                    {"threads", o.threads * std::int64_t{1024}}})  // at most 16,384
+    if (value < 1 || value > most) throw std::invalid_argument(std::string(name) + " is out of range: " + str(value));
+  if (o.max_num_cached_tokens < 1) throw std::invalid_argument("max_num_cached_tokens must be 1 or more");
+  if (s.n_embd % s.n_head)
+    throw std::invalid_argument("n_embd=" + str(s.n_embd) + " is not a multiple of n_head=" + str(s.n_head));
+  if (!(s.epsilon >= 0 && s.epsilon <= 1)) throw std::invalid_argument("layer_norm_epsilon must be from 0 to 1");
+  return s;
+}
+
+// Every open sequence may leave one block partly empty, and one more while it is copied from a fork.
+std::int64_t num_blocks(const DecoderOptions& o) { return (o.max_num_cached_tokens + kBlock - 1) / kBlock + o.max_num_seqs; }
+
+}  // namespace
+
+Decoder::Decoder(const DecoderShape& shape, const DecoderOptions& options)
+    : kernels_(kernels_for(options.isa)),
+      cache_({options.cache, checked(shape, options).n_layer, shape.n_head, shape.head_dim()}, num_blocks(options)),
+      team_(options.threads),
+      pass_((model_.shape = shape, model_.type = options.weights, model_), kernels_, cache_, team_) {
+  const std::int64_t C = shape.n_embd;
+  model_.layers.resize(shape.n_layer);
+  model_.wpe.resize(shape.block_size * C);
+  add_matrix("transformer.wte", model_.wte, shape.vocab_size, C, /*with_bias=*/false);
+  slots_["transformer.wpe.weight"] = {nullptr, model_.wpe.data(), shape.block_size, C};
+  for (std::int64_t i = 0; i < shape.n_layer; ++i) {
+    const std::string h = "transformer.h." + str(i) + ".";
+    LayerWeights& layer = model_.layers[i];
+    add_norm(h + "ln_1", layer.ln_1);
+    add_matrix(h + "attn.c_attn", layer.c_attn, 3 * C, C, /*with_bias=*/true);
+    add_matrix(h + "attn.c_proj", layer.c_proj, C, C, /*with_bias=*/true);
+    add_norm(h + "ln_2", layer.ln_2);
+    add_matrix(h + "mlp.c_fc", layer.c_fc, shape.mlp_dim, C, /*with_bias=*/true);
+    add_matrix(h + "mlp.c_proj", layer.mlp_proj, C, shape.mlp_dim, /*with_bias=*/true);
+  }
+  add_norm("transformer.ln_f", model_.ln_f);
+  if (!shape.tied) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/false);
+  weights_ = Buffer(placed_, options.huge_pages);
+  placed_ = 0;
+  place(model_.wte);
+  for (LayerWeights& layer : model_.layers)
+    for (Matrix* m : {&layer.c_attn, &layer.c_proj, &layer.c_fc, &layer.mlp_proj}) place(*m);
+  if (shape.tied) model_.lm_head = model_.wte;
+  else place(model_.lm_head);
+  for (auto& [name, slot] : slots_)
+    if (!slot.matrix && !slot.vector) {  // a matrix's bias, which has an address only now
+      Matrix& m = *slots_.at(name.substr(0, name.size() - 4) + "weight").matrix;
+      slot.vector = const_cast<float*>(m.bias);
+    }
+}
+
+void Decoder::add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias) {
+  m.type = model_.type;
+  m.out = out;
+  m.in = in;
+  m.depth = padded_depth(m.type, in);
+  m.panels = (out + kPanel - 1) / kPanel;
+  m.panel_bytes = panel_bytes(m.type, in);
+  placed_ += m.panels * (m.panel_bytes + 2 * kPanel * sizeof(float));
+  slots_[name + ".weight"] = {&m, nullptr, out, in};
+  if (with_bias) slots_[name + ".bias"] = {nullptr, nullptr, 1, out, /*optional=*/true};
+}
+
+void Decoder::add_norm(const std::string& name, std::vector<float>& norm) {
+  norm.resize(2 * model_.shape.n_embd);
+  slots_[name + ".weight"] = {nullptr, norm.data(), 1, model_.shape.n_embd};
+  slots_[name + ".bias"] = {nullptr, norm.data() + model_.shape.n_embd, 1, model_.shape.n_embd, /*optional=*/true};
+}
+
+void Decoder::place(Matrix& m) {  // bias, scale, panels: in the order of use
+  std::uint8_t* at = weights_.data() + placed_;
+  const std::size_t vector_bytes = m.panels * kPanel * sizeof(float);
+  m.bias = reinterpret_cast<float*>(at);
+  m.scale = reinterpret_cast<float*>(at + vector_bytes);
+  m.data = at + 2 * vector_bytes;
+  placed_ += 2 * vector_bytes + m.panels * m.panel_bytes;
+}
+
+void Decoder::load(const std::string& name, const float* values, std::int64_t rows, std::int64_t columns) {
+  const auto found = slots_.find(name);
+  if (found == slots_.end()) throw std::invalid_argument("tensor '" + name + "' has no place in this model");
+  Slot& slot = found->second;
+  if (rows != slot.rows || columns != slot.columns)
+    throw std::invalid_argument("tensor '" + name + "' is (" + str(rows) + ", " + str(columns) + "), must be (" +
+                                str(slot.rows) + ", " + str(slot.columns) + ")");
+  if (slot.matrix) pack(*slot.matrix, values);
+  else std::copy(values, values + rows * columns, slot.vector);
+  slot.given = true;
+}
+
+void Decoder::pack(Matrix& m, const float* values) {
+  team_.run([&](int rank) {
+    const Share mine = share_of(m.panels, rank, team_.size());
+    for (std::int64_t p = mine.begin; p < mine.end; ++p)
+      pack_panel(m.type, values, m.out, m.in, p, const_cast<std::uint8_t*>(m.data) + p * m.panel_bytes,
+                 const_cast<float*>(m.scale) + p * kPanel);
+  });
+}
+
+void Decoder::check_loaded() const {
+  for (const auto& [name, slot] : slots_)
+    if (!slot.given && !slot.optional) throw std::invalid_argument("tensor '" + name + "' was not given");
+}
+
+std::int64_t Decoder::logits_stride() const { return model_.wte.panels * kPanel; }
+
+std::int64_t Decoder::check(const Step& s) const {
+  const std::size_t n = s.handles.size();
+  if (s.num_new.size() != n || s.num_logits.size() != n)
+    throw std::invalid_argument("a step needs one num_new and one num_logits for each handle");
+  std::int64_t total = 0, logits = 0, blocks = 0;
+  std::unordered_set<std::int64_t> seen;
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::int64_t handle = s.handles[i], have = cache_.length(handle), more = s.num_new[i];
+    if (!seen.insert(handle).second) throw std::invalid_argument("handle " + str(handle) + " appears twice in a step");
+    if (more < 1 || s.num_logits[i] < 0 || s.num_logits[i] > more)
+      throw std::invalid_argument("sequence " + str(handle) + ": num_new=" + str(more) + ", num_logits=" +
+                                  str(s.num_logits[i]) + ": need num_new >= 1 and 0 <= num_logits <= num_new");
+    if (more > model_.shape.block_size - have)
+      throw std::out_of_range("sequence " + str(handle) + ": " + str(have) + " tokens and " + str(more) +
+                              " more exceed the context length " + str(model_.shape.block_size));
+    total += more;
+    logits += s.num_logits[i];
+    blocks += cache_.blocks_needed(handle, more);
+  }
+  if (total != static_cast<std::int64_t>(s.token_ids.size()))
+    throw std::invalid_argument("num_new adds up to " + str(total) + ", but there are " + str(s.token_ids.size()) +
+                                " token_ids");
+  for (const std::int64_t token : s.token_ids)
+    if (token < 0 || token >= model_.shape.vocab_size)
+      throw std::out_of_range("token id " + str(token) + " is outside the vocabulary of " + str(model_.shape.vocab_size));
+  if (blocks > cache_.blocks_free())
+    throw std::out_of_range("the key/value cache is full: " + str(blocks) + " more blocks of " + str(kBlock) +
+                            " tokens are needed, " + str(cache_.blocks_free()) + " of " +
+                            str(cache_.blocks_total()) + " are free: raise kv_cache_memory, or close sequences");
+  return logits;
+}
+
+void Decoder::extend(const Step& step, float* logits) {
+  check(step);
+  std::vector<Row> rows;
+  rows.reserve(step.token_ids.size());
+  std::int64_t logit = 0;
+  for (std::size_t i = 0; i < step.handles.size(); ++i) {
+    const std::int64_t start = cache_.length(step.handles[i]), n = step.num_new[i];
+    for (std::int64_t j = 0; j < n; ++j)
+      rows.push_back({step.handles[i], step.token_ids[rows.size()], start + j,
+                      j >= n - step.num_logits[i] ? logit++ : -1});
+    cache_.append(step.handles[i], n);  // the one place where positions advance
+  }
+  pass_.run(rows, logits, logits_stride());
+}
+
+}  // namespace nanoinfer

@@ -1,0 +1,215 @@
+#include "format.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace nanoinfer {
+
+namespace {
+
+std::int64_t round_up(std::int64_t n, std::int64_t to) { return (n + to - 1) / to * to; }
+
+std::uint16_t to_bf16(float x) {  // nearest, ties to even
+  std::uint32_t u;
+  std::memcpy(&u, &x, 4);
+  if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>((u >> 16) | 0x40u);
+  return static_cast<std::uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+float from_bf16(std::uint16_t h) {
+  const std::uint32_t u = static_cast<std::uint32_t>(h) << 16;
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+std::uint16_t to_f16(float x) {  // nearest, ties to even; past the largest half: infinity
+  std::uint32_t u;
+  std::memcpy(&u, &x, 4);
+  const std::uint16_t sign = static_cast<std::uint16_t>((u >> 16) & 0x8000u);
+  const std::uint32_t magnitude = u & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return sign | 0x7e00u;
+  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;
+  if (magnitude < 0x38800000u) {  // subnormal: let float addition round to multiples of 2^-24
+    float shifted = std::fabs(x) + 0.5f;
+    std::memcpy(&u, &shifted, 4);
+    return sign | static_cast<std::uint16_t>(u - 0x3f000000u);
+  }
+  const std::uint32_t rounded = magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u);
+  return sign | static_cast<std::uint16_t>(rounded >> 13);
+}
+float from_f16(std::uint16_t h) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000u) << 16;
+  const int exponent = (h >> 10) & 31, mantissa = h & 0x3ff;
+  float x = exponent == 31 ? (mantissa ? NAN : INFINITY)
+            : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
+                            : std::ldexp(static_cast<float>(mantissa | 0x400), exponent - 25);
+  return sign ? -x : x;
+}
+
+// Scale and zero point of up to kGroup weights for 4 bits: w ~ scale (q - zero), 0 <= q, zero <= 15.
+//
+// The range [min, max] mapped onto 0..15 wastes resolution on outliers; so shrunken ranges are tried and the one
+// with the least squared error wins. The zero point is whole, so that a weight of 0 stays 0 and sums stay exact.
+struct Grid4 {
+  std::uint16_t scale;  // bfloat16
+  std::uint8_t zero;
+};
+
+Grid4 quantize4(const float* w, std::int64_t n, std::uint8_t* q) {
+  float low = 0, high = 0;  // 0 is always in range
+  for (std::int64_t i = 0; i < n; ++i) {
+    low = std::min(low, w[i]);
+    high = std::max(high, w[i]);
+  }
+  Grid4 best{0, 8};
+  std::fill(q, q + kGroup, std::uint8_t{8});
+  if (!(high > low) || !std::isfinite(high - low)) {
+    if (!std::isfinite(high - low)) best.scale = 0x7fc0;  // NaN: an overflow must be seen
+    return best;
+  }
+  constexpr float kShrink[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f, 0.7f, 0.65f};
+  float least = INFINITY;
+  for (const float shrink : kShrink) {
+    const std::uint16_t stored = to_bf16((high - low) * shrink / 15.0f);
+    const float scale = from_bf16(stored), inverse = 1.0f / scale;
+    if (!(scale > 0) || !std::isfinite(inverse)) continue;
+    const float zero = std::clamp(std::nearbyint(-low * shrink * inverse), 0.0f, 15.0f);
+    float error = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      const float level = std::min(std::max(std::floor(w[i] * inverse + zero + 0.5f), 0.0f), 15.0f);
+      const float d = w[i] - scale * (level - zero);
+      error += d * d;
+    }
+    if (error < least) {
+      least = error;
+      best = {stored, static_cast<std::uint8_t>(zero)};
+    }
+  }
+  const float scale = from_bf16(best.scale), inverse = scale > 0 ? 1.0f / scale : 0.0f;
+  for (std::int64_t i = 0; i < kGroup; ++i) {
+    const float x = i < n ? w[i] : 0.0f;
+    q[i] = static_cast<std::uint8_t>(
+        std::min(std::max(std::floor(x * inverse + static_cast<float>(best.zero) + 0.5f), 0.0f), 15.0f));
+  }
+  return best;
+}
+
+std::int64_t meta_bytes(std::int64_t depth) { return round_up(depth / kGroup * 96, 64); }
+
+void pack4(const float* row, std::int64_t in, std::int64_t depth, std::int64_t o, std::uint8_t* panel) {
+  std::uint8_t q[kGroup];
+  for (std::int64_t g = 0; g < depth / kGroup; ++g) {
+    const Grid4 grid = quantize4(row + g * kGroup, std::min(kGroup, in - g * kGroup), q);
+    std::uint8_t* meta = panel + g * 96;
+    std::memcpy(meta + 2 * o, &grid.scale, 2);
+    meta[64 + o] = grid.zero;
+    std::uint8_t* at = panel + meta_bytes(depth) + g * (kGroup / 2 * kPanel) + o * 4;
+    for (std::int64_t j = 0; j < kGroup / 2; ++j)
+      at[j / 4 * 128 + j % 4] = static_cast<std::uint8_t>(q[j] | (q[j + kGroup / 2] << 4));
+  }
+}
+
+void pack8(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* panel, float* scale) {
+  float most = 0;
+  bool finite = true;
+  for (std::int64_t i = 0; i < in; ++i) {
+    most = std::max(most, std::fabs(row[i]));
+    finite = finite && std::isfinite(row[i]);
+  }
+  const float inverse = most > 1e-30f && finite ? 127.0f / most : 0.0f;
+  *scale = finite ? most / 127.0f : NAN;  // NaN: an overflow must be seen
+  for (std::int64_t i = 0; i < in; ++i)
+    panel[i / 4 * 128 + o * 4 + i % 4] =
+        static_cast<std::uint8_t>(128 + (inverse > 0 ? static_cast<int>(std::nearbyint(row[i] * inverse)) : 0));
+}
+
+}  // namespace
+
+std::int64_t padded_depth(WeightType type, std::int64_t in) {
+  switch (type) {
+    case WeightType::bf16: return round_up(in, 2);
+    case WeightType::i8:
+    case WeightType::i4: return round_up(in, kGroup);
+    default: return in;
+  }
+}
+
+std::size_t panel_bytes(WeightType type, std::int64_t in) {
+  const std::int64_t depth = padded_depth(type, in);
+  switch (type) {
+    case WeightType::f32: return depth * kPanel * 4;
+    case WeightType::f16:
+    case WeightType::bf16: return depth * kPanel * 2;
+    case WeightType::i8: return depth * kPanel;
+    default: return meta_bytes(depth) + depth * kPanel / 2;
+  }
+}
+
+std::size_t prepared_bytes(WeightType type, std::int64_t in) {
+  const std::int64_t depth = padded_depth(type, in);
+  switch (type) {
+    case WeightType::bf16: return round_up(depth * 2, 64);
+    case WeightType::i8:
+    case WeightType::i4: return round_up(depth + depth / kGroup * 8, 64);
+    default: return round_up(depth * 4, 64);
+  }
+}
+
+void pack_panel(WeightType type, const float* weights, std::int64_t out, std::int64_t in, std::int64_t panel,
+                std::uint8_t* data, float* scale) {
+  const std::int64_t depth = padded_depth(type, in), rows = std::min(kPanel, out - panel * kPanel);
+  if (type == WeightType::i8) std::memset(data, 128, panel_bytes(type, in));  // 128 stands for 0
+  for (std::int64_t o = 0; o < rows; ++o) {
+    const float* row = weights + (panel * kPanel + o) * in;
+    switch (type) {
+      case WeightType::f32:
+        for (std::int64_t i = 0; i < in; ++i) reinterpret_cast<float*>(data)[i * kPanel + o] = row[i];
+        break;
+      case WeightType::f16:
+        for (std::int64_t i = 0; i < in; ++i) reinterpret_cast<std::uint16_t*>(data)[i * kPanel + o] = to_f16(row[i]);
+        break;
+      case WeightType::bf16:
+        for (std::int64_t i = 0; i < in; ++i)
+          reinterpret_cast<std::uint16_t*>(data)[i / 2 * 64 + o * 2 + i % 2] = to_bf16(row[i]);
+        break;
+      case WeightType::i8: pack8(row, in, o, data, scale + o); break;
+      case WeightType::i4: pack4(row, in, depth, o, data); break;
+    }
+  }
+}
+
+void unpack_row(const Matrix& w, std::int64_t output, float* to) {
+  const std::uint8_t* panel = w.data + output / kPanel * w.panel_bytes;
+  const std::int64_t o = output % kPanel;
+  switch (w.type) {
+    case WeightType::f32:
+      for (std::int64_t i = 0; i < w.in; ++i) to[i] = reinterpret_cast<const float*>(panel)[i * kPanel + o];
+      return;
+    case WeightType::f16:
+      for (std::int64_t i = 0; i < w.in; ++i)
+        to[i] = from_f16(reinterpret_cast<const std::uint16_t*>(panel)[i * kPanel + o]);
+      return;
+    case WeightType::bf16:
+      for (std::int64_t i = 0; i < w.in; ++i)
+        to[i] = from_bf16(reinterpret_cast<const std::uint16_t*>(panel)[i / 2 * 64 + o * 2 + i % 2]);
+      return;
+    case WeightType::i8:
+      for (std::int64_t i = 0; i < w.in; ++i)
+        to[i] = w.scale[output] * static_cast<float>(panel[i / 4 * 128 + o * 4 + i % 4] - 128);
+      return;
+    case WeightType::i4:
+      for (std::int64_t i = 0; i < w.in; ++i) {
+        const std::int64_t g = i / kGroup, j = i % kGroup, half = kGroup / 2;
+        const std::uint8_t* meta = panel + g * 96;
+        std::uint16_t scale;
+        std::memcpy(&scale, meta + 2 * o, 2);
+        const std::uint8_t byte =
+            panel[meta_bytes(w.depth) + g * (half * kPanel) + j % half / 4 * 128 + o * 4 + j % 4];
+        const int q = j < half ? byte & 15 : byte >> 4;
+        to[i] = from_bf16(scale) * static_cast<float>(q - meta[64 + o]);
+      }
+      return;
+  }
+}
+
+}  // namespace nanoinfer

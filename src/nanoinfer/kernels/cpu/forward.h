@@ -1,0 +1,100 @@
+// One pass of some rows through the model: what the threads of the team do between handing in tokens and getting
+// logits. A row is one new token of one sequence; rows of all sequences go through the matrix products together.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cache.h"
+#include "kernels.h"
+#include "memory.h"
+#include "team.h"
+
+namespace nanoinfer {
+
+struct DecoderShape {
+  std::int64_t vocab_size = 0, block_size = 0, n_layer = 0, n_head = 0, n_embd = 0, mlp_dim = 0;
+  bool gelu_tanh = true;
+  bool tied = true;   // the output head is the token embedding
+  float epsilon = 1e-5f;
+
+  std::int64_t head_dim() const { return n_embd / n_head; }
+};
+
+struct LayerWeights {
+  Matrix c_attn{}, c_proj{}, c_fc{}, mlp_proj{};
+  std::vector<float> ln_1, ln_2;  // weights, then biases
+};
+
+struct ModelWeights {
+  DecoderShape shape;
+  WeightType type = WeightType::f32;
+  Matrix wte{}, lm_head{};         // lm_head is wte where they are tied
+  std::vector<float> wpe, ln_f;
+  std::vector<LayerWeights> layers;
+};
+
+struct Row {
+  std::int64_t handle, token, position;
+  std::int64_t logit;  // row of the logits that it wants, -1 for none
+};
+
+// Where the time goes, in seconds since the decoder was made.
+struct PartSeconds {
+  double products = 0, attention = 0, head = 0, others = 0;
+};
+
+// Rows that go through the layers together. More than this would push what they share out of the caches, and the
+// buffers would grow; weights are read again for the next ones, which at this many rows costs little.
+constexpr std::int64_t kMaxRows = 256;
+
+class Pass {
+ public:
+  Pass(const ModelWeights& model, const Kernels& kernels, Cache& cache, Team& team);
+
+  // Run rows, whose sequences already count them, through the model. The rows that want logits leave their final
+  // hidden state behind; the last call of a step multiplies them all with the output head.
+  void run(const std::vector<Row>& rows, float* logits, std::int64_t logits_stride);
+  const PartSeconds& part_seconds() const { return seconds_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Item {  // attention of some rows of one sequence, one head
+    const std::uint8_t* const* blocks;
+    std::int64_t row, count, head;
+  };
+  void select(const Row* rows, std::int64_t count);
+  void embed(int rank);
+  void layer(std::int64_t index, int rank);
+  void norm(const std::vector<float>& weights, const Matrix& next, int rank);
+  void prepare(const float* from, std::int64_t stride, const Matrix& next, int rank);
+  void multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, int rank);
+  void store(std::int64_t layer, int rank);
+  void attend(std::int64_t layer, int rank);
+  void finish(int rank);
+  void meet(double PartSeconds::*part, int rank);
+  Share share(std::int64_t count, int rank) const { return share_of(count, rank, team_.size()); }
+
+  const ModelWeights& model_;
+  const Kernels& kernels_;
+  Cache& cache_;
+  Team& team_;
+  std::int64_t x_stride_, qkv_stride_, hidden_stride_, scratch_stride_;  // in floats
+  std::size_t prepared_stride_, head_stride_;                            // in bytes
+  Buffer memory_;
+  float *x_, *qkv_, *attended_, *hidden_, *scratch_;  // (kMaxRows, stride); scratch: one a thread
+  std::uint8_t* prepared_;                            // (kMaxRows, prepared_stride_)
+  std::vector<std::uint8_t> head_rows_;               // (rows that want logits, head_stride_), prepared
+  const Row* rows_ = nullptr;
+  std::int64_t num_rows_ = 0, num_logits_ = 0;
+  std::vector<Item> items_;
+  std::vector<std::uint8_t*> block_of_;               // of each row
+  std::unique_ptr<std::atomic<std::int64_t>[]> next_item_;  // one a layer
+  PartSeconds seconds_;
+  Clock::time_point mark_;
+};
+
+}  // namespace nanoinfer

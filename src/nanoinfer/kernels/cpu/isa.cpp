@@ -1,0 +1,81 @@
+#include "isa.h"
+
+#include <stdexcept>
+
+namespace nanoinfer {
+
+// One table from each compilation of kernels.cpp (CMakeLists.txt says which there are).
+namespace scalar { extern const Kernels kKernels; }
+#if defined(__x86_64__)
+namespace avx2 { extern const Kernels kKernels; }
+namespace avx512 { extern const Kernels kKernels; }
+namespace avx512_vnni { extern const Kernels kKernels; }
+#elif defined(__aarch64__)
+namespace neon { extern const Kernels kKernels; }
+#endif
+
+namespace {
+
+struct Entry {
+  const Kernels* kernels;
+  std::string missing;
+};
+
+#if defined(__x86_64__)
+#define NI_NEED(feature) if (!__builtin_cpu_supports(feature)) missing += (missing.empty() ? "" : ", ") + std::string(feature)
+
+std::string missing_for(int level) {  // the builtin also asks whether the operating system saves the registers
+  std::string missing;
+  __builtin_cpu_init();
+  NI_NEED("avx2");
+  NI_NEED("fma");
+  NI_NEED("f16c");
+  if (level < 2) return missing;
+  NI_NEED("avx512f");
+  NI_NEED("avx512bw");
+  NI_NEED("avx512vl");
+  NI_NEED("avx512dq");
+  if (level < 3) return missing;
+  NI_NEED("avx512vnni");
+  NI_NEED("avx512bf16");
+  return missing;
+}
+#endif
+
+std::vector<Entry> entries() {
+#if defined(__x86_64__)
+  return {{&scalar::kKernels, ""},
+          {&avx2::kKernels, missing_for(1)},
+          {&avx512::kKernels, missing_for(2)},
+          {&avx512_vnni::kKernels, missing_for(3)}};
+#elif defined(__aarch64__)
+  return {{&scalar::kKernels, ""}, {&neon::kKernels, ""}};
+#else
+  return {{&scalar::kKernels, ""}};
+#endif
+}
+
+}  // namespace
+
+std::vector<IsaInfo> instruction_sets() {
+  std::vector<IsaInfo> all;
+  for (const Entry& e : entries()) all.push_back({e.kernels->name, e.missing});
+  return all;
+}
+
+const Kernels& kernels_for(const std::string& name) {
+  std::string known;
+  const Kernels* fastest = nullptr;
+  for (const Entry& e : entries()) {
+    if (e.missing.empty()) fastest = e.kernels;
+    if (name == e.kernels->name) {
+      if (!e.missing.empty()) throw std::invalid_argument("instruction set '" + name + "': this CPU has no " + e.missing);
+      return *e.kernels;
+    }
+    known += (known.empty() ? "" : ", ") + std::string(e.kernels->name);
+  }
+  if (name.empty()) return *fastest;
+  throw std::invalid_argument("instruction set '" + name + "' is unknown: use one of " + known);
+}
+
+}  // namespace nanoinfer

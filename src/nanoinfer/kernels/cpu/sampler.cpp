@@ -1,0 +1,396 @@
+// The native sampler; what it does and why is in sampler.h. `RowSampler` is one draw: patch, largest,
+// borders, inverse transform, in the order of this file.
+#include "sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+
+#include "sampler_passes.h"
+
+namespace nanoinfer {
+
+using namespace sampling;
+
+namespace {
+
+// One draw. The order of the calls is that of `sample_row` and `draw`.
+class RowSampler {
+ public:
+  RowSampler(const float* logits, std::int32_t V, const SampleOptions& options, SamplerScratch& scratch)
+      : row_(logits), V_(V), options_(options), s_(scratch) {}
+
+  // Take the penalties, bias and min_tokens out of the row, into the side table.
+  void patch();
+  // Find the largest logit; return whether it is finite.
+  bool find_largest();
+  double largest() const { return largest_; }
+  // The first largest logit.
+  std::int32_t best() const;
+  // The inverse transform of the uniform, over what the filters keep.
+  std::int32_t draw();
+
+ private:
+  Patch& patch_of(std::int32_t id);
+  double z(double logit) const { return (logit - largest_) / options_.temperature; }
+  float float_border(double border) const;
+  double top_k_border(std::int32_t k);
+  float at_least_k_above(std::int32_t k);
+  double weigh_all();
+  void gather(double border);
+  void keep(double border);
+  void gather_nucleus(double total, double least);
+  double sampled_border(double weight);
+  std::int32_t draw_from_gathered();
+  std::int32_t draw_from_all(double total);
+
+  const float* row_;  // the logits, or their copy in the scratch with -inf where they are patched
+  const std::int32_t V_;
+  const SampleOptions& options_;
+  SamplerScratch& s_;
+  double largest_ = 0.0;
+  std::int32_t num_gathered_ = 0;  // entries of s_.ids, s_.z and s_.weights
+};
+
+// 1. Penalties, bias, min_tokens --------------------------------------------------------------------------
+
+Patch& RowSampler::patch_of(std::int32_t id) {
+  std::int32_t& place = s_.place[id];
+  if (place == 0) {
+    s_.patches.push_back({.id = id});
+    place = static_cast<std::int32_t>(s_.patches.size());
+  }
+  return s_.patches[place - 1];
+}
+
+// value - penalty * count, with the product rounded as it is in the reference: a compiler that contracts the
+// two to one fused operation would give another last bit.
+double penalise(double value, double penalty, double count) {
+  const volatile double product = penalty * count;
+  return value - product;
+}
+
+void RowSampler::patch() {
+  const SampleOptions& o = options_;
+  s_.patches.clear();
+  if (o.repetition_penalty != 1.0) {
+    for (const auto* ids : {&o.prompt_ids, &o.output_ids}) {
+      for (const std::int32_t id : *ids) {
+        if (id < V_) patch_of(id).seen = true;
+      }
+    }
+  }
+  if (o.presence_penalty != 0.0 || o.frequency_penalty != 0.0) {
+    for (const std::int32_t id : o.output_ids) {
+      if (id < V_) ++patch_of(id).num_outputs;
+    }
+  }
+  for (std::size_t i = 0; i < o.bias_ids.size(); ++i) patch_of(o.bias_ids[i]).bias += o.bias_values[i];
+  for (const std::int32_t id : o.excluded_ids) patch_of(id).excluded = true;
+  if (s_.patches.empty()) return;
+
+  std::memcpy(s_.row.data(), row_, sizeof(float) * static_cast<std::size_t>(V_));
+  for (Patch& p : s_.patches) {
+    double logit = row_[p.id];
+    if (p.seen) logit = logit > 0 ? logit / o.repetition_penalty : logit * o.repetition_penalty;
+    if (p.num_outputs > 0) {
+      logit = penalise(logit - o.presence_penalty, o.frequency_penalty, p.num_outputs);
+    }
+    p.logit = p.excluded ? kExcluded : logit + p.bias;
+    s_.row[p.id] = -std::numeric_limits<float>::infinity();
+    s_.place[p.id] = 0;
+  }
+  row_ = s_.row.data();
+}
+
+// 2. The largest logit ------------------------------------------------------------------------------------
+
+bool RowSampler::find_largest() {
+  bool numbers = block_maxima(row_, V_, s_.maxima.data());
+  const std::int32_t* maxima = s_.maxima.data();
+  largest_ = to_float(*std::max_element(maxima, maxima + num_blocks(V_, kBlock)));
+  for (const Patch& p : s_.patches) {
+    numbers = numbers && !std::isnan(p.logit);
+    largest_ = std::max(largest_, p.logit);
+  }
+  if (!numbers) largest_ = std::numeric_limits<double>::quiet_NaN();
+  return std::isfinite(largest_);
+}
+
+std::int32_t RowSampler::best() const {
+  std::int32_t first = V_;
+  for (const Patch& p : s_.patches) {
+    if (p.logit == largest_) first = std::min(first, p.id);
+  }
+  // Floats are compared, not their keys: -0 and +0 are equals.
+  for (std::int32_t b = 0; b < num_blocks(V_, kBlock); ++b) {
+    if (to_float(s_.maxima[b]) != largest_) continue;
+    std::int32_t i = b * kBlock;
+    while (row_[i] != largest_) ++i;
+    return std::min(first, i);
+  }
+  return first;
+}
+
+// 3. Borders: a token is kept when its z is not below one -------------------------------------------------
+
+// The smallest float whose z is not below the border: a bisection over all finite floats in their order.
+float RowSampler::float_border(double border) const {
+  std::int64_t low = to_key(kLowest), high = kInfKey;
+  while (low < high) {
+    const std::int64_t middle = (low + high) >> 1;
+    if (z(to_float(static_cast<std::int32_t>(middle))) >= border) high = middle;
+    else low = middle + 1;
+  }
+  return to_float(static_cast<std::int32_t>(low));
+}
+
+// A float with at least k finite logits of the row at or above it, not many more where that is cheap to have;
+// the lowest float when the row has no k.
+float RowSampler::at_least_k_above(std::int32_t k) {
+  const std::int32_t blocks = num_blocks(V_, kBlock);
+  if (k <= blocks) {  // the k largest block maxima are k such logits
+    auto* keys = s_.selected.data();
+    std::copy_n(s_.maxima.data(), blocks, keys);
+    std::nth_element(keys, keys + (k - 1), keys + blocks, std::greater<>());
+    return std::max(kLowest, to_float(keys[k - 1]));
+  }
+  std::int64_t low = to_key(kLowest), high = kInfKey;  // k are at or above low, fewer at or above high
+  const std::int64_t enough = std::int64_t{k} + k / 4;
+  std::int64_t count = count_at_least(row_, V_, kLowest);
+  while (count > enough && high - low > 1) {
+    const std::int64_t middle = (low + high) >> 1;
+    const std::int64_t above = count_at_least(row_, V_, to_float(static_cast<std::int32_t>(middle)));
+    if (above >= k) low = middle, count = above;
+    else high = middle;
+  }
+  return to_float(static_cast<std::int32_t>(low));
+}
+
+// The z of the k-th largest logit, or -inf where fewer than k are finite: excluded tokens have no weight, so
+// that it does not matter whether they are kept.
+double RowSampler::top_k_border(std::int32_t k) {
+  const float border = at_least_k_above(k);
+  double* values = s_.values.data();
+  std::int32_t n = 0;
+  for (std::int32_t b = 0; b < num_blocks(V_, kBlock); ++b) {
+    if (to_float(s_.maxima[b]) < border) continue;
+    const std::int32_t end = std::min(V_, (b + 1) * kBlock);
+    for (std::int32_t i = b * kBlock; i < end; ++i) {
+      values[n] = row_[i];
+      n += row_[i] >= border ? 1 : 0;
+    }
+  }
+  for (const Patch& p : s_.patches) {
+    if (p.logit >= border) values[n++] = p.logit;
+  }
+  // A patched logit can be finite and below every float; with fewer than k above, those are looked at too.
+  if (n < k) {
+    for (const Patch& p : s_.patches) {
+      if (p.logit < border && p.logit > kExcluded) values[n++] = p.logit;
+    }
+  }
+  if (n < k) return kExcluded;
+  std::nth_element(values, values + (k - 1), values + n, std::greater<>());
+  return z(values[k - 1]);
+}
+
+// Fill s_.sums; return their sum.
+double RowSampler::weigh_all() {
+  double* sums = s_.sums.data();
+  weigh_blocks(row_, V_, largest_, options_.temperature, sums);
+  for (const Patch& p : s_.patches) sums[p.id / kSumBlock] += exp_nonpositive(z(p.logit));
+  double total = 0.0;
+  for (std::int32_t b = 0; b < num_blocks(V_, kSumBlock); ++b) total += sums[b];
+  return total;
+}
+
+// List the tokens that are not below the border and have a weight, in vocabulary order, with z and weight.
+void RowSampler::gather(double border) {
+  border = std::max(border, kWeightless);
+  const float lowest = float_border(border);
+  std::int32_t* ids = s_.ids.data();
+  double* scaled = s_.z.data();
+  std::int32_t n = 0;
+  for (std::int32_t b = 0; b < num_blocks(V_, kBlock); ++b) {
+    if (to_float(s_.maxima[b]) < lowest) continue;
+    const std::int32_t end = std::min(V_, (b + 1) * kBlock);
+    for (std::int32_t i = b * kBlock; i < end; ++i) {
+      ids[n] = i;
+      n += row_[i] >= lowest ? 1 : 0;
+    }
+  }
+  scale_all(row_, ids, n, largest_, options_.temperature, scaled);
+
+  s_.near.clear();
+  for (const Patch& p : s_.patches) {
+    if (z(p.logit) >= border) s_.near.push_back(p);
+  }
+  std::sort(s_.near.begin(), s_.near.end(), [](const Patch& a, const Patch& b) { return a.id < b.id; });
+  auto from = n;
+  num_gathered_ = n + static_cast<std::int32_t>(s_.near.size());
+  for (auto to = num_gathered_; !s_.near.empty();) {  // merge from the back, where there is room
+    --to;
+    if (from > 0 && ids[from - 1] > s_.near.back().id) {
+      --from;
+      ids[to] = ids[from];
+      scaled[to] = scaled[from];
+    } else {
+      ids[to] = s_.near.back().id;
+      scaled[to] = z(s_.near.back().logit);
+      s_.near.pop_back();
+    }
+  }
+  exp_all(scaled, num_gathered_, s_.weights.data());
+}
+
+// Drop what is below the border from the gathered tokens.
+void RowSampler::keep(double border) {
+  std::int32_t n = 0;
+  for (std::int32_t i = 0; i < num_gathered_; ++i) {
+    s_.ids[n] = s_.ids[i];
+    s_.weights[n] = s_.weights[i];
+    n += s_.z[i] >= border ? 1 : 0;
+  }
+  num_gathered_ = n;
+}
+
+// Gather at least the tokens that top_p keeps and that are not below the border `least`, of all tokens, whose
+// weights add up to `total`.
+//
+// All tokens below z weigh at most V exp(z); where that is less than 1 - top_p of the total, no token below z
+// is kept. That border is proved, but low. So a higher one is tried first, which a sample suggests, and what
+// lies above it is added up to see whether it is enough.
+void RowSampler::gather_nucleus(double total, double least) {
+  constexpr double kSlack = 1e-12;  // far more than the rounding of the sums
+  const double rest = 1.0 - options_.top_p - kSlack;
+  const double proved = rest > 0 ? std::log(rest * total / V_) : kExcluded;
+  const double guess = std::max(least, sampled_border(0.6 * rest * total));
+  if (guess > std::max(least, proved)) {
+    gather(guess);
+    double sum = 0.0;
+    for (std::int32_t i = 0; i < num_gathered_; ++i) sum += s_.weights[i];
+    if (sum >= (options_.top_p + kSlack) * total) return;
+  }
+  gather(std::max(least, proved));
+}
+
+// Guess a border below which all tokens together weigh `weight`, from evenly spaced ones.
+double RowSampler::sampled_border(double weight) {
+  constexpr std::int32_t kSample = 512;
+  if (V_ < 4 * kSample) return kExcluded;
+  const std::int32_t step = V_ / kSample;
+  double* sample = s_.values.data();
+  for (std::int32_t i = 0; i < kSample; ++i) sample[i] = z(row_[i * step]);
+  std::sort(sample, sample + kSample);
+  exp_all(sample, kSample, s_.weights.data());
+  double below = 0.0;
+  std::int32_t i = 0;
+  while (i + 1 < kSample && (below += step * s_.weights[i]) < weight) ++i;
+  return sample[i];
+}
+
+// 4. The inverse transform --------------------------------------------------------------------------------
+
+// Running sums in vocabulary order, as the reference adds them.
+std::int32_t RowSampler::draw_from_gathered() {
+  double total = 0.0;
+  for (std::int32_t i = 0; i < num_gathered_; ++i) total += s_.weights[i];
+  const double wanted = options_.uniform * total;
+  double running = 0.0;
+  std::int32_t last = 0;
+  for (std::int32_t i = 0; i < num_gathered_; ++i) {
+    if (s_.weights[i] <= 0) continue;
+    running += s_.weights[i];
+    last = i;
+    if (running > wanted) break;
+  }
+  return s_.ids[last];
+}
+
+// Without a filter: the sums of the blocks lead to the block, whose weights are computed again.
+std::int32_t RowSampler::draw_from_all(double total) {
+  const double wanted = options_.uniform * total;
+  double running = 0.0;
+  std::int32_t b = 0;
+  while (b + 1 < num_blocks(V_, kSumBlock) && !(running + s_.sums[b] > wanted)) running += s_.sums[b++];
+  const std::int32_t begin = b * kSumBlock, n = std::min(kSumBlock, V_ - begin);
+  double weights[kSumBlock];
+  weigh_block(row_ + begin, n, largest_, options_.temperature, weights);
+  for (const Patch& p : s_.patches) {
+    if (p.id >= begin && p.id < begin + n) weights[p.id - begin] = exp_nonpositive(z(p.logit));
+  }
+  std::int32_t last = 0;  // the last with a weight, should the block's sum have been rounded up
+  for (std::int32_t i = 0; i < n; ++i) {
+    if (weights[i] <= 0) continue;
+    running += weights[i];
+    last = i;
+    if (running > wanted) break;
+  }
+  return begin + last;
+}
+
+std::int32_t RowSampler::draw() {
+  const SampleOptions& o = options_;
+  const double least = o.min_p > 0 ? std::log(o.min_p) : kExcluded;  // relative to the largest z, which is 0
+  double border = kExcluded;
+  if (o.top_k > 0 && o.top_k < V_) border = top_k_border(static_cast<std::int32_t>(o.top_k));
+  if (o.top_p < 1) {
+    double total = 0.0;
+    if (border > kExcluded) {
+      gather(border);
+      for (std::int32_t i = 0; i < num_gathered_; ++i) total += s_.weights[i];
+    } else {
+      total = weigh_all();
+      gather_nucleus(total, least);
+    }
+    border = std::max(border, nucleus_border(s_.z.data(), s_.weights.data(), num_gathered_, o.top_p, total,
+                                             s_.weighed.data()));
+  }
+  border = std::max(border, least);
+  if (border == kExcluded) return draw_from_all(weigh_all());
+  if (o.top_p < 1) keep(border);
+  else gather(border);
+  return draw_from_gathered();
+}
+
+}  // namespace
+
+void SamplerScratch::reserve(std::int32_t V) {
+  if (place.size() >= static_cast<std::size_t>(V)) return;
+  const auto size = static_cast<std::size_t>(V);
+  row.resize(size);
+  maxima.resize(num_blocks(V, kBlock));
+  selected.resize(maxima.size());
+  sums.resize(num_blocks(V, kSumBlock));
+  ids.resize(size);
+  z.resize(size);
+  weights.resize(size);
+  values.resize(size);
+  weighed.resize(size);
+  patches.reserve(size);
+  near.reserve(size);
+  place.assign(size, 0);  // last: a failed allocation before it leaves the scratch as small as it was
+}
+
+SampleResult argmax_row(const float* logits, std::int32_t V, SamplerScratch& scratch) {
+  static const SampleOptions kNothing;
+  scratch.reserve(V);
+  scratch.patches.clear();
+  RowSampler sampler(logits, V, kNothing, scratch);
+  if (!sampler.find_largest()) return {-1, sampler.largest()};
+  return {sampler.best(), sampler.largest()};
+}
+
+SampleResult sample_row(const float* logits, std::int32_t V, const SampleOptions& options,
+                        SamplerScratch& scratch) {
+  scratch.reserve(V);
+  RowSampler sampler(logits, V, options, scratch);
+  sampler.patch();
+  if (!sampler.find_largest()) return {-1, sampler.largest()};
+  return {options.temperature == 0 ? sampler.best() : sampler.draw(), sampler.largest()};
+}
+
+}  // namespace nanoinfer

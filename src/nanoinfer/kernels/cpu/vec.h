@@ -1,0 +1,277 @@
+// Sixteen floats at a time, on every instruction set: the vocabulary that kernels.cpp is written in.
+//
+// f32x16 is one AVX-512 register, two of AVX2, or four of SSE2 or NEON; the compiler's vector extension gives
+// + - * / and comparisons, and only what it cannot express (fused multiply-add, half precision, dot products of
+// bytes) is an intrinsic here. Included by kernels.cpp alone, inside the namespace of the instruction set.
+//
+// Dot products of bytes are exact in integers, so every instruction set gives the same sums.
+#pragma once
+
+constexpr int kWidth =
+#if defined(__AVX512F__)
+    16;
+#elif defined(__AVX2__)
+    8;
+#else
+    4;
+#endif
+constexpr int kParts = 16 / kWidth;
+
+typedef float vf __attribute__((vector_size(4 * kWidth)));
+typedef std::int32_t vi __attribute__((vector_size(4 * kWidth)));
+typedef std::uint32_t vu __attribute__((vector_size(4 * kWidth)));
+typedef std::uint16_t vh __attribute__((vector_size(2 * kWidth)));
+typedef std::uint8_t vb __attribute__((vector_size(kWidth)));
+typedef std::int8_t vs __attribute__((vector_size(kWidth)));
+
+struct f32x16 { vf v[kParts]; };
+struct i32x16 { vi v[kParts]; };
+
+#define NI_EACH for (int i = 0; i < kParts; ++i)
+#define NI_INLINE static inline __attribute__((always_inline))
+
+template <class To, class From>
+NI_INLINE To bits(From x) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To y;
+  __builtin_memcpy(&y, &x, sizeof y);
+  return y;
+}
+template <class Vector>
+NI_INLINE Vector load_as(const void* p) {
+  Vector y;
+  __builtin_memcpy(&y, p, sizeof y);
+  return y;
+}
+
+NI_INLINE f32x16 broadcast(float x) { f32x16 r; NI_EACH r.v[i] = x - vf{}; return r; }
+NI_INLINE i32x16 broadcast(std::int32_t x) { i32x16 r; NI_EACH r.v[i] = x - vi{}; return r; }
+NI_INLINE f32x16 load(const float* p) { return load_as<f32x16>(p); }
+NI_INLINE void store(float* p, f32x16 x) { __builtin_memcpy(p, &x, sizeof x); }
+NI_INLINE f32x16 operator+(f32x16 a, f32x16 b) { NI_EACH a.v[i] += b.v[i]; return a; }
+NI_INLINE f32x16 operator-(f32x16 a, f32x16 b) { NI_EACH a.v[i] -= b.v[i]; return a; }
+NI_INLINE f32x16 operator*(f32x16 a, f32x16 b) { NI_EACH a.v[i] *= b.v[i]; return a; }
+NI_INLINE f32x16 operator/(f32x16 a, f32x16 b) { NI_EACH a.v[i] /= b.v[i]; return a; }
+// A NaN in `a` stays: an overflow must reach the logits, where it is reported.
+NI_INLINE f32x16 max(f32x16 a, f32x16 b) { NI_EACH a.v[i] = a.v[i] < b.v[i] ? b.v[i] : a.v[i]; return a; }
+NI_INLINE f32x16 min(f32x16 a, f32x16 b) { NI_EACH a.v[i] = a.v[i] > b.v[i] ? b.v[i] : a.v[i]; return a; }
+NI_INLINE f32x16 abs(f32x16 a) { NI_EACH a.v[i] = bits<vf>(bits<vu>(a.v[i]) & 0x7fffffffu); return a; }
+NI_INLINE f32x16 to_float(i32x16 a) { f32x16 r; NI_EACH r.v[i] = __builtin_convertvector(a.v[i], vf); return r; }
+
+// a * b + c, rounded once where the hardware can.
+NI_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+  c.v[0] = (vf)_mm512_fmadd_ps((__m512)a.v[0], (__m512)b.v[0], (__m512)c.v[0]);
+#elif defined(__FMA__)
+  NI_EACH c.v[i] = (vf)_mm256_fmadd_ps((__m256)a.v[i], (__m256)b.v[i], (__m256)c.v[i]);
+#elif defined(__aarch64__)
+  NI_EACH c.v[i] = (vf)vfmaq_f32((float32x4_t)c.v[i], (float32x4_t)a.v[i], (float32x4_t)b.v[i]);
+#else
+  NI_EACH c.v[i] += a.v[i] * b.v[i];
+#endif
+  return c;
+}
+
+NI_INLINE float sum(f32x16 a) {
+  float s[16];
+  store(s, a);
+  for (int step = 8; step; step /= 2)
+    for (int l = 0; l < step; ++l) s[l] += s[l + step];
+  return s[0];
+}
+NI_INLINE std::int32_t sum(i32x16 a) {
+  std::int32_t total = 0;
+  NI_EACH for (int l = 0; l < kWidth; ++l) total += a.v[i][l];
+  return total;
+}
+NI_INLINE float largest(f32x16 a) {
+  float s[16];
+  store(s, a);
+  for (int step = 8; step; step /= 2)
+    for (int l = 0; l < step; ++l) s[l] = s[l] > s[l + step] ? s[l] : s[l + step];
+  return s[0];
+}
+// x where lane < n, else `other`.
+NI_INLINE f32x16 first(std::int64_t n, f32x16 x, float other) {
+  static const std::int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const i32x16 lanes = load_as<i32x16>(kLane);
+  const vi limit = (std::int32_t)(n < 16 ? n : 16) - vi{};
+  const vf rest = other - vf{};
+  NI_EACH x.v[i] = lanes.v[i] < limit ? x.v[i] : rest;
+  return x;
+}
+// The first n <= 16 floats at p, zeros after them; reads no further.
+NI_INLINE f32x16 load_first(const float* p, std::int64_t n) {
+  if (n >= 16) return load(p);
+  float s[16] = {};
+  for (std::int64_t l = 0; l < n; ++l) s[l] = p[l];
+  return load(s);
+}
+NI_INLINE void store_first(float* p, f32x16 x, std::int64_t n) {
+  if (n >= 16) return store(p, x);
+  float s[16];
+  store(s, x);
+  for (std::int64_t l = 0; l < n; ++l) p[l] = s[l];
+}
+
+// Narrow types ------------------------------------------------------------------------------------------
+
+// Widening loads are spelled out: from the generic conversion GCC 12 makes two halves and a shuffle.
+NI_INLINE f32x16 load_bf16(const std::uint16_t* p) {
+  f32x16 r;
+#if defined(__AVX512F__)
+  r.v[0] = (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  NI_EACH r.v[i] =
+      (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + i * kWidth))), 16);
+#else
+  NI_EACH r.v[i] = bits<vf>(__builtin_convertvector(load_as<vh>(p + i * kWidth), vu) << 16);
+#endif
+  return r;
+}
+NI_INLINE f32x16 load_i8(const std::int8_t* p) {
+  f32x16 r;
+#if defined(__AVX512F__)
+  r.v[0] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  NI_EACH r.v[i] =
+      (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + i * kWidth))));
+#else
+  NI_EACH r.v[i] = __builtin_convertvector(__builtin_convertvector(load_as<vs>(p + i * kWidth), vi), vf);
+#endif
+  return r;
+}
+NI_INLINE f32x16 load_u8(const std::uint8_t* p) {
+  f32x16 r;
+  NI_EACH r.v[i] = __builtin_convertvector(__builtin_convertvector(load_as<vb>(p + i * kWidth), vi), vf);
+  return r;
+}
+#if !defined(__AVX512F__) && !defined(__F16C__)
+NI_INLINE float half_to_float(std::uint16_t h) {  // exact; subnormals through a float multiplication
+  const std::uint32_t sign = (std::uint32_t)(h & 0x8000u) << 16, magnitude = (std::uint32_t)(h & 0x7fffu) << 13;
+  if ((h & 0x7c00u) == 0x7c00u) return bits<float>(sign | 0x7f800000u | (magnitude & 0x007fffffu));
+  return bits<float>(bits<std::uint32_t>(bits<float>(magnitude) * 0x1.0p112f) | sign);
+}
+#endif
+NI_INLINE f32x16 load_f16(const std::uint16_t* p) {
+  f32x16 r;
+#if defined(__AVX512F__)
+  r.v[0] = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__F16C__)
+  NI_EACH r.v[i] = (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + i * kWidth)));
+#else
+  NI_EACH for (int l = 0; l < kWidth; ++l) r.v[i][l] = half_to_float(p[i * kWidth + l]);
+#endif
+  return r;
+}
+// Round to nearest, ties to even; NaN stays NaN.
+NI_INLINE void store_bf16(std::uint16_t* p, f32x16 x) {
+  NI_EACH {
+    const vu u = bits<vu>(x.v[i]);
+    const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, nan = (u >> 16) | 0x40u;
+    const vh h = __builtin_convertvector((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded, vh);
+    __builtin_memcpy(p + i * kWidth, &h, sizeof h);
+  }
+}
+NI_INLINE void store_i8(std::int8_t* p, i32x16 x) {  // each in -128..127
+  NI_EACH {
+    const vs s = __builtin_convertvector(x.v[i], vs);
+    __builtin_memcpy(p + i * kWidth, &s, sizeof s);
+  }
+}
+
+// Dot products of neighbours: each of 16 lanes has its own weights, all lanes share the activations ----------
+
+// acc[l] += w[l][0] * a[0] + w[l][1] * a[1], bfloat16 pairs in 32 bits.
+NI_INLINE f32x16 dot2_bf16(f32x16 acc, i32x16 w, std::int32_t a) {
+#if defined(__AVX512BF16__)
+  acc.v[0] = (vf)_mm512_dpbf16_ps((__m512)acc.v[0], (__m512bh)w.v[0], (__m512bh)_mm512_set1_epi32(a));
+  return acc;
+#else
+  f32x16 even, odd;
+  NI_EACH even.v[i] = bits<vf>(bits<vu>(w.v[i]) << 16);
+  NI_EACH odd.v[i] = bits<vf>(bits<vu>(w.v[i]) & 0xffff0000u);
+  const std::uint32_t u = (std::uint32_t)a;
+  acc = fma(even, broadcast(bits<float>(u << 16)), acc);
+  return fma(odd, broadcast(bits<float>(u & 0xffff0000u)), acc);
+#endif
+}
+
+// acc[l] += sum over j < 4 of w[l][j] * a[j]; w are 4 unsigned bytes a lane, a 4 signed bytes.
+NI_INLINE i32x16 dot4(i32x16 acc, i32x16 w, std::int32_t a) {
+#if defined(__AVX512VNNI__)
+  acc.v[0] = (vi)_mm512_dpbusd_epi32((__m512i)acc.v[0], (__m512i)w.v[0], _mm512_set1_epi32(a));
+#elif defined(__AVX512BW__)
+  // Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: products of bytes summed in pairs would not fit.
+  const __m512i x = _mm512_set1_epi32(a), v = (__m512i)w.v[0];
+  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(v, _mm512_set1_epi16(0xff)),
+                                         _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(v, 8), _mm512_srai_epi16(x, 8));
+  acc.v[0] = (vi)_mm512_add_epi32((__m512i)acc.v[0], _mm512_add_epi32(even, odd));
+#elif defined(__AVX2__)
+  const __m256i x = _mm256_set1_epi32(a);
+  NI_EACH {
+    const __m256i v = (__m256i)w.v[i];
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(v, _mm256_set1_epi16(0xff)),
+                                           _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(v, 8), _mm256_srai_epi16(x, 8));
+    acc.v[i] = (vi)_mm256_add_epi32((__m256i)acc.v[i], _mm256_add_epi32(even, odd));
+  }
+#else
+  for (int j = 0; j < 4; ++j) {
+    const std::int32_t b = (std::int8_t)((std::uint32_t)a >> (8 * j));
+    NI_EACH acc.v[i] += (vi)((bits<vu>(w.v[i]) >> (8 * j)) & 0xffu) * b;
+  }
+#endif
+  return acc;
+}
+NI_INLINE i32x16 low_nibbles(i32x16 q) { NI_EACH q.v[i] &= 0x0f0f0f0f; return q; }
+NI_INLINE i32x16 high_nibbles(i32x16 q) {
+  NI_EACH q.v[i] = bits<vi>((bits<vu>(q.v[i]) >> 4) & 0x0f0f0f0fu);
+  return q;
+}
+
+NI_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// Functions ---------------------------------------------------------------------------------------------
+
+// e^x to about 1 unit in the last place; below -87.3 it stays at e^-87.3, above 88.3 at e^88.3.
+// Method and coefficients: Cephes expf (Moshier): x = n ln 2 + r, a polynomial for e^r, n added to the exponent.
+NI_INLINE f32x16 exp(f32x16 x) {
+  x = min(max(x, broadcast(-87.3f)), broadcast(88.3f));
+  const f32x16 magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const f32x16 t = fma(x, broadcast(1.44269504f), magic), n = t - magic;
+  f32x16 r = fma(n, broadcast(-0.693359375f), x);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  f32x16 p = broadcast(1.9875691500e-4f);
+  p = fma(p, r, broadcast(1.3981999507e-3f));
+  p = fma(p, r, broadcast(8.3334519073e-3f));
+  p = fma(p, r, broadcast(4.1665795894e-2f));
+  p = fma(p, r, broadcast(1.6666665459e-1f));
+  p = fma(p, r, broadcast(5.0000001201e-1f));
+  p = fma(p, r * r, r + broadcast(1.0f));
+  NI_EACH p.v[i] = bits<vf>(bits<vi>(p.v[i]) + ((bits<vi>(t.v[i]) - 0x4b400000) << 23));
+  return p;
+}
+
+// GELU, tanh form: x (1 + tanh u) / 2 = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+NI_INLINE f32x16 gelu_tanh(f32x16 x) {
+  const f32x16 u2 = x * fma(x * x, broadcast(-2 * 0.7978845608f * 0.044715f), broadcast(-2 * 0.7978845608f));
+  return x / (broadcast(1.0f) + exp(u2));
+}
+
+// GELU, exact form: x (1 + erf(x / sqrt 2)) / 2. erf by Abramowitz and Stegun 7.1.26, absolute error 1.5e-7:
+// for z >= 0, 1 - erf(z) = t (a1 + t (a2 + ...)) e^(-z z), t = 1 / (1 + 0.3275911 z).
+NI_INLINE f32x16 gelu_erf(f32x16 x) {
+  const f32x16 z = abs(x) * broadcast(0.70710678f);
+  const f32x16 t = broadcast(1.0f) / fma(z, broadcast(0.3275911f), broadcast(1.0f));
+  f32x16 p = broadcast(1.061405429f);
+  p = fma(p, t, broadcast(-1.453152027f));
+  p = fma(p, t, broadcast(1.421413741f));
+  p = fma(p, t, broadcast(-0.284496736f));
+  p = fma(p, t, broadcast(0.254829592f));
+  const f32x16 tail = p * t * exp(broadcast(0.0f) - z * z) * broadcast(0.5f);  // (1 - erf(z)) / 2
+  f32x16 share;  // of x that is kept: 1 - tail for x >= 0, tail below; NaN stays NaN
+  NI_EACH share.v[i] = x.v[i] < 0 ? tail.v[i] : 1 - tail.v[i];
+  return x * share;
+}

@@ -1,0 +1,97 @@
+"""The sampler in C++ (kernels/cpu/sampler.cpp): the reference's tokens without its sort.
+
+One call draws all rows: float passes over the logits, float64 for what decides. `sample` has the signature,
+the results and the errors of `sampler.sample`, which stays the definition. tests/test_native_sampler.py holds
+the two equal.
+
+Covered: float32 logits on the CPU, every sampling parameter. Not covered: other devices and dtypes, and
+installations without the extension (NANOINFER_NO_NATIVE=1); `choose_sampler` gives the reference for them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.sampling import sampler as reference
+from nanoinfer.sampling.rng import uniform
+from nanoinfer.sampling.sampler import Sampled, SamplerRow
+
+try:
+    _native: Any = importlib.import_module("nanoinfer._native")
+except ImportError:  # built with NANOINFER_NO_NATIVE=1
+    _native = None
+
+log = logging.getLogger("nanoinfer")
+
+
+def available() -> bool:
+    """Return whether the extension is there."""
+    return hasattr(_native, "sample_rows")
+
+
+def choose_sampler(device: torch.device) -> Callable[[Tensor, Sequence[SamplerRow]], list[Sampled]]:
+    """Return the sampler for logits on `device`: the native one where it can be, else the reference."""
+    if device.type != "cpu":
+        why_not = f"the logits are on {device}"
+    elif not available():
+        why_not = "built without the native extension"
+    else:
+        log.debug("sampler: native")
+        return sample
+    log.debug("sampler: reference (%s)", why_not)
+    return reference.sample
+
+
+def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+    """Draw the next token of each row, as `sampler.sample` does.
+
+    Args:
+        logits: (B, V) float32 on the CPU; not changed, and not copied where the logits of a row are neighbours.
+        rows: B rows.
+
+    Raises:
+        NanoinferError: a row's logits are not finite (the model overflowed).
+    """
+    if not rows:
+        return []
+    readable = logits if logits.stride(-1) == 1 else logits.contiguous()
+    options = [None if reference.is_plain(row) else _options(row, logits.shape[-1]) for row in rows]
+    try:
+        tokens: list[int] = _native.sample_rows(logits=readable.detach().numpy(), rows=options)
+    except _native.NotFiniteError:
+        return reference.sample(logits, rows)  # raises, in its own words
+    return [
+        Sampled(token, reference.find_logprobs(logits[i], token, row.params.logprobs))
+        for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
+    ]
+
+
+def _options(row: SamplerRow, V: int) -> Any:
+    """Return a row's parameters for the extension, with only those tokens that they concern."""
+    p = row.params
+    given: dict[str, Any] = {}
+    if p.repetition_penalty != 1:
+        given["prompt_ids"] = row.prompt_token_ids
+    if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+        given["output_ids"] = row.output_token_ids
+    if p.logit_bias:
+        given["bias_ids"], given["bias_values"] = list(p.logit_bias), list(p.logit_bias.values())
+    if reference.excludes_end_tokens(row):
+        given["excluded_ids"] = row.end_token_ids
+    return _native.SampleOptions(
+        uniform=uniform(seed=row.seed, sample=row.sample_index, position=row.num_output_tokens),
+        temperature=p.temperature,
+        top_k=min(p.top_k, V),
+        top_p=p.top_p,
+        min_p=p.min_p,
+        repetition_penalty=p.repetition_penalty,
+        presence_penalty=p.presence_penalty,
+        frequency_penalty=p.frequency_penalty,
+        **given,
+    )

@@ -1,0 +1,389 @@
+"""The native sampler draws the reference's tokens: all filters, ties, extremes, errors, strides, threads.
+
+Where the two differ, an oracle decides: the running sums in extended precision must have a border within 1e-12 of
+the uniform (or the probabilities one within 1e-12 of top_p), so that the last bit of an exp or a sum may decide.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from conftest import refuses
+from nanoinfer import LLM
+from nanoinfer.errors import NanoinferError
+from nanoinfer.sampling import native, sampler
+from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling.rng import uniform
+from nanoinfer.scheduling.sequence import Sequence
+from test_sampler import make_row
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native extension is not built")
+
+INF, NAN = math.inf, math.nan
+LAST = 1 - 2**-53  # the largest uniform
+NEAR = 1e-12
+GPT2_V = 50257
+
+
+# Both on the same rows --------------------------------------------------------------------------------------
+
+
+def outcome(sample: Callable[..., list[sampler.Sampled]], logits: Tensor, rows: list[Sequence]) -> Any:
+    """The drawn tokens, or the error's words."""
+    try:
+        return sample(logits, rows)
+    except NanoinferError as error:
+        return str(error)
+
+
+def tokens_within_rounding(logits: Tensor, row: Sequence, u: float) -> set[int]:
+    """What a sampler may draw whose sums are rounded otherwise."""
+    tokens = set()
+    for shift in (0.0, -NEAR, NEAR) if row.params.top_p < 1 else (0.0,):
+        params = replace(row.params, top_p=min(1.0, max(1e-300, row.params.top_p + shift)))
+        shifted = make_row(params, row.prompt_token_ids, row.output_token_ids, row.end_token_ids)
+        weights = sampler.filtered_weights(logits[None], [shifted])[0].numpy().astype(np.longdouble)
+        running = weights.cumsum()
+        for v in (u - NEAR, u, u + NEAR):
+            tokens.add(int(((running > v * running[-1]) & (weights > 0)).argmax()))
+    return tokens
+
+
+def agree(logits: Tensor, rows: list[Sequence], uniforms: list[float] | None = None) -> int:
+    """Assert that both samplers draw the same; return how many rows needed the oracle."""
+    before = logits.clone()
+    expected, drawn = outcome(sampler.sample, logits, rows), outcome(native.sample, logits, rows)
+    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
+    if isinstance(expected, str) or isinstance(drawn, str):
+        assert drawn == expected
+        return 0
+    different = [i for i, (a, b) in enumerate(zip(drawn, expected, strict=True)) if a != b]
+    for i in different:
+        row = rows[i]
+        u = uniform(seed=row.seed, sample=row.sample_index, position=row.num_output_tokens)
+        u = u if uniforms is None else uniforms[i]
+        assert drawn[i].token_id in tokens_within_rounding(logits[i], row, u), (row.params, u, drawn[i], expected[i])
+    return len(different)
+
+
+@pytest.fixture
+def given_uniforms(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], None]:
+    """A function that makes row i of both samplers draw with the i-th uniform: the seed is the index."""
+
+    def use(values: list[float]) -> None:
+        for module in (sampler, native):
+            monkeypatch.setattr(module, "uniform", lambda seed, sample, position: values[seed])
+
+    return use
+
+
+# Random rows ------------------------------------------------------------------------------------------------
+
+LOGITS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
+    "normal": lambda V, g: torch.randn(V, generator=g) * 3,
+    "flat": lambda V, g: torch.randn(V, generator=g) * 0.01,
+    "peaked": lambda V, g: torch.randn(V, generator=g) * 12,
+    "integers": lambda V, g: torch.randint(-4, 5, (V,), generator=g).float(),
+    "two values": lambda V, g: torch.randint(0, 2, (V,), generator=g).float(),
+    "equal": lambda V, g: torch.zeros(V),
+    "signed zeros": lambda V, g: torch.zeros(V) * (torch.randint(0, 2, (V,), generator=g) * 2.0 - 1),
+    "masked": lambda V, g: torch.randn(V, generator=g).masked_fill(torch.rand(V, generator=g) < 0.8, -INF),
+    "ascending": lambda V, g: torch.linspace(-9, 5, V),
+    "descending": lambda V, g: torch.linspace(5, -9, V),
+    "one stands out": lambda V, g: torch.randn(V, generator=g).scatter(0, torch.tensor([V // 2]), 3e38),
+    "huge": lambda V, g: torch.randn(V, generator=g).clamp(-3, 3) * 1e38,
+    "tiny": lambda V, g: torch.randn(V, generator=g) * 1e-42,
+    "a comb": lambda V, g: (torch.arange(V) % max(1, V // 512) == 0) * 0.5,  # evenly spaced samples mislead
+    "a far tail": lambda V, g: torch.randn(V, generator=g) - (torch.rand(V, generator=g) < 0.5) * 700,
+}
+NEUTRAL: dict[str, Any] = {
+    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0, "logit_bias": None, "min_tokens": 0,
+}  # fmt: skip
+
+
+def random_row(rng: random.Random, V: int, seed: int) -> Sequence:
+    """A row with some of the controls on."""
+    some = {
+        "top_k": rng.choice([1, 2, 5, 50, V // 2 + 1, max(1, V - 1), V, V + 7, 10**30]),
+        "top_p": rng.choice([1e-9, 0.1, 0.5, 0.9, 0.95, 0.999, 1 - 1e-9, rng.uniform(0.01, 1)]),
+        "min_p": rng.choice([1e-9, 0.02, 0.5, 1.0, math.exp(-3), rng.random()]),
+        "presence_penalty": rng.choice([0.5, -2.0, 1e3]),
+        "frequency_penalty": rng.choice([0.3, -0.1, -1e3]),
+        "repetition_penalty": rng.choice([1.3, 0.7, 1e-3, 1e3]),
+        "logit_bias": {rng.randrange(V): rng.choice([5, -1e6, 1e6, rng.random()]) for _ in range(rng.choice([1, 9]))},
+        "min_tokens": 9,
+    }  # fmt: skip
+    share = rng.choice([0.15, 0.4, 1.0])
+    chosen = {name: value if rng.random() < share else NEUTRAL[name] for name, value in some.items()}
+    temperature = rng.choice([0.0, 5e-324, 1e-300, 1e-3, 0.3, 0.8, 0.8, 1.0, 1.0, 3.0, 100.0, 1e6])
+    ids = [rng.randrange(V + V // 4 + 1) for _ in range(rng.choice([1, 3, 40]))]
+    output = [rng.choice([i for i in ids if i < V] or [0]) for _ in range(rng.choice([0, 1, 5, 60]))]
+    end = tuple({rng.randrange(V) for _ in range(rng.choice([0, 1, 3]))})
+    return make_row(SamplingParams(temperature=temperature, **chosen), ids, output, end, seed)
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("V, num_rows", [(1, 8), (2, 40), (17, 60), (64, 30), (65, 30), (700, 60), (2048, 40)])
+def test_random_rows(kind: str, V: int, num_rows: int) -> None:
+    rng, g = random.Random(f"{kind} {V}"), torch.Generator().manual_seed(V)
+    for seed in range(num_rows):
+        agree(LOGITS[kind](V, g)[None], [random_row(rng, V, seed)])
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+def test_random_rows_of_gpt2s_vocabulary(kind: str) -> None:
+    rng, g = random.Random(kind), torch.Generator().manual_seed(1)
+    for seed in range(8):
+        agree(LOGITS[kind](GPT2_V, g)[None], [random_row(rng, GPT2_V, seed)])
+
+
+CONTROLS: dict[str, dict[str, Any]] = {
+    "temperature": {},
+    "top_k": {"top_k": 50},
+    "large top_k": {"top_k": 900},
+    "top_p": {"top_p": 0.95},
+    "min_p": {"min_p": 0.02},
+    "top_k, top_p": {"top_k": 300, "top_p": 0.8},
+    "top_p, min_p": {"top_p": 0.9, "min_p": 0.05},
+    "top_k, min_p": {"top_k": 20, "min_p": 0.1},
+    "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.2, "frequency_penalty": 0.1},
+    "all": {
+        "top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.2, "presence_penalty": 0.2,
+        "frequency_penalty": 0.1, "logit_bias": {5: 2.0}, "min_tokens": 2000,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.8, 2.5])
+@pytest.mark.parametrize("name", CONTROLS)
+def test_every_control_along_a_text(name: str, temperature: float) -> None:
+    """Logits without ties, hundreds of uniforms: not one token may need the oracle."""
+    logits = torch.randn(1, 2048, generator=torch.Generator().manual_seed(3)).mul(2).expand(250, -1)
+    params = SamplingParams(temperature=temperature, max_tokens=2000, **CONTROLS[name])
+    rows = [make_row(params, [1, 2, 3, 3], [*range(n % 60)], (7, 8), seed=n) for n in range(250)]
+    assert agree(logits, rows) == 0
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.75), SamplingParams(top_k=5, min_p=0.1)])
+def test_uniforms_on_borders(params: SamplingParams, given_uniforms: Callable[[list[float]], None]) -> None:
+    """Weights that are powers of two: multiples of 1/64 are borders, exactly or nearly."""
+    logits = torch.tensor([math.log(w) for w in (1, 2, 8, 1, 4, 16, 32)] + [-INF, -800.0])
+    uniforms = [0.0, 5e-324, 1e-300, LAST, *(k / 64 for k in range(64)), *(k / 64 - 2**-54 for k in range(1, 64))]
+    given_uniforms(uniforms)
+    rows = [make_row(params, seed=i) for i in range(len(uniforms))]
+    agree(logits.expand(len(rows), -1), rows, uniforms)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=5), SamplingParams(min_p=0.9)])
+def test_a_uniform_on_a_border_draws_the_next_token(
+    params: SamplingParams, given_uniforms: Callable[[list[float]], None]
+) -> None:
+    """Equal weights are exactly 1, so nothing is rounded: the running sum must exceed u times the total."""
+    logits = torch.tensor([-INF] + [3.0] * 8 + [-900.0, -INF])
+    uniforms = [k / 8 for k in range(8)] + [k / 8 - 2**-53 for k in range(1, 8)]
+    given_uniforms(uniforms)
+    rows = [make_row(params, seed=i) for i in range(len(uniforms))]
+    drawn = [d.token_id for d in native.sample(logits.expand(len(rows), -1), rows)]
+    assert drawn == [*range(1, 9), *range(1, 8)]
+
+
+@pytest.mark.parametrize("V", [2, 300, GPT2_V])
+@pytest.mark.parametrize("name", CONTROLS)
+def test_the_first_and_the_last_uniform(V: int, name: str, given_uniforms: Callable[[list[float]], None]) -> None:
+    uniforms = [0.0, LAST]
+    given_uniforms(uniforms)
+    logits = torch.randn(2, V, generator=torch.Generator().manual_seed(V)) * 3
+    logits[:, 0], logits[:, -1] = -INF, -INF if V > 2 else 1.0
+    params = SamplingParams(**{k: v for k, v in CONTROLS[name].items() if k not in ("logit_bias", "min_tokens")})
+    agree(logits, [make_row(params, [1], [1], seed=i) for i in range(2)], uniforms)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data())
+def test_any_logits_at_all(data: st.DataObject) -> None:
+    some = (
+        st.floats(width=32) | st.integers(-3, 3).map(float) | st.sampled_from([-INF, 0.0, -0.0, 3.4028234663852886e38])
+    )
+    logits = torch.tensor([data.draw(st.lists(some, min_size=1, max_size=12))])
+    seed = data.draw(st.integers(0, 2**32))
+    agree(logits, [random_row(random.Random(seed), logits.shape[-1], seed)])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 6), st.integers(1, 200))
+@example(0, 1, 1)
+def test_rows_together_are_the_rows_alone(seed: int, B: int, V: int) -> None:
+    rng = random.Random(seed)
+    logits = torch.randn(B, V, generator=torch.Generator().manual_seed(seed))
+    rows = [random_row(rng, V, i) for i in range(B)]
+    alone = [outcome(native.sample, logits[i : i + 1], [row]) for i, row in enumerate(rows)]
+    if any(isinstance(a, str) for a in alone):  # all tokens excluded
+        assert isinstance(outcome(native.sample, logits, rows), str)
+    else:
+        assert native.sample(logits, rows) == [a[0] for a in alone]
+
+
+def test_logprobs_are_the_references() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    rows = [make_row(SamplingParams(temperature=t, logprobs=n)) for t, n in ((0.0, 0), (1.0, 5), (0.0, 100))]
+    drawn = native.sample(logits, rows)
+    assert drawn == sampler.sample(logits, rows)
+    assert [len(d.logprobs or ()) for d in drawn][::2] == [1, 40]
+
+
+# Errors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=2)])
+@pytest.mark.parametrize(
+    "bad", [[0, NAN, 1], [0, -NAN, 1], [NAN, INF, 0], [0, INF, 1], [-INF, -INF, INF], [-INF] * 3, [NAN] * 3], ids=str
+)
+def test_rows_that_are_not_finite_are_the_references_error(params: SamplingParams, bad: list[float]) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], bad])
+    rows = [make_row(params), make_row(params)]
+    refuses(lambda: native.sample(logits, rows), "the model's largest logit is", "dtype=float32")
+    assert outcome(native.sample, logits, rows) == outcome(sampler.sample, logits, rows)
+    with pytest.raises(ValueError, match=r"row 1: the largest logit is (nan|-?inf)"):
+        native._native.sample_rows(logits=logits, rows=[None, native._native.SampleOptions(uniform=0.5)])
+    with pytest.raises(ValueError, match="row 1"):
+        native._native.sample_rows(logits=logits, rows=[None, None])
+
+
+@pytest.mark.parametrize("V", [3, 100, 5000])
+def test_one_nan_anywhere_is_found(V: int) -> None:
+    for at in {0, 1, V // 2, V - 1}:
+        for value in (NAN, -NAN):
+            logits = torch.zeros(1, V)
+            logits[0, at] = value
+            for params in (
+                SamplingParams(temperature=0.0),
+                SamplingParams(top_k=1),
+                SamplingParams(logit_bias={at: 1.0}),
+            ):
+                with pytest.raises(NanoinferError, match="largest logit is nan"):
+                    native.sample(logits, [make_row(params)])
+            excluded = make_row(SamplingParams(min_tokens=1), end=(at,))  # its logit is replaced
+            assert agree(logits, [excluded]) == 0
+
+
+ID_LISTS = ("prompt_ids", "output_ids", "bias_ids", "excluded_ids")
+BAD_OPTIONS = [
+    *(("uniform", v) for v in (NAN, -0.1, 1.0, INF)),
+    *(("temperature", v) for v in (NAN, -1.0, INF)),
+    ("top_k", -1),
+    *(("top_p", v) for v in (NAN, 0.0, -0.5, 1.1)),
+    *(("min_p", v) for v in (NAN, -0.1, 1.1)),
+    *(("repetition_penalty", v) for v in (NAN, 0.0, -1.0, INF)),
+    *((name, v) for name in ("presence_penalty", "frequency_penalty") for v in (NAN, INF, -INF)),
+    *((name, v) for name in ID_LISTS for v in ([-1], [2**31], [10**30])),
+    *(("bias_values", v) for v in ([NAN], [INF], [1.0, 2.0], [])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", BAD_OPTIONS, ids=str)
+def test_options_out_of_range_are_refused(name: str, value: Any) -> None:
+    good: dict[str, Any] = {"uniform": 0.5, "bias_ids": [1], "bias_values": [1.0]}
+    with pytest.raises(ValueError, match=name):
+        native._native.SampleOptions(**(good | {name: value}))
+
+
+@pytest.mark.parametrize("value", [None, 3, "ab", ["a"], [1.5], [None], [[1]]], ids=str)
+@pytest.mark.parametrize("name", ID_LISTS)
+def test_token_ids_that_are_no_integers_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(TypeError):
+        native._native.SampleOptions(uniform=0.5, **{name: value})
+
+
+def test_options_that_do_not_fit_the_logits_are_refused() -> None:
+    sample_rows, Options = native._native.sample_rows, native._native.SampleOptions
+    logits = np.zeros((2, 10), np.float32)
+    fine = Options(uniform=0.5)
+    with pytest.raises(ValueError, match="2 rows, but there are options for 1"):
+        sample_rows(logits=logits, rows=[fine])
+    with pytest.raises(ValueError, match="row 1: bias_ids holds 10, which is not below the vocabulary's 10"):
+        sample_rows(logits=logits, rows=[None, Options(uniform=0.5, bias_ids=[3, 10], bias_values=[1.0, 1.0])])
+    with pytest.raises(ValueError, match="row 0: excluded_ids holds 900"):
+        sample_rows(logits=logits, rows=[Options(uniform=0.5, excluded_ids=(900,)), fine])
+    with pytest.raises(ValueError, match="0 columns"):
+        sample_rows(logits=np.zeros((1, 0), np.float32), rows=[None])
+    with pytest.raises(ValueError, match="neighbours"):
+        sample_rows(logits=np.zeros((10, 2), np.float32).T, rows=[None, None])
+    for row in (3, "x", object(), {}):
+        with pytest.raises(TypeError, match="row 1 is neither"):
+            sample_rows(logits=logits, rows=[None, row])
+    for array in (logits.astype(np.float64), logits[0], logits[None], [[1.0]], None):
+        with pytest.raises(TypeError):
+            sample_rows(logits=array, rows=[None])
+    with pytest.raises(TypeError):
+        sample_rows(logits, [None, None])
+    assert sample_rows(logits=logits[:0], rows=[]) == []
+
+
+# Memory -----------------------------------------------------------------------------------------------------
+
+
+def test_logits_are_read_in_place_whatever_the_distance_of_rows() -> None:
+    wide = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    wide[:, 47:] = 1e9  # not to be seen
+    rows = [make_row(SamplingParams(top_p=0.9), seed=i) for i in range(3)]
+    options = [native._options(row, 47) for row in rows]
+    for view in (wide[:3, :47], wide[::2, :47], wide[1:2, :47].expand(3, -1), wide.T.contiguous().T[:3, :47]):
+        expected = sampler.sample(view, rows)
+        assert native.sample(view, rows) == expected
+        if view.stride(-1) == 1:
+            for array in (view, view.numpy()):
+                drawn = native._native.sample_rows(logits=array, rows=options)
+                assert drawn == [d.token_id for d in expected]
+
+
+def test_inference_tensors_and_gradients_are_no_obstacle() -> None:
+    row = make_row(SamplingParams(temperature=0.0))
+    with torch.inference_mode():
+        logits = torch.arange(5.0)[None] * 1
+    assert native.sample(logits, [row])[0].token_id == 4
+    assert native.sample(torch.arange(5.0)[None].requires_grad_(), [row])[0].token_id == 4
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    rng = random.Random(0)
+    work = []
+    for V in (2000, 30, 5000, 700):
+        logits = torch.randn(20, V, generator=torch.Generator().manual_seed(V))
+        work.append((logits, [make_row(SamplingParams(top_p=0.9), [*range(9)], seed=rng.getrandbits(32))] * 20))
+    expected = [native.sample(*w) for w in work]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert list(pool.map(lambda w: native.sample(*w), work)) == expected
+
+
+def test_no_rows_are_no_tokens() -> None:
+    assert native.sample(torch.zeros(0, 5), []) == []
+
+
+# The choice -------------------------------------------------------------------------------------------------
+
+
+def test_cpus_sample_natively_and_other_devices_do_not(tiny_folder: Path) -> None:
+    assert native.choose_sampler(torch.device("cpu")) is native.sample
+    assert native.choose_sampler(torch.device("cuda:0")) is sampler.sample
+    assert LLM(str(tiny_folder), device="cpu").core._sampler is native.sample
+
+
+def test_without_the_extension_the_reference_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_native", None)
+    assert not native.available()
+    assert native.choose_sampler(torch.device("cpu")) is sampler.sample
