@@ -10,14 +10,15 @@ from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.devices import Ceiling
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
 
-# What peers call their formats -> the format with the same bits a weight.
-_QUANTIZED = {"int8": "int8", "Q8_0": "int8", "int4": "int4", "Q4_0": "int4"}
+_LLAMA_CPP = {  # blocks of 32 weights and a 16-bit scale
+    "Q8_0": WeightFormat("Q8_0", 8, 2, group_size=32, group_bytes=2),
+    "Q4_0": WeightFormat("Q4_0", 4, 2, group_size=32, group_bytes=2),
+}
 
 
 def weight_format(dtype: str, quantization: str | None) -> WeightFormat | None:
     """Return the roofline's format of a case's weights, None for one that it does not know."""
-    name = dtype if quantization is None else _QUANTIZED.get(quantization)
-    return None if name is None else FORMATS[name]
+    return (FORMATS | _LLAMA_CPP).get(quantization or dtype)
 
 
 def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling, *, naive: bool) -> None:

@@ -45,7 +45,7 @@ class Options:
     """Untimed runs until two in a row agree within 10%."""
     naive_limit_sec: float = 4.0
     """A run without a cache that would take longer is extrapolated from its time at a few lengths."""
-    max_case_sec: float = 8.0
+    max_case_sec: float = 6.0
     """A case that has been timed for this long gets no further round; every case gets one."""
     breakdown: bool = False
     """Also profile where the time goes (our engines)."""

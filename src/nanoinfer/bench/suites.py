@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from nanoinfer.bench.case import MIXED_HIGH, Case
 from nanoinfer.config import ModelConfig
+from nanoinfer.engines.registry import ENGINES
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,16 @@ def _throughput(model: str, config: ModelConfig, engines: Sequence[str], quick: 
 def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
     best = engines[-1]
     long_prompt = min(1000, config.block_size - 24)
-    shapes = [Case(best, model, prompt_tokens=32, output_tokens=16 if quick else 32)]
-    if not quick:
-        shapes += [replace(shapes[0], batch=b) for b in (8, 64)]
-        shapes += [Case(best, model, batch=b, prompt_tokens=long_prompt, output_tokens=16) for b in (1, 8)]
-        shapes.append(Case(best, model, batch=64, workload="mixed", prompt_tokens=MIXED_HIGH, output_tokens=MIXED_HIGH))
-    return [case for shape in shapes for case in _everyone(shape)]
+    short = Case(best, model, prompt_tokens=32, output_tokens=16 if quick else 32)
+    if quick:
+        return _everyone(short)
+    long = replace(short, prompt_tokens=long_prompt, output_tokens=16)
+    mixed = replace(short, batch=64, workload="mixed", prompt_tokens=MIXED_HIGH, output_tokens=MIXED_HIGH)
+    cases = [
+        case for shape in (short, replace(short, batch=8), replace(short, batch=64), long) for case in _everyone(shape)
+    ]
+    # Minutes a case in float32: the formats that people would use for speed.
+    return cases + [c for shape in (replace(long, batch=8), mixed) for c in _everyone(shape) if _is_light(c)]
 
 
 def _everyone(shape: Case) -> list[Case]:
@@ -74,6 +79,7 @@ def _everyone(shape: Case) -> list[Case]:
     formats: list[tuple[str, str, str | None]] = [
         (shape.contestant, "float32", None),
         (shape.contestant, "bfloat16", None),
+        *((shape.contestant, "float32", q) for q in ENGINES[shape.contestant].quantizations),
         ("transformers-dynamic", "float32", None),
         ("transformers-dynamic", "bfloat16", None),
         ("transformers-static", "float32", None),
@@ -86,6 +92,10 @@ def _everyone(shape: Case) -> list[Case]:
         ("llama.cpp", "float32", "Q4_0"),
     ]
     return [replace(shape, contestant=name, dtype=d, quantization=q) for name, d, q in formats]
+
+
+def _is_light(case: Case) -> bool:
+    return (case.dtype != "float32" or case.quantization is not None) and case.contestant != "transformers-static"
 
 
 SUITES: dict[str, Suite] = {

@@ -2,12 +2,12 @@
 
     float32                4 bytes a value, keys and values too
     bfloat16, float16      2 bytes a value, keys and values too
-    int8                   rows * columns + 2 * rows                        one 16-bit scale for each output row
-    int4                   rows * (ceil(columns / 2) + 2 * ceil(columns / 32))    one for each group of 32 in a row
+    int8                   rows * columns + 4 * rows                        a 32-bit scale for each output row
+    int4                   rows * (ceil(columns / 2) + 3 * ceil(columns / 64))    for each group of 64 in a row a
+                           16-bit scale and an 8-bit zero point: 4.4 bits a weight
 
-Under int8 and int4 all that is no matrix (biases, layer norms, keys, values) stays at 16 bits, and the
-arithmetic is done in floating point: the weights are widened on the way. int4 is 4.5 bits a weight, as in
-llama.cpp's Q4_0. A format with zero points, or with the output head left wide, has another formula.
+int8 and int4 are the native engine's formats; the output head is stored like all else. Keys and values stay at 16
+bits under them. (Biases and layer norms, a thousandth of the model, are counted like keys and values.)
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ class WeightFormat:
     bits: int
     """Bits of one weight in a matrix, its scale apart."""
     vector_bytes: int
-    """Bytes of one value that is no matrix weight: bias, layer norm, scale, key, value, activation."""
+    """Bytes of one value that is no matrix weight: bias, layer norm, key, value, activation."""
     group_size: int | None = None
     """Weights of a row that share a scale; 0: the whole row; None: no scales."""
+    group_bytes: int = 0
+    """Bytes of a group's scale, and of its zero point where it has one."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a weight matrix, (rows, columns) = (outputs, inputs), scales included.
 
-        FORMATS["int4"].matrix_bytes(1, 64)  ->  36   (32 bytes of weights, 2 scales of 2 bytes)
+        FORMATS["int4"].matrix_bytes(1, 128)  ->  70   (64 bytes of weights, 2 groups of 3 bytes)
         """
         data = rows * -(-columns * self.bits // 8)
         if self.group_size is None:
             return data
         groups = -(-columns // (self.group_size or columns))
-        return data + rows * groups * self.vector_bytes
+        return data + rows * groups * self.group_bytes
 
     @property
     def is_float(self) -> bool:
@@ -50,7 +52,7 @@ FORMATS: dict[str, WeightFormat] = {
         WeightFormat("float32", 32, 4),
         WeightFormat("bfloat16", 16, 2),
         WeightFormat("float16", 16, 2),
-        WeightFormat("int8", 8, 2, group_size=0),
-        WeightFormat("int4", 4, 2, group_size=32),
+        WeightFormat("int8", 8, 2, group_size=0, group_bytes=4),
+        WeightFormat("int4", 4, 2, group_size=64, group_bytes=3),
     )
 }

@@ -26,7 +26,7 @@ class Buffer {
     const std::size_t whole = (size + kHugePage - 1) / kHugePage * kHugePage;
 #if defined(__linux__)
     mapped_ = whole + kHugePage;
-    void* p = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* p = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
     base_ = static_cast<std::uint8_t*>(p);
     const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(p);
