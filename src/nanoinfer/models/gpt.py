@@ -98,8 +98,16 @@ class Block(nn.Module):
         return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
 
 
+def _embedding(rows: int, columns: int) -> nn.Embedding:
+    """Return an embedding with empty weights.
+
+    Drawing them on the meta device, where a checkpoint's model is made, would import torch's compiler (1.3 s).
+    """
+    return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
+
+
 class GPT(nn.Module):
-    """A GPT-2-family language model.
+    """A GPT-2-family language model. Its weights are whatever was there: load them, or call `init_weights`.
 
     Args:
         config: the shape.
@@ -114,8 +122,8 @@ class GPT(nn.Module):
         self.dropout = dropout
         self.transformer = nn.ModuleDict(
             {
-                "wte": nn.Embedding(config.vocab_size, config.n_embd),
-                "wpe": nn.Embedding(config.block_size, config.n_embd),
+                "wte": _embedding(config.vocab_size, config.n_embd),
+                "wpe": _embedding(config.block_size, config.n_embd),
                 "h": nn.ModuleList(Block(config, layer, dropout) for layer in range(config.n_layer)),
                 "ln_f": LayerNorm(config),
             }

@@ -48,48 +48,92 @@ float from_f16(std::uint16_t h) {
 
 // Scale and zero point of up to kGroup weights for 4 bits: w ~ scale (q - zero), 0 <= q, zero <= 15.
 //
-// The range [min, max] mapped onto 0..15 wastes resolution on outliers; so shrunken ranges are tried and the one
-// with the least squared error wins. The zero point is whole, so that a weight of 0 stays 0 and sums stay exact.
+// The range [min, max] mapped onto 0..15 wastes resolution on outliers; so shrunken ranges are tried, the scale of
+// the best is refitted to its own levels, and the pair with the least squared error wins. The zero point is whole, so
+// that a weight of 0 stays 0 and sums stay exact. Four weights at a time: every CPU has such vectors, and a compiler
+// may not reorder a sum of floats by itself (124 million weights on 2 threads: 0.5 s; one weight at a time: 1.7 s).
 struct Grid4 {
   std::uint16_t scale;  // bfloat16
   std::uint8_t zero;
 };
+typedef float f32x4 __attribute__((vector_size(16)));
 
-Grid4 quantize4(const float* w, std::int64_t n, std::uint8_t* q) {
-  float low = 0, high = 0;  // 0 is always in range
-  for (std::int64_t i = 0; i < n; ++i) {
-    low = std::min(low, w[i]);
-    high = std::max(high, w[i]);
+float sum(f32x4 x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+
+struct Group4 {  // kGroup weights; zeros after the end of a row
+  f32x4 w[kGroup / 4];
+
+  Group4(const float* row, std::int64_t n) : w{} { std::memcpy(w, row, n * sizeof(float)); }
+
+  // The level q of weights 4 i to 4 i + 3, 0 to 15: the nearest. Adding 1.5 * 2^23 rounds to a whole number.
+  f32x4 levels(std::int64_t i, float inverse, float zero) const {
+    const f32x4 lowest{}, highest = lowest + 15.0f, magic = lowest + 12582912.0f;
+    f32x4 x = w[i] * inverse + zero;
+    x = x > lowest ? x : lowest;
+    x = x < highest ? x : highest;
+    return (x + magic) - magic;
   }
-  Grid4 best{0, 8};
-  std::fill(q, q + kGroup, std::uint8_t{8});
-  if (!(high > low) || !std::isfinite(high - low)) {
-    if (!std::isfinite(high - low)) best.scale = 0x7fc0;  // NaN: an overflow must be seen
-    return best;
-  }
-  constexpr float kShrink[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f, 0.7f, 0.65f};
-  float least = INFINITY;
-  for (const float shrink : kShrink) {
-    const std::uint16_t stored = to_bf16((high - low) * shrink / 15.0f);
-    const float scale = from_bf16(stored), inverse = 1.0f / scale;
-    if (!(scale > 0) || !std::isfinite(inverse)) continue;
-    const float zero = std::clamp(std::nearbyint(-low * shrink * inverse), 0.0f, 15.0f);
-    float error = 0;
-    for (std::int64_t i = 0; i < n; ++i) {
-      const float level = std::min(std::max(std::floor(w[i] * inverse + zero + 0.5f), 0.0f), 15.0f);
-      const float d = w[i] - scale * (level - zero);
+  float squared_error(float scale, float zero) const {
+    f32x4 error{};
+    const float inverse = 1.0f / scale;
+    for (std::int64_t i = 0; i < kGroup / 4; ++i) {
+      const f32x4 d = w[i] - (levels(i, inverse, zero) - zero) * scale;
       error += d * d;
     }
-    if (error < least) {
-      least = error;
-      best = {stored, static_cast<std::uint8_t>(zero)};
-    }
+    return sum(error);
   }
-  const float scale = from_bf16(best.scale), inverse = scale > 0 ? 1.0f / scale : 0.0f;
-  for (std::int64_t i = 0; i < kGroup; ++i) {
-    const float x = i < n ? w[i] : 0.0f;
-    q[i] = static_cast<std::uint8_t>(
-        std::min(std::max(std::floor(x * inverse + static_cast<float>(best.zero) + 0.5f), 0.0f), 15.0f));
+  // The scale of the least squared error for the levels that a grid gives: sum w l / sum l^2, l = q - zero.
+  float refit(Grid4 grid) const {
+    f32x4 cross{}, square{};
+    const float inverse = 1.0f / from_bf16(grid.scale), zero = grid.zero;
+    for (std::int64_t i = 0; i < kGroup / 4; ++i) {
+      const f32x4 l = levels(i, inverse, zero) - zero;
+      cross += w[i] * l;
+      square += l * l;
+    }
+    return sum(cross) / sum(square);
+  }
+};
+
+Grid4 search4(const Group4& group, float low, float high) {
+  Grid4 best{0, 8};
+  float least = INFINITY;
+  const auto attempt = [&](float wanted, float lowest) {
+    const std::uint16_t stored = to_bf16(wanted);
+    const float scale = from_bf16(stored);
+    if (!(scale > 0) || !std::isfinite(1.0f / scale)) return;
+    const float zero = std::clamp(std::nearbyint(-lowest / scale), 0.0f, 15.0f);
+    const float error = group.squared_error(scale, zero);
+    if (best.scale && !(error < least)) return;  // the first is taken even where squares overflow
+    least = error;
+    best = {stored, static_cast<std::uint8_t>(zero)};
+  };
+  for (const float shrink : {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.75f, 0.7f, 0.65f})
+    attempt((high - low) * shrink / 15.0f, low * shrink);
+  for (int round = 0; round < 2 && best.scale; ++round) {
+    const float scale = group.refit(best);
+    attempt(scale, -scale * static_cast<float>(best.zero));
+  }
+  return best;
+}
+
+Grid4 quantize4(const float* row, std::int64_t n, std::uint8_t* q) {
+  const Group4 group(row, n);
+  f32x4 lows{}, highs{}, bad{};  // 0 is always in range
+  for (const f32x4 w : group.w) {
+    lows = w < lows ? w : lows;
+    highs = w > highs ? w : highs;
+    bad += w * 0.0f;  // NaN where there is a NaN or an infinity
+  }
+  const float low = std::min({lows[0], lows[1], lows[2], lows[3]});
+  const float high = std::max({highs[0], highs[1], highs[2], highs[3]});
+  Grid4 best{0, 8};
+  if (sum(bad) != 0.0f || !std::isfinite(high - low)) best.scale = 0x7fc0;  // NaN: an overflow must be seen
+  else if (high > low) best = search4(group, low, high);
+  const float scale = from_bf16(best.scale);
+  for (std::int64_t i = 0; i < kGroup / 4; ++i) {
+    const f32x4 level = scale > 0 ? group.levels(i, 1.0f / scale, best.zero) : f32x4{8, 8, 8, 8};
+    for (int l = 0; l < 4; ++l) q[4 * i + l] = static_cast<std::uint8_t>(level[l]);
   }
   return best;
 }

@@ -107,7 +107,7 @@ NI_INLINE void tile_bf16(const Tile& t, Acc<M>& acc) {  // two inputs a step
   for (std::int64_t k = 0; k < t.depth / 2; ++k, w += 128, x += M) {
     prefetch(w + kPrefetch);
     prefetch(w + kPrefetch + 64);
-    const i32x16 w0 = load_as<i32x16>(w), w1 = load_as<i32x16>(w + 64);
+    const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
     NI_ROWS {
       acc.v[m][0] = dot2_bf16(acc.v[m][0], w0, x[m]);
       acc.v[m][1] = dot2_bf16(acc.v[m][1], w1, x[m]);
@@ -138,7 +138,7 @@ NI_INLINE void tile_i8(const Tile& t, Acc<M>& acc) {
     for (int k = 0; k < kGroup / 4; ++k, w += 128, u.x += M) {
       prefetch(w + kPrefetch);
       prefetch(w + kPrefetch + 64);
-      const i32x16 w0 = load_as<i32x16>(w), w1 = load_as<i32x16>(w + 64);
+      const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
       NI_ROWS {
         dot[m][0] = dot4(dot[m][0], w0, u.x[m]);
         dot[m][1] = dot4(dot[m][1], w1, u.x[m]);
@@ -163,7 +163,7 @@ NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
     for (int k = 0; k < kGroup / 8; ++k, w += 128, u.x += M) {
       prefetch(w + kPrefetch);
       prefetch(w + kPrefetch + 64);
-      const i32x16 q0 = load_as<i32x16>(w), q1 = load_as<i32x16>(w + 64);
+      const i32x16 q0 = load_ints(w), q1 = load_ints(w + 64);
       const i32x16 low0 = low_nibbles(q0), low1 = low_nibbles(q1);
       NI_ROWS {
         dot[m][0] = dot4(dot[m][0], low0, u.x[m]);
@@ -550,7 +550,7 @@ std::uint64_t read(const std::uint8_t* data, std::size_t n) {
   for (std::size_t at = 0; at < n; at += 256) {
     for (int j = 0; j < 4; ++j) {
       prefetch(data + at + kPrefetch + 64 * j);
-      const i32x16 x = load_as<i32x16>(data + at + 64 * j);
+      const i32x16 x = load_ints(data + at + 64 * j);
       NI_EACH sums[j].v[i] ^= x.v[i];
     }
   }

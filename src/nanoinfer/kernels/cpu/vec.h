@@ -46,8 +46,14 @@ NI_INLINE Vector load_as(const void* p) {
 
 NI_INLINE f32x16 broadcast(float x) { f32x16 r; NI_EACH r.v[i] = x - vf{}; return r; }
 NI_INLINE i32x16 broadcast(std::int32_t x) { i32x16 r; NI_EACH r.v[i] = x - vi{}; return r; }
-NI_INLINE f32x16 load(const float* p) { return load_as<f32x16>(p); }
-NI_INLINE void store(float* p, f32x16 x) { __builtin_memcpy(p, &x, sizeof x); }
+// Part by part: copied as a whole, GCC moves an f32x16 of several registers through the stack.
+NI_INLINE f32x16 load(const float* p) { f32x16 r; NI_EACH r.v[i] = load_as<vf>(p + i * kWidth); return r; }
+NI_INLINE i32x16 load_ints(const void* p) {
+  i32x16 r;
+  NI_EACH r.v[i] = load_as<vi>((const std::int32_t*)p + i * kWidth);
+  return r;
+}
+NI_INLINE void store(float* p, f32x16 x) { NI_EACH __builtin_memcpy(p + i * kWidth, &x.v[i], sizeof(vf)); }
 NI_INLINE f32x16 operator+(f32x16 a, f32x16 b) { NI_EACH a.v[i] += b.v[i]; return a; }
 NI_INLINE f32x16 operator-(f32x16 a, f32x16 b) { NI_EACH a.v[i] -= b.v[i]; return a; }
 NI_INLINE f32x16 operator*(f32x16 a, f32x16 b) { NI_EACH a.v[i] *= b.v[i]; return a; }
@@ -73,28 +79,40 @@ NI_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 }
 
 NI_INLINE float sum(f32x16 a) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)a.v[0]);
+#else
   float s[16];
   store(s, a);
   for (int step = 8; step; step /= 2)
     for (int l = 0; l < step; ++l) s[l] += s[l + step];
   return s[0];
+#endif
 }
 NI_INLINE std::int32_t sum(i32x16 a) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)a.v[0]);
+#else
   std::int32_t total = 0;
   NI_EACH for (int l = 0; l < kWidth; ++l) total += a.v[i][l];
   return total;
+#endif
 }
-NI_INLINE float largest(f32x16 a) {
+NI_INLINE float largest(f32x16 a) {  // of a NaN nothing is promised: callers look for them in other ways
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)a.v[0]);
+#else
   float s[16];
   store(s, a);
   for (int step = 8; step; step /= 2)
     for (int l = 0; l < step; ++l) s[l] = s[l] > s[l + step] ? s[l] : s[l + step];
   return s[0];
+#endif
 }
 // x where lane < n, else `other`.
 NI_INLINE f32x16 first(std::int64_t n, f32x16 x, float other) {
   static const std::int32_t kLane[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const i32x16 lanes = load_as<i32x16>(kLane);
+  const i32x16 lanes = load_ints(kLane);
   const vi limit = (std::int32_t)(n < 16 ? n : 16) - vi{};
   const vf rest = other - vf{};
   NI_EACH x.v[i] = lanes.v[i] < limit ? x.v[i] : rest;
