@@ -2,6 +2,7 @@
 # make test    the whole test suite
 # make lint    ruff and mypy
 # make bench   every suite on this machine, into docs/results (an hour; needs the peers: pip install .[bench,peers])
+# make quality TEXT=play.txt   what reduced precision does to a model's words, into docs/results/quality.md
 # make vs-transformers   static against transformers, side by side (random weights in GPT-2's shape)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
 
@@ -12,7 +13,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers
 
-.PHONY: demo test lint bench vs-transformers clean
+.PHONY: demo test lint bench quality vs-transformers clean
 
 demo: .venv/installed
 	@echo "== shakespeare, prompt 'ROMEO:' =="
@@ -37,6 +38,15 @@ bench: .venv/installed-test
 	    > docs/results/$$suite.txt || true; \
 	done
 	$(BIN)/nanoinfer bench $(SUITES:%=--load docs/results/%.json) --report docs/results
+
+QUALITY = $(BIN)/python benchmarks/quality.py "$(TEXT)"
+
+quality: .venv/installed
+	@test -f "$(TEXT)" || { echo 'make quality TEXT=path: the text that the model was trained on; its end is held out'; exit 2; }
+	@mkdir -p docs/results
+	$(QUALITY) --model shakespeare > docs/results/quality.tmp
+	$(QUALITY) --model wide:shakespeare:gpt2 --tokens 4096 >> docs/results/quality.tmp
+	@mv docs/results/quality.tmp docs/results/quality.md
 
 vs-transformers: .venv/installed-test
 	$(BIN)/python benchmarks/vs_transformers.py

@@ -209,13 +209,13 @@ def test_bytes_are_those_of_the_tensors_that_a_step_reads(
 @EVERY
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_quantized_bytes_are_those_of_quantized_tensors(config: ModelConfig, name: str) -> None:
-    """Store every matrix that a step reads as the native engine does, the rest in 16 bits, and weigh it."""
+    """Store every matrix that a step reads as the native engine does, the rest in float32, and weigh it."""
     total = 0
     for key, p in make_model(config).named_parameters():
         if "wpe" in key or ("wte" in key and not config.tie_word_embeddings):
             continue
         if p.dim() < 2:
-            total += p.to(torch.bfloat16).nbytes
+            total += p.nbytes
             continue
         group = p.shape[1] if name == "int8" else 64
         padded = torch.nn.functional.pad(p, (0, -p.shape[1] % group))
@@ -251,6 +251,7 @@ def test_published_numbers() -> None:
         assert decode(gpt2, FORMATS[name]).model.bytes(1, 1) == pytest.approx(megabytes * 1e6, rel=tolerance)
     assert decode(gpt2, FP32).model.flops(1, 1) == pytest.approx(2 * 123.6e6, rel=0.01)  # 2 FLOPs a weight and token
     assert kv_cache_layer(gpt2, FORMATS["bfloat16"])(1, 1000) * 12 == pytest.approx(37e6, rel=0.01)
+    assert kv_cache_layer(gpt2, FORMATS["int8"])(1, 1) == 2 * (768 + 12 * 4)  # bytes, and a scale a head
 
 
 # Polynomials and predictions -------------------------------------------------------------------------------

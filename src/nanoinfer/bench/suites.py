@@ -27,10 +27,11 @@ class Suite:
 
 def _ladder(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
     batches = (1, 4, 16) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    rungs = [(engine, q) for engine in engines for q in (None, *ENGINES[engine].quantizations)]
     return [
-        Case(engine, model, batch=b, prompt_tokens=32, output_tokens=8 if quick else 16)
+        Case(engine, model, quantization=q, batch=b, prompt_tokens=32, output_tokens=8 if quick else 16)
         for b in batches
-        for engine in engines
+        for engine, q in rungs
     ]
 
 

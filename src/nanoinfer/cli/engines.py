@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from nanoinfer import environment
+
 
 def engines(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
@@ -58,13 +60,19 @@ def engines(
     Console(width=None).print(table)
     threads = torch.get_num_threads()
     gpu = f"CUDA: {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no CUDA device"
-    print(f"torch {torch.__version__}, {threads} CPU threads, {gpu}; native extension: {_native()}")
+    print(f"torch {torch.__version__}, {threads} CPU threads, {gpu}")
+    print(f"native extension: {_native()}")
 
 
 def _native() -> str:
-    """Return whether the C++ extension is built."""
+    """Return whether the C++ extension is built, and the instruction sets that it has for this CPU."""
     try:
-        import nanoinfer._native  # noqa: F401
+        from nanoinfer._native import instruction_sets
     except ImportError:
         return "not built (installed with NANOINFER_NO_NATIVE=1)"
-    return "built"
+    sets = instruction_sets()
+    here = [name for name, missing in sets if not missing]
+    chosen = environment.isa() or here[-1]
+    lacking = "".join(f"; {name}: this CPU has no {missing}" for name, missing in sets if missing)
+    how = "forced by NANOINFER_ISA" if environment.isa() else "the fastest here"
+    return f"instruction sets {', '.join(here)}; uses {chosen}, {how}{lacking}"

@@ -26,7 +26,12 @@ from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling.params import SamplingParams
 
 ModelFlag = Annotated[
-    str, typer.Option("--model", "-m", help="shakespeare, random:<preset>, a folder, a ckpt.pt, or a Hub repository.")
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        help="shakespeare, random:<preset>, wide:<model>:<preset>, a folder, a ckpt.pt, or a Hub repository.",
+    ),
 ]
 TokenizerFlag = Annotated[
     str | None, typer.Option("--tokenizer", help="Take the tokenizer from here instead of the model's own place.")

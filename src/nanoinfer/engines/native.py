@@ -33,7 +33,7 @@ class NativeEngine(Sequences):
         model: the weights; they are packed, and not kept.
         limits: what the engine may hold.
         quantization: int8, int4, or None for the weights' own type.
-        kv_cache_dtype: float32, bfloat16 or int8; auto is float32 for float32 weights, else bfloat16.
+        kv_cache_dtype: float32, bfloat16 or int8; auto: see `resolve_cache_dtype`.
         threads: None is the CPUs that this process may use.
 
     Raises:
@@ -125,7 +125,13 @@ class NativeEngine(Sequences):
 
 
 def resolve_cache_dtype(kv_cache_dtype: str, dtype: str, quantization: str | None) -> str:
-    """Return the type of keys and values: the one asked for; auto is float32 beside float32 weights, else bfloat16."""
+    """Return the type of keys and values: the one asked for, or for auto the one as wide as the weights.
+
+    Eight bits beside int4 too: keys and values in 8 bits move the words of the built-in model no further than in 16
+    (docs/quality.md), and many or long texts read more of them than of weights.
+    """
     if kv_cache_dtype != "auto":
         return kv_cache_dtype
-    return "float32" if dtype == "float32" and quantization is None else "bfloat16"
+    if quantization is not None:
+        return "int8"
+    return "float32" if dtype == "float32" else "bfloat16"

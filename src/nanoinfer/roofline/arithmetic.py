@@ -174,4 +174,5 @@ def _step(config: ModelConfig, fmt: WeightFormat, tokens: Poly, products: Poly, 
 
 def kv_cache_layer(config: ModelConfig, fmt: WeightFormat) -> Poly:
     """Return the bytes of one layer's keys and values of B sequences of N tokens."""
-    return Poly.of({(1, 1): 2 * config.n_embd * fmt.vector_bytes})
+    a_value = fmt.vector_bytes if fmt.cache_bytes is None else fmt.cache_bytes
+    return Poly.of({(1, 1): 2 * (config.n_embd * a_value + config.n_head * fmt.cache_scale_bytes)})

@@ -6,8 +6,8 @@
     int4                   rows * (ceil(columns / 2) + 3 * ceil(columns / 64))    for each group of 64 in a row a
                            16-bit scale and an 8-bit zero point: 4.4 bits a weight
 
-int8 and int4 are the native engine's formats; the output head is stored like all else. Keys and values stay at 16
-bits under them. (Biases and layer norms, a thousandth of the model, are counted like keys and values.)
+int8 and int4 are the native engine's formats; the output head is stored like all else. Biases and layer norms stay
+wide (a thousandth of the model). Under them a key or value takes a byte, and each head of them a 32-bit scale.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ class WeightFormat:
     bits: int
     """Bits of one weight in a matrix, its scale apart."""
     vector_bytes: int
-    """Bytes of one value that is no matrix weight: bias, layer norm, key, value, activation."""
+    """Bytes of one value that is no matrix weight: bias, layer norm, activation; key and value, without cache_bytes."""
     group_size: int | None = None
     """Weights of a row that share a scale; 0: the whole row; None: no scales."""
     group_bytes: int = 0
     """Bytes of a group's scale, and of its zero point where it has one."""
+    cache_bytes: int | None = None
+    """Bytes of one key or value; None: vector_bytes."""
+    cache_scale_bytes: int = 0
+    """Bytes of the scale that one head's key, or value, of one token has."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a weight matrix, (rows, columns) = (outputs, inputs), scales included.
@@ -52,7 +56,7 @@ FORMATS: dict[str, WeightFormat] = {
         WeightFormat("float32", 32, 4),
         WeightFormat("bfloat16", 16, 2),
         WeightFormat("float16", 16, 2),
-        WeightFormat("int8", 8, 2, group_size=0, group_bytes=4),
-        WeightFormat("int4", 4, 2, group_size=64, group_bytes=3),
+        WeightFormat("int8", 8, 4, group_size=0, group_bytes=4, cache_bytes=1, cache_scale_bytes=4),
+        WeightFormat("int4", 4, 4, group_size=64, group_bytes=3, cache_bytes=1, cache_scale_bytes=4),
     )
 }

@@ -63,10 +63,10 @@ def measure(workload: Workload | None = None, clock: Clock = time.perf_counter) 
     try:
         bandwidth = _bandwidth(device, workload, clock)
         flops = {name: _matmul_flops(getattr(torch, name), device, workload, clock) for name in names}
-    except (RuntimeError, MemoryError, ValueError) as e:  # torch's out-of-memory errors, and the native buffer's
+    except (RuntimeError, MemoryError, ValueError) as e:  # out of memory: torch's kinds, and the native buffer's
+        reason = " ".join(str(e).split())[:100] or "out of memory"
         raise NanoinferError(
-            f"device='measure': this machine could not be measured ({' '.join(str(e).split())[:100] or 'out of memory'}): free some"
-            " memory, or name a device"
+            f"device='measure': this machine could not be measured ({reason}): free some memory, or name a device"
         ) from None
     if device.type == "cuda":
         what = f"copy bandwidth and matrix products of {torch.cuda.get_device_name()}, measured now"

@@ -12,6 +12,7 @@
 #include "decoder.h"
 #include "isa.h"
 #include "memory.h"
+#include "names.h"
 #include "team.h"
 
 namespace nb = nanobind;
@@ -23,16 +24,6 @@ namespace {
 using Floats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-template <class T>
-T by_name(const std::string& what, const std::string& name, std::initializer_list<std::pair<const char*, T>> table) {
-  std::string known;
-  for (const auto& [key, value] : table) {
-    if (name == key) return value;
-    known += (known.empty() ? "" : ", ") + std::string(key);
-  }
-  throw std::invalid_argument(what + " '" + name + "' is unknown: use one of " + known);
-}
 
 // A decoder and a lock: Python threads may call at the same time, and extend gives up the interpreter's lock.
 class Guarded {
@@ -130,14 +121,8 @@ void bind_decoder(nb::module_& m) {
             shape.tied = tied;
             shape.epsilon = epsilon;
             DecoderOptions options;
-            options.weights = by_name<WeightType>("weights", weights,
-                                                  {{"float32", WeightType::f32},
-                                                   {"float16", WeightType::f16},
-                                                   {"bfloat16", WeightType::bf16},
-                                                   {"int8", WeightType::i8},
-                                                   {"int4", WeightType::i4}});
-            options.cache = by_name<CacheType>(
-                "cache", cache, {{"float32", CacheType::f32}, {"bfloat16", CacheType::bf16}, {"int8", CacheType::i8}});
+            options.weights = weight_type(weights);
+            options.cache = cache_type(cache);
             options.max_num_seqs = max_num_seqs;
             options.max_num_cached_tokens = max_num_cached_tokens;
             options.threads = threads;

@@ -8,6 +8,7 @@
 
 namespace nanoinfer {
 void bind_decoder(nanobind::module_& m);
+void bind_kernels(nanobind::module_& m);
 void bind_sampler(nanobind::module_& m);
 }
 
@@ -22,5 +23,6 @@ NB_MODULE(_native, m) {
         "Returns: a float with 53 random bits, equal bit for bit to nanoinfer.sampling.rng.uniform_reference.\n"
         "Raises: TypeError for anything else.");
   nanoinfer::bind_decoder(m);
+  nanoinfer::bind_kernels(m);
   nanoinfer::bind_sampler(m);
 }

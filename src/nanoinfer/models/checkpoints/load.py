@@ -1,7 +1,10 @@
-"""From a model's name to a loaded model: built in, random, a local folder or file, or a Hub repository.
+"""From a model's name to a loaded model: built in, random, widened, a local folder or file, or a Hub repository.
 
-Names are tried in this order: `shakespeare` and the other built-in models; `random:<preset>`; a path that
-exists; a Hub repository id. `./shakespeare` is the folder of that name.
+Names are tried in this order: `wide:<model>:<preset>`; `shakespeare` and the other built-in models;
+`random:<preset>`; a path that exists; a Hub repository id. `./shakespeare` is the folder of that name.
+
+`wide:shakespeare:gpt2-large` is the model `shakespeare` widened by duplication (widen.py) to that preset's width
+and layers: the source's words, vocabulary, context length and tokenizer at about the preset's cost.
 """
 
 from __future__ import annotations
@@ -67,6 +70,8 @@ def load_model(
     if not isinstance(name, (str, Path)) or not str(name):
         raise NanoinferError(f"model={name!r} is not a name or a path")
     require_int("seed", seed, 0, 2**64 - 1)
+    if str(name).startswith("wide:"):
+        return _widened(str(name), dtype, seed, tokenizer)
     name, path = str(name), _place(name)
     dataset = None
     if name.startswith("random:"):
@@ -116,6 +121,33 @@ def _random(name: str, dtype: torch.dtype | None, seed: int) -> tuple[GPT, Model
     return gpt.to(dtype or torch.float32).requires_grad_(False).eval(), PRESETS[preset]
 
 
+def split_wide(name: str) -> tuple[str, ModelConfig]:
+    """wide:shakespeare:gpt2 -> the source's name, and the preset that gives the width and the layers.
+
+    Raises:
+        NanoinferError: a part is missing, or there is no such preset.
+    """
+    source, _, preset = name.removeprefix("wide:").rpartition(":")
+    if not source or preset not in PRESETS:
+        raise NanoinferError(
+            f"model {name!r}: a widened model is wide:<model>:<preset>, with a preset of {', '.join(PRESETS)}"
+        )
+    return source, PRESETS[preset]
+
+
+def _widened(name: str, dtype: torch.dtype | None, seed: int, tokenizer: str | None) -> LoadedModel:
+    from nanoinfer.models.widen import widen
+
+    source, shape = split_wide(name)
+    loaded = load_model(source, seed=seed, tokenizer=tokenizer)  # float32: see widen
+    try:
+        gpt = widen(loaded.gpt, n_embd=shape.n_embd, n_layer=shape.n_layer)
+    except NanoinferError as e:
+        raise NanoinferError(f"model {name!r}: {e}") from None
+    loaded.name, loaded.gpt, loaded.config = name, gpt.to(dtype) if dtype else gpt, gpt.config
+    return loaded
+
+
 def _hub_folder(name: str) -> Path:
     """Return the local folder of a Hub repository, or say that `name` is no model at all."""
     parts = name.split("/")
@@ -123,8 +155,8 @@ def _hub_folder(name: str) -> Path:
         raise NanoinferError(f"model {name!r}: there is no such file or folder")
     if not all(re.fullmatch(r"[\w][\w.-]*", part) for part in parts):
         raise NanoinferError(
-            f"model {name!r} is neither built in ({', '.join(builtin_names())}), nor random:<preset>, nor a path"
-            " that exists, nor a Hub repository id"
+            f"model {name!r} is neither built in ({', '.join(builtin_names())}), nor random:<preset>, nor"
+            " wide:<model>:<preset>, nor a path that exists, nor a Hub repository id"
         )
     return huggingface.download(f"openai-community/{name}" if name in PRESETS else name)
 

@@ -1,0 +1,166 @@
+"""What reduced precision does to a model's words: perplexity and distance from float32 on held-out text.
+
+Every configuration of the native engine sees the same tokens as the reference (float32 on engine `static`), in
+windows of the context length that do not overlap, and gives its whole distribution at every position. Printed for
+each: perplexity, its difference from the reference's, the mean Kullback-Leibler divergence KL(reference, this) in
+nats per token, how often the most likely token is the same, and the bytes of the packed weights.
+
+Run: python benchmarks/quality.py TEXT [--model shakespeare] [--model wide:shakespeare:gpt2] [--tokens N]
+
+TEXT is a UTF-8 file; its last 10% of characters are used (`nanoinfer train` trains on the first 90%). With --tokens,
+windows are spread evenly over them. The table goes to stdout as markdown, progress to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoinfer import LLM
+from nanoinfer.engines.base import Engine, StepBatch
+from nanoinfer.errors import NanoinferError
+from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.data import split_texts
+
+CHUNK = 128  # positions whose logits are held at a time
+
+REFERENCE: dict[str, Any] = {"engine": "static", "dtype": "float32"}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "int8": {"quantization": "int8"},
+    "int8, int8 keys and values": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "int4": {"quantization": "int4"},
+}
+
+
+@dataclass
+class Total:
+    """Sums over positions, float64."""
+
+    num_tokens: int = 0
+    loss: float = 0.0
+    """Nats."""
+    divergence: float = 0.0
+    """KL(reference, this), nats."""
+    num_same_top: int = 0
+    per_window: list[float] = field(default_factory=list)
+    """Loss of each window, less the reference's: its spread is the difference's error."""
+
+
+def windows(ids: list[int], block_size: int, max_tokens: int | None) -> list[list[int]]:
+    """Return windows of block_size + 1 tokens that share only their ends, evenly spread: max_tokens at most."""
+    count = (len(ids) - 1) // block_size
+    keep = count if max_tokens is None else max(1, min(count, max_tokens // block_size))
+    starts = [i * count // keep * block_size for i in range(keep)]
+    return [ids[s : s + block_size + 1] for s in starts]
+
+
+def distributions(engine: Engine, window: list[int]) -> Iterator[torch.Tensor]:
+    """Yield the log-probabilities after each token but the last, (CHUNK, V) float64, a chunk at a time."""
+    handle = engine.open()
+    try:
+        for at in range(0, len(window) - 1, CHUNK):
+            inputs = window[at : min(at + CHUNK, len(window) - 1)]
+            batch = StepBatch()
+            batch.add(handle, inputs, len(inputs))
+            yield engine.extend(batch).double().log_softmax(-1)
+    finally:
+        engine.close(handle)
+
+
+def compare(engines: dict[str, Engine], texts: list[list[int]]) -> dict[str, Total]:
+    """Run all engines side by side; the first is the reference."""
+    totals = {name: Total() for name in engines}
+    for i, window in enumerate(texts):
+        print(f"\rwindow {i + 1} of {len(texts)}", end="", file=sys.stderr, flush=True)
+        before = {name: t.loss for name, t in totals.items()}
+        at = 1
+        for chunk in zip(*(distributions(engine, window) for engine in engines.values()), strict=True):
+            reference = chunk[0]
+            targets = torch.tensor(window[at : at + len(reference)])[:, None]
+            at += len(reference)
+            for total, mine in zip(totals.values(), chunk, strict=True):
+                total.num_tokens += len(mine)
+                total.loss -= mine.gather(-1, targets).sum().item()
+                total.divergence += (reference.exp() * (reference - mine)).sum().item()
+                total.num_same_top += int((mine.argmax(-1) == reference.argmax(-1)).sum())
+        losses = {name: t.loss - before[name] for name, t in totals.items()}
+        for name, total in totals.items():
+            total.per_window.append(losses[name] - losses["reference"])
+    print(file=sys.stderr)
+    return totals
+
+
+def weight_bytes(engine: Engine) -> int:
+    """Return the bytes of an engine's weights."""
+    decoder = getattr(engine, "_decoder", None)
+    if decoder is not None:
+        return int(decoder.weight_bytes)
+    model: torch.nn.Module = engine.model  # type: ignore[attr-defined]
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def measure(model: str, text: str, max_tokens: int | None, threads: int | None) -> list[str]:
+    """Return the lines of one model's section."""
+    common: dict[str, Any] = {"max_num_seqs": 1}
+    native = common | {"engine": "native", "threads": threads}
+    llms = {"reference": LLM(model, **common, **REFERENCE)}
+    llms |= {name: LLM(model, **native, **options) for name, options in CONFIGURATIONS.items()}
+    first = llms["reference"]
+    texts = windows(first.encode(text), first.config.block_size, max_tokens)
+    if not texts or len(texts[0]) < 2:
+        raise NanoinferError(f"the held-out text is shorter than one window of {first.config.block_size} tokens")
+    totals = compare({name: llm.engine for name, llm in llms.items()}, texts)
+    reference = totals.pop("reference")
+    n = reference.num_tokens
+    c = first.config
+    lines = [
+        f"## {model}: {c.n_layer} layers, {c.n_embd} wide, {first.engine.model.num_parameters():,} parameters",  # type: ignore[attr-defined]
+        "",
+        f"{n:,} tokens in {len(texts)} windows of {c.block_size}. Reference (float32, engine static): perplexity"
+        f" {math.exp(reference.loss / n):.4f}, {reference.loss / n:.4f} nats per token.",
+        "",
+        "| weights | MB | perplexity | against float32 | KL, nats per token | same most likely token |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, t in totals.items():
+        d = (t.loss - reference.loss) / n
+        spread = torch.tensor(t.per_window).std().item() * math.sqrt(len(texts)) / n if len(texts) > 1 else math.nan
+        lines.append(
+            f"| {name} | {weight_bytes(llms[name].engine) / 1e6:.1f} | {math.exp(t.loss / n):.4f} |"
+            f" {100 * math.expm1(d):+.3f}% (± {200 * spread:.3f}) | {t.divergence / n:.6f} |"
+            f" {100 * t.num_same_top / n:.2f}% |"
+        )
+    return [*lines, ""]
+
+
+def main() -> int:
+    """Print a section for each model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("text", type=Path, help="UTF-8 text; the last 10% of its characters are used")
+    parser.add_argument("--model", action="append", help="repeat for several; default: shakespeare")
+    parser.add_argument("--tokens", type=int, help="tokens to use at most; default: all")
+    parser.add_argument("--threads", type=int, help="threads of the native engine")
+    args = parser.parse_args()
+    try:
+        text = args.text.read_text(encoding="utf-8")
+        _, (held_out,) = split_texts([text], TrainConfig.val_fraction)
+        for model in args.model or ["shakespeare"]:
+            print("\n".join(measure(model, held_out, args.tokens, args.threads)), flush=True)
+    except (NanoinferError, OSError, UnicodeDecodeError) as e:
+        print(f"quality: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

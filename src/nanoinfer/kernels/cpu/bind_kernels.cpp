@@ -1,0 +1,156 @@
+// Python bindings of single kernels: for the tests, and only for them (tests/test_native_kernels.py).
+//
+// Each packs, prepares and computes with the code that the decoder runs, but in memory of its own that is exactly as
+// large as the kernels are promised, so that AddressSanitizer (make asan) sees a read one byte too far; in the
+// decoder everything lies in one mapping and such a read goes unseen.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "cache.h"
+#include "format.h"
+#include "isa.h"
+#include "names.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace nanoinfer {
+namespace {
+
+using Floats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Array2 = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
+
+void require(bool ok, const char* message) {
+  if (!ok) throw std::invalid_argument(message);
+}
+
+template <class Array>
+std::int64_t size(const Array& a, int axis) {
+  return static_cast<std::int64_t>(a.shape(axis));
+}
+
+// A new numpy array (rows, columns) of the first `columns` of each row of `from`.
+Array2 to_numpy(const std::vector<float>& from, std::int64_t rows, std::int64_t columns, std::int64_t stride) {
+  auto data = std::make_unique<float[]>(rows * columns);
+  for (std::int64_t r = 0; r < rows; ++r) std::copy_n(from.data() + r * stride, columns, data.get() + r * columns);
+  float* raw = data.release();
+  const nb::capsule owner(raw, [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  return Array2(raw, {static_cast<std::size_t>(rows), static_cast<std::size_t>(columns)}, owner);
+}
+
+// A packed matrix that owns its memory.
+struct Packed {
+  Matrix m{};
+  std::vector<std::uint8_t> data;
+  std::vector<float> scale, bias;
+
+  Packed(const Floats2& weights, const std::optional<Floats1>& b, WeightType type) {
+    m.type = type;
+    m.out = size(weights, 0);
+    m.in = size(weights, 1);
+    require(m.out > 0 && m.in > 0, "weights must have at least one output and one input");
+    require(!b || size(*b, 0) == m.out, "bias must have one number for each output");
+    m.depth = padded_depth(type, m.in);
+    m.panels = (m.out + kPanel - 1) / kPanel;
+    m.panel_bytes = panel_bytes(type, m.in);
+    data.resize(m.panels * m.panel_bytes);
+    scale.resize(m.panels * kPanel);
+    bias.resize(m.panels * kPanel);
+    if (b) std::copy_n(b->data(), m.out, bias.data());
+    for (std::int64_t p = 0; p < m.panels; ++p)
+      pack_panel(type, weights.data(), m.out, m.in, p, data.data() + p * m.panel_bytes, scale.data() + p * kPanel);
+    m.data = data.data();
+    m.scale = scale.data();
+    m.bias = bias.data();
+  }
+};
+
+Array2 multiply(Floats2 weights, std::optional<Floats1> bias, Floats2 x, std::optional<Floats2> y,
+                const std::string& format, const std::string& epilogue, const std::string& isa) {
+  const Packed w(weights, bias, weight_type(format));
+  const Kernels& kernels = kernels_for(isa);
+  const Epilogue last = by_name<Epilogue>("epilogue", epilogue,
+                                          {{"store", Epilogue::store},
+                                           {"gelu_tanh", Epilogue::gelu_tanh},
+                                           {"gelu_erf", Epilogue::gelu_erf},
+                                           {"add", Epilogue::add}});
+  const std::int64_t rows = size(x, 0), stride = w.m.panels * kPanel;
+  require(rows > 0 && size(x, 1) == w.m.in, "x must be (rows, in) with at least one row");
+  require(!y || (size(*y, 0) == rows && size(*y, 1) == w.m.out), "y must be (rows, out)");
+  std::vector<float> to(rows * stride);
+  if (y)
+    for (std::int64_t r = 0; r < rows; ++r) std::copy_n(y->data() + r * w.m.out, w.m.out, to.data() + r * stride);
+  const std::size_t x_stride = prepared_bytes(w.m.type, w.m.in);
+  std::vector<std::uint8_t> prepared(rows * x_stride);
+  for (std::int64_t r = 0; r < rows; ++r)
+    kernels.prepare(w.m.type, x.data() + r * w.m.in, w.m.in, w.m.depth, r, rows, x_stride, prepared.data());
+  kernels.matmul({&w.m, prepared.data(), x_stride, rows, to.data(), stride, last}, 0, w.m.panels);
+  return to_numpy(to, rows, w.m.out, stride);
+}
+
+Array2 unpack(Floats2 weights, const std::string& format) {
+  const Packed w(weights, std::nullopt, weight_type(format));
+  std::vector<float> to(w.m.out * w.m.in);
+  for (std::int64_t o = 0; o < w.m.out; ++o) unpack_row(w.m, o, to.data() + o * w.m.in);
+  return to_numpy(to, w.m.out, w.m.in, w.m.in);
+}
+
+Array2 layer_norm(Floats2 x, Floats1 weight, Floats1 bias, float eps, const std::string& isa) {
+  const Kernels& kernels = kernels_for(isa);
+  const std::int64_t rows = size(x, 0), n = size(x, 1);
+  require(rows > 0 && n > 0, "x must have at least one row and one column");
+  require(size(weight, 0) == n && size(bias, 0) == n, "weight and bias must be as wide as x");
+  std::vector<float> to(rows * n);
+  for (std::int64_t r = 0; r < rows; ++r)
+    kernels.layer_norm(x.data() + r * n, weight.data(), bias.data(), n, eps, to.data() + r * n);
+  return to_numpy(to, rows, n, n);
+}
+
+// One head of one sequence. Blocks start as rubbish (all bits set: NaN), which no query may ever see.
+Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std::string& cache,
+                 const std::string& isa) {
+  const Kernels& kernels = kernels_for(isa);
+  const std::int64_t queries = size(q, 0), D = size(q, 1), T = size(k, 0);
+  require(queries > 0 && D > 0, "q must have at least one query and one dimension");
+  require(size(k, 1) == D && size(v, 1) == D && size(v, 0) == T, "k and v must be (T, D), D that of q");
+  require(start >= 0 && start <= T && queries <= T - start, "start + queries must be at most T");
+  const CacheShape shape{cache_type(cache), 1, 1, D};
+  const std::int64_t num_blocks = (T + kBlock - 1) / kBlock;
+  std::vector<std::vector<std::uint8_t>> blocks;
+  std::vector<const std::uint8_t*> addresses;
+  for (std::int64_t b = 0; b < num_blocks; ++b) {
+    blocks.emplace_back(shape.block_bytes(), std::uint8_t{0xff});
+    addresses.push_back(blocks.back().data());
+  }
+  for (std::int64_t t = 0; t < T; ++t)
+    kernels.store_kv(shape.type, k.data() + t * D, v.data() + t * D, D, blocks[t / kBlock].data(), t % kBlock);
+  std::vector<float> to(queries * D), scratch(kQueryTile * num_blocks * kBlock);
+  kernels.attention({shape.type, D, addresses.data(), 0, start, queries, q.data(), D, to.data(), D, scratch.data()});
+  return to_numpy(to, queries, D, D);
+}
+
+}  // namespace
+
+void bind_kernels(nb::module_& m) {
+  m.def("multiply", &multiply, nb::kw_only(), "weights"_a, "bias"_a.none(), "x"_a, "y"_a.none() = nb::none(),
+        "format"_a, "epilogue"_a = "store", "isa"_a = "",
+        "For tests: epilogue(x W^T + bias), weights (out, in) packed in `format`; `add` adds to y (rows, out).");
+  m.def("unpack", &unpack, nb::kw_only(), "weights"_a, "format"_a,
+        "For tests: weights (out, in) as the packed format holds them.");
+  m.def("layer_norm", &layer_norm, nb::kw_only(), "x"_a, "weight"_a, "bias"_a, "eps"_a, "isa"_a = "",
+        "For tests: layer norm of the rows of x.");
+  m.def("attention", &attention, nb::kw_only(), "q"_a, "k"_a, "v"_a, "start"_a, "cache"_a, "isa"_a = "",
+        "For tests: one head; queries (Tq, D) at positions start, ... over keys and values (T, D) in blocks.");
+}
+
+}  // namespace nanoinfer

@@ -1,0 +1,38 @@
+// The names that Python uses for the types of weights and of the key/value cache.
+#pragma once
+
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "kernels.h"
+
+namespace nanoinfer {
+
+// Throws std::invalid_argument that lists the names there are.
+template <class T>
+T by_name(const std::string& what, const std::string& name, std::initializer_list<std::pair<const char*, T>> table) {
+  std::string known;
+  for (const auto& [key, value] : table) {
+    if (name == key) return value;
+    known += (known.empty() ? "" : ", ") + std::string(key);
+  }
+  throw std::invalid_argument(what + " '" + name + "' is unknown: use one of " + known);
+}
+
+inline WeightType weight_type(const std::string& name) {
+  return by_name<WeightType>("weights", name,
+                             {{"float32", WeightType::f32},
+                              {"float16", WeightType::f16},
+                              {"bfloat16", WeightType::bf16},
+                              {"int8", WeightType::i8},
+                              {"int4", WeightType::i4}});
+}
+
+inline CacheType cache_type(const std::string& name) {
+  return by_name<CacheType>("cache", name,
+                            {{"float32", CacheType::f32}, {"bfloat16", CacheType::bf16}, {"int8", CacheType::i8}});
+}
+
+}  // namespace nanoinfer
