@@ -1,5 +1,6 @@
 # make demo    stream text from the built-in model, then show the ladder of engines on it
 # make test    the whole test suite
+# make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make lint    ruff and mypy
 # make bench   every suite on this machine, into docs/results (an hour; needs the peers: pip install .[bench,peers])
 # make quality TEXT=play.txt   what reduced precision does to a model's words, into docs/results/quality.md
@@ -13,7 +14,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers
 
-.PHONY: demo test lint bench quality vs-transformers clean
+.PHONY: demo test asan lint bench quality vs-transformers clean
 
 demo: .venv/installed
 	@echo "== shakespeare, prompt 'ROMEO:' =="
@@ -24,6 +25,18 @@ demo: .venv/installed
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest
+
+# The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
+ASAN_TESTS := tests/test_native_kernels.py tests/test_native_engine.py tests/test_native_sampler.py
+
+asan: .venv/installed-test
+	@$(PIP) nanobind cmake ninja
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/asan -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+	  -DCMAKE_BUILD_TYPE=Release -DNANOINFER_SANITIZE=ON > /dev/null
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/asan
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 NANOINFER_TEST_QUICK=1 \
+	  NANOINFER_TEST_EXTENSION=build/asan $(BIN)/python -m pytest $(ASAN_TESTS)
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .

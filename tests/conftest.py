@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,14 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import char_to_json
+
+if folder := os.environ.get("NANOINFER_TEST_EXTENSION"):  # make asan: this build instead of the installed one
+    (library,) = Path(folder).glob("_native*.so")
+    spec = importlib.util.spec_from_file_location("nanoinfer._native", library)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["nanoinfer._native"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["nanoinfer._native"])
 
 CHARS = "\n !,.:?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TINY = ModelConfig(vocab_size=len(CHARS), block_size=32, n_layer=2, n_head=2, n_embd=16, bos_token_id=0)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoinfer")
 
 DEFAULT_MAX_NUM_SEQS = 64
+KV_BLOCK = 16
+"""Tokens in a block of the native engine's cache."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class EngineSpec:
     dtypes: tuple[str, ...] = DTYPES
     quantizations: tuple[str, ...] = ()
     memory: str = "tokens"
-    """What keys and values take: "none", "tokens" (grows with the text) or "slots" (a full text each)."""
+    """What keys and values take: "none", "tokens" (grows with the text), "slots" (a full text each) or "blocks" (of one
+    pool, of KV_BLOCK tokens)."""
     options: tuple[str, ...] = ()
     """Fields of EngineConfig that the engine takes beside the model and its limits."""
     native: bool = False
@@ -81,6 +84,7 @@ ENGINES: dict[str, EngineSpec] = {
             "nanoinfer.engines.native:NativeEngine",
             devices=("cpu",),
             quantizations=("int8", "int4"),
+            memory="blocks",
             options=("quantization", "kv_cache_dtype", "threads"),
             native=True,
         ),
@@ -162,6 +166,8 @@ def plan_limits(
     wanted = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     if spec.memory == "none":
         return EngineLimits(wanted, model.block_size, wanted * model.block_size)
+    if spec.memory == "blocks":
+        return _plan_blocks(model, config, {4: "float32", 2: "bfloat16"}[bytes_per_value], wanted, device)
     per_token = model.kv_bytes_per_token(bytes_per_value)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_memory(device) // 4
     fitting = budget // (per_token * model.block_size)  # full-length texts
@@ -177,6 +183,37 @@ def plan_limits(
         return EngineLimits(count, model.block_size, count * model.block_size)
     tokens = min(wanted * model.block_size, max(model.block_size, budget // per_token))
     return EngineLimits(wanted, model.block_size, tokens)
+
+
+def _plan_blocks(
+    model: ModelConfig, config: EngineConfig, dtype: str, wanted: int, device: torch.device
+) -> EngineLimits:
+    """Return limits whose pool fits: the blocks of the tokens, and one more a sequence that is only partly used."""
+    from nanoinfer.engines.native import resolve_cache_dtype
+
+    per_block = kv_block_bytes(model, resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization))
+    budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_memory(device) // 4
+    one_text, num_blocks = -(-model.block_size // KV_BLOCK), budget // per_block
+    needed = one_text + (config.max_num_seqs or 1)
+    if num_blocks < needed:
+        if config.kv_cache_memory is not None:
+            raise NanoinferError(
+                f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for {config.max_num_seqs or 1}"
+                f" sequences of which one has {model.block_size} tokens ({needed * per_block:,} bytes): raise it, or"
+                " lower max_num_seqs"
+            )
+        num_blocks = needed
+    # Not asked for a number: at most a quarter of the blocks are kept for partly used ones.
+    num_seqs = config.max_num_seqs or min(wanted, max(1, num_blocks // 4), num_blocks - one_text)
+    tokens = min(num_seqs * one_text, num_blocks - num_seqs) * KV_BLOCK
+    return EngineLimits(num_seqs, model.block_size, min(tokens, num_seqs * model.block_size))
+
+
+def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
+    """Return the bytes of one block of the native engine's cache (CacheShape::block_bytes in kernels/cpu/cache.cpp)."""
+    values = (model.head_dim + -(-model.head_dim // 16) * 16) * KV_BLOCK  # keys, and values padded to a vector
+    part = values + 2 * KV_BLOCK * 4 if cache_dtype == "int8" else values * {"float32": 4, "bfloat16": 2}[cache_dtype]
+    return model.n_layer * model.n_head * (-(-part // 64) * 64)
 
 
 def free_memory(device: torch.device) -> int:

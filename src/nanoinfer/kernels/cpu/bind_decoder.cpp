@@ -138,11 +138,11 @@ void bind_decoder(nb::module_& m) {
           [](Guarded& d, const std::string& name, Floats2 values) {
             d.load(name, values.data(), values.shape(0), values.shape(1));
           },
-          "name"_a, "values"_a, "Pack the tensor of that name in the checkpoint; a matrix is (out, in) float32.")
+          "name"_a, "values"_a.noconvert(), "Pack the tensor of that name in the checkpoint; a matrix is (out, in) float32.")
       .def(
           "load",
           [](Guarded& d, const std::string& name, Floats1 values) { d.load(name, values.data(), 1, values.shape(0)); },
-          "name"_a, "values"_a)
+          "name"_a, "values"_a.noconvert())
       .def("check_loaded", [](Guarded& d) { d.locked([](Decoder& x) { x.check_loaded(); }); },
            "Raise ValueError unless every tensor was given.")
       .def("open", [](Guarded& d) { return d.locked([](Decoder& x) { return x.cache().open(); }); })
@@ -161,7 +161,8 @@ void bind_decoder(nb::module_& m) {
              std::vector<std::int64_t> num_new, std::vector<std::int64_t> num_logits, Logits logits) {
             d.extend({std::move(handles), std::move(token_ids), std::move(num_new), std::move(num_logits)}, logits);
           },
-          nb::kw_only(), "handles"_a, "token_ids"_a, "num_new"_a, "num_logits"_a, "logits"_a,
+          nb::kw_only(), "handles"_a, "token_ids"_a, "num_new"_a, "num_logits"_a,
+          "logits"_a.noconvert(),  // a converted copy would be written and thrown away
           "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32.")
       .def(
           "part_seconds",
@@ -178,6 +179,10 @@ void bind_decoder(nb::module_& m) {
       .def_prop_ro("logits_stride", [](Guarded& d) { return d.locked([](Decoder& x) { return x.logits_stride(); }); })
       .def_prop_ro("isa", [](Guarded& d) { return d.locked([](Decoder& x) { return std::string(x.isa()); }); })
       .def_prop_ro("threads", [](Guarded& d) { return d.locked([](Decoder& x) { return x.threads(); }); })
+      .def_prop_ro("cache_bytes",
+                   [](Guarded& d) {
+                     return d.locked([](Decoder& x) { return x.cache().blocks_total() * x.cache().shape().block_bytes(); });
+                   })
       .def_prop_ro("weight_bytes", [](Guarded& d) { return d.locked([](Decoder& x) { return x.weight_bytes(); }); });
 }
 

@@ -33,13 +33,16 @@ DecoderShape checked(const DecoderShape& s, const DecoderOptions& o) {
 }
 
 // Every open sequence may leave one block partly empty, and one more while it is copied from a fork.
-std::int64_t num_blocks(const DecoderOptions& o) { return (o.max_num_cached_tokens + kBlock - 1) / kBlock + o.max_num_seqs; }
+std::int64_t num_blocks(const DecoderShape& s, const DecoderOptions& o) {
+  checked(s, o);  // arguments are evaluated in any order: this one may be the first
+  return (o.max_num_cached_tokens + kBlock - 1) / kBlock + o.max_num_seqs;
+}
 
 }  // namespace
 
 Decoder::Decoder(const DecoderShape& shape, const DecoderOptions& options)
     : kernels_(kernels_for(options.isa)),
-      cache_({options.cache, checked(shape, options).n_layer, shape.n_head, shape.head_dim()}, num_blocks(options)),
+      cache_({options.cache, checked(shape, options).n_layer, shape.n_head, shape.head_dim()}, num_blocks(shape, options)),
       team_(options.threads),
       pass_((model_.shape = shape, model_.type = options.weights, model_), kernels_, cache_, team_) {
   const std::int64_t C = shape.n_embd;

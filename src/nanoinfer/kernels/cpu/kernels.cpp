@@ -414,12 +414,13 @@ NI_INLINE const std::uint8_t* values_at(const AttentionTask& t, std::int64_t blo
   return t.blocks[block] + t.offset + C::kScales + t.head_dim * kBlock * sizeof(typename C::T);
 }
 
-// Weighted sums of values for M queries, 64 (or fewer) dimensions at a time: lanes are dimensions.
+// Weighted sums of values for M queries, 64 (or fewer) dimensions at a time: lanes are dimensions. Query m sees the
+// positions below shortest + m and no others: a weight of 0 does not undo a NaN.
 template <CacheType type, int M, int N>
-NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t row, std::int64_t length,
+NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t row, std::int64_t shortest,
                    std::int64_t d, float* out) {
   using C = CacheOf<type>;
-  const std::int64_t width = padded(t.head_dim);
+  const std::int64_t width = padded(t.head_dim), length = shortest + M - 1;
   f32x16 acc[M][N];
   NI_ROWS for (int j = 0; j < N; ++j) acc[m][j] = broadcast(0.0f);
   for (std::int64_t base = 0; base < length; base += kBlock) {
@@ -427,18 +428,23 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t ro
     const typename C::T* v = (const typename C::T*)values_at<type>(t, base / kBlock) + d;
     const float* scale = (const float*)part + kBlock;  // of values, int8 only
     const std::int64_t count = length - base < kBlock ? length - base : kBlock;
-    if (M == 1 && base + 2 * kBlock < length)
-      prefetch_lines(values_at<type>(t, base / kBlock + 2), kBlock * width * sizeof(*v));
-    for (std::int64_t s = 0; s < count; ++s) {
+    const std::int64_t common = shortest - base < count ? shortest - base : count;  // seen by all queries
+    const auto add = [&](std::int64_t s, bool everyone) __attribute__((always_inline)) {
       f32x16 values[N];
       _Pragma("GCC unroll 4") for (int j = 0; j < N; ++j) values[j] = C::get(v + s * width + 16 * j);
       NI_ROWS {
+        if (!everyone && base + s >= shortest + m) continue;
         float p = weights[m * row + base + s];
         if constexpr (type == CacheType::i8) p *= scale[s];
         const f32x16 share = broadcast(p);
         _Pragma("GCC unroll 4") for (int j = 0; j < N; ++j) acc[m][j] = fma(values[j], share, acc[m][j]);
       }
-    }
+    };
+    if (M == 1 && base + 2 * kBlock < length)
+      prefetch_lines(values_at<type>(t, base / kBlock + 2), kBlock * width * sizeof(*v));
+    std::int64_t s = 0;
+    for (; s < common; ++s) add(s, /*everyone=*/true);
+    for (; s < count; ++s) add(s, /*everyone=*/false);
   }
   NI_ROWS for (int j = 0; j < N; ++j) store_first(out + m * t.out_stride + d + 16 * j, acc[m][j], t.head_dim - d - 16 * j);
 }
@@ -483,9 +489,9 @@ void attend(const AttentionTask& t, std::int64_t query) {
   }
   std::int64_t d = 0;
   if constexpr (M <= kRowsFloat / 2)
-    for (; d + 48 < t.head_dim; d += 64) mix<type, M, 4>(t, s, row, length, d, out);
-  for (; d + 16 < t.head_dim; d += 32) mix<type, M, 2>(t, s, row, length, d, out);
-  if (d < t.head_dim) mix<type, M, 1>(t, s, row, length, d, out);
+    for (; d + 48 < t.head_dim; d += 64) mix<type, M, 4>(t, s, row, shortest, d, out);
+  for (; d + 16 < t.head_dim; d += 32) mix<type, M, 2>(t, s, row, shortest, d, out);
+  if (d < t.head_dim) mix<type, M, 1>(t, s, row, shortest, d, out);
 }
 
 template <CacheType type>

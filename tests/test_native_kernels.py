@@ -1,0 +1,285 @@
+"""Every kernel on every instruction set of this machine, against numpy in double precision.
+
+The reference multiplies what the packed format stores (`unpack`) with what the format's activations are rounded to:
+float32 and float16: not at all; bfloat16: to bfloat16; int8 and int4: to 8 bits, a scale of largest / 127 for every
+64 inputs. A kernel may then differ by the rounding of a float32 sum: RTOL of the sum of the magnitudes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+_native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
+
+ISAS = [name for name, missing in _native.instruction_sets() if not missing]
+FORMATS = ["float32", "float16", "bfloat16", "int8", "int4"]
+CACHES = ["float32", "bfloat16", "int8"]
+SIZES = [1, 2, 7, 16, 31, 32, 33, 63, 64, 65, 100, 129, 768]
+QUICK = os.environ.get("NANOINFER_TEST_QUICK") == "1"  # make asan: every access is checked, so fewer will do
+EXAMPLES = 15 if QUICK else 60
+RTOL, ATOL = 2e-6, 1e-37  # of the sum of |w x|: float32 sums of up to 768 products, and what underflows
+GROUP = 64
+
+Array = Any  # of numpy; shapes are in the comments
+
+
+def bf16(x: Array) -> Array:
+    return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().float().numpy()
+
+
+def int8_groups(x: Array) -> Array:
+    """What rows of activations are as int8: (rows, in) -> (rows, in) float64."""
+    out = np.zeros(x.shape)
+    for at in range(0, x.shape[1], GROUP):
+        group = x[:, at : at + GROUP]
+        most = np.abs(group).max(1, keepdims=True)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            inverse = np.where(most > 1e-30, np.float32(127) / most, np.float32(0))
+        q = np.rint((group * inverse).astype(np.float32))
+        out[:, at : at + GROUP] = q * (most / np.float32(127)).astype(np.float64)
+    return out
+
+
+def activations(x: Array, fmt: str) -> Array:
+    if fmt in ("float32", "float16"):
+        return x.astype(np.float64)
+    return bf16(x).astype(np.float64) if fmt == "bfloat16" else int8_groups(x)
+
+
+def gelu(x: Array, epilogue: str) -> Array:
+    if epilogue == "gelu_erf":
+        return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+    return x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def multiply(weights: Array, x: Array, fmt: str, isa: str, bias: Array = None, **more: Any) -> Array:
+    result: Array = _native.multiply(weights=weights, bias=bias, x=x, format=fmt, isa=isa, **more)
+    return result
+
+
+def random(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Array:
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(np.float32)
+
+
+def check_product(weights: Array, x: Array, fmt: str, isa: str, bias: Array = None) -> None:
+    w = _native.unpack(weights=weights, format=fmt).astype(np.float64)
+    a = activations(x, fmt)
+    b = np.zeros(len(w)) if bias is None else bias.astype(np.float64)
+    expected, magnitude = a @ w.T + b, np.abs(a) @ np.abs(w).T + np.abs(b)
+    got = multiply(weights, x, fmt, isa, bias)
+    excess = np.abs(got - expected) - (ATOL * x.shape[1] + RTOL * magnitude)
+    assert np.isfinite(got).all()
+    assert excess.max() <= 0, (excess.max(), fmt, isa, weights.shape, len(x))
+
+
+# Matrix products --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_product_equals_the_reference(isa: str, fmt: str) -> None:
+    @settings(max_examples=EXAMPLES, deadline=None)
+    @given(st.integers(1, 30), st.sampled_from(SIZES), st.sampled_from(SIZES), st.integers(0, 99), st.booleans())
+    def check(rows: int, n_out: int, n_in: int, seed: int, with_bias: bool) -> None:
+        bias = random((n_out,), seed + 2) if with_bias else None
+        check_product(random((n_out, n_in), seed, 0.1), random((rows, n_in), seed + 1), fmt, isa, bias)
+
+    check()
+
+
+EXTREMES = {
+    "zeros": lambda x: x * 0,
+    "tiny": lambda x: x * 1e-30,
+    "subnormal": lambda x: x * 1e-40,
+    "large": lambda x: x * 1e15,
+    "all equal": lambda x: x * 0 + np.float32(0.37),
+    "one outlier": lambda x: np.where(np.arange(x.shape[1]) == x.shape[1] // 2, np.float32(3e4), x),
+    "negative": lambda x: -np.abs(x),
+}
+
+
+@pytest.mark.parametrize("extreme", EXTREMES, ids=lambda s: s.replace(" ", "-"))
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_product_of_extreme_values(isa: str, fmt: str, extreme: str) -> None:
+    w, x = random((33, 130), 0, 0.1), random((5, 130), 1)
+    check_product(w, np.float32(EXTREMES[extreme](x)), fmt, isa)
+    if fmt != "float16" or extreme != "large":  # 1e15 is infinity as a float16
+        check_product(np.float32(EXTREMES[extreme](w)), x, fmt, isa)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_epilogues(isa: str, fmt: str) -> None:
+    w, x, b, y = random((40, 65), 0, 0.3), random((7, 65), 1), random((40,), 2), random((7, 40), 3)
+    plain = multiply(w, x, fmt, isa, b)
+    assert np.array_equal(multiply(w, x, fmt, isa, b, y=y, epilogue="add"), y + plain)
+    for name in ("gelu_tanh", "gelu_erf"):
+        got = multiply(w, x, fmt, isa, b, epilogue=name)
+        np.testing.assert_allclose(got, gelu(plain.astype(np.float64), name), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["gelu_tanh", "gelu_erf"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_gelu_over_its_whole_range(isa: str, name: str) -> None:
+    x = np.concatenate([np.linspace(-20, 20, 4001), [1e-30, -1e-30, 1e4, -1e4, 1e30, -1e30]]).astype(np.float32)
+    one = np.ones((1, 1), np.float32)
+    got = multiply(one, x[:, None], "float32", isa, epilogue=name)[:, 0]
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(got, gelu(x.astype(np.float64), name), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_nan_and_infinity_reach_the_output(isa: str, fmt: str, bad: float) -> None:
+    w, x = random((35, 70), 0), random((4, 70), 1)
+    for at in (0, 15, 63, 64, 69):
+        poisoned = x.copy()
+        poisoned[2, at] = bad
+        got = multiply(w, poisoned, fmt, isa)
+        assert not np.isfinite(got[2]).any()
+        assert np.isfinite(got[[0, 1, 3]]).all()
+        poisoned = w.copy()
+        poisoned[33, at] = bad
+        got = multiply(poisoned, x, fmt, isa)
+        assert not np.isfinite(got[:, 33]).any()
+        assert np.isfinite(np.delete(got, 33, axis=1)).all()
+        for name in ("gelu_tanh", "gelu_erf") if not bad < 0 else ():  # gelu(-infinity) is 0 or NaN
+            assert not np.isfinite(multiply(poisoned, np.abs(x), fmt, isa, epilogue=name)[:, 33]).any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_does_not_depend_on_its_company(isa: str, fmt: str) -> None:
+    w, x, b = random((33, 200), 0, 0.1), random((40, 200), 1), random((33,), 2)
+    alone = np.concatenate([multiply(w, x[r : r + 1], fmt, isa, b) for r in range(40)])
+    for rows in range(1, 41):
+        assert np.array_equal(multiply(w, x[:rows], fmt, isa, b), alone[:rows]), rows
+
+
+# Packing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", ["float16", "bfloat16"])
+def test_packing_rounds_as_torch_does(fmt: str) -> None:
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 200_000, dtype=np.uint32)
+    near = rng.integers(0x3300_0000, 0x4800_0000, 200_000, dtype=np.uint32)  # where float16 begins and ends
+    ties = (rng.integers(0, 2**16, 50_000, dtype=np.uint32) << 16) | 0x8000
+    halves = (rng.integers(0, 2**19, 50_000, dtype=np.uint32) << 13) | 0x1000
+    special = np.array([0, 2**31, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0000, 0x7F7F_FFFF, 1, 0x477F_F000, 0x477F_EFFF])
+    x = np.concatenate([bits, near, near | 2**31, ties, halves, special.astype(np.uint32)]).view(np.float32)[None]
+    expected = torch.from_numpy(x).to(getattr(torch, fmt)).float().numpy()
+    got = _native.unpack(weights=x, format=fmt)
+    nan = np.isnan(x)
+    assert np.isnan(got[nan]).all()
+    assert np.array_equal(got[~nan].view(np.uint32), expected[~nan].view(np.uint32))
+
+
+def test_int4_is_no_worse_than_min_max_rounding() -> None:
+    w = random((64, 640), 3) ** 3  # heavy tails: where shrinking the range pays
+    groups = w.reshape(-1, GROUP)
+    low, high = np.minimum(groups.min(1), 0)[:, None], np.maximum(groups.max(1), 0)[:, None]
+    scale = bf16((high - low) / np.float32(15))
+    zero = np.clip(np.rint(-low / scale), 0, 15)
+    plain = (np.clip(np.floor(groups / scale + zero + 0.5), 0, 15) - zero) * scale
+    got = _native.unpack(weights=w, format="int4").reshape(-1, GROUP)
+    error, plain_error = ((got - groups) ** 2).sum(1), ((plain - groups) ** 2).sum(1)
+    assert (error <= plain_error * 1.0001).all()
+    assert error.sum() < plain_error.sum()
+    assert np.array_equal(_native.unpack(weights=w * 0, format="int4"), w * 0)
+
+
+def test_int8_error_is_half_a_step() -> None:
+    w = random((40, 300), 4)
+    error = np.abs(_native.unpack(weights=w, format="int8") - w).max(1)
+    assert (error <= np.abs(w).max(1) / 127 * 0.5001).all()
+
+
+# Layer norm and attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 7, 16, 17, 768])
+@pytest.mark.parametrize("isa", ISAS)
+def test_layer_norm(isa: str, n: int) -> None:
+    x, w, b = random((6, n), 0, 3.0), random((n,), 1), random((n,), 2)
+    x[1] = 5.0
+    x[2] += 100
+    wide = x.astype(np.float64)
+    centered = wide - wide.mean(1, keepdims=True)
+    expected = centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5) * w + b
+    got = _native.layer_norm(x=x, weight=w, bias=b, eps=1e-5, isa=isa)
+    np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-5)  # 100: the mean's rounding, 4e-6, over 3
+    x[3, 0] = math.nan
+    got = _native.layer_norm(x=x, weight=w, bias=b, eps=1e-5, isa=isa)
+    assert np.isnan(got[3]).all()
+    assert np.isfinite(np.delete(got, 3, axis=0)).all()
+
+
+def cached(x: Array, cache: str) -> Array:
+    """What the cache stores of rows (T, D)."""
+    if cache == "float32":
+        return x.astype(np.float64)
+    if cache == "bfloat16":
+        return bf16(x).astype(np.float64)
+    scale = np.abs(x).max(1, keepdims=True) / np.float32(127)
+    return np.rint(x / scale) * scale.astype(np.float64)
+
+
+@pytest.mark.parametrize("D", [1, 8, 16, 24, 64, 80, 128])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_attention(isa: str, cache: str, D: int) -> None:
+    for T in (1, 15, 16, 17, 33, 100):
+        q, k, v = random((T, D), 1, 2.0), random((T, D), 2), random((T, D), 3)
+        q[-1] *= 50  # a sharp softmax
+        got = _native.attention(q=q, k=k, v=v, start=0, cache=cache, isa=isa)
+        scores = q.astype(np.float64) @ cached(k, cache).T / math.sqrt(D)
+        scores[np.triu_indices(T, 1)] = -math.inf
+        share = np.exp(scores - scores.max(1, keepdims=True))
+        expected = share / share.sum(1, keepdims=True) @ cached(v, cache)
+        np.testing.assert_allclose(got, expected, atol=2e-4, rtol=1e-4)  # 1e-6 of a score of 100
+        for start in range(T):  # one at a time, and chunks: bit for bit
+            one = _native.attention(q=q[start : start + 1], k=k, v=v, start=start, cache=cache, isa=isa)
+            assert np.array_equal(one[0], got[start]), (T, start)
+        for start, end in ((T // 3, T), (0, T // 2), (T // 2, T // 2 + 5)):
+            if start < end <= T:
+                part = _native.attention(q=q[start:end], k=k, v=v, start=start, cache=cache, isa=isa)
+                assert np.array_equal(part, got[start:end]), (T, start, end)
+
+
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_attention_shows_nan_only_to_later_queries(isa: str, cache: str, which: str) -> None:
+    rows = {name: random((20, 24), i) for i, name in enumerate("qkv")}
+    rows[which][9, 3] = math.nan
+    got = _native.attention(**rows, start=0, cache=cache, isa=isa)
+    assert np.isnan(got[9:]).any(1).all()
+    assert np.isfinite(got[:9]).all()
+
+
+def test_arguments_are_checked() -> None:
+    w, x = random((3, 4), 0), random((2, 4), 0)
+    good = {"weights": w, "bias": None, "x": x, "format": "float32"}
+    bad: list[dict[str, Any]] = [
+        {"format": "int3"}, {"isa": "mmx"}, {"epilogue": "relu"}, {"x": random((2, 5), 0)}, {"bias": random((4,), 0)},
+        {"y": random((1, 3), 0)}, {"x": x[:0]}, {"weights": w[:0]},
+    ]  # fmt: skip
+    for change in bad:
+        with pytest.raises(ValueError):
+            _native.multiply(**(good | change))
+    for start in (-1, 1, 2**62):
+        with pytest.raises(ValueError):
+            _native.attention(q=x, k=x, v=x, start=start, cache="float32")
+    with pytest.raises(ValueError):
+        _native.layer_norm(x=x, weight=x[0, :3].copy(), bias=x[0], eps=1e-5)
