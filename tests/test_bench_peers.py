@@ -13,7 +13,7 @@ from torch import Tensor
 from conftest import make_folder, refuses
 from nanoinfer.bench.case import Case, Work
 from nanoinfer.bench.contestants import INSTALL, PEERS, open_contestant
-from nanoinfer.bench.contestants.limits import longest, num_threads, require_module
+from nanoinfer.bench.contestants.limits import longest, require_module
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import ModelConfig
 
@@ -163,5 +163,4 @@ def test_nanogpt_runs_the_whole_prefix_for_every_token(small: Path, monkeypatch:
 
 def test_helpers() -> None:
     assert longest(RAGGED) == 20
-    assert num_threads() >= 1
     refuses(lambda: require_module("no_such_peer"), "no_such_peer", "pip install")

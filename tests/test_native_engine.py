@@ -270,3 +270,30 @@ def test_isa_of_a_new_process(tiny_folder: Path) -> None:
     env = os.environ | {"NANOINFER_ISA": "scalar"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "scalar"
+
+
+FORKED = """
+import os, sys
+from nanoinfer import LLM, NanoinferError, SamplingParams
+llm = LLM(sys.argv[1], engine="native", threads=2)
+params = SamplingParams(max_tokens=2, temperature=0)
+tokens = llm.generate("Go", params)[0].outputs[0].token_ids
+child = os.fork()
+if child == 0:
+    try:
+        llm.generate("Go", params)
+    except NanoinferError as e:
+        os._exit(7 if "forked" in str(e) else 8)
+    os._exit(9)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert llm.generate("Go", params)[0].outputs[0].token_ids == tokens
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.skipif("NANOINFER_TEST_EXTENSION" in os.environ, reason="a new process has the installed extension")
+def test_a_forked_child_gets_an_error_and_does_not_hang(tiny_folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(tiny_folder)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

@@ -48,7 +48,7 @@ class Options:
     max_case_sec: float = 6.0
     """A case that has been timed for this long gets no further round; every case gets one."""
     breakdown: bool = False
-    """Also profile where the time goes (our engines)."""
+    """Also profile where the time goes: our engines, where their rounds fit max_case_sec."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ class Harness:
                     worker = stack.enter_context(WorkerProcess(case))
                     worker.load(self._weights)
                     workers[case] = worker
-            warm = self._check(workers, rows, reference)
+            checked_sec = self._check(workers, rows, reference)
             for case, worker in workers.items():
-                if rows[case].error is None and case not in warm and not self._shortened(case):
+                if rows[case].error is None and not self._shortened(case):
                     with self._step(rows[case], "warm up"):
-                        self._warm_up(worker)
+                        self._warm_up(worker, checked_sec[case])
             for i in range(self._options.rounds):
                 for case, worker in workers.items():
                     if rows[case].error is None and (i == 0 or spent[case] < self._options.max_case_sec):
@@ -155,7 +155,8 @@ class Harness:
                             runs[case].append(self._timed(case, worker, rows[case]))
                         spent[case] += self._clock() - start
             for case, worker in workers.items():
-                if self._options.breakdown and rows[case].error is None and case.contestant in ENGINES:
+                quick = spent[case] < self._options.max_case_sec and not self._shortened(case)
+                if self._options.breakdown and quick and rows[case].error is None and case.contestant in ENGINES:
                     with self._step(rows[case], "profile"), contextlib.suppress(NanoinferError):
                         rows[case].breakdown_percent = worker.breakdown()  # an engine may be opaque: then unknown
         for case, row in rows.items():
@@ -180,13 +181,15 @@ class Harness:
         except NanoinferError as e:
             row.error = str(e)
 
-    def _check(self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row], reference: Case | None) -> set[Case]:
+    def _check(
+        self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row], reference: Case | None
+    ) -> dict[Case, float]:
         """Compare greedy float32 tokens with the reference's; a contestant that says other words is not timed.
 
         Returns:
-            the cases whose check took so long that it warmed them up.
+            the seconds that each case's run took: its first warm-up.
         """
-        warm: set[Case] = set()
+        seconds: dict[Case, float] = {}
         expected: list[list[int]] | None = None
         with contextlib.ExitStack() as stack:
             first = workers.get(reference) if reference is not None else None
@@ -194,16 +197,14 @@ class Harness:
                 first = stack.enter_context(WorkerProcess(reference))  # it is in another part, or failed there
                 with contextlib.suppress(NanoinferError):
                     first.load(self._weights)
-                    expected = self._sample(first)
+                    expected = self._sample(first).tokens
             order = sorted(workers, key=lambda c: c != reference)
             for case in order:
                 if rows[case].error is not None:
                     continue
                 with self._step(rows[case], "check"):
-                    start = self._clock()
-                    run = self._sample(workers[case])
-                    if self._clock() - start > WARM_UP_SEC:
-                        warm.add(case)
+                    checked = self._sample(workers[case])
+                    run, seconds[case] = checked.tokens, checked.times.total_sec
                     if case == reference:
                         expected = run
                     if _is_exact(case) and expected is not None:
@@ -211,16 +212,20 @@ class Harness:
                         rows[case].same_tokens = difference is None
                         if difference is not None:
                             raise NanoinferError(f"not timed: {difference}")
-        return warm
+        return seconds
 
-    def _sample(self, worker: WorkerProcess) -> list[list[int]]:
+    def _sample(self, worker: WorkerProcess) -> Run:
         case = worker.case
         count = CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS
-        return worker.run(output_tokens=min(count, case.output_tokens)).tokens
+        return worker.run(output_tokens=min(count, case.output_tokens))
 
-    def _warm_up(self, worker: WorkerProcess) -> None:
-        """Run until two runs agree; short ones, for what is warmed up (caches, compilers, clocks) is per step."""
-        seconds: list[float] = []
+    def _warm_up(self, worker: WorkerProcess, first_sec: float) -> None:
+        """Run until two runs agree; short ones, for what is warmed up (caches, compilers, clocks) is per step.
+
+        Args:
+            first_sec: what the check took, the same short run.
+        """
+        seconds = [first_sec]
         shape = {"output_tokens": min(CHECK_TOKENS, worker.case.output_tokens)}
         while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
             seconds.append(worker.run(**shape).times.total_sec)

@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 
 from nanoinfer.bench import results as files
-from nanoinfer.bench.arithmetic import add_speedups
+from nanoinfer.bench.arithmetic import add_speedups, fill_in
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.contestants import PEERS
 from nanoinfer.bench.results import Results, Row
@@ -208,13 +208,15 @@ def _measure(
     ceiling: Ceiling,
 ) -> None:
     """Run the cases that are not known yet, keeping the results file up to date."""
-    from nanoinfer.bench.harness import Harness, Options
+    from nanoinfer.bench.harness import NAIVE, Harness, Options
     from nanoinfer.bench.progress import Progress
 
     suite = SUITES.get(results.suite)
     rounds = plan.rounds or (1 if plan.quick else suite.rounds if suite else 3)
     order = {case.key: i for i, case in enumerate(cases)}
     results.rows = [known[c.key] for c in cases if c.key in known]
+    for row in results.rows:  # their shares are of this run's ceiling now
+        fill_in(row, config, ceiling, naive=row.case.contestant in NAIVE)
 
     def keep(rows: list[Row]) -> None:
         results.rows = sorted([*results.rows, *rows], key=lambda r: order[r.case.key])

@@ -14,8 +14,6 @@ int8 and int4 to 8 bits, a scale for every 64 of them; sums, layer norms, softma
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -69,7 +67,7 @@ class NativeEngine(Sequences):
                 cache=resolve_cache_dtype(kv_cache_dtype, dtype, quantization),
                 max_num_seqs=limits.max_num_seqs,
                 max_num_cached_tokens=limits.max_num_cached_tokens,
-                threads=threads or len(os.sched_getaffinity(0)),
+                threads=threads or environment.num_cpus(),
                 isa=environment.isa(),
             )
         except ValueError as e:
@@ -96,13 +94,16 @@ class NativeEngine(Sequences):
         count = sum(batch.num_logits)
         if count > len(self._logits):  # kept from step to step: fresh pages cost more than a small step
             self._logits = torch.empty(count, self._decoder.logits_stride)
-        self._decoder.extend(
-            handles=[self._handles[h] for h in batch.handles],
-            token_ids=batch.token_ids,
-            num_new=batch.num_new,
-            num_logits=batch.num_logits,
-            logits=self._logits[:count],
-        )
+        try:
+            self._decoder.extend(
+                handles=[self._handles[h] for h in batch.handles],
+                token_ids=batch.token_ids,
+                num_new=batch.num_new,
+                num_logits=batch.num_logits,
+                logits=self._logits[:count],
+            )
+        except RuntimeError as e:  # in a forked child
+            raise NanoinferError(f"engine=native: {e}") from None
         self._advance(batch)
         return self._logits[:count, : self.config.vocab_size]
 

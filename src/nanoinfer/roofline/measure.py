@@ -11,12 +11,12 @@ moves; a measurement far from it in time can stand above 100%.
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nanoinfer import environment
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.devices import MEASURE, Ceiling
 
@@ -72,7 +72,7 @@ def measure(workload: Workload | None = None, clock: Clock = time.perf_counter) 
         what = f"copy bandwidth and matrix products of {torch.cuda.get_device_name()}, measured now"
     else:
         how = "wide loads on huge pages" if _has_native() else "torch"
-        what = f"read bandwidth ({how}) and matrix products (torch) of {_num_cpus()} CPUs, measured now"
+        what = f"read bandwidth ({how}) and matrix products (torch) of {environment.num_cpus()} CPUs, measured now"
     auto = "float32" if device.type == "cpu" else names[1]
     return Ceiling(MEASURE, bandwidth, flops, what, default_dtype=auto)
 
@@ -84,7 +84,7 @@ def _bandwidth(device: torch.device, workload: Workload, clock: Clock) -> float:
     if device.type == "cpu" and _has_native():
         from nanoinfer._native import ReadBuffer
 
-        buffer = ReadBuffer(num_bytes=workload.num_bytes, threads=_num_cpus())
+        buffer = ReadBuffer(num_bytes=workload.num_bytes, threads=environment.num_cpus())
         return workload.num_bytes / _best(buffer.read, device, workload.num_rounds, clock)
     source = torch.ones(workload.num_bytes // 4, device=device)  # written, so that every page is real
     if device.type == "cuda":
@@ -95,11 +95,6 @@ def _bandwidth(device: torch.device, workload: Workload, clock: Clock) -> float:
 
 def _has_native() -> bool:
     return importlib.util.find_spec("nanoinfer._native") is not None
-
-
-def _num_cpus() -> int:
-    """Return the CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _matmul_flops(dtype: torch.dtype, device: torch.device, workload: Workload, clock: Clock) -> float:

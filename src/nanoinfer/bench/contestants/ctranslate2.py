@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench.case import SAMPLERS, Case, Work
-from nanoinfer.bench.contestants.limits import longest, num_threads, require_case, require_module, require_room
+from nanoinfer.bench.contestants.limits import longest, require_case, require_module, require_room
 from nanoinfer.bench.export import FOLDER
 from nanoinfer.bench.export.ctranslate2 import export_ctranslate2, token
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import DTYPES
+from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
 
@@ -65,7 +66,7 @@ class CTranslate2:
             device_index=int(index or 0),
             compute_type=compute_type(case),
             inter_threads=1,
-            intra_threads=num_threads(),
+            intra_threads=num_cpus(),
         )
         self._seed, self._set_seed = case.params(1).seed or 0, ctranslate2.set_random_seed
         self._options: dict[str, Any] = {"sampling_topk": 1}

@@ -9,7 +9,6 @@ import ctypes
 import dataclasses
 import functools
 import importlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,13 +26,6 @@ def require_module(name: str) -> Any:
     except (ImportError, OSError, RuntimeError) as e:  # the last two: a shared library that does not load
         reason = " ".join(str(e).split())[:160]
         raise NanoinferError(f"{name} cannot be imported ({reason}): pip install {_PACKAGES.get(name, name)}") from None
-
-
-def num_threads() -> int:
-    """Return the cores that this process may use: all of the machine's, or fewer under `taskset`."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @functools.cache  # llama.cpp keeps the pointer: the callback must live as long as the process

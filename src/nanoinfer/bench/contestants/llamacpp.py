@@ -22,17 +22,11 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.bench.case import Case, Work, make_work
-from nanoinfer.bench.contestants.limits import (
-    longest,
-    num_threads,
-    require_case,
-    require_module,
-    require_room,
-    silence_llama_cpp,
-)
+from nanoinfer.bench.contestants.limits import longest, require_case, require_module, require_room, silence_llama_cpp
 from nanoinfer.bench.export import FOLDER
 from nanoinfer.bench.export.gguf import export_gguf
 from nanoinfer.bench.stats import RunTimes
+from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
 
@@ -96,7 +90,7 @@ class LlamaCpp:
         params = self._lib.llama_context_default_params()
         params.n_seq_max = case.batch
         params.n_ctx = case.batch * self._capacity
-        params.n_threads = params.n_threads_batch = num_threads()
+        params.n_threads = params.n_threads_batch = num_cpus()
         if kind == "F32":
             params.type_k = params.type_v = self._lib.GGML_TYPE_F32
         return params

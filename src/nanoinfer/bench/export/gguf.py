@@ -16,10 +16,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench.contestants.limits import num_threads, require_module, silence_llama_cpp
+from nanoinfer.bench.contestants.limits import require_module, silence_llama_cpp
 from nanoinfer.bench.export import export_once
 from nanoinfer.checks import require_choice
 from nanoinfer.config import ModelConfig
+from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.huggingface import load_folder
@@ -132,7 +133,7 @@ def _quantize(source: Path, path: Path, file_type: str) -> None:
     silence_llama_cpp()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = getattr(llama_cpp, FILE_TYPES[file_type])
-    params.nthread = num_threads()
+    params.nthread = num_cpus()
     code = llama_cpp.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(params))
     if code:
         raise NanoinferError(f"{source} cannot be quantized to {file_type}: llama.cpp's quantizer returned {code}")

@@ -6,9 +6,13 @@
 // the next token usually follows, and then sleep until they are called.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdint>
+#include <stdexcept>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -19,10 +23,14 @@ namespace nanoinfer {
 
 class Team {
  public:
-  explicit Team(int size) : size_(size) {
+  explicit Team(int size) : size_(size), process_(getpid()) {
     for (int rank = 1; rank < size; ++rank) workers_.emplace_back([this, rank] { work(rank); });
   }
   ~Team() {
+    if (getpid() != process_) {  // in a forked child: the threads stayed behind
+      for (std::thread& t : workers_) t.detach();
+      return;
+    }
     stop_.store(true);
     generation_.fetch_add(1);
     generation_.notify_all();
@@ -34,9 +42,12 @@ class Team {
   int size() const { return size_; }
 
   // Call body(rank) on every thread of the team, 0 <= rank < size; return when all are done. The body must not
-  // throw. One caller at a time.
+  // throw. One caller at a time. Throws std::runtime_error in a forked child, which has none of the threads.
   template <class Body>
   void run(Body&& body) {
+    if (getpid() != process_)
+      throw std::runtime_error("this process was forked from the one that made the engine, and has none of its threads:"
+                               " make the engine in the process that uses it");
     if (size_ > 1) {
       call_ = [](void* b, int rank) { (*static_cast<std::remove_reference_t<Body>*>(b))(rank); };
       body_ = &body;
@@ -89,6 +100,7 @@ class Team {
   }
 
   const int size_;
+  const pid_t process_;
   void (*call_)(void*, int) = nullptr;
   void* body_ = nullptr;
   std::atomic<bool> stop_{false};

@@ -1,0 +1,237 @@
+// Matrix products: tiles of rows times panels of packed weights, in five formats.
+// Part of kernels.cpp, which includes it in the namespace of each instruction set.
+#pragma once
+
+constexpr std::size_t kPrefetch = 4096;
+
+// Rows of activations that share one pass over a panel: as many as there are registers for accumulators.
+constexpr int kRowsFloat = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 2;
+constexpr int kRowsInt = kWidth == 16 ? 6 : 2;  // an integer and a float accumulator each
+// Prepared rows that are worked on together are kept to what the second-level cache holds beside a panel.
+constexpr std::size_t kRowBlockBytes = 384 << 10;
+
+// Rows come in tiles of M. A prepared row is a list of 4-byte units (a float, two bfloat16, four int8); a tile holds
+// unit 0 of its M rows, then unit 1, ...: one pointer walks through all of them, however many rows there are.
+struct Tile {
+  const std::uint8_t* w;
+  const std::uint8_t* x;
+  std::int64_t depth;
+
+  template <class T>
+  const T* units(std::int64_t from, int rows) const {
+    return (const T*)x + from * rows;
+  }
+};
+
+// How `rows` rows are split into tiles of nearly equal height, at most `most`.
+struct Tiling {
+  std::int64_t rows, tiles;
+
+  Tiling(std::int64_t rows, std::int64_t most) : rows(rows), tiles((rows + most - 1) / most) {}
+  std::int64_t begin(std::int64_t tile) const { return rows * tile / tiles; }
+  std::int64_t tile_of(std::int64_t row) const { return ((row + 1) * tiles + rows - 1) / rows - 1; }
+};
+
+template <int M>
+struct Acc {
+  f32x16 v[M][2];
+};
+
+#define NI_ROWS _Pragma("GCC unroll 16") for (int m = 0; m < M; ++m)
+#define NI_HALVES _Pragma("GCC unroll 2") for (int h = 0; h < 2; ++h)
+
+template <int M>
+NI_INLINE void tile_f32(const Tile& t, Acc<M>& acc) {
+  const float *w = (const float*)t.w, *x = t.units<float>(0, M);
+  for (std::int64_t k = 0; k < t.depth; ++k, w += kPanel, x += M) {
+    prefetch((const char*)w + kPrefetch);
+    prefetch((const char*)w + kPrefetch + 64);
+    const f32x16 w0 = load(w), w1 = load(w + 16);
+    NI_ROWS {
+      const f32x16 a = broadcast(x[m]);
+      acc.v[m][0] = fma(w0, a, acc.v[m][0]);
+      acc.v[m][1] = fma(w1, a, acc.v[m][1]);
+    }
+  }
+}
+
+template <int M>
+NI_INLINE void tile_f16(const Tile& t, Acc<M>& acc) {
+  const std::uint16_t* w = (const std::uint16_t*)t.w;
+  const float* x = t.units<float>(0, M);
+  for (std::int64_t k = 0; k < t.depth; ++k, w += kPanel, x += M) {
+    prefetch((const char*)w + kPrefetch);
+    const f32x16 w0 = load_f16(w), w1 = load_f16(w + 16);
+    NI_ROWS {
+      const f32x16 a = broadcast(x[m]);
+      acc.v[m][0] = fma(w0, a, acc.v[m][0]);
+      acc.v[m][1] = fma(w1, a, acc.v[m][1]);
+    }
+  }
+}
+
+template <int M>
+NI_INLINE void tile_bf16(const Tile& t, Acc<M>& acc) {  // two inputs a step
+  const std::uint8_t* w = t.w;
+  const std::int32_t* x = t.units<std::int32_t>(0, M);
+  for (std::int64_t k = 0; k < t.depth / 2; ++k, w += 128, x += M) {
+    prefetch(w + kPrefetch);
+    prefetch(w + kPrefetch + 64);
+    const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
+    NI_ROWS {
+      acc.v[m][0] = dot2_bf16(acc.v[m][0], w0, x[m]);
+      acc.v[m][1] = dot2_bf16(acc.v[m][1], w1, x[m]);
+    }
+  }
+}
+
+// The units of a row with 8-bit activations: depth / 4 of four int8, then a scale for each group, then a sum.
+struct Int8Units {
+  const std::int32_t* x;
+  const float* scale;
+  const std::int32_t* sum;
+};
+template <int M>
+NI_INLINE Int8Units int8_units(const Tile& t) {
+  const std::int64_t quads = t.depth / 4, groups = t.depth / kGroup;
+  return {t.units<std::int32_t>(0, M), t.units<float>(quads, M), t.units<std::int32_t>(quads + groups, M)};
+}
+
+// Weights are stored as w + 128, unsigned: sum (w + 128) a - 128 sum a = sum w a, so a group starts at -128 sum a.
+template <int M>
+NI_INLINE void tile_i8(const Tile& t, Acc<M>& acc) {
+  const std::uint8_t* w = t.w;
+  Int8Units u = int8_units<M>(t);
+  for (std::int64_t g = 0; g < t.depth / kGroup; ++g, u.scale += M, u.sum += M) {
+    i32x16 dot[M][2];
+    NI_ROWS NI_HALVES dot[m][h] = broadcast(-128 * u.sum[m]);
+    for (int k = 0; k < kGroup / 4; ++k, w += 128, u.x += M) {
+      prefetch(w + kPrefetch);
+      prefetch(w + kPrefetch + 64);
+      const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
+      NI_ROWS {
+        dot[m][0] = dot4(dot[m][0], w0, u.x[m]);
+        dot[m][1] = dot4(dot[m][1], w1, u.x[m]);
+      }
+    }
+    NI_ROWS NI_HALVES acc.v[m][h] = fma(to_float(dot[m][h]), broadcast(u.scale[m]), acc.v[m][h]);
+  }
+}
+
+// A panel is first, for each group, 32 scales (bfloat16) and 32 zero points (bytes); then 4-bit numbers q, of which
+// one load gives inputs 4 j ... 4 j + 3 in the low halves of its bytes and inputs 32 later in the high halves.
+// w = scale (q - zero), so a group adds  scale_w scale_a (sum q a - zero sum a); all but the scales is exact.
+template <int M>
+NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
+  const std::int64_t groups = t.depth / kGroup;
+  const std::uint8_t* meta = t.w;
+  const std::uint8_t* w = t.w + ((groups * 96 + 63) & ~std::int64_t{63});
+  Int8Units u = int8_units<M>(t);
+  for (std::int64_t g = 0; g < groups; ++g, meta += 96, u.x += M * (kGroup / 8), u.scale += M, u.sum += M) {
+    i32x16 dot[M][2];
+    NI_ROWS NI_HALVES dot[m][h] = broadcast(0);
+    for (int k = 0; k < kGroup / 8; ++k, w += 128, u.x += M) {
+      prefetch(w + kPrefetch);
+      prefetch(w + kPrefetch + 64);
+      const i32x16 q0 = load_ints(w), q1 = load_ints(w + 64);
+      const i32x16 low0 = low_nibbles(q0), low1 = low_nibbles(q1);
+      NI_ROWS {
+        dot[m][0] = dot4(dot[m][0], low0, u.x[m]);
+        dot[m][1] = dot4(dot[m][1], low1, u.x[m]);
+      }
+      const i32x16 high0 = high_nibbles(q0), high1 = high_nibbles(q1);
+      NI_ROWS {
+        dot[m][0] = dot4(dot[m][0], high0, u.x[M * (kGroup / 8) + m]);
+        dot[m][1] = dot4(dot[m][1], high1, u.x[M * (kGroup / 8) + m]);
+      }
+    }
+    NI_HALVES {
+      const f32x16 scale = load_bf16((const std::uint16_t*)meta + 16 * h), zero = load_u8(meta + 64 + 16 * h);
+      NI_ROWS {
+        const f32x16 sum = fma(zero, broadcast(-(float)u.sum[m]), to_float(dot[m][h]));
+        acc.v[m][h] = fma(sum, scale * broadcast(u.scale[m]), acc.v[m][h]);
+      }
+    }
+  }
+}
+
+NI_INLINE f32x16 finish(Epilogue epilogue, f32x16 y, const float* at) {
+  switch (epilogue) {
+    case Epilogue::gelu_tanh: return gelu_tanh(y);
+    case Epilogue::gelu_erf: return gelu_erf(y);
+    case Epilogue::add: return load(at) + y;
+    default: return y;
+  }
+}
+
+template <WeightType type, int M>
+void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row) {
+  const Matrix& w = *task.w;
+  const Tile t{w.data + panel * w.panel_bytes, task.x + row * task.x_stride, w.depth};
+  Acc<M> acc;
+  NI_ROWS NI_HALVES acc.v[m][h] = broadcast(0.0f);
+  if constexpr (type == WeightType::f32) tile_f32<M>(t, acc);
+  if constexpr (type == WeightType::f16) tile_f16<M>(t, acc);
+  if constexpr (type == WeightType::bf16) tile_bf16<M>(t, acc);
+  if constexpr (type == WeightType::i8) tile_i8<M>(t, acc);
+  if constexpr (type == WeightType::i4) tile_i4<M>(t, acc);
+  NI_HALVES {
+    const std::int64_t column = panel * kPanel + 16 * h;
+    const f32x16 bias = load(w.bias + column);
+    f32x16 scale = broadcast(1.0f);
+    if constexpr (type == WeightType::i8) scale = load(w.scale + column);
+    NI_ROWS {
+      float* y = task.y + (row + m) * task.y_stride + column;
+      const f32x16 sum = type == WeightType::i8 ? fma(acc.v[m][h], scale, bias) : acc.v[m][h] + bias;
+      store(y, finish(task.epilogue, sum, y));
+    }
+  }
+}
+
+using TileFunction = void (*)(const MatmulTask&, std::int64_t, std::int64_t);
+
+// The function for each number of rows, 1 to kMax.
+template <WeightType type, int... M>
+struct Tiles {
+  static constexpr int kMax = sizeof...(M);
+  static constexpr TileFunction kTable[] = {tile<type, M>...};
+};
+#define NI_TILES_2(type) Tiles<type, 1, 2>
+#define NI_TILES_3(type) Tiles<type, 1, 2, 3>
+#define NI_TILES_6(type) Tiles<type, 1, 2, 3, 4, 5, 6>
+#define NI_TILES_12(type) Tiles<type, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12>
+template <WeightType type, int rows>
+struct TilesFor;
+template <WeightType type>
+struct TilesFor<type, 2> : NI_TILES_2(type) {};
+template <WeightType type>
+struct TilesFor<type, 3> : NI_TILES_3(type) {};
+template <WeightType type>
+struct TilesFor<type, 6> : NI_TILES_6(type) {};
+template <WeightType type>
+struct TilesFor<type, 12> : NI_TILES_12(type) {};
+
+template <class T>
+void matmul_as(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  const Tiling tiling(task.rows, T::kMax);
+  std::int64_t block = (std::int64_t)(kRowBlockBytes / (task.x_stride * T::kMax));  // tiles
+  if (block < 1) block = 1;
+  for (std::int64_t top = 0; top < tiling.tiles; top += block) {
+    const std::int64_t bottom = top + block < tiling.tiles ? top + block : tiling.tiles;
+    for (std::int64_t panel = begin; panel < end; ++panel)
+      for (std::int64_t i = top; i < bottom; ++i) {
+        const std::int64_t from = tiling.begin(i), to = tiling.begin(i + 1);
+        T::kTable[to - from - 1](task, panel, from);
+      }
+  }
+}
+
+void matmul(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  switch (task.w->type) {
+    case WeightType::f32: return matmul_as<TilesFor<WeightType::f32, kRowsFloat>>(task, begin, end);
+    case WeightType::f16: return matmul_as<TilesFor<WeightType::f16, kRowsFloat>>(task, begin, end);
+    case WeightType::bf16: return matmul_as<TilesFor<WeightType::bf16, kRowsFloat>>(task, begin, end);
+    case WeightType::i8: return matmul_as<TilesFor<WeightType::i8, kRowsInt>>(task, begin, end);
+    case WeightType::i4: return matmul_as<TilesFor<WeightType::i4, kRowsInt>>(task, begin, end);
+  }
+}

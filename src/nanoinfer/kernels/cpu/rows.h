@@ -1,0 +1,88 @@
+// What is done to each row between the products: its prepared form, layer norm.
+// Part of kernels.cpp, which includes it in the namespace of each instruction set.
+#pragma once
+
+// Round 16 floats to integers, ties to even; |x| < 2^22.
+NI_INLINE i32x16 round(f32x16 x) {
+  const f32x16 magic = broadcast(12582912.0f);
+  const f32x16 t = x + magic;
+  i32x16 r;
+  NI_EACH r.v[i] = bits<vi>(t.v[i]) - 0x4b400000;
+  return r;
+}
+
+// Up to kGroup floats as int8: scale = largest / 127, so the largest becomes +-127. A group with a NaN or an infinity
+// gets a scale of NaN, which reaches the logits.
+struct Int8Group {
+  std::int8_t q[kGroup];
+  float scale;
+  std::int32_t sum;
+};
+NI_INLINE Int8Group quantize_group(const float* x, std::int64_t n) {
+  f32x16 v[4], top = broadcast(0.0f), check = broadcast(0.0f);
+  for (int i = 0; i < 4; ++i) {
+    v[i] = n > 16 * i ? load_first(x + 16 * i, n - 16 * i) : broadcast(0.0f);
+    top = max(top, abs(v[i]));
+    check = check + v[i] * broadcast(0.0f);
+  }
+  const float most = largest(top), bad = sum(check);  // bad is 0 or NaN
+  const bool usable = most > 1e-30f && bad == 0;
+  const f32x16 inverse = broadcast(usable ? 127.0f / most : 0.0f);
+  Int8Group g;
+  g.scale = most / 127.0f + bad;
+  i32x16 total = broadcast(0);
+  for (int i = 0; i < 4; ++i) {
+    const i32x16 r = usable ? round(v[i] * inverse) : broadcast(0);
+    NI_EACH total.v[i] += r.v[i];
+    store_i8(g.q + 16 * i, r);
+  }
+  g.sum = sum(total);
+  return g;
+}
+
+void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
+             std::size_t stride, std::uint8_t* out) {
+  const Tiling tiling(rows, type == WeightType::i8 || type == WeightType::i4 ? kRowsInt : kRowsFloat);
+  const std::int64_t tile = tiling.tile_of(row), from = tiling.begin(tile), height = tiling.begin(tile + 1) - from;
+  std::uint32_t* to = (std::uint32_t*)(out + from * stride) + (row - from);  // unit u of this row is to[u * height]
+  switch (type) {
+    case WeightType::f32:
+    case WeightType::f16:
+      for (std::int64_t k = 0; k < n; ++k) to[k * height] = bits<std::uint32_t>(x[k]);
+      return;
+    case WeightType::bf16:
+      for (std::int64_t k = 0; k < depth; k += 16) {
+        std::uint32_t pairs[8];
+        store_bf16((std::uint16_t*)pairs, load_first(x + k, n - k));
+        for (std::int64_t j = 0; j < 8 && k + 2 * j < depth; ++j) to[(k / 2 + j) * height] = pairs[j];
+      }
+      return;
+    case WeightType::i8:
+    case WeightType::i4:
+      for (std::int64_t g = 0; g < depth / kGroup; ++g) {
+        const Int8Group group = quantize_group(x + g * kGroup, n - g * kGroup);
+        std::uint32_t quads[kGroup / 4];
+        __builtin_memcpy(quads, group.q, sizeof quads);
+        for (std::int64_t j = 0; j < kGroup / 4; ++j) to[(g * (kGroup / 4) + j) * height] = quads[j];
+        to[(depth / 4 + g) * height] = bits<std::uint32_t>(group.scale);
+        to[(depth / 4 + depth / kGroup + g) * height] = (std::uint32_t)group.sum;
+      }
+      return;
+  }
+}
+
+void layer_norm(const float* x, const float* weight, const float* bias, std::int64_t n, float eps, float* y) {
+  f32x16 total = broadcast(0.0f);
+  for (std::int64_t k = 0; k < n; k += 16) total = total + load_first(x + k, n - k);
+  const f32x16 mean = broadcast(sum(total) / (float)n);
+  f32x16 squares = broadcast(0.0f);
+  for (std::int64_t k = 0; k < n; k += 16) {
+    const f32x16 d = first(n - k, load_first(x + k, n - k) - mean, 0.0f);
+    squares = fma(d, d, squares);
+  }
+  const f32x16 rstd = broadcast(1.0f / __builtin_sqrtf(sum(squares) / (float)n + eps));
+  for (std::int64_t k = 0; k < n; k += 16) {
+    const f32x16 scaled = (load_first(x + k, n - k) - mean) * rstd;
+    store_first(y + k, fma(scaled, load_first(weight + k, n - k), load_first(bias + k, n - k)), n - k);
+  }
+}
