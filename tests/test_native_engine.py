@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 
 from conftest import TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.models.checkpoints.load import load_model
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
@@ -270,6 +273,26 @@ def test_isa_of_a_new_process(tiny_folder: Path) -> None:
     env = os.environ | {"NANOINFER_ISA": "scalar"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "scalar"
+
+
+def test_the_weights_are_gone_once_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, also after an error of the Hub's library: not only when cycles are collected."""
+    models: list[weakref.ref[Any]] = []
+
+    def load_and_watch(*args: Any, **kwargs: Any) -> Any:
+        loaded = load_model(*args, **kwargs)
+        models.append(weakref.ref(loaded.gpt))
+        return loaded
+
+    monkeypatch.setattr("nanoinfer.llm.load_model", load_and_watch)
+    gc.collect()
+    gc.disable()
+    try:
+        llm = LLM("random:gpt2", engine="native", quantization="int8", max_num_seqs=1)
+        assert models[0]() is None
+    finally:
+        gc.enable()
+    assert llm.tokenizer is None or llm.tokenizer.vocab_size == 50257
 
 
 FORKED = """

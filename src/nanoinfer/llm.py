@@ -86,7 +86,7 @@ class LLM:
         self._vocab_size = loaded.config.vocab_size  # of tokens that may be drawn
         if loaded.tokenizer is not None:
             self._vocab_size = min(self._vocab_size, loaded.tokenizer.vocab_size)
-        self.engine = registry.build(spec, loaded.gpt.to(self.device), config)
+        self.engine = registry.build(spec, loaded.take().to(self.device), config)
         limits = self.engine.limits
         scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
         sampler = choose_sampler(self.device)

@@ -46,6 +46,16 @@ class LoadedModel:
     no_tokenizer_reason: str = ""
     """Why `tokenizer` is None, with the remedy."""
 
+    def take(self) -> GPT:
+        """Return the model and forget it, so that its weights are gone as soon as the caller needs them no more.
+
+        Without this they may stay until the next collection of cycles: an error that the Hub's library caught keeps
+        all frames up to the caller's alive, and what they hold.
+        """
+        gpt = self.gpt
+        del self.gpt
+        return gpt
+
 
 def builtin_names() -> list[str]:
     """Return the names of the models that ship inside the package."""
@@ -82,6 +92,7 @@ def load_model(
         path = path if path.is_dir() else _hub_folder(name)
         gpt, config = huggingface.load_folder(path, dtype)
     loaded = LoadedModel(name, gpt, config, None)
+    del gpt  # see LoadedModel.take
     try:
         loaded.tokenizer = load_tokenizer(tokenizer) if tokenizer else _own_tokenizer(name, path, config, dataset)
     except NanoinferError as e:
