@@ -40,28 +40,17 @@ struct Acc {
 #define NI_ROWS _Pragma("GCC unroll 16") for (int m = 0; m < M; ++m)
 #define NI_HALVES _Pragma("GCC unroll 2") for (int h = 0; h < 2; ++h)
 
-template <int M>
-NI_INLINE void tile_f32(const Tile& t, Acc<M>& acc) {
-  const float *w = (const float*)t.w, *x = t.units<float>(0, M);
-  for (std::int64_t k = 0; k < t.depth; ++k, w += kPanel, x += M) {
-    prefetch((const char*)w + kPrefetch);
-    prefetch((const char*)w + kPrefetch + 64);
-    const f32x16 w0 = load(w), w1 = load(w + 16);
-    NI_ROWS {
-      const f32x16 a = broadcast(x[m]);
-      acc.v[m][0] = fma(w0, a, acc.v[m][0]);
-      acc.v[m][1] = fma(w1, a, acc.v[m][1]);
-    }
-  }
-}
+NI_INLINE f32x16 weights_at(const float* w) { return load(w); }
+NI_INLINE f32x16 weights_at(const std::uint16_t* w) { return load_f16(w); }
 
-template <int M>
-NI_INLINE void tile_f16(const Tile& t, Acc<M>& acc) {
-  const std::uint16_t* w = (const std::uint16_t*)t.w;
+template <class W, int M>  // W: float, or the bits of a float16
+NI_INLINE void tile_floats(const Tile& t, Acc<M>& acc) {
+  const W* w = (const W*)t.w;
   const float* x = t.units<float>(0, M);
   for (std::int64_t k = 0; k < t.depth; ++k, w += kPanel, x += M) {
     prefetch((const char*)w + kPrefetch);
-    const f32x16 w0 = load_f16(w), w1 = load_f16(w + 16);
+    if (sizeof(W) == 4) prefetch((const char*)w + kPrefetch + 64);
+    const f32x16 w0 = weights_at(w), w1 = weights_at(w + 16);
     NI_ROWS {
       const f32x16 a = broadcast(x[m]);
       acc.v[m][0] = fma(w0, a, acc.v[m][0]);
@@ -170,8 +159,8 @@ void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row) {
   const Tile t{w.data + panel * w.panel_bytes, task.x + row * task.x_stride, w.depth};
   Acc<M> acc;
   NI_ROWS NI_HALVES acc.v[m][h] = broadcast(0.0f);
-  if constexpr (type == WeightType::f32) tile_f32<M>(t, acc);
-  if constexpr (type == WeightType::f16) tile_f16<M>(t, acc);
+  if constexpr (type == WeightType::f32) tile_floats<float, M>(t, acc);
+  if constexpr (type == WeightType::f16) tile_floats<std::uint16_t, M>(t, acc);
   if constexpr (type == WeightType::bf16) tile_bf16<M>(t, acc);
   if constexpr (type == WeightType::i8) tile_i8<M>(t, acc);
   if constexpr (type == WeightType::i4) tile_i4<M>(t, acc);
