@@ -1,6 +1,8 @@
 # make demo    stream text from the built-in model, then show the ladder of engines on it
 # make test    the whole test suite
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
+# make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
+# make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 # make lint    ruff and mypy
 # make bench   every suite on this machine, into docs/results (an hour; needs the peers: pip install .[bench,peers])
 # make quality TEXT=play.txt   what reduced precision does to a model's words, into docs/results/quality.md
@@ -14,7 +16,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers
 
-.PHONY: demo test asan lint bench quality vs-transformers clean
+.PHONY: demo test asan test-cpp neon arm-tools lint bench quality vs-transformers clean
 
 demo: .venv/installed
 	@echo "== shakespeare, prompt 'ROMEO:' =="
@@ -37,6 +39,31 @@ asan: .venv/installed-test
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 NANOINFER_TEST_QUICK=1 \
 	  NANOINFER_TEST_EXTENSION=build/asan $(BIN)/python -m pytest $(ASAN_TESTS)
+
+# $(call test-cpp,FOLDER,CMAKE OPTIONS). Each program leaves a file of bits that must be the same on every machine.
+define test-cpp
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S tests/cpp -B build/$(1) -DCMAKE_BUILD_TYPE=Release $(2) > /dev/null
+	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/$(1)
+	PATH="$(CURDIR)/$(BIN):$$PATH" ctest --test-dir build/$(1) --output-on-failure
+endef
+
+test-cpp: .venv/cmake
+	$(call test-cpp,cpp,)
+
+# The emulated CPU is an old one: an instruction that not every 64-bit Arm has is an error.
+QEMU = $(shell command -v qemu-aarch64 || command -v qemu-aarch64-static)
+
+neon: arm-tools test-cpp
+	$(call test-cpp,neon,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_CROSSCOMPILING_EMULATOR="$(QEMU);-cpu;cortex-a57")
+	@cat build/neon/bits_*.txt > build/neon/bits.txt
+	@if grep -hvxFf build/neon/bits.txt build/cpp/bits_*.txt; then \
+	  echo 'make neon: of these, Arm gives other bits'; exit 1; fi
+	@echo 'make neon: all tests pass on Arm, with the same bits as here'
+
+arm-tools:
+	@command -v aarch64-linux-gnu-g++ > /dev/null && test -n "$(QEMU)" || \
+	  { echo 'make neon needs a compiler for Arm and an emulator: apt install g++-aarch64-linux-gnu qemu-user'; exit 2; }
 
 lint: .venv/installed-test
 	$(BIN)/ruff check .
@@ -63,6 +90,11 @@ quality: .venv/installed
 
 vs-transformers: .venv/installed-test
 	$(BIN)/python benchmarks/vs_transformers.py
+
+.venv/cmake:
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) cmake ninja
+	@touch $@
 
 .venv/installed: $(BUILD_INPUTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -4,7 +4,7 @@
 
 namespace nanoinfer {
 
-// One table from each compilation of kernels.cpp (CMakeLists.txt says which there are).
+// One table from each compilation of kernels.cpp (sources.cmake says which there are).
 namespace scalar { extern const Kernels kKernels; }
 #if defined(__x86_64__)
 namespace avx2 { extern const Kernels kKernels; }

@@ -15,13 +15,13 @@
 //   5. Keys are stored transposed (kBlock positions interleaved), so attention is the same product again:
 //      lanes are positions, and a score needs no sum across lanes.
 //
-// Built by CMakeLists.txt with NANOINFER_ISA=<name> and that set's compiler flags. No header of the standard
+// Built by sources.cmake with NANOINFER_ISA=<name> and that set's compiler flags. No header of the standard
 // library with inline functions may be included here (see kernels.h).
 #include "kernels.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif defined(__aarch64__)
+#elif defined(NANOINFER_NEON)
 #include <arm_neon.h>
 #endif
 

@@ -70,7 +70,7 @@ NI_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
   c.v[0] = (vf)_mm512_fmadd_ps((__m512)a.v[0], (__m512)b.v[0], (__m512)c.v[0]);
 #elif defined(__FMA__)
   NI_EACH c.v[i] = (vf)_mm256_fmadd_ps((__m256)a.v[i], (__m256)b.v[i], (__m256)c.v[i]);
-#elif defined(__aarch64__)
+#elif defined(NANOINFER_NEON)
   NI_EACH c.v[i] = (vf)vfmaq_f32((float32x4_t)c.v[i], (float32x4_t)a.v[i], (float32x4_t)b.v[i]);
 #else
   NI_EACH c.v[i] += a.v[i] * b.v[i];

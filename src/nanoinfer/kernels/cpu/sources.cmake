@@ -1,0 +1,45 @@
+# The C++ that knows nothing of Python: the extension (CMakeLists.txt) and the tests in C++ (tests/cpp) are made of it.
+set(CPU ${CMAKE_CURRENT_LIST_DIR})
+find_package(Threads REQUIRED)
+
+# make asan: every read and write checked. Slow, and never installed.
+option(NANOINFER_SANITIZE "Build with AddressSanitizer and UndefinedBehaviorSanitizer" OFF)
+if(NANOINFER_SANITIZE)
+  set(SANITIZE -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g1)
+  add_compile_options(${SANITIZE})
+  add_link_options(${SANITIZE})
+  set(OPTIMIZE -O1)  # checked kernels take minutes to compile at -O3
+else()
+  set(OPTIMIZE -O3)
+endif()
+
+# One kernel source, compiled once for each instruction set; isa.cpp chooses at run time. Multiplication and addition
+# are fused only where the source says so: then every number of rows rounds alike.
+function(add_kernels target name)
+  add_library(kernels_${name} OBJECT ${CPU}/kernels.cpp)
+  target_compile_definitions(kernels_${name} PRIVATE NANOINFER_ISA=${name})
+  target_compile_options(kernels_${name} PRIVATE -Wall -Wextra -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized
+    ${OPTIMIZE} -fPIC -ffp-contract=off ${ARGN})
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:kernels_${name}>)
+endfunction()
+
+# Give a target all of it.
+function(add_cpu_sources target)
+  target_sources(${target} PRIVATE
+    ${CPU}/decoder.cpp ${CPU}/forward.cpp ${CPU}/cache.cpp ${CPU}/format.cpp ${CPU}/isa.cpp
+    ${CPU}/sampler.cpp ${CPU}/sampler_passes.cpp ${CPU}/sampler_nucleus.cpp)
+  # Nor in packing, where compilers for Arm fuse by default: a weight file is packed to the same bytes everywhere.
+  set_source_files_properties(${CPU}/format.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
+  target_compile_options(${target} PRIVATE -Wall -Wextra ${OPTIMIZE})
+  target_link_libraries(${target} PRIVATE Threads::Threads)
+  add_kernels(${target} scalar)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    set(AVX2 -mavx2 -mfma -mf16c)
+    set(AVX512 ${AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512)
+    add_kernels(${target} avx2 ${AVX2})
+    add_kernels(${target} avx512 ${AVX512})
+    add_kernels(${target} avx512_vnni ${AVX512} -mavx512vnni -mavx512bf16)
+  elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
+    add_kernels(${target} neon -DNANOINFER_NEON)  # every such CPU has NEON: no flag tells `neon` from `scalar`
+  endif()
+endfunction()

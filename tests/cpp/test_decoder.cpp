@@ -1,0 +1,161 @@
+// The whole decoder: a small model with random weights, in every format of weights and of keys and values.
+//
+// A prompt in one step is the reference: token by token, in company, by two threads, after a fork and a truncation it
+// must give the same logits bit for bit, and every instruction set nearly those of `scalar`. That `scalar` is right
+// is shown elsewhere (tests/test_native_engine.py, against the PyTorch model); so its bits are written down, and a
+// machine that cannot run those tests must have the same (make neon).
+#include <algorithm>
+#include <memory>
+
+#include "check.h"
+#include "decoder.h"
+
+using namespace nanoinfer;
+using namespace nanoinfer::test;
+
+namespace {
+
+constexpr std::int64_t kLayers = 2, kWidth = 72, kMlp = 200, kVocab = 97, kContext = 64, kPrompt = 37;
+
+struct Case {
+  WeightType weights;
+  CacheType cache;
+
+  std::string name() const { return std::string(name_of(weights)) + " weights, " + name_of(cache) + " keys"; }
+  // Two of the model's variants are spread over the formats.
+  bool tied() const { return cache != CacheType::bf16; }
+  bool gelu_tanh() const { return cache != CacheType::i8; }
+};
+
+std::unique_ptr<Decoder> make_decoder(const Case& c, const std::string& isa, int threads) {
+  const DecoderShape shape{kVocab, kContext, kLayers, /*n_head=*/3, kWidth, kMlp, c.gelu_tanh(), c.tied()};
+  auto d = std::make_unique<Decoder>(shape, DecoderOptions{c.weights, c.cache, 4 * kContext, 4, threads, isa});
+  std::uint32_t seed = 0;
+  const auto load = [&](const std::string& name, std::int64_t rows, std::int64_t columns, float scale, float shift) {
+    Floats x = random(rows * columns, ++seed, scale);
+    for (float& v : x) v += shift;
+    d->load(name, x.data(), rows, columns);
+  };
+  const auto load_norm = [&](const std::string& name) {
+    load(name + ".weight", 1, kWidth, 0.1f, 1.0f);
+    load(name + ".bias", 1, kWidth, 0.1f, 0.0f);
+  };
+  const auto load_linear = [&](const std::string& name, std::int64_t out, std::int64_t in) {
+    load(name + ".weight", out, in, 0.15f, 0.0f);
+    load(name + ".bias", 1, out, 0.1f, 0.0f);
+  };
+  load("transformer.wte.weight", kVocab, kWidth, 0.15f, 0.0f);
+  load("transformer.wpe.weight", kContext, kWidth, 0.1f, 0.0f);
+  for (std::int64_t i = 0; i < kLayers; ++i) {
+    const std::string h = "transformer.h." + std::to_string(i) + ".";
+    load_norm(h + "ln_1");
+    load_linear(h + "attn.c_attn", 3 * kWidth, kWidth);
+    load_linear(h + "attn.c_proj", kWidth, kWidth);
+    load_norm(h + "ln_2");
+    load_linear(h + "mlp.c_fc", kMlp, kWidth);
+    load_linear(h + "mlp.c_proj", kWidth, kMlp);
+  }
+  load_norm("transformer.ln_f");
+  if (!c.tied()) load("lm_head.weight", kVocab, kWidth, 0.15f, 0.0f);
+  d->check_loaded();
+  return d;
+}
+
+std::int64_t token_at(std::int64_t position) { return (position * 31 + 7) % kVocab; }
+
+// Tokens [begin, end) of the text, with logits for all of them.
+void add(Step& step, std::int64_t handle, std::int64_t begin, std::int64_t end) {
+  step.handles.push_back(handle);
+  for (std::int64_t p = begin; p < end; ++p) step.token_ids.push_back(token_at(p));
+  step.num_new.push_back(end - begin);
+  step.num_logits.push_back(end - begin);
+}
+
+Floats run(Decoder& d, const Step& step) {  // (tokens, kVocab)
+  const std::int64_t rows = static_cast<std::int64_t>(step.token_ids.size()), stride = d.logits_stride();
+  Floats wide(rows * stride), logits(rows * kVocab);
+  d.extend(step, wide.data());
+  for (std::int64_t r = 0; r < rows; ++r) std::copy_n(&wide[r * stride], kVocab, &logits[r * kVocab]);
+  return logits;
+}
+
+Floats extend(Decoder& d, std::int64_t handle, std::int64_t begin, std::int64_t end) {
+  Step step;
+  add(step, handle, begin, end);
+  return run(d, step);
+}
+
+Floats prompt_logits(const Case& c, const std::string& isa) {
+  const auto d = make_decoder(c, isa, /*threads=*/1);
+  return extend(*d, d->cache().open(), 0, kPrompt);
+}
+
+void test_same_bits(Test& t, const Case& c, const std::string& isa, const Floats& whole) {
+  const std::string what = isa + ", " + c.name();
+  const auto same = [&](const char* how, const float* got, std::int64_t from, std::int64_t count) {
+    t.check(same_bits(got, &whole[from * kVocab], count * kVocab), "%s: %s, logits differ from those of one step",
+            what.c_str(), how);
+  };
+  for (const int threads : {1, 2}) {
+    const auto d = make_decoder(c, isa, threads);
+    Cache& cache = d->cache();
+    const std::int64_t one = cache.open(), two = cache.open(), three = cache.open();
+    for (std::int64_t p = 0; p < kPrompt; ++p) same("token by token", extend(*d, one, p, p + 1).data(), p, 1);
+
+    Step step;  // a prompt's beginning and a longer one, then each goes on, in company
+    add(step, two, 0, 5);
+    add(step, three, 0, kPrompt - 1);
+    Floats y = run(*d, step);
+    same("in company", y.data(), 0, 5);
+    same("in company", &y[5 * kVocab], 0, kPrompt - 1);
+
+    step = {};
+    const std::int64_t fork = cache.fork(one);  // of a block that is partly full
+    cache.truncate(fork, kPrompt - 8);
+    add(step, three, kPrompt - 1, kPrompt);
+    add(step, fork, kPrompt - 8, kPrompt);
+    add(step, two, 5, 22);
+    y = run(*d, step);
+    same("continued", y.data(), kPrompt - 1, 1);
+    same("after a fork", &y[kVocab], kPrompt - 8, 8);
+    same("in chunks", &y[9 * kVocab], 5, 17);
+    cache.truncate(one, kPrompt - 8);
+    same("after truncation", extend(*d, one, kPrompt - 8, kPrompt).data(), kPrompt - 8, 8);
+  }
+}
+
+// float32 sums in another order; where activations are rounded, one may fall on the other side.
+double tolerance(const Case& c) {
+  const bool exact = c.weights == WeightType::f32 || c.weights == WeightType::f16;
+  return exact && c.cache == CacheType::f32 ? 1e-5 : 5e-2;
+}
+
+// One case on every instruction set. Each lane adds in the same order on all of them, so sets that fuse multiplication
+// and addition agree bit for bit (not avx512_vnni: its dot products of bfloat16 round in another way).
+void test_case(Test& t, const Case& c) {
+  const Floats scalar = prompt_logits(c, "scalar");
+  const float most = largest(scalar.data(), static_cast<std::int64_t>(scalar.size()));
+  for (const Kernels* k : kernels_here()) {
+    const std::string isa = k->name;
+    const Floats logits = prompt_logits(c, isa);
+    double worst = 0;
+    for (std::size_t i = 0; i < logits.size(); ++i) {
+      const double difference = std::fabs(logits[i] - scalar[i]);
+      worst = difference <= worst ? worst : difference;  // a NaN stays
+    }
+    t.check(worst <= tolerance(c) * most, "%s, %s: logits differ from scalar's by %g of %g", isa.c_str(),
+            c.name().c_str(), worst, most);
+    test_same_bits(t, c, isa, logits);
+    if (isa == "scalar" || isa == "avx2" || isa == "neon")
+      t.bits((isa == "scalar" ? "scalar, " : "fused, ") + c.name(), logits.data(), logits.size() * sizeof(float));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Test t("decoder", argc, argv);
+  for (const WeightType weights : kTypes)
+    for (const CacheType cache : kCaches) test_case(t, {weights, cache});
+  return t.result();
+}

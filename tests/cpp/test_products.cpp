@@ -1,0 +1,228 @@
+// Packing and matrix products, in every weight format and on every instruction set of this machine.
+//
+// The reference multiplies, in double precision, what the packed format stores (unpack_row) with what the format's
+// activations are rounded to. A kernel may differ by the rounding of a float32 sum: kRtol of the sum of magnitudes.
+#include <algorithm>
+
+#include "check.h"
+
+using namespace nanoinfer;
+using namespace nanoinfer::test;
+
+namespace {
+
+constexpr double kRtol = 2e-6;
+constexpr std::int64_t kMaxRows = 17;  // more than a tile holds, on every instruction set
+
+struct Packed {  // a matrix in memory of its own, exactly as large as the kernels are promised
+  Matrix m{};
+  std::vector<std::uint8_t> data;
+  Floats scale, bias;
+
+  Packed(WeightType type, const Floats& weights, std::int64_t in, const Floats& b = {}) {
+    const std::int64_t out = static_cast<std::int64_t>(weights.size()) / in;
+    m.type = type;
+    m.out = out;
+    m.in = in;
+    m.depth = padded_depth(type, in);
+    m.panels = (out + kPanel - 1) / kPanel;
+    m.panel_bytes = panel_bytes(type, in);
+    data.resize(m.panels * m.panel_bytes);
+    scale.resize(m.panels * kPanel);
+    bias.resize(m.panels * kPanel);
+    std::copy(b.begin(), b.end(), bias.begin());
+    for (std::int64_t p = 0; p < m.panels; ++p)
+      pack_panel(type, weights.data(), out, in, p, data.data() + p * m.panel_bytes, scale.data() + p * kPanel);
+    m.data = data.data();
+    m.scale = scale.data();
+    m.bias = bias.data();
+  }
+  std::int64_t stride() const { return m.panels * kPanel; }
+  Floats row(std::int64_t output) const {
+    Floats to(m.in);
+    unpack_row(m, output, to.data());
+    return to;
+  }
+};
+
+// (rows, w.stride()); as two threads would: the first panel, then the others.
+Floats multiply(const Kernels& k, const Packed& w, const float* x, std::int64_t rows,
+                Epilogue epilogue = Epilogue::store, Floats y = {}) {
+  const std::size_t bytes = prepared_bytes(w.m.type, w.m.in);
+  std::vector<std::uint8_t> prepared(rows * bytes);
+  for (std::int64_t r = 0; r < rows; ++r)
+    k.prepare(w.m.type, x + r * w.m.in, w.m.in, w.m.depth, r, rows, bytes, prepared.data());
+  y.resize(rows * w.stride());
+  const MatmulTask task{&w.m, prepared.data(), bytes, rows, y.data(), w.stride(), epilogue};
+  k.matmul(task, 0, 1);
+  k.matmul(task, 1, w.m.panels);
+  return y;
+}
+
+// What a row of activations is rounded to.
+std::vector<double> activations(WeightType type, const float* x, std::int64_t n) {
+  std::vector<double> a(x, x + n);
+  if (type == WeightType::bf16)
+    for (double& v : a) v = as_bf16(static_cast<float>(v));
+  if (type == WeightType::i8 || type == WeightType::i4)
+    for (std::int64_t g = 0; g < n; g += kGroup) {
+      const std::int64_t size = std::min(kGroup, n - g);
+      const float most = largest(x + g, size), inverse = 127.0f / most, scale = most / 127.0f;
+      for (std::int64_t i = g; i < g + size; ++i) a[i] = std::nearbyint(x[i] * inverse) * static_cast<double>(scale);
+    }
+  return a;
+}
+
+void check_row(Test& t, const Kernels& k, const Packed& w, const float* x, const float* got) {
+  const std::vector<double> a = activations(w.m.type, x, w.m.in);
+  for (std::int64_t o = 0; o < w.m.out; ++o) {
+    const Floats weights = w.row(o);
+    double sum = w.bias[o], magnitude = std::fabs(w.bias[o]);
+    for (std::int64_t i = 0; i < w.m.in; ++i) sum += a[i] * weights[i], magnitude += std::fabs(a[i] * weights[i]);
+    t.check(is_near(got[o], sum, kRtol * magnitude, 0), "%s %s: output %lld of %lld x %lld is %.9g, must be %.9g",
+            k.name, name_of(w.m.type), (long long)o, (long long)w.m.out, (long long)w.m.in, got[o], sum);
+  }
+}
+
+// Each row alone is right, and in company it is the same bit for bit.
+void test_products(Test& t, const Kernels& k, WeightType type) {
+  for (const std::int64_t out : {1, 33, 70})
+    for (const std::int64_t in : {1, 7, 63, 64, 65, 130, 200}) {
+      const Packed w(type, random(out * in, 1, 0.1f), in, random(out, 2));
+      const Floats x = random(kMaxRows * in, 3);
+      Floats alone;
+      for (std::int64_t r = 0; r < kMaxRows; ++r) {
+        const Floats y = multiply(k, w, &x[r * in], 1);
+        check_row(t, k, w, &x[r * in], y.data());
+        alone.insert(alone.end(), y.begin(), y.end());
+      }
+      for (std::int64_t rows = 2; rows <= kMaxRows; ++rows) {
+        const std::int64_t from = kMaxRows - rows;
+        const Floats y = multiply(k, w, &x[from * in], rows);
+        t.check(same_bits(y.data(), &alone[from * w.stride()], rows * w.stride()),
+                "%s %s: %lld x %lld, %lld rows are not what each is alone", k.name, name_of(type), (long long)out,
+                (long long)in, (long long)rows);
+      }
+    }
+}
+
+// So many prepared rows that they are worked on in several parts.
+void test_many_rows(Test& t, const Kernels& k, WeightType type) {
+  const std::int64_t rows = 90, in = 4096;
+  const Packed w(type, random(33 * in, 4, 0.1f), in);
+  const Floats x = random(rows * in, 5), y = multiply(k, w, x.data(), rows);
+  for (std::int64_t r = 0; r < rows; r += 11)
+    t.check(same_bits(&y[r * w.stride()], multiply(k, w, &x[r * in], 1).data(), w.stride()),
+            "%s %s: row %lld of many is not what it is alone", k.name, name_of(type), (long long)r);
+}
+
+double gelu(double x, Epilogue e) {
+  if (e == Epilogue::gelu_erf) return x * 0.5 * (1 + std::erf(x / std::sqrt(2.0)));
+  return x * 0.5 * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+
+void test_epilogues(Test& t, const Kernels& k, WeightType type) {
+  const std::int64_t rows = 7, in = 65;
+  const Packed w(type, random(40 * in, 6, 0.3f), in, random(40, 7));
+  const Floats x = random(rows * in, 8), residual = random(rows * w.stride(), 9);
+  const Floats plain = multiply(k, w, x.data(), rows);
+  const Floats added = multiply(k, w, x.data(), rows, Epilogue::add, residual);
+  for (std::size_t i = 0; i < plain.size(); ++i)
+    t.check(added[i] == residual[i] + plain[i], "%s %s: add gives %g", k.name, name_of(type), added[i]);
+  for (const Epilogue e : {Epilogue::gelu_tanh, Epilogue::gelu_erf}) {
+    const Floats got = multiply(k, w, x.data(), rows, e);
+    for (std::size_t i = 0; i < plain.size(); ++i)
+      t.check(is_near(got[i], gelu(plain[i], e), 2e-6, 2e-6), "%s %s: gelu(%.9g) is %.9g", k.name, name_of(type),
+              plain[i], got[i]);
+  }
+}
+
+void test_gelu_range(Test& t, const Kernels& k) {
+  Floats x = {1e-30f, -1e-30f, 1e4f, -1e4f, 1e30f, -1e30f};
+  for (int i = -2000; i <= 2000; ++i) x.push_back(static_cast<float>(i) * 0.01f);
+  const Packed one(WeightType::f32, {1.0f}, 1);
+  for (const Epilogue e : {Epilogue::gelu_tanh, Epilogue::gelu_erf}) {
+    const Floats got = multiply(k, one, x.data(), static_cast<std::int64_t>(x.size()), e);
+    for (std::size_t i = 0; i < x.size(); ++i) {
+      const double expected = gelu(x[i], e), y = got[i * kPanel];
+      t.check(is_near(y, expected, 1e-6, 1e-6), "%s: gelu(%.9g) is %.9g, must be %.9g", k.name, x[i], y, expected);
+    }
+  }
+}
+
+void test_nan_and_infinity(Test& t, const Kernels& k, WeightType type) {
+  const std::int64_t rows = 4, in = 70, out = 35;
+  const Floats weights = random(out * in, 10), x = random(rows * in, 11);
+  for (const float bad : {NAN, INFINITY, -INFINITY})
+    for (const std::int64_t at : {0, 15, 63, 64, 69}) {
+      Floats poisoned = x;
+      poisoned[2 * in + at] = bad;
+      const Packed w(type, weights, in);
+      const Floats y = multiply(k, w, poisoned.data(), rows);
+      poisoned = weights;
+      poisoned[33 * in + at] = bad;
+      const Packed v(type, poisoned, in);
+      const Floats z = multiply(k, v, x.data(), rows);
+      for (std::int64_t r = 0; r < rows; ++r)
+        for (std::int64_t o = 0; o < out; ++o) {
+          t.check(std::isfinite(y[r * w.stride() + o]) == (r != 2), "%s %s: %g in row 2: row %lld, output %lld is %g",
+                  k.name, name_of(type), bad, (long long)r, (long long)o, y[r * w.stride() + o]);
+          t.check(std::isfinite(z[r * v.stride() + o]) == (o != 33), "%s %s: %g in weights of 33: output %lld is %g",
+                  k.name, name_of(type), bad, (long long)o, z[r * v.stride() + o]);
+        }
+    }
+}
+
+// 1 x -1 + (1 + e)(1 - e) is -e^2 when the second product is not rounded, else 0: is this the code for the set?
+void test_fused(Test& t, const Kernels& k) {
+  const float e = 0x1p-13f, x[] = {-1, 1 - e};
+  const float got = multiply(k, Packed(WeightType::f32, {1, 1 + e}, 2), x, 1)[0];
+  const float expected = std::string(k.name) == "scalar" ? 0.0f : -e * e;
+  t.check(got == expected, "%s: multiply-add gives %g, must give %g", k.name, got, expected);
+}
+
+// The error of packed weights; and their bytes, which are the same on every machine.
+void test_packing(Test& t, WeightType type) {
+  const std::int64_t out = 70, in = 200;
+  const Floats weights = random(out * in, 12, 0.1f);
+  const Packed w(type, weights, in);
+  t.bits(std::string("packed ") + name_of(type), w.data.data(), w.data.size());
+  for (std::int64_t o = 0; o < out; ++o) {
+    const Floats got = w.row(o);
+    for (std::int64_t g = 0; g < in; g += kGroup) {
+      const std::int64_t size = std::min(kGroup, in - g);
+      const float* from = &weights[o * in + g];
+      const auto [low, high] = std::minmax_element(from, from + size);
+      double error = 0, allowed = 0;
+      for (std::int64_t i = 0; i < size; ++i) {
+        const double step = type == WeightType::f32   ? 0
+                            : type == WeightType::f16 ? std::fmax(std::fabs(from[i]) * 0x1p-10, 0x1p-24)
+                            : type == WeightType::bf16 ? std::fabs(from[i]) * 0x1p-7
+                            : type == WeightType::i8 ? largest(&weights[o * in], in) / 127
+                                                     : (std::fmax(*high, 0.0f) - std::fmin(*low, 0.0f)) / 15;
+        error += std::pow(got[g + i] - from[i], 2);
+        allowed += step * step / 4 * 1.01;  // each number: at most half a step
+      }
+      t.check(error <= allowed, "packing as %s: squared error %g, at most %g", name_of(type), error, allowed);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Test t("products", argc, argv);
+  for (const WeightType type : kTypes) test_packing(t, type);
+  for (const Kernels* k : kernels_here()) {
+    for (const WeightType type : kTypes) {
+      test_products(t, *k, type);
+      test_many_rows(t, *k, type);
+      test_epilogues(t, *k, type);
+      test_nan_and_infinity(t, *k, type);
+    }
+    test_gelu_range(t, *k);
+    test_fused(t, *k);
+    std::printf("products on %s\n", k->name);
+  }
+  return t.result();
+}

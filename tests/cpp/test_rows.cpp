@@ -1,0 +1,165 @@
+// Layer norm, attention in each form of keys and values, and the read of the memory ceiling, on every instruction set
+// of this machine, against double precision.
+#include <algorithm>
+
+#include "cache.h"
+#include "check.h"
+
+using namespace nanoinfer;
+using namespace nanoinfer::test;
+
+namespace {
+
+void test_layer_norm(Test& t, const Kernels& k) {
+  for (const std::int64_t n : {1, 7, 16, 17, 100, 768})
+    for (const float shift : {0.0f, 100.0f}) {
+      Floats x = random(n, 1, 3.0f), y(n);
+      for (float& v : x) v += shift;
+      const Floats weight = random(n, 2), bias = random(n, 3);
+      k.layer_norm(x.data(), weight.data(), bias.data(), n, 1e-5f, y.data());
+      double mean = 0, variance = 0;
+      for (const float v : x) mean += v / static_cast<double>(n);
+      for (const float v : x) variance += (v - mean) * (v - mean) / static_cast<double>(n);
+      for (std::int64_t i = 0; i < n; ++i) {
+        const double expected = (x[i] - mean) / std::sqrt(variance + 1e-5) * weight[i] + bias[i];
+        t.check(is_near(y[i], expected, 1e-4, 1e-5), "%s: layer norm of %lld, place %lld is %.9g, must be %.9g", k.name,
+                (long long)n, (long long)i, y[i], expected);
+      }
+      x[n / 2] = NAN;
+      k.layer_norm(x.data(), weight.data(), bias.data(), n, 1e-5f, y.data());
+      t.check(std::all_of(y.begin(), y.end(), [](float v) { return std::isnan(v); }),
+              "%s: layer norm of %lld hides a NaN", k.name, (long long)n);
+    }
+}
+
+// Head 1 of two, T positions in blocks of exactly the size that the kernels are promised; what is not written is
+// rubbish (all bits set: NaN), which no query may ever see.
+struct Head {
+  CacheShape shape;
+  std::int64_t T;
+  std::vector<std::vector<std::uint8_t>> blocks;
+  std::vector<const std::uint8_t*> addresses;
+
+  Head(const Kernels& kernels, CacheType type, std::int64_t D, const Floats& k, const Floats& v)
+      : shape{type, 1, 2, D}, T(static_cast<std::int64_t>(k.size()) / D) {
+    for (std::int64_t t = 0; t < T; ++t) {
+      if (t % kBlock == 0) blocks.emplace_back(shape.block_bytes(), std::uint8_t{0xff});
+      kernels.store_kv(type, &k[t * D], &v[t * D], D, blocks.back().data() + shape.offset(0, 1), t % kBlock);
+    }
+    for (const auto& block : blocks) addresses.push_back(block.data());
+  }
+
+  // Queries [begin, end) of q (T, D). They lie apart in memory, and so do their results.
+  // What lies between them is not written.
+  Floats attend(Test& t, const Kernels& kernels, const Floats& q, std::int64_t begin, std::int64_t end) const {
+    const std::int64_t D = shape.head_dim, n = end - begin;
+    Floats wide(n * (D + 3), NAN), out(n * (D + 5), 7.0f), result(n * D);
+    Floats scratch(kQueryTile * addresses.size() * kBlock);
+    for (std::int64_t i = 0; i < n; ++i) std::copy_n(&q[(begin + i) * D], D, &wide[i * (D + 3)]);
+    kernels.attention({shape.type, D, addresses.data(), shape.offset(0, 1), begin, n, wide.data(), D + 3, out.data(),
+                       D + 5, scratch.data()});
+    for (std::int64_t i = 0; i < n; ++i) {
+      std::copy_n(&out[i * (D + 5)], D, &result[i * D]);
+      t.check(std::all_of(&out[i * (D + 5) + D], &out[i * (D + 5)] + D + 5, [](float x) { return x == 7.0f; }),
+              "%s %s: attention, D %lld, writes past a result", kernels.name, name_of(shape.type), (long long)D);
+    }
+    return result;
+  }
+};
+
+// What the cache stores of rows (T, D).
+std::vector<double> cached(CacheType type, const Floats& x, std::int64_t D) {
+  std::vector<double> y(x.begin(), x.end());
+  for (std::size_t at = 0; at < x.size(); at += D) {
+    const float scale = largest(&x[at], D) / 127.0f;
+    for (std::size_t i = at; i < at + D; ++i)
+      if (type == CacheType::bf16) y[i] = as_bf16(x[i]);
+      else if (type == CacheType::i8) y[i] = std::nearbyint(x[i] / scale) * static_cast<double>(scale);
+  }
+  return y;
+}
+
+// The query at position t, D numbers: over the keys and values of positions 0 to t.
+std::vector<double> expected(const float* q, const std::vector<double>& k, const std::vector<double>& v,
+                             std::int64_t D, std::int64_t t) {
+  std::vector<double> share(t + 1), y(D);
+  for (std::int64_t s = 0; s <= t; ++s)
+    for (std::int64_t d = 0; d < D; ++d) share[s] += q[d] * k[s * D + d] / std::sqrt(static_cast<double>(D));
+  const double most = *std::max_element(share.begin(), share.end());
+  double total = 0;
+  for (double& s : share) total += s = std::exp(s - most);
+  for (std::int64_t s = 0; s <= t; ++s)
+    for (std::int64_t d = 0; d < D; ++d) y[d] += share[s] / total * v[s * D + d];
+  return y;
+}
+
+void test_attention(Test& t, const Kernels& kernels, CacheType type, std::int64_t D, std::int64_t T) {
+  Floats q = random(T * D, 4, 2.0f);
+  for (std::int64_t d = 0; d < D; ++d) q[(T - 1) * D + d] *= 50;  // a sharp softmax
+  const Floats k = random(T * D, 5), v = random(T * D, 6);
+  const Head head(kernels, type, D, k, v);
+  const Floats all = head.attend(t, kernels, q, 0, T);
+  const std::vector<double> keys = cached(type, k, D), values = cached(type, v, D);
+  for (std::int64_t i = 0; i < T; ++i) {
+    const std::vector<double> y = expected(&q[i * D], keys, values, D, i);
+    for (std::int64_t d = 0; d < D; ++d)
+      t.check(is_near(all[i * D + d], y[d], 2e-4, 1e-4),
+              "%s %s: attention of %lld, D %lld, query %lld: %.9g, must be %.9g", kernels.name, name_of(type),
+              (long long)T, (long long)D, (long long)i, all[i * D + d], y[d]);
+  }
+  const auto same = [&](std::int64_t begin, std::int64_t end) {
+    if (begin < end && end <= T)
+      t.check(same_bits(head.attend(t, kernels, q, begin, end).data(), &all[begin * D], (end - begin) * D),
+              "%s %s: attention of %lld, D %lld: queries %lld to %lld differ from those of the whole", kernels.name,
+              name_of(type), (long long)T, (long long)D, (long long)begin, (long long)end);
+  };
+  for (std::int64_t i = 0; i < T; ++i) same(i, i + 1);
+  same(T / 3, T);
+  same(0, T / 2);
+  same(T / 2, T / 2 + 5);
+}
+
+void test_attention_and_nan(Test& t, const Kernels& kernels, CacheType type) {
+  const std::int64_t D = 24, T = 20;
+  for (const bool in_key : {true, false}) {
+    const Floats q = random(T * D, 7);
+    Floats k = random(T * D, 8), v = random(T * D, 9);
+    (in_key ? k : v)[9 * D + 3] = NAN;
+    const Floats y = Head(kernels, type, D, k, v).attend(t, kernels, q, 0, T);
+    for (std::int64_t i = 0; i < T; ++i) {
+      const bool finite = std::all_of(&y[i * D], &y[i * D] + D, [](float x) { return std::isfinite(x); });
+      t.check(finite == (i < 9), "%s %s: a NaN in the %s of position 9, query %lld is %sfinite", kernels.name,
+              name_of(type), in_key ? "key" : "value", (long long)i, finite ? "" : "not ");
+    }
+  }
+}
+
+void test_read(Test& t, const Kernels& k) {
+  alignas(64) std::uint8_t data[1024];
+  for (std::size_t i = 0; i < sizeof data; ++i) data[i] = static_cast<std::uint8_t>(i * 37);
+  const std::uint64_t whole = k.read(data, sizeof data);
+  t.check(whole == kernels_for("scalar").read(data, sizeof data), "%s: read differs from scalar's", k.name);
+  for (std::uint8_t& byte : data) {
+    byte ^= 0x10;
+    t.check(k.read(data, sizeof data) != whole, "%s: read does not depend on byte %d", k.name,
+            static_cast<int>(&byte - data));
+    byte ^= 0x10;
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Test t("rows", argc, argv);
+  for (const Kernels* k : kernels_here()) {
+    test_layer_norm(t, *k);
+    test_read(t, *k);
+    for (const CacheType type : kCaches) {
+      for (const std::int64_t D : {1, 8, 16, 24, 64, 80, 128})
+        for (const std::int64_t T : {1, 15, 16, 17, 33, 100}) test_attention(t, *k, type, D, T);
+      test_attention_and_nan(t, *k, type);
+    }
+    std::printf("layer norm, attention and read on %s\n", k->name);
+  }
+  return t.result();
+}
