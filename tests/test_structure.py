@@ -28,6 +28,7 @@ FORBIDDEN = {
     "sampling": ("nanoinfer.engines", "nanoinfer.scheduling", "nanoinfer.models", "nanoinfer.core"),
     "models": ("nanoinfer.engines", "nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
     "training": ("nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
+    "speculative": ("nanoinfer.core", "nanoinfer.llm", "nanoinfer.bench"),
     "roofline": ("nanoinfer.engines", "nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
     "kernels": ("nanoinfer",),
     "": ("nanoinfer.cli",),  # nothing imports the command line

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nanoinfer.checks import require_bool, require_choice, require_float, require_int
+from nanoinfer.checks import require_bool, require_choice, require_float, require_int, show
 from nanoinfer.errors import NanoinferError
 
 ACTIVATIONS = ("gelu_new", "gelu")
 DTYPES = ("float32", "bfloat16", "float16")
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
+RULES = ("reproduce", "reject")
 MIB = 1 << 20
 
 
@@ -121,6 +122,35 @@ class EngineConfig:
             require_int("max_num_seqs", self.max_num_seqs, 1, 65536)
         if self.kv_cache_memory is not None:
             require_int("kv_cache_memory", self.kv_cache_memory, 1)
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """Whether and how tokens are proposed and verified several at a time."""
+
+    draft: str | None = None
+    """Who proposes tokens to verify: prompt-lookup, a model's name, self:int8, self:int4, self:<layers> or auto."""
+    speculate_k: str | int = "auto"
+    """Tokens proposed at a time: auto decides as it goes, none included; or 1 to 64."""
+    speculate_rule: str = "reproduce"
+    """reproduce: the very text of plain decoding; reject: the same distribution, and more proposals accepted."""
+
+    def __post_init__(self) -> None:
+        if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
+            raise NanoinferError(f"draft={show(self.draft)} is neither a name nor None")
+        k = self.speculate_k
+        if isinstance(k, str) and k.isdecimal():
+            object.__setattr__(self, "speculate_k", k := int(k))
+        if k != "auto":
+            if isinstance(k, str):
+                raise NanoinferError(f"speculate_k={show(k)} is neither auto nor an integer in [1, 64]")
+            require_int("speculate_k", k, 1, 64)
+        require_choice("speculate_rule", self.speculate_rule, RULES)
+
+    @property
+    def fixed_k(self) -> int | None:
+        """Tokens proposed at a time; None for auto."""
+        return self.speculate_k if isinstance(self.speculate_k, int) else None
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,21 @@ from weakref import WeakKeyDictionary
 
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.models.tokenizers import decode
-from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
+from nanoinfer.outputs import (
+    CompletionOutput,
+    Delta,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+)
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
 from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
+from nanoinfer.speculative.speculator import Round, Speculator
+from nanoinfer.speculative.verify import draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +48,7 @@ class Core:
         tokenizer: makes text; None: token ids only.
         vocab_size: tokens that may be drawn: ids from here on have no text.
         clock: seconds; a fake one in tests.
+        speculator: proposes tokens to verify; None: every step draws one token.
     """
 
     def __init__(
@@ -49,6 +59,7 @@ class Core:
         tokenizer: Tokenizer | None,
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
+        speculator: Speculator | None = None,
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
@@ -56,6 +67,7 @@ class Core:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._clock = clock
+        self._speculator = speculator
         self._next_id = 0
         self._logprobs: WeakKeyDictionary[Sequence, list[dict[int, Logprob]]] = WeakKeyDictionary()
 
@@ -92,11 +104,12 @@ class Core:
         return self.scheduler.unfinished
 
     def step(self) -> list[Delta]:
-        """Run one step; return what it added, one delta for each text that drew a token.
+        """Run one step; return what it added, one delta for each text that drew.
 
-        An error of the engine or the sampler ends all running requests (they are closed) and is raised.
+        An error of the engine, the sampler or the drafter ends all running requests (they are closed) and is raised.
         """
         work = self.scheduler.schedule()
+        before = [s.num_output_tokens for s in drawing(work)]
         try:
             tokens = self._run(work)
             ended = self.scheduler.postprocess(work, tokens)
@@ -105,10 +118,30 @@ class Core:
                 self.abort(request)
             raise
         self._close(ended)
-        return [self._delta(s) for s in drawing(work)]
+        return [self._delta(s, n) for s, n in zip(drawing(work), before, strict=True)]
 
     def _run(self, work: list[Work]) -> list[list[int]]:
-        """Feed the engine, fork siblings, draw; return the tokens of each sequence that draws."""
+        """Propose, feed the engine, fork siblings, draw; return the tokens of each sequence that draws."""
+        done = self._speculator.propose(work) if self._speculator is not None else Round()
+        start = self._clock()
+        logits = self.engine.extend(self._batch(work, done))
+        kept = self._draw(work, done, logits)
+        tokens = [[drawn.token_id for drawn in some] for some in kept]
+        now = self._clock()
+        for s, some in zip(drawing(work), kept, strict=True):
+            if s.num_output_tokens == 0 and s.sample_index == 0:
+                s.request.first_token_sec = now
+            self._logprobs_of(s, some)
+            if (proposal := done.proposals.get(s)) is not None and len(some) <= len(proposal.token_ids):
+                handle = Handle(cast(int, s.handle))
+                num_wrong = len(proposal.token_ids) + 1 - len(some)
+                self.engine.truncate(handle, self.engine.length(handle) - num_wrong)
+        if self._speculator is not None:
+            self._speculator.learn(work, done, tokens, now - start)
+        return tokens
+
+    def _batch(self, work: list[Work], done: Round) -> StepBatch:
+        """Return what the engine is fed: the tokens it has not seen, and proposals after them."""
         batch = StepBatch()
         for w in work:
             s = w.sequence
@@ -116,24 +149,37 @@ class Core:
                 s.handle = self.engine.open()
             if w.restart:
                 self.engine.truncate(Handle(s.handle), 0)
-            batch.add(Handle(s.handle), w.token_ids, num_logits=int(w.draws))
-        logits = self.engine.extend(batch)
-        draws = [w for w in work if w.draws]
-        for w in draws:
+            if (proposal := done.proposals.get(s)) is not None:
+                drafts = proposal.token_ids
+                batch.add(Handle(s.handle), [*w.token_ids, *drafts], num_logits=1 + len(drafts))
+            else:
+                batch.add(Handle(s.handle), w.token_ids, num_logits=int(w.draws))
+        return batch
+
+    def _draw(self, work: list[Work], done: Round, logits: Tensor) -> list[list[Sampled]]:
+        """Fork siblings and draw the tokens of each sequence from its rows; siblings draw from the same row."""
+        rows: list[int] = []
+        at = 0
+        for w in work:
+            if not w.draws:
+                continue
             for fork in w.forks:
                 fork.handle = self.engine.fork(Handle(cast(int, w.sequence.handle)))
-        rows = [i for i, w in enumerate(draws) for _ in (w.sequence, *w.forks)]
-        if len(rows) > len(draws):
+            proposal = done.proposals.get(w.sequence)
+            count = 1 + (len(proposal.token_ids) if proposal is not None else 0)
+            rows += range(at, at + count)
+            rows += [at] * len(w.forks)
+            at += count
+        if len(rows) > at:
             logits = logits[rows]
-        sequences = drawing(work)
-        sampled = self._sampler(logits[:, : self._vocab_size], cast("list[SamplerRow]", sequences))
-        now = self._clock()
-        for s, drawn in zip(sequences, sampled, strict=True):
-            if s.num_output_tokens == 0 and s.sample_index == 0:
-                s.request.first_token_sec = now
-            if drawn.logprobs is not None:
-                self._logprobs.setdefault(s, []).append(self._describe(drawn.logprobs))
-        return [[drawn.token_id] for drawn in sampled]
+        groups = [(cast("SamplerRow", s), done.proposals.get(s)) for s in drawing(work)]
+        rule = self._speculator.rule if self._speculator is not None else "reproduce"
+        return draw(self._sampler, logits[:, : self._vocab_size], groups, rule=rule)
+
+    def _logprobs_of(self, sequence: Sequence, some: list[Sampled]) -> None:
+        described = [self._describe(drawn.logprobs) for drawn in some if drawn.logprobs is not None]
+        if described:
+            self._logprobs.setdefault(sequence, []).extend(described)
 
     def _describe(self, logprobs: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
         """Add each token's text."""
@@ -143,15 +189,18 @@ class Core:
             for token, (value, rank) in logprobs.items()
         }
 
-    def _delta(self, sequence: Sequence) -> Delta:
+    def _delta(self, sequence: Sequence, num_before: int) -> Delta:
         ended = sequence.finish_reason is not None
         text = sequence.text.take(finished=ended)
-        return Delta(sequence.request.request_id, sequence.sample_index, text, sequence.finish_reason)
+        num_tokens = sequence.num_output_tokens - num_before
+        return Delta(sequence.request.request_id, sequence.sample_index, text, sequence.finish_reason, num_tokens)
 
     def _close(self, ended: list[Sequence]) -> None:
         """Free what ended sequences held, and note when their requests ended."""
         now = self._clock()
         for s in ended:
+            if self._speculator is not None:
+                self._speculator.forget(s)
             if s.handle is not None:
                 self.engine.close(Handle(s.handle))
                 s.handle = None
@@ -165,17 +214,7 @@ class Core:
 
     def output(self, request: Request) -> RequestOutput:
         """Return what has come of a request so far (finish_reason "" for texts that go on)."""
-        outputs = [
-            CompletionOutput(
-                s.sample_index,
-                s.text.text,
-                list(s.output_token_ids),
-                s.finish_reason or "",
-                s.stop_reason,
-                list(self._logprobs.get(s, ())) if cast(SamplingParams, s.params).logprobs is not None else None,
-            )
-            for s in request.sequences
-        ]
+        outputs = [self._completion(s) for s in request.sequences]
         return RequestOutput(
             request.request_id,
             request.prompt,
@@ -185,6 +224,13 @@ class Core:
             request.num_dropped_tokens,
             self._metrics(request, [len(o.token_ids) for o in outputs]),
         )
+
+    def _completion(self, s: Sequence) -> CompletionOutput:
+        logprobs = None
+        if cast(SamplingParams, s.params).logprobs is not None:  # tokens drawn past the end are no part of the text
+            logprobs = list(self._logprobs.get(s, ()))[: s.num_output_tokens]
+        token_ids = list(s.output_token_ids)
+        return CompletionOutput(s.sample_index, s.text.text, token_ids, s.finish_reason or "", s.stop_reason, logprobs)
 
     def _metrics(self, request: Request, lengths: list[int]) -> RequestMetrics:
         now = request.finished_sec or self._clock()
@@ -196,4 +242,17 @@ class Core:
             ttft_sec=first - request.arrival_sec,
             tpot_sec=(now - first) / (longest - 1) if longest > 1 else None,
             total_sec=now - request.arrival_sec,
+            speculation=self._speculation(request),
+        )
+
+    def _speculation(self, request: Request) -> SpeculationMetrics | None:
+        if self._speculator is None:
+            return None
+        t = self._speculator.tally(request)
+        return SpeculationMetrics(
+            num_proposed=t.num_proposed,
+            num_accepted=t.num_accepted,
+            num_verify_steps=t.num_verify_steps,
+            mean_accepted_length=t.num_accepted / t.num_verify_steps if t.num_verify_steps else None,
+            draft_share=t.draft_sec / (t.draft_sec + t.step_sec) if t.draft_sec + t.step_sec > 0 else 0.0,
         )

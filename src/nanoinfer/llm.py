@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from nanoinfer.checks import show
-from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import StepBatch
@@ -28,6 +28,7 @@ from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
+from nanoinfer.speculative.build import Draft, Target
 
 log = logging.getLogger("nanoinfer")
 
@@ -51,9 +52,13 @@ class LLM:
         kv_cache_dtype: float32, bfloat16, int8 or auto, where the engine offers a choice.
         threads: CPU threads of the native engine; None: as many as this process may use.
         seed: for random:<preset> weights.
+        draft: who proposes tokens that the model verifies several at a time: prompt-lookup, a model with the same
+            tokenizer (shakespeare-draft), self:int8, self:int4, self:<layers>, or auto; None: plain decoding.
+        speculate_k: tokens proposed at a time; auto decides as it goes, none included.
+        speculate_rule: reproduce (the very text of plain decoding) or reject (the same distribution).
 
     Raises:
-        NanoinferError: no such model, engine or device, a broken file, or not enough memory.
+        NanoinferError: no such model, engine, device or draft, a broken file, or not enough memory.
     """
 
     def __init__(
@@ -70,7 +75,11 @@ class LLM:
         kv_cache_dtype: str = "auto",
         threads: int | None = None,
         seed: int = 0,
+        draft: str | None = None,
+        speculate_k: str | int = "auto",
+        speculate_rule: str = "reproduce",
     ) -> None:
+        speculation = SpeculationConfig(draft, speculate_k, speculate_rule)
         config = EngineConfig(
             engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, kv_cache_dtype, threads
         )
@@ -86,11 +95,18 @@ class LLM:
         self._vocab_size = loaded.config.vocab_size  # of tokens that may be drawn
         if loaded.tokenizer is not None:
             self._vocab_size = min(self._vocab_size, loaded.tokenizer.vocab_size)
-        self.engine = registry.build(spec, loaded.take().to(self.device), config)
+        gpt = loaded.take().to(self.device)
+        target = Target(model, gpt.config, self.tokenizer, self._vocab_size, self.device, self.dtype, seed)
+        loaded_draft = Draft(speculation, target) if speculation.draft is not None else None
+        if loaded_draft is not None:
+            config = loaded_draft.leave_room(config)
+        self.engine = registry.build(spec, gpt, config)
+        del gpt
         limits = self.engine.limits
         scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
         sampler = choose_sampler(self.device)
-        self.core = Core(self.engine, scheduler, sampler, self.tokenizer, self._vocab_size)
+        self.speculator = loaded_draft.build(config, self.engine) if loaded_draft is not None else None
+        self.core = Core(self.engine, scheduler, sampler, self.tokenizer, self._vocab_size, speculator=self.speculator)
 
     # Generating ------------------------------------------------------------------------------------------
 

@@ -36,6 +36,22 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class SpeculationMetrics:
+    """What speculation did for one request, over all n texts."""
+
+    num_proposed: int
+    """Tokens that the drafter proposed and the model looked at."""
+    num_accepted: int
+    """Proposals that became tokens of the text."""
+    num_verify_steps: int
+    """Times that proposals were looked at; each of them gives one token more than it accepts."""
+    mean_accepted_length: float | None
+    """num_accepted / num_verify_steps; None when nothing was proposed."""
+    draft_share: float
+    """Time in the drafter, as a share of all time in drafter, engine and sampler."""
+
+
+@dataclass(frozen=True)
 class RequestMetrics:
     """What one request took, in seconds of wall time."""
 
@@ -47,6 +63,8 @@ class RequestMetrics:
     tpot_sec: float | None
     """Time per output token after the first, averaged over the longest text; None for a single token."""
     total_sec: float
+    speculation: SpeculationMetrics | None = None
+    """None without a drafter."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +93,8 @@ class Delta:
     """Newly certain text; may be empty."""
     finish_reason: str | None
     """Set when the text has ended."""
+    num_tokens: int = 1
+    """Tokens of the text that the step added: several where proposals were accepted."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Examples:
     nanoinfer generate "O Romeo," "To be" --n 2 --temperature 0.8 --top-k 50 --seed 1
     nanoinfer generate --model gpt2 --file prompt.txt --max-tokens 200
     echo "Once upon a time" | nanoinfer generate --model path/to/ckpt.pt --overflow slide
+    nanoinfer generate "O Romeo," --draft shakespeare-draft --temperature 0      (the same words, in fewer steps)
     nanoinfer generate "To be" --json | jq .outputs[0].text        (one JSON object a line and prompt)
 """
 
@@ -20,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from nanoinfer.cli.options import flags
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling.params import SamplingParams
@@ -39,6 +40,7 @@ TokenizerFlag = Annotated[
 
 
 @flags(EngineConfig, "engine_config")
+@flags(SpeculationConfig, "speculation")
 @flags(SamplingParams, "params", skip=("logit_bias",))
 def generate(
     prompts: Annotated[
@@ -59,6 +61,7 @@ def generate(
     ] = False,
     *,
     engine_config: EngineConfig,
+    speculation: SpeculationConfig,
     params: SamplingParams,
 ) -> None:
     """Generate text from prompts, streamed as it is made."""
@@ -69,7 +72,7 @@ def generate(
 
     from nanoinfer.llm import LLM
 
-    llm = LLM(model, tokenizer=tokenizer, **_engine_arguments(engine_config))
+    llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config), **dataclasses.asdict(speculation))
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises: says why there is no text to print
     ids, stream = llm.stream_outputs(given, params)
@@ -83,11 +86,6 @@ def generate(
         return _heading(texts[i], i, k, len(texts), params.n) + (texts[i] if echo else "")
 
     _InOrder(ids, params.n, before).run(stream)
-
-
-def _engine_arguments(config: EngineConfig) -> dict[str, Any]:
-    """Return the engine config as keyword arguments of LLM."""
-    return dataclasses.asdict(config)
 
 
 def _read_prompts(arguments: list[str], files: list[Path]) -> list[str]:

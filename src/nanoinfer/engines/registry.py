@@ -132,20 +132,22 @@ def _why_not(spec: EngineSpec, config: EngineConfig, device: torch.device, dtype
     return None
 
 
-def build(spec: EngineSpec, gpt: GPT, config: EngineConfig) -> Engine:
+def build(spec: EngineSpec, gpt: GPT, config: EngineConfig, limits: EngineLimits | None = None) -> Engine:
     """Return a running engine.
 
     Args:
         spec: from `resolve`.
         gpt: the weights, on the device and in the dtype to compute in.
         config: for max_num_seqs and kv_cache_memory.
+        limits: what it must hold, where that is settled; None: see `plan_limits`.
 
     Raises:
         NanoinferError: the keys and values do not fit the memory.
     """
     module, _, name = spec.target.partition(":")
     weight = gpt.lm_head.weight
-    limits = plan_limits(gpt.config, config, spec, weight.dtype.itemsize, weight.device)
+    if limits is None:
+        limits = plan_limits(gpt.config, config, spec, weight.dtype.itemsize, weight.device)
     options = {field: getattr(config, field) for field in spec.options}
     engine: Engine = getattr(importlib.import_module(module), name)(gpt, limits, **options)
     return engine

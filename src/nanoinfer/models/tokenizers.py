@@ -330,6 +330,17 @@ def to_json(tokenizer: Tokenizer) -> str:
     return text
 
 
+def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
+    """Return whether every token id stands for the same text in both."""
+    if type(a) is not type(b) or a.vocab_size != b.vocab_size:
+        return False
+    if isinstance(a, CharTokenizer) and isinstance(b, CharTokenizer):
+        return a.chars == b.chars
+    if isinstance(a, ByteLevelTokenizer) and isinstance(b, ByteLevelTokenizer):
+        return a.core is b.core or all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
+    return to_json(a) == to_json(b)
+
+
 def char_to_json(chars: Sequence[str]) -> str:
     """Return a tokenizer.json for a character-level vocabulary: BPE without merges."""
     import tokenizers

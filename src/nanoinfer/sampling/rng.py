@@ -14,6 +14,11 @@ from __future__ import annotations
 _MUL = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
+# Added to `sample`: further random numbers of the same token, for decoding methods that need more than one.
+ACCEPT = 1 << 40
+"""Whether a proposal is accepted (speculative/verify.py)."""
+REPLACE = 2 << 40
+"""What replaces a rejected one."""
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -49,4 +54,4 @@ try:
 except ImportError:  # built with NANOINFER_NO_NATIVE=1: same numbers, slower
     uniform = uniform_reference
 
-__all__ = ["philox4x32", "uniform", "uniform_reference"]
+__all__ = ["ACCEPT", "REPLACE", "philox4x32", "uniform", "uniform_reference"]

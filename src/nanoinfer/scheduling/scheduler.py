@@ -158,9 +158,11 @@ class Scheduler:
         Args:
             work: from `schedule`.
             tokens: the tokens drawn for each sequence that drew (`drawing(work)` gives their order): one in
-                plain decoding, several when speculation verified them. What follows a text's end is dropped.
+                plain decoding, several when speculation verified them: the engine holds all but the last of
+                those. What follows a text's end is dropped.
         """
         for sequence, drawn in zip(drawing(work), tokens, strict=True):
+            sequence.num_cached += len(drawn) - 1
             for token in drawn:
                 if sequence.finish_reason is None:
                     sequence.append(token)

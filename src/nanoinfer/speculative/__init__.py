@@ -1,0 +1,1 @@
+"""Speculation: drafters propose tokens, the engine verifies them all in one step."""

@@ -1,0 +1,178 @@
+"""A draft model: a smaller model with the same tokenizer, on an engine and a cache of its own.
+
+Also a copy of the target in fewer bits or with fewer layers (build.py makes those). Source of the idea: Leviathan et
+al. 2023; Chen et al. 2023 (arXiv 2302.01318).
+
+The draft keeps what it has read of each sequence. Before it proposes it forgets what was rejected (truncate to the
+common beginning), reads what it has not seen, and then runs k - 1 steps more, all sequences together:
+
+    its tokens   [a b c | x y]      x, y: its own proposals of the last round; the target kept x and said z
+    the text     [a b c   x z]      ->  truncate to 4, extend by z, draw; extend by that, draw; ...
+
+It draws as the target does, with the same parameters and the same uniform of each position (verify.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nanoinfer.engines.base import Engine, Handle, StepBatch
+from nanoinfer.sampling.rng import uniform
+from nanoinfer.sampling.sampler import Sampled, SamplerRow, filtered_weights, inverse_transform
+from nanoinfer.speculative.base import Ahead, Ask, Proposal
+from nanoinfer.speculative.costs import StepTimes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Sampler = Callable[["Tensor", Sequence[SamplerRow]], list[Sampled]]
+MAX_NUM_BATCHED_TOKENS = 2048  # in one step of the draft
+
+
+@dataclass
+class _Held:
+    """What the draft's engine holds of one sequence."""
+
+    handle: Handle
+    token_ids: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Draft:
+    """One proposal in the making."""
+
+    ask: Ask
+    held: _Held
+    token_ids: list[int] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+
+class DraftModel:
+    """Proposes what a smaller model would say.
+
+    Args:
+        name: of the model, for people.
+        engine: the draft's own; it must hold as many sequences as the target's.
+        sampler: draws its tokens.
+        vocab_size: tokens that may be drawn; the target's.
+        times: seconds of its steps.
+        keep_weights: whether proposals carry the distributions that they were drawn from (rule reject).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        engine: Engine,
+        sampler: Sampler,
+        vocab_size: int,
+        times: StepTimes,
+        *,
+        keep_weights: bool = False,
+    ) -> None:
+        self.name = name
+        self.engine = engine
+        self._sampler = sampler
+        self._vocab_size = vocab_size
+        self._times = times
+        self._keep_weights = keep_weights
+        self._held: dict[SamplerRow, _Held] = {}
+
+    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+        """Return what the draft says next in each sequence; nothing where its context is too short for the window."""
+        drafts = [_Draft(ask, self._hold(ask)) if self._fits(ask) else None for ask in asks]
+        active = [d for d in drafts if d is not None]
+        for some in _split(active):
+            self._draw(some, self._extend([(d.held, self._catch_up(d)) for d in some]))
+        while active := [d for d in active if len(d.token_ids) < self._limit(d.ask)]:
+            self._draw(active, self._extend([(d.held, d.token_ids[-1:]) for d in active]))
+        return [self._proposal(d) if d is not None else Proposal([]) for d in drafts]
+
+    def _proposal(self, draft: _Draft) -> Proposal:
+        import torch
+
+        return Proposal(draft.token_ids, torch.stack(draft.weights) if draft.weights else None)
+
+    def _fits(self, ask: Ask) -> bool:
+        return len(ask.token_ids) - ask.start <= self.engine.limits.block_size
+
+    def _limit(self, ask: Ask) -> int:
+        """Return how many tokens can be proposed: the last one is drawn and not fed."""
+        return min(ask.num_tokens, self.engine.limits.block_size - (len(ask.token_ids) - ask.start) + 1)
+
+    def _hold(self, ask: Ask) -> _Held:
+        if (held := self._held.get(ask.row)) is None:
+            held = self._held[ask.row] = _Held(self.engine.open())
+        return held
+
+    def _catch_up(self, draft: _Draft) -> list[int]:
+        """Forget what the text did not become, and return what has not been read: the newest token at least."""
+        held, ask = draft.held, draft.ask
+        keep = _common(held.token_ids, ask.token_ids, ask.start)
+        if keep < len(held.token_ids):
+            self.engine.truncate(held.handle, keep)
+            del held.token_ids[keep:]
+        return ask.token_ids[ask.start + keep :]
+
+    def _extend(self, new: Sequence[tuple[_Held, list[int]]]) -> Tensor:
+        batch = StepBatch()
+        for held, token_ids in new:
+            batch.add(held.handle, token_ids)
+        logits = self.engine.extend(batch)
+        for held, token_ids in new:
+            held.token_ids += token_ids
+        return logits[:, : self._vocab_size]
+
+    def _draw(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
+        rows = [Ahead(d.ask.row, list(d.token_ids)) for d in drafts]
+        if not self._keep_weights:
+            for d, drawn in zip(drafts, self._sampler(logits, rows), strict=True):
+                d.token_ids.append(drawn.token_id)
+            return
+        import torch
+
+        weights = filtered_weights(logits, rows)
+        uniforms = [uniform(seed=r.seed, sample=r.sample_index, position=r.num_output_tokens) for r in rows]
+        u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
+        for d, w, token in zip(drafts, weights, inverse_transform(weights, u).tolist(), strict=True):
+            d.token_ids.append(token)
+            d.weights.append(w)
+
+    def num_behind(self, ask: Ask) -> int:
+        """Return how many tokens of the window it has not read."""
+        held = self._held.get(ask.row)
+        window = len(ask.token_ids) - ask.start
+        return window if held is None else max(1, window - _common(held.token_ids, ask.token_ids, ask.start))
+
+    def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
+        """Return the time of reading `num_behind` tokens and of the steps after that."""
+        return self._times(max(num_behind, num_seqs)) + (num_tokens - 1) * self._times(num_seqs)
+
+    def forget(self, row: SamplerRow) -> None:
+        """Close a sequence."""
+        if (held := self._held.pop(row, None)) is not None:
+            self.engine.close(held.handle)
+
+
+def _common(held: list[int], token_ids: list[int], start: int) -> int:
+    """Return how many held tokens begin the window, one less than the window at most: the newest is fed again."""
+    most = min(len(held), len(token_ids) - start - 1)
+    if held[:most] == token_ids[start : start + most]:
+        return most
+    return next(i for i in range(most) if held[i] != token_ids[start + i])
+
+
+def _split(drafts: Sequence[_Draft]) -> Iterator[list[_Draft]]:
+    """Split what is read into steps of a bounded number of tokens; one sequence is never split."""
+    some: list[_Draft] = []
+    count = 0
+    for d in drafts:
+        new = max(1, len(d.ask.token_ids) - d.ask.start - len(d.held.token_ids))
+        if some and count + new > MAX_NUM_BATCHED_TOKENS:
+            yield some
+            some, count = [], 0
+        some.append(d)
+        count += new
+    if some:
+        yield some

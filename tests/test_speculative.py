@@ -1,0 +1,279 @@
+"""Speculation says the words of plain decoding: engine x drafter x batch x k x what ends a text or its window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conftest import CHARS, TINY, make_folder, make_model, refuses
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.core import Core
+from nanoinfer.engines.base import Engine
+from nanoinfer.engines.registry import ENGINES
+from nanoinfer.models.tokenizers import CharTokenizer
+from nanoinfer.sampling.sampler import SamplerRow, sample
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.speculative.base import Ask, Drafter, Proposal
+from nanoinfer.speculative.costs import StepTimes
+from nanoinfer.speculative.draft_model import DraftModel
+from nanoinfer.speculative.prompt_lookup import PromptLookup
+from nanoinfer.speculative.speculator import Speculator
+from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt
+
+FLAT = StepTimes({1: 1e-3, 256: 1.01e-3})  # a step costs the same whatever is in it: everything pays
+
+
+class Scripted:
+    """Proposes what it is told: the right tokens up to a place, wrong ones after it."""
+
+    name = "scripted"
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], num_right: Callable[[int], int]) -> None:
+        self._texts, self._num_right = texts, num_right
+        self.num_open = 0
+        self._known: set[SamplerRow] = set()
+        self._round = 0
+
+    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+        self._round += 1
+        return [Proposal(self._follow(ask)) for ask in asks]
+
+    def _follow(self, ask: Ask) -> list[int]:
+        self._known.add(ask.row)
+        assert ask.num_tokens >= 1
+        text = self._texts[tuple(ask.row.prompt_token_ids)]
+        done = ask.row.num_output_tokens
+        right = text[done : done + ask.num_tokens]
+        right += [0] * (ask.num_tokens - len(right))
+        count = self._num_right(self._round)
+        return [t if i < count else (t + 1) % V for i, t in enumerate(right)]
+
+    def num_behind(self, ask: Ask) -> int:
+        return 0
+
+    def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
+        return 1e-6
+
+    def forget(self, row: SamplerRow) -> None:
+        self._known.discard(row)
+
+    @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+
+def make_core(engine: Engine, drafter: Drafter, k: int | None, **limits: int) -> Core:
+    c = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, engine.limits.max_num_cached_tokens)
+    speculator = Speculator(drafter, speculate_k=k, times=None if k else FLAT)
+    tokenizer = CharTokenizer(CHARS)
+    return Core(engine, Scheduler(replace(c, **limits)), sample, tokenizer, V, speculator=speculator)
+
+
+def generate(
+    core: Core, prompts: list[list[int]], params: list[SamplingParams], eos: int | None = None
+) -> list[object]:
+    requests = [core.add(None, p, q, seed=7, eos_token_id=eos) for p, q in zip(prompts, params, strict=True)]
+    while core.unfinished:
+        core.step()
+        core.scheduler.check_integrity()
+        for s in core.scheduler.running:
+            if s.handle is not None:
+                assert core.engine.length(s.handle) == s.num_cached  # type: ignore[arg-type]
+    return [[(o.token_ids, o.text, o.finish_reason, o.stop_reason) for o in core.output(r).outputs] for r in requests]
+
+
+def plain(
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], eos: int | None = None
+) -> list[object]:
+    c = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, engine.limits.max_num_cached_tokens)
+    return generate(Core(engine, Scheduler(c), sample, CharTokenizer(CHARS), V), prompts, params, eos)
+
+
+def make_drafter(kind: str, engine: str) -> Drafter:
+    if kind == "prompt-lookup":
+        return PromptLookup()
+    model = make_model(seed=0 if kind == "itself" else 3)  # itself: every proposal right; other: nearly none
+    return DraftModel(kind, make_engine(engine, model), sample, V, FLAT)
+
+
+DRAFTERS = ("itself", "other", "prompt-lookup")
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))
+@pytest.mark.parametrize("k", [1, 3, 8, None], ids=lambda k: f"k-{k or 'auto'}")
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("name", ENGINES)
+def test_greedy_tokens_equal_the_naive_loop(name: str, kind: str, k: int | None, batch: str) -> None:
+    gpt = make_model()
+    prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
+    params = [replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(prompts))]
+    core = make_core(make_engine(name, gpt), make_drafter(kind, name), k)
+    expected = [naive_greedy(gpt, p, q.max_tokens) for p, q in zip(prompts, params, strict=True)]
+    for _ in range(2):  # twice in a row: nothing is left behind
+        made = generate(core, prompts, params)
+        assert [outputs[0][0] for outputs in made] == expected  # type: ignore[index]
+
+
+@pytest.mark.parametrize("stride", [1, 3, None, 32], ids=lambda s: f"stride-{s}")
+@pytest.mark.parametrize("k", [2, 7, None], ids=lambda k: f"k-{k or 'auto'}")
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_sliding_windows(kind: str, k: int | None, stride: int | None) -> None:
+    gpt = make_model()
+    prompts = [prompt(4), prompt(30), prompt(50)]
+    params = replace(GREEDY, max_tokens=3 * TINY.block_size, overflow="slide", slide_stride=stride)
+    core = make_core(make_engine("static", gpt), make_drafter(kind, "static"), k, max_num_batched_tokens=16)
+    expected = [naive_greedy(gpt, p, params.max_tokens, stride or TINY.block_size // 2) for p in prompts]
+    made = generate(core, prompts, [params] * 3)
+    assert [outputs[0][0] for outputs in made] == expected  # type: ignore[index]
+
+
+SAMPLED = {
+    "plain": SamplingParams(max_tokens=20, temperature=1.0),
+    "controls": SamplingParams(
+        max_tokens=20,
+        temperature=0.9,
+        top_k=20,
+        top_p=0.9,
+        min_p=0.02,
+        presence_penalty=0.3,
+        frequency_penalty=0.3,
+        repetition_penalty=1.2,
+        logit_bias={3: 2.0},
+    ),
+    "n": SamplingParams(max_tokens=12, temperature=0.7, n=3),
+    "min_tokens": SamplingParams(max_tokens=20, min_tokens=9, temperature=1.2, stop_token_ids=(3, 5, 7, 20)),
+    "stop": SamplingParams(max_tokens=25, temperature=1.3, stop=("ab", "e", "Q", "zz")),
+    "slide": SamplingParams(max_tokens=50, temperature=1.0, overflow="slide"),
+    "greedy penalised": SamplingParams(max_tokens=20, temperature=0.0, frequency_penalty=1.5, logprobs=2),
+}
+
+
+@pytest.mark.parametrize("params", SAMPLED.values(), ids=SAMPLED)
+@pytest.mark.parametrize("k", [1, 4, None], ids=lambda k: f"k-{k or 'auto'}")
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_the_same_seed_gives_the_same_text_with_speculation_on_or_off(
+    kind: str, k: int | None, params: SamplingParams
+) -> None:
+    engine = make_engine("native" if ENGINES["native"].unavailable() is None else "static", make_model())
+    prompts = [prompt(n, i) for i, n in enumerate((5, 1, 12, 20))]
+    core = make_core(engine, make_drafter(kind, "static"), k)
+    assert generate(core, prompts, [params] * 4, eos=11) == plain(engine, prompts, [params] * 4, eos=11)
+
+
+@pytest.mark.parametrize("num_right", range(6))
+@pytest.mark.parametrize("ends", ["max_tokens", "stop", "eos", "context"])
+def test_every_place_of_rejection_and_every_end_inside_a_burst(num_right: int, ends: str) -> None:
+    """Five proposals of which the first 0 to 5 are right; the text ends at every place of a burst."""
+    engine = make_engine("static", make_model())
+    first = prompt(6, 2)
+    whole = naive_greedy(make_model(), first, 26)
+    for end in range(1, 14):
+        params, eos, start = replace(GREEDY, max_tokens=26), None, first
+        if ends == "max_tokens":
+            params = replace(params, max_tokens=end)
+        elif ends == "stop":
+            params = replace(params, stop=(CHARS[whole[end]],))
+        elif ends == "eos":
+            eos = whole[end]
+        else:
+            start = [*first, *whole[:end]]
+        text = whole[end:] if ends == "context" else whole
+        drafter = Scripted({tuple(start): text}, lambda i: num_right)
+        assert generate(make_core(engine, drafter, 5), [start], [params], eos) == plain(engine, [start], [params], eos)
+        assert drafter.num_known == 0
+
+
+def test_what_is_counted() -> None:
+    engine = make_engine("static", make_model())
+    start = prompt(4)
+    text = naive_greedy(make_model(), start, 13)
+    core = make_core(engine, Scripted({tuple(start): text}, lambda i: (3, 0, 2)[i % 3]), 3)
+    request = core.add(None, start, replace(GREEDY, max_tokens=13), 0, None)
+    pieces = [d.num_tokens for _ in range(6) for d in core.step()]
+    # the prompt gives 1; then 0 right, 2, 3, 0, 2 of 3 and, with 1 token to come, of none
+    assert pieces == [1, 1, 3, 4, 1, 3]
+    m = core.output(request).metrics.speculation
+    assert m is not None
+    assert (m.num_proposed, m.num_accepted, m.num_verify_steps, m.mean_accepted_length) == (14, 7, 5, 7 / 5)
+
+
+def test_nothing_is_left_behind_when_a_request_is_cancelled_between_two_bursts() -> None:
+    gpt = make_model()
+    engine, drafter = make_engine("static", gpt), make_drafter("itself", "static")
+    core = make_core(engine, drafter, 4)
+    first, other = core.add(None, prompt(5), replace(GREEDY, max_tokens=20), 0, None), prompt(9, 1)
+    second = core.add(None, other, replace(GREEDY, max_tokens=15), 0, None)
+    for _ in range(3):
+        core.step()
+    core.abort(first)
+    while core.unfinished:
+        core.step()
+    assert core.output(first).outputs[0].token_ids == naive_greedy(gpt, prompt(5), 20)[:11]
+    assert core.output(second).outputs[0].token_ids == naive_greedy(gpt, other, 15)
+    assert isinstance(drafter, DraftModel)
+    for e in (engine, drafter.engine):
+        handles = [e.open() for _ in range(e.limits.max_num_seqs)]  # all of its room is free again
+        for h in handles:
+            e.close(h)
+
+
+class Broken(Scripted):
+    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+        raise RuntimeError("the drafter broke")
+
+
+def test_a_drafter_that_fails_ends_what_runs_and_nothing_else() -> None:
+    gpt = make_model()
+    engine = make_engine("static", gpt)
+    core = make_core(engine, Broken({}, lambda i: 0), 2)
+    request = core.add(None, prompt(3), GREEDY, 0, None)
+    core.step()
+    with pytest.raises(RuntimeError, match="the drafter broke"):
+        core.step()
+    assert core.output(request).outputs[0].finish_reason == "abort"
+    assert generate(core, [prompt(3)], [replace(GREEDY, max_tokens=1)]) == plain(
+        engine, [prompt(3)], [replace(GREEDY, max_tokens=1)]
+    )
+
+
+# Names ---------------------------------------------------------------------------------------------------
+
+
+def test_drafts_by_name(tmp_path: Path) -> None:
+    folder, small = make_folder(tmp_path / "m"), make_folder(tmp_path / "d", replace(TINY, n_layer=1), seed=5)
+    params = [SamplingParams(max_tokens=12, temperature=t, seed=3) for t in (0.0, 1.0)]
+    expected = [o.outputs for o in LLM(str(folder)).generate(["Go", "To be"], params)]
+    names = ["prompt-lookup", "auto", str(small), "self:1"]
+    if ENGINES["native"].unavailable() is None:
+        names += ["self:int8", "self:int4"]
+    for name in names:
+        for k in ("auto", 3):
+            llm = LLM(str(folder), draft=name, speculate_k=k)
+            assert [o.outputs for o in llm.generate(["Go", "To be"], params)] == expected, (name, k)
+
+
+def test_what_cannot_be_a_draft_is_refused(tmp_path: Path) -> None:
+    folder = str(make_folder(tmp_path / "m"))
+    other = make_folder(tmp_path / "o", replace(TINY, vocab_size=len(CHARS) - 1), chars=CHARS[:-1])
+    shuffled = make_folder(tmp_path / "s", chars=CHARS[::-1])
+    refuses(lambda: LLM(folder, draft=str(other)), "58 tokens, CharTokenizer", "59 tokens, CharTokenizer", str(other))
+    refuses(lambda: LLM(folder, draft=str(shuffled)), "does not share the vocabulary")
+    refuses(lambda: LLM(folder, draft="shakespeare-draft"), "2,048 tokens")
+    refuses(lambda: LLM(folder, draft="self:int3"), "self:int3", "self:int8")
+    refuses(lambda: LLM(folder, draft="self:2"), "1 to 1")
+    refuses(lambda: LLM(folder, draft="nowhere/at/all"), "no such file")
+    refuses(lambda: LLM(folder, draft="prompt-lookup", speculate_k=0), "speculate_k=0")
+    refuses(lambda: LLM(folder, draft="prompt-lookup", speculate_k="many"), "speculate_k='many'", "auto")
+    refuses(lambda: LLM(folder, draft="prompt-lookup", speculate_rule="guess"), "reproduce, reject")
+    refuses(lambda: LLM(folder, draft=""), "draft=''")
+
+
+def test_a_draft_shares_the_memory_for_keys_and_values_that_was_asked_for(tmp_path: Path) -> None:
+    folder = str(make_folder(tmp_path / "m"))
+    both = LLM(folder, engine="dynamic", draft="self:1", kv_cache_memory=3 * 8 * 32 * 2 * 2 * 16 * 4)
+    alone = LLM(folder, engine="dynamic", kv_cache_memory=3 * 8 * 32 * 2 * 2 * 16 * 4)
+    assert both.engine.limits.max_num_cached_tokens == alone.engine.limits.max_num_cached_tokens * 2 // 3
