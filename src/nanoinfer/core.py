@@ -48,7 +48,8 @@ class Core:
         tokenizer: makes text; None: token ids only.
         vocab_size: tokens that may be drawn: ids from here on have no text.
         clock: seconds; a fake one in tests.
-        speculator: proposes tokens to verify; None: every step draws one token.
+        speculator: proposes tokens to verify; None: every step draws one token. May be changed while nothing is
+            unfinished.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Core:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._clock = clock
-        self._speculator = speculator
+        self.speculator = speculator
         self._next_id = 0
         self._logprobs: WeakKeyDictionary[Sequence, list[dict[int, Logprob]]] = WeakKeyDictionary()
 
@@ -122,7 +123,7 @@ class Core:
 
     def _run(self, work: list[Work]) -> list[list[int]]:
         """Propose, feed the engine, fork siblings, draw; return the tokens of each sequence that draws."""
-        done = self._speculator.propose(work) if self._speculator is not None else Round()
+        done = self.speculator.propose(work) if self.speculator is not None else Round()
         start = self._clock()
         logits = self.engine.extend(self._batch(work, done))
         kept = self._draw(work, done, logits)
@@ -136,8 +137,8 @@ class Core:
                 handle = Handle(cast(int, s.handle))
                 num_wrong = len(proposal.token_ids) + 1 - len(some)
                 self.engine.truncate(handle, self.engine.length(handle) - num_wrong)
-        if self._speculator is not None:
-            self._speculator.learn(work, done, tokens, now - start)
+        if self.speculator is not None:
+            self.speculator.learn(work, done, tokens, now - start)
         return tokens
 
     def _batch(self, work: list[Work], done: Round) -> StepBatch:
@@ -173,7 +174,7 @@ class Core:
         if len(rows) > at:
             logits = logits[rows]
         groups = [(cast("SamplerRow", s), done.proposals.get(s)) for s in drawing(work)]
-        rule = self._speculator.rule if self._speculator is not None else "reproduce"
+        rule = self.speculator.rule if self.speculator is not None else "reproduce"
         return draw(self._sampler, logits[:, : self._vocab_size], groups, rule=rule)
 
     def _logprobs_of(self, sequence: Sequence, some: list[Sampled]) -> None:
@@ -199,8 +200,8 @@ class Core:
         """Free what ended sequences held, and note when their requests ended."""
         now = self._clock()
         for s in ended:
-            if self._speculator is not None:
-                self._speculator.forget(s)
+            if self.speculator is not None:
+                self.speculator.forget(s)
             if s.handle is not None:
                 self.engine.close(Handle(s.handle))
                 s.handle = None
@@ -246,12 +247,13 @@ class Core:
         )
 
     def _speculation(self, request: Request) -> SpeculationMetrics | None:
-        if self._speculator is None:
+        if self.speculator is None:
             return None
-        t = self._speculator.tally(request)
+        t = self.speculator.tally(request)
         return SpeculationMetrics(
             num_proposed=t.num_proposed,
             num_accepted=t.num_accepted,
+            num_rejected=t.num_rejected,
             num_verify_steps=t.num_verify_steps,
             mean_accepted_length=t.num_accepted / t.num_verify_steps if t.num_verify_steps else None,
             draft_share=t.draft_sec / (t.draft_sec + t.step_sec) if t.draft_sec + t.step_sec > 0 else 0.0,

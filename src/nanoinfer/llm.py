@@ -28,7 +28,7 @@ from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
-from nanoinfer.speculative.build import Draft, Target
+from nanoinfer.speculative.build import Drafts, Target
 
 log = logging.getLogger("nanoinfer")
 
@@ -97,16 +97,33 @@ class LLM:
             self._vocab_size = min(self._vocab_size, loaded.tokenizer.vocab_size)
         gpt = loaded.take().to(self.device)
         target = Target(model, gpt.config, self.tokenizer, self._vocab_size, self.device, self.dtype, seed)
-        loaded_draft = Draft(speculation, target) if speculation.draft is not None else None
-        if loaded_draft is not None:
-            config = loaded_draft.leave_room(config)
+        self._drafts = Drafts(target, config)
+        if speculation.draft is not None:
+            config = self._drafts.leave_room(speculation.draft)
         self.engine = registry.build(spec, gpt, config)
         del gpt
         limits = self.engine.limits
         scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
         sampler = choose_sampler(self.device)
-        self.speculator = loaded_draft.build(config, self.engine) if loaded_draft is not None else None
-        self.core = Core(self.engine, scheduler, sampler, self.tokenizer, self._vocab_size, speculator=self.speculator)
+        self.core = Core(self.engine, scheduler, sampler, self.tokenizer, self._vocab_size)
+        self._drafts.start(self.engine)
+        self.set_draft(draft, speculate_k=speculate_k, speculate_rule=speculate_rule)
+
+    def set_draft(
+        self, draft: str | None, *, speculate_k: str | int = "auto", speculate_rule: str = "reproduce"
+    ) -> None:
+        """Decode from now on with another draft, or None. A draft that was used before is not loaded again.
+
+        kv_cache_memory bounds the model's cache and that of the draft given when the class was made; one that comes
+        later brings a cache of its own.
+
+        Raises:
+            NanoinferError: as the class does; or requests are unfinished.
+        """
+        if self.core.unfinished:
+            raise NanoinferError("set_draft: requests are unfinished; a draft is for whole requests: finish them first")
+        config = SpeculationConfig(draft, speculate_k, speculate_rule)
+        self.core.speculator = self._drafts.speculator(config) if draft is not None else None
 
     # Generating ------------------------------------------------------------------------------------------
 

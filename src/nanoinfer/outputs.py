@@ -42,7 +42,9 @@ class SpeculationMetrics:
     num_proposed: int
     """Tokens that the drafter proposed and the model looked at."""
     num_accepted: int
-    """Proposals that became tokens of the text."""
+    """Proposals that the model agreed with."""
+    num_rejected: int
+    """Proposals that it contradicted, one a verify step at most: those behind one were never judged."""
     num_verify_steps: int
     """Times that proposals were looked at; each of them gives one token more than it accepts."""
     mean_accepted_length: float | None

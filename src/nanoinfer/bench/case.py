@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from nanoinfer.bench.passages import Passages, cut_prompt, repeat_prompt
 from nanoinfer.checks import require_choice, require_int
-from nanoinfer.config import DTYPES
+from nanoinfer.config import DTYPES, SpeculationConfig
 from nanoinfer.sampling.params import SamplingParams
 
 SAMPLERS: dict[str, dict[str, Any]] = {  # what each named sampler asks for, as SamplingParams fields
@@ -24,7 +25,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {  # what each named sampler asks for, as 
         "repetition_penalty": 1.1,
     },
 }
-WORKLOADS = ("uniform", "mixed")
+WORKLOADS = ("uniform", "mixed", "text", "copy")
 MIXED_LOW, MIXED_HIGH = 16, 256  # tokens in and out of each request of the mixed workload
 
 
@@ -49,14 +50,22 @@ class Case:
     output_tokens: int = 64
     """Tokens generated for each prompt; of mixed requests, the most."""
     workload: str = "uniform"
-    """uniform: `batch` equal requests; mixed: `batch` requests of 16 to 256 tokens in and out, at random."""
+    """uniform: `batch` requests of random tokens; mixed: the same, of 16 to 256 tokens in and out; text: of passages
+    of real text; copy: passages that repeat themselves."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
+    draft: str | None = None
+    """Who proposes tokens to verify; None: plain decoding."""
+    speculate_k: str | int = "auto"
+    """Tokens proposed at a time."""
+    speculate_rule: str = "reproduce"
+    """reproduce or reject."""
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("sampler", self.sampler, tuple(SAMPLERS))
         require_choice("workload", self.workload, WORKLOADS)
+        SpeculationConfig(self.draft, self.speculate_k, self.speculate_rule)
         for name in ("batch", "prompt_tokens", "output_tokens"):
             require_int(name, getattr(self, name), 1, 1 << 20)
 
@@ -72,8 +81,16 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Return the contestant with its weight format: "static float32", "llama.cpp Q8_0"."""
-        return f"{self.contestant} {self.quantization or self.dtype}"
+        """Return the contestant with its weight format: "static float32", "native int8 + gpt2 k=4"."""
+        name = f"{self.contestant} {self.quantization or self.dtype}"
+        if self.draft is None:
+            return name
+        return f"{name} + {self.draft} k={self.speculate_k}{' reject' if self.speculate_rule == 'reject' else ''}"
+
+    @property
+    def plain(self) -> Case:
+        """Return the same without speculation: what is loaded, and what speculation is measured against."""
+        return replace(self, draft=None, speculate_k="auto", speculate_rule="reproduce")
 
     def params(self, output_tokens: int) -> SamplingParams:
         """Return the sampling parameters of one request of this case; past the context length the window slides."""
@@ -89,13 +106,14 @@ class Work:
     output_tokens: list[int]
 
 
-def make_work(case: Case, vocab_size: int, seed: int = 0) -> Work:
+def make_work(case: Case, vocab_size: int, seed: int = 0, passages: Passages = ()) -> Work:
     """Return the requests of a case: the same for every contestant and every round.
 
     Args:
         case: its shape decides the lengths.
         vocab_size: token ids are drawn below this.
         seed: another seed gives other prompts of the same lengths.
+        passages: for the workloads text and copy.
     """
     import random
 
@@ -107,5 +125,10 @@ def make_work(case: Case, vocab_size: int, seed: int = 0) -> Work:
         sizes = [(n, min(m, case.output_tokens)) for n, m in drawn]
     else:
         sizes = [(case.prompt_tokens, case.output_tokens)] * case.batch
+    if case.workload in ("text", "copy"):
+        prompts = [
+            (cut_prompt if case.workload == "text" else repeat_prompt)(passages, i, n) for i, (n, _) in enumerate(sizes)
+        ]
+        return Work(prompts, [m for _, m in sizes])
     prompts = [[tokens.randrange(vocab_size) for _ in range(n)] for n, _ in sizes]
     return Work(prompts, [m for _, m in sizes])

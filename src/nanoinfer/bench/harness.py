@@ -17,10 +17,10 @@ from itertools import groupby
 from pathlib import Path
 
 from nanoinfer.bench import naive
-from nanoinfer.bench.arithmetic import fill_in
+from nanoinfer.bench.arithmetic import add_speculation, fill_in
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.contestants import prepare
-from nanoinfer.bench.process import Run, WorkerProcess
+from nanoinfer.bench.process import Processes, Run, Seat
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.stats import RunTimes, is_steady, summarize
 from nanoinfer.config import ModelConfig
@@ -116,6 +116,8 @@ class Harness:
         for case in group:
             tokens = case.batch * min(self._config.block_size, case.prompt_tokens + case.output_tokens)
             need = PROCESS_BYTES + 2 * weights + tokens * self._config.kv_bytes_per_token(4)
+            if any(c.plain == case.plain for c in parts[-1]):
+                need = 0  # it shares their process
             if parts[-1] and used + need > budget:
                 parts.append([])
                 used = 0
@@ -134,14 +136,12 @@ class Harness:
         rows = {case: Row(case) for case in cases}
         runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
         spent = dict.fromkeys(cases, 0.0)
-        with contextlib.ExitStack() as stack:
-            workers: dict[Case, WorkerProcess] = {}
+        with Processes(self._weights) as processes:
+            workers: dict[Case, Seat] = {}
             for case in cases:
                 with self._step(rows[case], "load"):
                     prepare(case, self._weights)  # here, so that exporting is not in the worker's peak memory
-                    worker = stack.enter_context(WorkerProcess(case))
-                    worker.load(self._weights)
-                    workers[case] = worker
+                    workers[case] = processes.seat(case)
             checked_sec = self._check(workers, rows, reference)
             for case, worker in workers.items():
                 if rows[case].error is None and not self._shortened(case):
@@ -181,45 +181,41 @@ class Harness:
         except NanoinferError as e:
             row.error = str(e)
 
-    def _check(
-        self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row], reference: Case | None
-    ) -> dict[Case, float]:
+    def _check(self, workers: dict[Case, Seat], rows: dict[Case, Row], reference: Case | None) -> dict[Case, float]:
         """Compare greedy float32 tokens with the reference's; a contestant that says other words is not timed.
 
         Returns:
             the seconds that each case's run took: its first warm-up.
         """
         seconds: dict[Case, float] = {}
-        expected: list[list[int]] | None = None
-        with contextlib.ExitStack() as stack:
-            first = workers.get(reference) if reference is not None else None
-            if reference is not None and first is None and any(_is_exact(c) for c in workers):
-                first = stack.enter_context(WorkerProcess(reference))  # it is in another part, or failed there
-                with contextlib.suppress(NanoinferError):
-                    first.load(self._weights)
-                    expected = self._sample(first).tokens
-            order = sorted(workers, key=lambda c: c != reference)
+        expected: dict[Case | None, list[list[int]]] = {}
+        with Processes(self._weights) as processes:
+            if reference is not None and reference not in workers and any(_is_exact(c) for c in workers):
+                with contextlib.suppress(NanoinferError):  # it is in another part, or failed there
+                    expected[reference] = self._sample(processes.seat(reference)).tokens
+            order = sorted(workers, key=lambda c: (c != reference, c.draft is not None))
             for case in order:
                 if rows[case].error is not None:
                     continue
                 with self._step(rows[case], "check"):
                     checked = self._sample(workers[case])
                     run, seconds[case] = checked.tokens, checked.times.total_sec
-                    if case == reference:
-                        expected = run
-                    if _is_exact(case) and expected is not None:
-                        difference = _difference(run, expected)
+                    if case == reference or case.draft is None:
+                        expected[case] = run
+                    held_to = _held_to(case, reference)
+                    if held_to in expected:
+                        difference = _difference(run, expected[held_to])
                         rows[case].same_tokens = difference is None
                         if difference is not None:
                             raise NanoinferError(f"not timed: {difference}")
         return seconds
 
-    def _sample(self, worker: WorkerProcess) -> Run:
+    def _sample(self, worker: Seat) -> Run:
         case = worker.case
         count = CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS
         return worker.run(output_tokens=min(count, case.output_tokens))
 
-    def _warm_up(self, worker: WorkerProcess, first_sec: float) -> None:
+    def _warm_up(self, worker: Seat, first_sec: float) -> None:
         """Run until two runs agree; short ones, for what is warmed up (caches, compilers, clocks) is per step.
 
         Args:
@@ -230,10 +226,12 @@ class Harness:
         while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
             seconds.append(worker.run(**shape).times.total_sec)
 
-    def _timed(self, case: Case, worker: WorkerProcess, row: Row) -> RunTimes:
+    def _timed(self, case: Case, worker: Seat, row: Row) -> RunTimes:
         if not self._shortened(case):
             run = worker.run()
             row.peak_memory_bytes = run.peak_memory_bytes
+            if run.speculation is not None:
+                add_speculation(row, run.speculation, self._config, self._ceiling)
             return run.times
 
         def step_sec(length: int) -> float:
@@ -257,6 +255,17 @@ class Harness:
         flops = arithmetic.prefill(self._config, FORMATS[case.dtype]).model.flops(case.batch, mean)
         fastest = max(self._ceiling.flops_per_sec.values())
         return flops / fastest * case.output_tokens > self._options.naive_limit_sec
+
+
+def _held_to(case: Case, reference: Case | None) -> Case | None:
+    """Return the case whose greedy tokens a case must repeat; None: nobody's.
+
+    A draft must not change a word, also in few bits where rows do not depend on company, as those of `native`.
+    """
+    if _is_exact(case):
+        return reference
+    exact_rows = case.sampler == "greedy" and case.contestant == "native"
+    return case.plain if case.draft is not None and exact_rows else None
 
 
 def _is_exact(case: Case) -> bool:

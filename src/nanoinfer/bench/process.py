@@ -24,6 +24,8 @@ class Run:
     tokens: list[list[int]]
     times: RunTimes
     peak_memory_bytes: int
+    speculation: dict[str, float] | None = None
+    """What was proposed and accepted, of a case with a draft."""
 
 
 class WorkerProcess:
@@ -58,11 +60,11 @@ class WorkerProcess:
         """Load the contestant. Raises NanoinferError with its reason when it cannot."""
         self._ask(do="load", case=dataclasses.asdict(self.case), weights=str(weights))
 
-    def run(self, **shape: int) -> Run:
-        """Run the case once, in its own shape or with some sizes changed."""
+    def run(self, **shape: Any) -> Run:
+        """Run the case once, in its own shape or with some fields changed."""
         answer = self._ask(do="run", shape=shape)
         times = RunTimes(answer["num_prompt_tokens"], answer["arrivals"])
-        return Run(answer["tokens"], times, answer["peak_memory_bytes"])
+        return Run(answer["tokens"], times, answer["peak_memory_bytes"], answer.get("speculation"))
 
     def breakdown(self) -> dict[str, float]:
         """Return where the time of a step goes, in percent (our engines only)."""
@@ -93,3 +95,42 @@ class WorkerProcess:
         words = self._log.read().decode(errors="replace").strip().splitlines()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return f"its process died ({how}): {words[-1][:200] if words else 'it said nothing'}"
+
+
+class Seat:
+    """A case's place at a process: cases that differ in their draft alone share one, and the weights in it."""
+
+    def __init__(self, case: Case, process: WorkerProcess) -> None:
+        self.case, self._process = case, process
+
+    def run(self, **shape: Any) -> Run:
+        """Run the case once, in its own shape or with some sizes changed."""
+        own = {name: getattr(self.case, name) for name in ("draft", "speculate_k", "speculate_rule")}
+        return self._process.run(**own, **shape)
+
+    def breakdown(self) -> dict[str, float]:
+        """Return where the time of a step goes, in percent (our engines only)."""
+        return self._process.breakdown()
+
+
+class Processes(contextlib.ExitStack):
+    """The processes of some cases; all end with it."""
+
+    def __init__(self, weights: Path) -> None:
+        super().__init__()
+        self._weights = weights
+        self._processes: dict[Case, WorkerProcess | NanoinferError] = {}
+
+    def seat(self, case: Case) -> Seat:
+        """Return a case's place, loading what it needs unless that is there. Raises NanoinferError if it fails."""
+        process = self._processes.get(case.plain)
+        if process is None:
+            try:
+                process = self.enter_context(WorkerProcess(case.plain))
+                process.load(self._weights)
+            except NanoinferError as e:
+                process = e
+            self._processes[case.plain] = process
+        if isinstance(process, NanoinferError):
+            raise process
+        return Seat(case, process)

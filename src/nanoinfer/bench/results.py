@@ -58,6 +58,14 @@ class Row:
     """What the roofline allows, all sequences together."""
     speedup: float | None = None
     """Output tokens/s over the baseline's in the same shape."""
+    acceptance_percent: float | None = None
+    """Of the proposals that were judged, those that the model agreed with (cases with a draft)."""
+    mean_accepted_length: float | None = None
+    """Proposals accepted in a verify step; each gives one token more."""
+    draft_share_percent: float | None = None
+    """Time in the drafter, of the time in drafter, engine and sampler."""
+    predicted_speculation: str | None = None
+    """The best k and its speed-up for this acceptance, by the roofline's costs of draft and target."""
     per_position_sec: list[float] | None = None
     """Time of the token at each position (suite long): median over the rounds."""
     breakdown_percent: dict[str, float] | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from nanoinfer.bench import passages
 from nanoinfer.bench import results as files
 from nanoinfer.bench.arithmetic import add_speedups, fill_in
 from nanoinfer.bench.case import Case
@@ -30,9 +31,9 @@ class Plan:
     """What the user asked for; empty means "the default"."""
 
     suite: tuple[str, ...] = ()
-    """ladder, kv-cache, long, throughput or peers; may be repeated. Without: a run of your own."""
-    model: str = "random:gpt2"
-    """Any model that loads."""
+    """ladder, kv-cache, long, throughput, peers or speculative; may be repeated. Without: a run of your own."""
+    model: str | None = None
+    """Any model that loads; None is the suite's own: random:gpt2, or for speculative wide:shakespeare:gpt2-large."""
     engine: tuple[str, ...] = ()
     """Contestants of a run of your own: engines and peers; may be repeated."""
     dtype: tuple[str, ...] = ()
@@ -51,6 +52,14 @@ class Plan:
     """Contestant that speed-ups are over; None is the suite's own, or the first."""
     device: str = "auto"
     """cpu, cuda, cuda:N or auto."""
+    draft: str | None = None
+    """Also measure a run of your own with this draft, beside plain decoding."""
+    speculate_k: tuple[str, ...] = ()
+    """Tokens proposed at a time: auto, or 1 to 64; may be repeated."""
+    workload: str = "uniform"
+    """Prompts of a run of your own: uniform (random tokens), mixed, text or copy."""
+    text: Path | None = None
+    """Text whose passages are the prompts of text and copy; None: the model makes them up."""
     rounds: int | None = None
     """Timed runs of each case; None is the suite's own number."""
     quick: bool = False
@@ -67,16 +76,29 @@ class Plan:
     """Write an HTML page and figures into this folder."""
 
     def __post_init__(self) -> None:
-        own = (self.engine, self.dtype, self.quantization, self.sampler, self.batch, self.prompt_tokens)
+        own: tuple[object, ...] = (
+            self.engine, self.dtype, self.quantization, self.sampler, self.batch, self.prompt_tokens
+        )  # fmt: skip
         for name in self.suite:
             if name not in SUITES:
                 raise NanoinferError(f"suite={name!r} is unknown: use one of {', '.join(SUITES)}")
+        own += (self.speculate_k, self.draft is not None, self.workload != "uniform")
         if self.suite and (any(own) or self.output_tokens):
             raise NanoinferError("--suite fixes its own cases: leave out --engine, --batch and the like, or --suite")
         if self.rounds is not None:
             require_int("rounds", self.rounds, 1, 1000)
+        if len({self.model_of(name) for name in self.suite}) > 1:
+            raise NanoinferError(
+                "--suite speculative has a model of its own: run it apart from the others, or give --model for all"
+            )
+        if self.text is not None and not self.text.is_file():
+            raise NanoinferError(f"--text {self.text}: there is no such file")
         if len(self.suite) > 1 and (self.output or self.csv or self.resume):
             raise NanoinferError(f"--output, --csv and --resume hold one suite, and {len(self.suite)} are asked for")
+
+    def model_of(self, suite: str) -> str:
+        """Return the model that a suite measures."""
+        return self.model or (SUITES[suite].model if suite in SUITES else "random:gpt2")
 
 
 def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -> tuple[list[Results], bool]:
@@ -104,7 +126,8 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
         return loaded, False
     device = resolve_device(plan.device)
     engines = [name for name, spec in ENGINES.items() if spec.unavailable() is None and device.type in spec.devices]
-    config = find_shape(plan.model)
+    model = plan.model_of(plan.suite[0] if plan.suite else CUSTOM)
+    config = find_shape(model)
     jobs = _check(plan, config, engines, device.type)
     old = files.read(plan.resume) if plan.resume is not None else None
     say = log or (lambda text: print(text, file=sys.stderr))
@@ -113,7 +136,10 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
     made = _empty_results(ceiling, command)
     say(headline(made))
     done, interrupted = [], False
-    with _weights(plan.model) as folder:
+    with _weights(model) as folder:
+        if any(c.workload in ("text", "copy") for _, cases in jobs for c in cases):
+            say("taking passages for prompts ...")
+            passages.write(folder, model, plan.text)
         for name, cases in jobs:
             results = replace(made, suite=name, baseline=_baseline(plan, name, engines), rows=[])
             done.append(results)
@@ -171,22 +197,26 @@ def _empty_results(ceiling: Ceiling, command: str) -> Results:
 def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], device: str) -> list[Case]:
     """Return the cases of a suite, or of the user's own lists, those of one shape together."""
     if name != CUSTOM:
-        cases = SUITES[name].cases(plan.model, config, engines, plan.quick)
+        cases = SUITES[name].cases(plan.model_of(name), config, engines, plan.quick)
     else:
         shapes = product(
             plan.sampler or ("greedy",), plan.batch or (1,), plan.prompt_tokens or (32,), plan.output_tokens or (32,)
         )
         formats = [(d, None) for d in plan.dtype or ("float32",)] + [("float32", q) for q in plan.quantization]
         cases = [
-            Case(who, plan.model, d, q, s, b, p, o)
+            Case(who, plan.model_of(name), d, q, s, b, p, o, plan.workload)
             for s, b, p, o in shapes
             for who in plan.engine or tuple(engines)
             for d, q in formats
         ]
+        if plan.draft is not None:
+            ks = plan.speculate_k or ("auto",)
+            drafted = [[replace(c, draft=plan.draft, speculate_k=k) for k in ks] for c in cases]
+            cases = [c for plain, some in zip(cases, drafted, strict=True) for c in (plain, *some)]
     for case in cases:
         if case.prompt_tokens > config.block_size:
             raise NanoinferError(
-                f"prompt_tokens={case.prompt_tokens} is more than the context length of {plan.model},"
+                f"prompt_tokens={case.prompt_tokens} is more than the context length of {case.model},"
                 f" {config.block_size}"
             )
     return [replace(c, device=device) for c in cases]

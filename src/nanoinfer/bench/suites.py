@@ -23,6 +23,8 @@ class Suite:
     """(model, its shape, our engines here, quick) -> cases, those of one shape together."""
     rounds: int = 3
     breakdown: bool = False
+    model: str = "random:gpt2"
+    """Model to measure, unless another is asked for."""
 
 
 def _ladder(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
@@ -53,11 +55,53 @@ def _long(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) 
 
 def _throughput(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
     batches = (8,) if quick else (1, 8, 32)
-    return [
+    cases = [
         Case(name, model, batch=b, prompt_tokens=32, output_tokens=32 if quick else 100)
         for b in batches
         for name in ("nanogpt", *engines)
     ]
+    first = Case(engines[-1], model, prompt_tokens=32, output_tokens=32 if quick else 100)
+    drafts = [replace(first, draft=draft) for draft in _drafts(model, config)]
+    return [c for c in cases if c.batch == 1] + drafts + [c for c in cases if c.batch > 1]
+
+
+def _drafts(model: str, config: ModelConfig) -> list[str]:
+    """Return the drafts to measure with a model: the nearest to ten times as small, a smaller one, prompt lookup."""
+    source = model.split(":")[1] if model.startswith("wide:") else model
+    if source == "shakespeare":
+        small = ["shakespeare-draft", "prompt-lookup"]
+        return ["wide:shakespeare-draft:gpt2", *small] if config.n_embd >= 1024 else small
+    if source.removeprefix("openai-community/") in ("gpt2-medium", "gpt2-large", "gpt2-xl"):
+        return ["gpt2", "distilbert/distilgpt2", "prompt-lookup"]
+    return ["prompt-lookup"]
+
+
+def _speculative(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
+    """A table of k by draft and format; then sampling, repetition, company, and prompts that nobody can predict."""
+    best, drafts = engines[-1], _drafts(model, config)
+    small: str | None = next(iter(ENGINES[best].quantizations), None)
+    text = Case(best, model, "float32", small, workload="text", prompt_tokens=96, output_tokens=32 if quick else 64)
+    few: list[int | str] = ["auto"] if quick else [4, "auto"]
+    cases = _with(text, drafts[0], [3, "auto"] if quick else [1, 2, 3, 4, 5, 6, 7, 8, "auto"])
+    for draft in drafts[1:]:
+        cases += _with(text, draft, few)[1:]
+    if not quick:
+        for dtype in ("bfloat16", "float32"):
+            cases += _with(replace(text, dtype=dtype, quantization=None), drafts[0], [3, 5, 7, "auto"])
+    sampled = _with(replace(text, sampler="sampled"), drafts[0], [4])
+    cases += [*sampled, *(replace(c, speculate_rule="reject") for c in sampled[1:])]
+    cases += _with(replace(text, workload="copy"), "prompt-lookup", few)
+    hard = replace(text, workload="uniform", prompt_tokens=32, output_tokens=32)
+    company = [] if quick else [replace(text, batch=b) for b in (8, 32)]
+    for plain in (*company, hard, replace(hard, batch=64)):
+        cases += _with(plain, drafts[0], ["auto"])
+        cases += _with(plain, drafts[-1], ["auto"])[1:] if len(drafts) > 1 else []
+    return list(dict.fromkeys(cases))
+
+
+def _with(plain: Case, draft: str, ks: Sequence[int | str]) -> list[Case]:
+    """Return a case without and with a draft."""
+    return [plain, *(replace(plain, draft=draft, speculate_k=k) for k in ks)]
 
 
 def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
@@ -127,7 +171,7 @@ SUITES: dict[str, Suite] = {
         ),
         Suite(
             "throughput",
-            "CS229S: batch throughput with a cache over the naive loop (asked there: 10x)",
+            "CS229S: batch throughput with a cache over the naive loop (10x asked), latency with speculation (2x)",
             "nanogpt",
             _throughput,
         ),
@@ -136,6 +180,13 @@ SUITES: dict[str, Suite] = {
             "what people would use instead, on the same weights",
             "transformers-dynamic",
             _peers,
+        ),
+        Suite(
+            "speculative",
+            "building-from-scratch: gpt2 to gpt2-large and gpt2-xl, k = 3 to 7, three dtypes",
+            "native",
+            _speculative,
+            model="wide:shakespeare:gpt2-large",
         ),
     )
 }

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from nanoinfer.bench.case import Case
 from nanoinfer.bench.results import Results, Row
 
 MIB = 1 << 20
@@ -44,25 +45,46 @@ def _figure(row: Row, name: str) -> float | None:
     return value
 
 
+def _in_and_out(case: Case) -> str:
+    """ "32+64"; "copy 96+64"; "mixed"."""
+    if case.workload == "mixed":
+        return "mixed"
+    sizes = f"{case.prompt_tokens}+{case.output_tokens}"
+    words = [w for w in (case.workload, case.sampler) if w not in ("uniform", "greedy")]
+    return " ".join([*words, sizes])
+
+
+_Column = tuple[str, Callable[[Row], str]]
+_LIMITS: list[_Column] = [
+    ("a seq", lambda r: number(_figure(r, "decode_tokens_per_sec_per_seq"), 1)),
+    ("TPOT ms", lambda r: number(_figure(r, "tpot_sec"), 1, 1e3)),
+    ("p99", lambda r: number(_figure(r, "tpot_p99_sec"), 1, 1e3)),
+    ("MiB", lambda r: number(r.peak_memory_bytes, 0, 1 / MIB)),
+    ("MBU %", lambda r: number(r.mbu_percent, 0)),
+    ("limit", lambda r: number(r.predicted_tokens_per_sec, 0)),
+]
+_SPECULATION: list[_Column] = [
+    ("right %", lambda r: number(r.acceptance_percent, 0)),
+    ("a round", lambda r: number(r.mean_accepted_length, 1)),
+    ("draft %", lambda r: number(r.draft_share_percent, 0)),
+    ("roofline", lambda r: r.predicted_speculation or "–"),
+]
+
+
 def _cases(results: Results) -> Table:
     table = Table(
         box=box.SIMPLE, title=f"suite {results.suite}, speed-ups over {results.baseline} in the same shape and dtype"
     )
-    columns: list[tuple[str, Callable[[Row], str]]] = [
+    columns: list[_Column] = [
         ("contestant", lambda r: r.case.label),
         ("batch", lambda r: str(r.case.batch)),
         (
             "in+out",
-            lambda r: "mixed" if r.case.workload == "mixed" else f"{r.case.prompt_tokens}+{r.case.output_tokens}",
+            lambda r: _in_and_out(r.case),
         ),
         ("tok/s", lambda r: number(_figure(r, "decode_tokens_per_sec"), 1)),
-        ("a seq", lambda r: number(_figure(r, "decode_tokens_per_sec_per_seq"), 1)),
         ("TTFT ms", lambda r: number(_figure(r, "ttft_sec"), 1, 1e3)),
-        ("TPOT ms", lambda r: number(_figure(r, "tpot_sec"), 1, 1e3)),
-        ("p99", lambda r: number(_figure(r, "tpot_p99_sec"), 1, 1e3)),
-        ("MiB", lambda r: number(r.peak_memory_bytes, 0, 1 / MIB)),
-        ("MBU %", lambda r: number(r.mbu_percent, 0)),
-        ("limit", lambda r: number(r.predicted_tokens_per_sec, 0)),
+        *(_SPECULATION if any(r.case.draft for r in results.rows) else _LIMITS),
         ("x", lambda r: number(r.speedup, 2)),
         ("", lambda r: "error" if r.error else "~" if "extrapolated" in r.note else ""),
     ]
@@ -71,6 +93,11 @@ def _cases(results: Results) -> Table:
     for row in results.rows:
         table.add_row(*(cell(row) for _, cell in columns))
     table.caption = "tok/s: all sequences; limit: what the roofline allows; ~: extrapolated from a few lengths"
+    if columns[5] in _SPECULATION:
+        table.caption = (
+            "tok/s: all sequences; right: of the proposals that were judged; a round: accepted at a time;"
+            " draft: share of the time; roofline: the best k at that acceptance; x: over the row without a draft"
+        )
     return table
 
 

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.bench import passages
 from nanoinfer.bench.case import Case, make_work
 from nanoinfer.bench.contestants import Contestant, open_contestant
 from nanoinfer.errors import NanoinferError
@@ -34,7 +35,9 @@ class Worker:
     def __init__(self) -> None:
         self._case: Case | None = None
         self._contestant: Contestant | None = None
+        self._passages: passages.Passages = ()
         self._vocab_size = 0
+        self._speculated = False
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Do what one request asks for; return the answer's fields."""
@@ -45,11 +48,16 @@ class Worker:
         if request["do"] == "breakdown":
             return {"percent": self._contestant.breakdown()}  # type: ignore[attr-defined]
         case = dataclasses.replace(self._case, **request.get("shape", {}))
-        work = make_work(case, self._vocab_size)
+        work = make_work(case, self._vocab_size, passages=self._passages)
+        if case.draft is not None or self._speculated:  # contestants that can are asked to, and to stop it again
+            self._contestant.speculate(case)  # type: ignore[attr-defined]
+            self._speculated = True
         tokens, times = self._contestant.run(work)
         if (made := [len(t) for t in tokens]) != work.output_tokens:
             raise NanoinferError(f"it made {sum(made)} tokens, {sum(work.output_tokens)} were asked for")
+        speculation = self._contestant.speculation() if case.draft is not None else None  # type: ignore[attr-defined]
         return {
+            "speculation": speculation,
             "tokens": tokens,
             "arrivals": times.arrivals,
             "num_prompt_tokens": times.num_prompt_tokens,
@@ -59,6 +67,7 @@ class Worker:
     def _load(self, case: Case, weights: Path) -> dict[str, Any]:
         start = time.perf_counter()
         self._vocab_size = hf_config.read(weights / "config.json").vocab_size
+        self._passages = passages.read(weights)
         self._case, self._contestant = case, open_contestant(case, weights)
         return {"load_sec": time.perf_counter() - start}
 

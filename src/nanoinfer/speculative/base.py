@@ -29,6 +29,8 @@ class Ask:
     """First token of the window that the target sees."""
     num_tokens: int
     """Most tokens to propose, >= 1."""
+    with_weights: bool = False
+    """Whether to say what distributions the tokens were drawn from (rule reject); the same for all asks of a call."""
 
 
 @dataclass(frozen=True)

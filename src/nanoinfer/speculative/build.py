@@ -23,7 +23,8 @@ from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
 from nanoinfer.models.cut import cut
 from nanoinfer.sampling.native import choose_sampler
-from nanoinfer.speculative.costs import measure_steps
+from nanoinfer.speculative.base import Drafter
+from nanoinfer.speculative.costs import StepTimes, measure_steps
 from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.pace import MAX_K
 from nanoinfer.speculative.prompt_lookup import PromptLookup
@@ -61,92 +62,96 @@ class Target:
     """Of random weights."""
 
 
-class Draft:
-    """A draft that is loaded and has no engine yet: what its cache takes is settled with the target's.
+class Drafts:
+    """The drafters of one target, each made when it is first asked for, and kept.
 
     Args:
-        config: which draft.
-        target: what it must fit.
-
-    Raises:
-        NanoinferError: there is no such draft, or its vocabulary is not the target's.
+        target: what they must fit.
+        config: of the target's engine; drafts take its threads.
     """
 
-    def __init__(self, config: SpeculationConfig, target: Target) -> None:
-        assert config.draft is not None
-        self._config, self._target = config, target
-        self.name = _resolve(config.draft, target.name)
-        self._quantization: str | None = None
-        self._gpt: GPT | None = None if self.name == PROMPT_LOOKUP else self._load()
+    def __init__(self, target: Target, config: EngineConfig) -> None:
+        self._target, self._config = target, config
+        self._engine: Engine | None = None
+        self._loaded: dict[str, tuple[GPT, str | None]] = {}
+        """Models without an engine yet, with the format that they are to be packed in."""
+        self._drafters: dict[str, Drafter] = {}
+        self._times: StepTimes | None = None
 
-    def _load(self) -> GPT:
-        target = self._target
-        if not self.name.startswith("self:"):
-            loaded = load_model(self.name, dtype=target.dtype, seed=target.seed)
-            _check_vocabulary(loaded, target)
-            if target.device.type == "cpu" and registry.ENGINES["native"].unavailable() is None:
-                self._quantization = "int8"
-            return loaded.take()
-        how = self.name.removeprefix("self:")
-        gpt = load_model(target.name, dtype=target.dtype, seed=target.seed).take()
-        if how.isdecimal():
-            return cut(gpt, int(how))
-        if how not in registry.ENGINES["native"].quantizations:
-            formats = ", ".join(f"self:{q}" for q in registry.ENGINES["native"].quantizations)
-            raise NanoinferError(f"draft={self.name!r} is unknown: use {formats} or self:<number of layers>")
-        self._quantization = how
-        return gpt
-
-    def leave_room(self, config: EngineConfig) -> EngineConfig:
-        """Return the target's configuration with the draft's share taken off a kv_cache_memory that was asked for."""
-        if config.kv_cache_memory is None or self._gpt is None:
-            return config
-        ours = self._target.config.kv_bytes_per_token(1)
-        share = ours / (ours + self._gpt.config.kv_bytes_per_token(1))
-        return replace(config, kv_cache_memory=max(1, int(config.kv_cache_memory * share)))
-
-    def build(self, config: EngineConfig, engine: Engine) -> Speculator:
-        """Return a speculator with this drafter.
-
-        Args:
-            config: of the target's engine; the draft takes its threads.
-            engine: the target's; the draft holds as many sequences and tokens.
+    def leave_room(self, draft: str) -> EngineConfig:
+        """Return the target's configuration with a draft's share taken off the kv_cache_memory that was asked for.
 
         Raises:
-            NanoinferError: no engine runs the draft, or its keys and values do not fit the memory.
+            NanoinferError: there is no such draft, or its vocabulary is not the target's.
         """
-        limits, k = engine.limits, self._config.fixed_k
-        drafter = PromptLookup() if self._gpt is None else self._build_model(config, limits)
-        times = measure_steps(engine, 4 * limits.max_num_seqs + MAX_K) if k is None else None
-        return Speculator(drafter, rule=self._config.speculate_rule, speculate_k=k, times=times)
+        name, target = self._resolve(draft), self._target
+        if name == PROMPT_LOOKUP:
+            return self._config
+        self._loaded[name] = gpt, _ = self._load(name)
+        if self._config.kv_cache_memory is None:
+            return self._config
+        ours, its = (c.kv_bytes_per_token(1) for c in (target.config, gpt.config))
+        return replace(self._config, kv_cache_memory=max(1, self._config.kv_cache_memory * ours // (ours + its)))
 
-    def _build_model(self, config: EngineConfig, limits: EngineLimits) -> DraftModel:
-        assert self._gpt is not None
+    def start(self, engine: Engine) -> None:
+        """Take the target's engine: drafts hold as many sequences and tokens."""
+        self._engine = engine
+
+    def speculator(self, config: SpeculationConfig) -> Speculator:
+        """Return a speculator with the draft that is asked for.
+
+        Raises:
+            NanoinferError: there is no such draft, its vocabulary is not the target's, no engine runs it, or its
+                keys and values do not fit the memory.
+        """
+        assert config.draft is not None
+        assert self._engine is not None
+        name, k = self._resolve(config.draft), config.fixed_k
+        if name not in self._drafters:
+            self._drafters[name] = PromptLookup() if name == PROMPT_LOOKUP else self._build(name, self._engine.limits)
+        if k is None and self._times is None:
+            self._times = measure_steps(self._engine, 4 * self._engine.limits.max_num_seqs + MAX_K)
+        times = self._times if k is None else None
+        return Speculator(self._drafters[name], rule=config.speculate_rule, speculate_k=k, times=times)
+
+    def _build(self, name: str, limits: EngineLimits) -> DraftModel:
         target = self._target
-        gpt, self._gpt = self._gpt, None
-        own = EngineConfig(quantization=self._quantization)
-        spec = registry.resolve(own, target.device, target.dtype)
+        gpt, quantization = self._loaded.pop(name) if name in self._loaded else self._load(name)
+        config = EngineConfig(quantization=quantization)
+        spec = registry.resolve(config, target.device, target.dtype)
         if "threads" in spec.options:
-            own = replace(own, threads=config.threads)
+            config = replace(config, threads=self._config.threads)
         block_size = gpt.config.block_size
         tokens = min(limits.max_num_cached_tokens, limits.max_num_seqs * block_size)
         room = EngineLimits(limits.max_num_seqs, block_size, tokens)
-        engine = registry.build(spec, gpt.to(target.device), own, room)
-        log.info("draft: %s on engine %s", self.name, spec.name)
+        engine = registry.build(spec, gpt.to(target.device), config, room)
+        log.info("draft: %s on engine %s", name, spec.name)
         times = measure_steps(engine, limits.max_num_seqs)
-        sampler = choose_sampler(target.device)
-        reject = self._config.speculate_rule == "reject"
-        return DraftModel(self.name, engine, sampler, target.vocab_size, times, keep_weights=reject)
+        return DraftModel(name, engine, choose_sampler(target.device), target.vocab_size, times)
 
+    def _load(self, name: str) -> tuple[GPT, str | None]:
+        target, native = self._target, registry.ENGINES["native"]
+        if not name.startswith("self:"):
+            loaded = load_model(name, dtype=target.dtype, seed=target.seed)
+            _check_vocabulary(loaded, target)
+            packed = target.device.type == "cpu" and native.unavailable() is None
+            return loaded.take(), "int8" if packed else None
+        how = name.removeprefix("self:")
+        if not how.isdecimal() and how not in native.quantizations:
+            formats = ", ".join(f"self:{q}" for q in native.quantizations)
+            raise NanoinferError(f"draft={name!r} is unknown: use {formats} or self:<number of layers>")
+        gpt = load_model(target.name, dtype=target.dtype, seed=target.seed).take()
+        return (cut(gpt, int(how)), None) if how.isdecimal() else (gpt, how)
 
-def _resolve(draft: str, target: str) -> str:
-    """Return the draft that `auto` stands for; other names are themselves."""
-    if draft != "auto":
-        return draft
-    source = target.split(":")[1] if target.startswith("wide:") else target
-    chosen = COMPANIONS.get(source.removeprefix("openai-community/"), PROMPT_LOOKUP)
-    log.info("draft=auto: %s", chosen)
-    return chosen
+    def _resolve(self, draft: str) -> str:
+        """Return the draft that `auto` stands for; other names are themselves."""
+        if draft != "auto":
+            return draft
+        target = self._target.name
+        source = target.split(":")[1] if target.startswith("wide:") else target
+        chosen = COMPANIONS.get(source.removeprefix("openai-community/"), PROMPT_LOOKUP)
+        log.info("draft=auto: %s", chosen)
+        return chosen
 
 
 def _check_vocabulary(draft: LoadedModel, target: Target) -> None:

@@ -58,7 +58,6 @@ class DraftModel:
         sampler: draws its tokens.
         vocab_size: tokens that may be drawn; the target's.
         times: seconds of its steps.
-        keep_weights: whether proposals carry the distributions that they were drawn from (rule reject).
     """
 
     def __init__(
@@ -68,15 +67,12 @@ class DraftModel:
         sampler: Sampler,
         vocab_size: int,
         times: StepTimes,
-        *,
-        keep_weights: bool = False,
     ) -> None:
         self.name = name
         self.engine = engine
         self._sampler = sampler
         self._vocab_size = vocab_size
         self._times = times
-        self._keep_weights = keep_weights
         self._held: dict[SamplerRow, _Held] = {}
 
     def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
@@ -126,7 +122,7 @@ class DraftModel:
 
     def _draw(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
         rows = [Ahead(d.ask.row, list(d.token_ids)) for d in drafts]
-        if not self._keep_weights:
+        if not drafts[0].ask.with_weights:
             for d, drawn in zip(drafts, self._sampler(logits, rows), strict=True):
                 d.token_ids.append(drawn.token_id)
             return

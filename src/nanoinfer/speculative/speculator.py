@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
@@ -32,6 +32,7 @@ class Tally:
 
     num_proposed: int = 0
     num_accepted: int = 0
+    num_rejected: int = 0
     num_verify_steps: int = 0
     """Times that a sequence of it was extended by proposals."""
     draft_sec: float = 0.0
@@ -84,9 +85,9 @@ class Speculator:
         if not wanted:
             return Round()
         if self._pace is None:
-            asks = [_ask(s, min(room, cast(int, self._fixed_k))) for s, room in wanted]
+            asks = [self._ask(s, min(room, cast(int, self._fixed_k))) for s, room in wanted]
         elif all(_decodes(w) for w in work):
-            asks = self._paced(self._pace, [_ask(w.sequence, max(0, _room(w))) for w in work])
+            asks = self._paced(self._pace, [self._ask(w.sequence, max(0, _room(w))) for w in work])
         else:
             return Round()  # a prompt is in the step: what it costs says nothing
         if not asks:
@@ -105,7 +106,10 @@ class Speculator:
             s = cast("scheduling.Sequence", ask.row)
             to_come = s.params.max_tokens - s.num_output_tokens
             wishes.append(Wish(self._trust_in(s), ask.num_tokens, to_come, self.drafter.num_behind(ask)))
-        return [Ask(a.row, a.token_ids, a.start, k) for a, k in zip(asks, pace.choose(wishes), strict=True) if k > 0]
+        return [replace(a, num_tokens=k) for a, k in zip(asks, pace.choose(wishes), strict=True) if k > 0]
+
+    def _ask(self, s: scheduling.Sequence, num_tokens: int) -> Ask:
+        return Ask(cast("SamplerRow", s), s.token_ids, s.start, num_tokens, self.rule == "reject")
 
     def _trust_in(self, sequence: scheduling.Sequence) -> Trust:
         if (trust := self._trust.get(sequence)) is None:
@@ -129,6 +133,7 @@ class Speculator:
             tally = self.tally(s.request)
             tally.num_proposed += proposed
             tally.num_accepted += accepted
+            tally.num_rejected += accepted < proposed
             tally.num_verify_steps += proposed > 0
         for request in {w.sequence.request: None for w in work}:
             tally = self.tally(request)
@@ -160,7 +165,3 @@ def _room(work: Work) -> int:
     s = work.sequence
     to_come = s.params.max_tokens - s.num_output_tokens - 1
     return min(to_come, s.block_size - (len(s.token_ids) - s.start))
-
-
-def _ask(sequence: scheduling.Sequence, num_tokens: int) -> Ask:
-    return Ask(cast("SamplerRow", sequence), sequence.token_ids, sequence.start, num_tokens)

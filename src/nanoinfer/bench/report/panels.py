@@ -21,13 +21,19 @@ AXES = {  # what a suite may sweep -> how an axis says it
     "prompt_tokens": "prompt (tokens)",
     "output_tokens": "output (tokens)",
 }
+_WORKLOADS = {
+    "uniform": "",
+    "mixed": f"{MIXED_LOW} to {MIXED_HIGH} tokens in and out",
+    "text": "passages of text",
+    "copy": "repeating passages",
+}
 _FIELDS: dict[str, Callable[[Case], str]] = {  # what cases differ in, contestant apart -> how it is said
     "model": lambda c: clean(c.model),
     "sampler": lambda c: c.sampler,
     "batch": lambda c: f"batch {c.batch:,}",
     "prompt_tokens": lambda c: "" if c.workload == "mixed" else f"{c.prompt_tokens:,}-token prompts",
     "output_tokens": lambda c: "" if c.workload == "mixed" else f"{c.output_tokens:,} tokens out",
-    "workload": lambda c: f"{MIXED_LOW} to {MIXED_HIGH} tokens in and out" if c.workload == "mixed" else "",
+    "workload": lambda c: _WORKLOADS[c.workload],
     "device": lambda c: clean(c.device),
 }
 

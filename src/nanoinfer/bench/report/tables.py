@@ -104,6 +104,8 @@ ALL_COLUMNS = (
     Column("GFLOP a token", _scaled(lambda r: r.flops_per_token, 1e-9)),
     MBU,
     MFU,
+    Column("proposals right, %", lambda r: digits(r.acceptance_percent)),
+    Column("accepted a round", lambda r: digits(r.mean_accepted_length)),
     Column("same tokens", lambda r: DASH if r.same_tokens is None else "yes" if r.same_tokens else "NO"),
 )
 NOTE = Column("note", lambda r: r.note or DASH)

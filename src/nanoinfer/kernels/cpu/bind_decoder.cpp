@@ -9,6 +9,7 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "arrays.h"
 #include "decoder.h"
 #include "isa.h"
 #include "memory.h"
@@ -21,8 +22,6 @@ using namespace nb::literals;
 namespace nanoinfer {
 namespace {
 
-using Floats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // A decoder and a lock: Python threads may call at the same time, and extend gives up the interpreter's lock.

@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "arrays.h"
 #include "cache.h"
 #include "format.h"
 #include "isa.h"
@@ -26,8 +27,6 @@ using namespace nb::literals;
 namespace nanoinfer {
 namespace {
 
-using Floats1 = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Floats2 = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Array2 = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 
 void require(bool ok, const char* message) {

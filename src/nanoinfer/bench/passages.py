@@ -1,0 +1,85 @@
+"""Prompts of real text: passages, cut to length, or repeated with edits.
+
+They come from a file (`--text`: held-out text of the model's kind), or where none is given from the model itself:
+passages that it samples at temperature 1. Random tokens would do for speed, but how often a draft is right depends on
+the text.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from nanoinfer.errors import NanoinferError
+
+Passages = Sequence[Sequence[int]]
+
+NUM_PASSAGES = 64
+PASSAGE_TOKENS = 256
+FILE = "passages.json"
+SHARE_REPEATED = 4 / 7  # of a repeating prompt: the passage itself; the rest is its beginning once more, edited
+EDIT_EVERY = 15
+
+
+def write(folder: Path, model: str, text: Path | None) -> None:
+    """Write passages for a model into a folder.
+
+    Raises:
+        NanoinferError: the text cannot be read, is too short, or the model has no tokenizer for it.
+    """
+    passages = _sample(model) if text is None else _cut(model, text)
+    (folder / FILE).write_text(json.dumps(passages))
+
+
+def read(folder: Path) -> Passages:
+    """Return a folder's passages; none where it has none."""
+    path = folder / FILE
+    passages: Passages = json.loads(path.read_text()) if path.is_file() else ()
+    return passages
+
+
+def cut_prompt(passages: Passages, i: int, num_tokens: int) -> list[int]:
+    """Return the first tokens of passage i."""
+    return list(passages[i % len(passages)][:num_tokens])
+
+
+def repeat_prompt(passages: Passages, i: int, num_tokens: int) -> list[int]:
+    """Return a passage and its beginning again, with every 15th token another: what follows has been said before."""
+    whole = list(passages[i % len(passages)])
+    first = whole[: int(num_tokens * SHARE_REPEATED)]
+    again = [whole[(7 * at) % len(whole)] if at % EDIT_EVERY == EDIT_EVERY - 1 else t for at, t in enumerate(first)]
+    return [*first, *again][:num_tokens]
+
+
+def _cut(model: str, text: Path) -> list[list[int]]:
+    """Return passages from all over a text."""
+    from nanoinfer.models.checkpoints.load import load_model
+
+    loaded = load_model(model)
+    if loaded.tokenizer is None:
+        raise NanoinferError(f"--text: {loaded.no_tokenizer_reason}")
+    try:
+        ids = loaded.tokenizer.encode(text.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as e:
+        raise NanoinferError(f"--text {text} cannot be read as UTF-8 text: {e}") from None
+    if len(ids) < 2 * PASSAGE_TOKENS:
+        raise NanoinferError(f"--text {text} has {len(ids)} tokens: give {2 * PASSAGE_TOKENS} or more")
+    draw = random.Random(0)
+    starts = [draw.randrange(len(ids) - PASSAGE_TOKENS) for _ in range(NUM_PASSAGES)]
+    return [ids[at : at + PASSAGE_TOKENS] for at in starts]
+
+
+def _sample(model: str) -> list[list[int]]:
+    """Return passages that the model makes up; a widened model says what its source does, which is quicker."""
+    from nanoinfer.llm import LLM
+    from nanoinfer.models.checkpoints.load import split_wide
+    from nanoinfer.sampling.params import SamplingParams
+
+    source = split_wide(model)[0] if model.startswith("wide:") else model
+    llm = LLM(source)
+    start = [llm.config.bos_token_id or 0]
+    params = SamplingParams(max_tokens=PASSAGE_TOKENS, n=NUM_PASSAGES, ignore_eos=True, seed=0, overflow="slide")
+    (output,) = llm.generate([start], [params])
+    return [o.token_ids for o in output.outputs]
