@@ -5,10 +5,11 @@ timed), what the drafter costs, and how often this text's proposals were accepte
 which number is the best for them: it is computed once for each batch size and acceptance, and looked up.
 
 Two rules keep it from ever costing more than it gives:
-- An account for each text. It is opened with the text's share of one step, credited with the time that accepted
-  tokens saved and half a percent of all time spent, and charged with what drafting and verifying cost above a plain
-  step. A text in the red decodes plainly. So the loss of a text is bounded, whoever proposes and whatever the
-  estimates say.
+- An account for each text. It is opened with half of the text's share of one step, credited with the time that
+  accepted tokens saved and half a percent of all time spent, and charged with what drafting and verifying cost above
+  a plain step. Texts that decode together pay together: a round is begun when their accounts can pay it even if all
+  of it is wrong. (A round costs nearly the same for one text as for all of them, so one of many cannot pay it alone;
+  and a text that began with bad luck is not shut out while the others gain.) So the loss is bounded, whoever proposes.
 - A drafter that has a prompt to read first does so only for a text that has enough tokens to come to earn twice
   that; the account is lent what it costs.
 
@@ -26,6 +27,7 @@ from nanoinfer.speculative.costs import StepTimes
 
 MAX_K = 12
 ALLOWANCE = 0.005  # of the time spent, that speculation may lose
+OPENING = 0.5  # of a text's share of one step: what it may lose beside that
 MIN_GAIN = 1.02  # predicted speed-up below which it is not worth the trouble
 PRIOR_ROUNDS = 3.0  # how many rounds of its own a text needs to outweigh what others showed
 FORGET = 0.9  # of what is known, each round
@@ -42,6 +44,8 @@ class Trust:
     balance_sec: float = 0.0
     """What speculation has gained so far; see the account above."""
     opened: bool = False
+    lent: bool = False
+    """Whether the account was lent what it costs to read the prompt."""
     num_plain: int = 0
     """Plain steps since the last proposal."""
     retry_after: int = FIRST_RETRY
@@ -122,13 +126,25 @@ class Pace:
         num_seqs = len(texts)
         if self._num_rounds % PLAIN_EVERY == PLAIN_EVERY - 1 or self.best(num_seqs, 1.0)[0] == 0:
             return [0] * num_seqs
-        return [self._choose(text, num_seqs) for text in texts]
+        return self._affordable(texts, [self._choose(text, num_seqs) for text in texts])
+
+    def _affordable(self, texts: list[Wish], chosen: list[int]) -> list[int]:
+        """Return the choices, cut to what the accounts can pay if every proposal is wrong."""
+        num_seqs, means = len(texts), sum(text.trust.balance_sec for text in texts)
+        for most in range(max(chosen), 0, -1):
+            asked = [(text, min(k, most)) for text, k in zip(texts, chosen, strict=True) if k > 0]
+            behind = sum(text.num_behind for text, _ in asked)
+            draft = self._draft_sec(len(asked), most, behind) * self.draft.ratio
+            step = self._times(num_seqs + sum(k for _, k in asked)) * self.verify.ratio
+            if draft + step - self.plain_sec(num_seqs) <= means:
+                return [min(k, most) for k in chosen]
+        return [0] * num_seqs
 
     def _choose(self, text: Wish, num_seqs: int) -> int:
         trust, share = text.trust, self.plain_sec(num_seqs) / num_seqs
         if not trust.opened:
-            trust.opened, trust.balance_sec = True, share
-        if trust.balance_sec < 0 or text.num_tokens < 1:
+            trust.opened, trust.balance_sec = True, OPENING * share
+        if text.num_tokens < 1:
             return 0
         k, gain = self.best(num_seqs, trust.acceptance(self._overall))
         if k == 0:
@@ -137,7 +153,8 @@ class Pace:
             reading = self._draft_sec(1, 1, text.num_behind) * self.draft.ratio
             if text.num_to_come * share * (1 - 1 / gain) < 2 * reading:
                 return 0
-            trust.balance_sec += reading
+            trust.balance_sec += 0.0 if trust.lent else reading
+            trust.lent = True
         return min(k, text.num_tokens)
 
     def best(self, num_seqs: int, acceptance: float) -> tuple[int, float]:
