@@ -114,7 +114,8 @@ class DraftModel:
     def _extend(self, new: Sequence[tuple[_Held, list[int]]]) -> Tensor:
         batch = StepBatch()
         for held, token_ids in new:
-            batch.add(held.handle, token_ids)
+            # Ids without text can stand in a prompt, and the draft's vocabulary may have fewer of them: any other does.
+            batch.add(held.handle, [t if t < self._vocab_size else 0 for t in token_ids])
         logits = self.engine.extend(batch)
         for held, token_ids in new:
             held.token_ids += token_ids
