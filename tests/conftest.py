@@ -16,6 +16,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.engines.base import EngineLimits
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface
+from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import char_to_json
 
@@ -44,6 +45,11 @@ def make_model(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> G
         center = 1.0 if "ln_" in name and name.endswith("weight") else 0.0
         torch.nn.init.normal_(p, center, std, generator=generator)
     return gpt.requires_grad_(False).eval()
+
+
+def weights_of(gpt: GPT) -> Weights:
+    """A model's weights as an engine takes them."""
+    return Weights(gpt.config, gpt.lm_head.weight.dtype, gpt.named_parameters)
 
 
 def make_limits(config: ModelConfig = TINY, max_num_seqs: int = 4) -> EngineLimits:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import TINY, make_folder, make_limits, make_model
+from conftest import TINY, make_folder, make_limits, make_model, weights_of
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
@@ -48,7 +48,7 @@ def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
     spec = ENGINES[name]
     if (reason := spec.unavailable()) is not None:
         pytest.skip(f"engine {name}: {reason}")
-    return registry.build(spec, gpt, config)
+    return registry.build(spec, weights_of(gpt), config, gpt.lm_head.weight.device)
 
 
 def make_core(engine: Engine, **limits: int) -> Core:

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
 from conftest import TINY, edit_config, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import ModelConfig
-from nanoinfer.models.checkpoints.huggingface import load_folder, save
+from nanoinfer.models.checkpoints.huggingface import load_folder, open_folder, save
 from nanoinfer.models.gpt import GPT
 
 CONFIGS = {
@@ -271,6 +271,15 @@ def test_truncated_weights(tiny_folder: Path, keep: float) -> None:
     raw = path.read_bytes()
     path.write_bytes(raw[: keep if isinstance(keep, int) else int(len(raw) * keep)])
     refuses(lambda: load_folder(tiny_folder), "model.safetensors")
+
+
+def test_a_file_that_is_replaced_while_it_is_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped anew from tensor to tensor, it would be half of one model and half of another."""
+    monkeypatch.setattr("nanoinfer.models.checkpoints.huggingface.MAP_BYTES", 0)
+    weights = iter(open_folder(tiny_folder))
+    assert torch.equal(next(weights)[1], make_model().transformer["wte"].weight)
+    save(make_model(seed=1), tiny_folder)
+    refuses(lambda: list(weights), "model.safetensors", "was changed while it was read")
 
 
 @pytest.mark.parametrize("size", [2**20, 2**40, 2**63, 2**64 - 1])

@@ -20,7 +20,9 @@ import torch
 
 from conftest import TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.config import PRESETS
 from nanoinfer.models.checkpoints.load import load_model
+from nanoinfer.models.checkpoints.weights import empty_gpt
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
@@ -277,11 +279,11 @@ def test_isa_of_a_new_process(tiny_folder: Path) -> None:
 
 def test_the_weights_are_gone_once_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, also after an error of the Hub's library: not only when cycles are collected."""
-    models: list[weakref.ref[Any]] = []
+    weights: list[weakref.ref[Any]] = []
 
     def load_and_watch(*args: Any, **kwargs: Any) -> Any:
         loaded = load_model(*args, **kwargs)
-        models.append(weakref.ref(loaded.gpt))
+        weights.append(weakref.ref(loaded.weights))
         return loaded
 
     monkeypatch.setattr("nanoinfer.llm.load_model", load_and_watch)
@@ -289,10 +291,50 @@ def test_the_weights_are_gone_once_they_are_packed(monkeypatch: pytest.MonkeyPat
     gc.disable()
     try:
         llm = LLM("random:gpt2", engine="native", quantization="int8", max_num_seqs=1)
-        assert models[0]() is None
+        assert weights[0]() is None
     finally:
         gc.enable()
     assert llm.tokenizer is None or llm.tokenizer.vocab_size == 50257
+
+
+PEAK = """
+import sys
+from nanoinfer import LLM
+def peak():
+    with open("/proc/self/status") as f:
+        return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM:"))
+options = {"engine": "native", "quantization": "int8", "max_num_seqs": 1, "threads": 1}
+LLM("shakespeare", **options)  # what Python and torch take is not counted
+before = peak()
+LLM(sys.argv[1], **options)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.skipif(QUICK, reason="a sanitizer takes memory of its own")
+@pytest.mark.parametrize(
+    ("source", "bound"),
+    [
+        ("random", 0.9),  # 0.4 of the float32 weights: packed, and one tensor
+        ("folder", 0.9),  # 0.5: and 32 MiB of the file
+        ("checkpoint", 1.6),  # 1.3: and the file, whose pages the kernel may take back
+    ],
+)
+def test_loading_takes_little_more_than_the_packed_weights(source: str, bound: float, tmp_path: Path) -> None:
+    """Without care it is 1.3 (random) to 2.3 times the float32 weights."""
+    config = PRESETS["gpt2"]
+    name = "random:gpt2"
+    if source != "random":
+        config = replace(TINY, n_embd=512, n_head=8, n_layer=16, vocab_size=8192, bos_token_id=None)
+        name = str(tmp_path / "m")
+    if source == "folder":
+        make_folder(Path(name), config, chars=None)
+    elif source == "checkpoint":
+        shape = {f: getattr(config, f) for f in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
+        torch.save({"model": make_model(config).state_dict(), "model_args": shape}, name)
+    run = subprocess.run([sys.executable, "-c", PEAK, name], capture_output=True, text=True, check=True)
+    assert int(run.stdout) < bound * 4 * empty_gpt(config).num_parameters()
 
 
 FORKED = """

@@ -95,13 +95,11 @@ class LLM:
         self._vocab_size = loaded.config.vocab_size  # of tokens that may be drawn
         if loaded.tokenizer is not None:
             self._vocab_size = min(self._vocab_size, loaded.tokenizer.vocab_size)
-        gpt = loaded.take().to(self.device)
-        target = Target(model, gpt.config, self.tokenizer, self._vocab_size, self.device, self.dtype, seed)
+        target = Target(model, loaded.config, self.tokenizer, self._vocab_size, self.device, self.dtype, seed)
         self._drafts = Drafts(target, config)
         if speculation.draft is not None:
             config = self._drafts.leave_room(speculation.draft)
-        self.engine = registry.build(spec, gpt, config)
-        del gpt
+        self.engine = registry.build(spec, loaded.take(), config, self.device)
         limits = self.engine.limits
         scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
         sampler = choose_sampler(self.device)

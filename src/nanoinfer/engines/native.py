@@ -21,14 +21,14 @@ from nanoinfer import environment
 from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
 from nanoinfer.engines.sequences import Sequences
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.checkpoints.weights import Weights
 
 
 class NativeEngine(Sequences):
     """A decoder in C++.
 
     Args:
-        model: the weights; they are packed, and not kept.
+        weights: each is packed as it comes, and not kept.
         limits: what the engine may hold.
         quantization: int8, int4, or None for the weights' own type.
         kv_cache_dtype: float32, bfloat16 or int8; auto: see `resolve_cache_dtype`.
@@ -40,7 +40,7 @@ class NativeEngine(Sequences):
 
     def __init__(
         self,
-        model: GPT,
+        weights: Weights,
         limits: EngineLimits,
         *,
         quantization: str | None = None,
@@ -49,9 +49,9 @@ class NativeEngine(Sequences):
     ) -> None:
         from nanoinfer._native import Decoder
 
-        super().__init__(model.config, limits)
-        c = model.config
-        dtype = str(model.lm_head.weight.dtype).removeprefix("torch.")
+        super().__init__(weights.config, limits)
+        c = weights.config
+        dtype = str(weights.dtype).removeprefix("torch.")
         try:
             self._decoder = Decoder(
                 vocab_size=c.vocab_size,
@@ -77,8 +77,8 @@ class NativeEngine(Sequences):
                 f"the weights and {limits.max_num_cached_tokens} tokens of keys and values do not fit the memory:"
                 " use a smaller kv_cache_memory, or quantization=int8"
             ) from None
-        for name, tensor in model.named_parameters():  # a tied head is named once
-            self._decoder.load(name, tensor.detach().float().contiguous().numpy())
+        for name, tensor in weights:
+            self._decoder.load(name, tensor.float().contiguous().numpy())
         self._decoder.check_loaded()
         self._handles: dict[Handle, int] = {}
         self._logits = torch.empty(0, self._decoder.logits_stride)

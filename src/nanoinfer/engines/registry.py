@@ -19,7 +19,7 @@ from nanoinfer.errors import NanoinferError
 if TYPE_CHECKING:
     import torch
 
-    from nanoinfer.models.gpt import GPT
+    from nanoinfer.models.checkpoints.weights import Weights
 
 log = logging.getLogger("nanoinfer")
 
@@ -45,7 +45,7 @@ class EngineSpec:
     options: tuple[str, ...] = ()
     """Fields of EngineConfig that the engine takes beside the model and its limits."""
     native: bool = False
-    """Whether it needs the native extension."""
+    """Whether it needs the native extension, and takes the weights one at a time instead of a model."""
 
     def unavailable(self) -> str | None:
         """Return why this engine cannot run on this machine, or None."""
@@ -132,24 +132,27 @@ def _why_not(spec: EngineSpec, config: EngineConfig, device: torch.device, dtype
     return None
 
 
-def build(spec: EngineSpec, gpt: GPT, config: EngineConfig, limits: EngineLimits | None = None) -> Engine:
+def build(
+    spec: EngineSpec, weights: Weights, config: EngineConfig, device: torch.device, limits: EngineLimits | None = None
+) -> Engine:
     """Return a running engine.
 
     Args:
         spec: from `resolve`.
-        gpt: the weights, on the device and in the dtype to compute in.
+        weights: in the dtype to compute in.
         config: for max_num_seqs and kv_cache_memory.
+        device: where to compute.
         limits: what it must hold, where that is settled; None: see `plan_limits`.
 
     Raises:
         NanoinferError: the keys and values do not fit the memory.
     """
     module, _, name = spec.target.partition(":")
-    weight = gpt.lm_head.weight
+    model = weights if spec.native else weights.gpt(device)
     if limits is None:
-        limits = plan_limits(gpt.config, config, spec, weight.dtype.itemsize, weight.device)
+        limits = plan_limits(weights.config, config, spec, weights.dtype.itemsize, device)
     options = {field: getattr(config, field) for field in spec.options}
-    engine: Engine = getattr(importlib.import_module(module), name)(gpt, limits, **options)
+    engine: Engine = getattr(importlib.import_module(module), name)(model, limits, **options)
     return engine
 
 

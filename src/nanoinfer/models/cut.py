@@ -7,30 +7,34 @@ not trained to be read early, so expect little of it; a draft model of the same 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints.weights import Weights
 
 if TYPE_CHECKING:
-    from nanoinfer.models.gpt import GPT
+    from torch import Tensor
+
+_LAYER = re.compile(r"transformer\.h\.(\d+)\.")
 
 
-def cut(gpt: GPT, n_layer: int) -> GPT:
-    """Return a model of the first `n_layer` layers, which shares its weights with `gpt`.
+def cut(weights: Weights, n_layer: int) -> Weights:
+    """Return the weights of a model's first `n_layer` layers, read from where the whole's are.
 
     Raises:
         NanoinferError: n_layer is not from 1 to one less than the model has.
     """
-    import torch
+    config = weights.config
+    if not 1 <= n_layer < config.n_layer:
+        raise NanoinferError(f"{n_layer} layers of a model of {config.n_layer}: use 1 to {config.n_layer - 1}")
 
-    from nanoinfer.models.gpt import GPT
+    def read() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights.read():
+            layer = _LAYER.match(name)
+            if layer is None or int(layer[1]) < n_layer:
+                yield name, tensor
 
-    if not 1 <= n_layer < gpt.config.n_layer:
-        raise NanoinferError(f"{n_layer} layers of a model of {gpt.config.n_layer}: use 1 to {gpt.config.n_layer - 1}")
-    with torch.device("meta"):
-        short = GPT(replace(gpt.config, n_layer=n_layer))
-    state = gpt.state_dict()
-    short.load_state_dict({name: state[name] for name in short.state_dict()}, assign=True)
-    short.tie_weights()
-    return short.requires_grad_(False).eval()
+    return replace(weights, config=replace(config, n_layer=n_layer), read=read)

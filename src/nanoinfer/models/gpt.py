@@ -139,11 +139,7 @@ class GPT(nn.Module):
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """Draw fresh weights as GPT-2 does: normal(0, 0.02), smaller for the projections into the residual."""
         for name, p in self.named_parameters():
-            if p.dim() < 2:
-                nn.init.constant_(p, 1.0 if name.endswith("weight") else 0.0)
-            else:  # 2 * n_layer projections add to the residual: keep its variance (Radford et al. 2019)
-                std = 0.02 * ((2 * self.config.n_layer) ** -0.5 if "c_proj" in name else 1.0)
-                nn.init.normal_(p, 0.0, std, generator=generator)
+            init_weight(name, p, self.config, generator)
 
     def hidden(self, idx: Tensor, pos: Tensor, attend: Attend) -> Tensor:
         """Return the final hidden states, (..., C), in the weights' dtype.
@@ -167,3 +163,12 @@ class GPT(nn.Module):
     def num_parameters(self) -> int:
         """Return the number of weights, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
+
+
+def init_weight(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator | None) -> Tensor:
+    """Fill one parameter as GPT-2 does and return it: see `GPT.init_weights`."""
+    if p.dim() < 2:
+        return nn.init.constant_(p, 1.0 if name.endswith("weight") else 0.0)
+    # 2 * n_layer projections add to the residual: keep its variance (Radford et al. 2019)
+    std = 0.02 * ((2 * config.n_layer) ** -0.5 if "c_proj" in name else 1.0)
+    return nn.init.normal_(p, 0.0, std, generator=generator)

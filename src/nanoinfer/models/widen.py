@@ -19,12 +19,14 @@ what it does to the source, and it says nothing about how a trained model of tha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.checks import require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints.weights import Weights, empty_gpt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,30 +70,24 @@ def widen(gpt: GPT, *, n_embd: int, n_layer: int) -> GPT:
     Raises:
         NanoinferError: n_embd is not a multiple of the model's, or n_layer is below the model's.
     """
-    import torch
+    return widen_weights(gpt, n_embd=n_embd, n_layer=n_layer).gpt(gpt.lm_head.weight.device)
 
-    from nanoinfer.models.gpt import GPT
 
+def widen_weights(gpt: GPT, *, n_embd: int, n_layer: int) -> Weights:
+    """Return the weights of `widen`'s model, made one at a time."""
     config = widened(gpt.config, n_embd=n_embd, n_layer=n_layer)
     r, layers = n_embd // gpt.config.n_embd, gpt.config.n_layer
     source = gpt.state_dict()
-    with torch.device("meta"):
-        wide = GPT(config)
-    state = {}
-    for name in wide.state_dict():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        prefix, layer, rest = _split(name)
-        added = layer is not None and layer >= layers
-        origin = source[name if layer is None else f"{prefix}{layer % layers}{rest}"]
-        state[name] = _copy(name, origin, r, tied=config.tie_word_embeddings)
-        if added and ".c_proj." in name:
-            state[name].zero_()
-    if config.tie_word_embeddings:
-        state["lm_head.weight"] = state["transformer.wte.weight"]
-    wide.load_state_dict(state, assign=True)
-    wide.tie_weights()
-    return wide.requires_grad_(False).eval()
+
+    def read() -> Iterator[tuple[str, Tensor]]:
+        for name, _ in empty_gpt(config).named_parameters():
+            prefix, layer, rest = _split(name)
+            added = layer is not None and layer >= layers
+            origin = source[name if layer is None else f"{prefix}{layer % layers}{rest}"]
+            tensor = _copy(name, origin, r, tied=config.tie_word_embeddings)
+            yield name, tensor.zero_() if added and ".c_proj." in name else tensor
+
+    return Weights(config, gpt.lm_head.weight.dtype, read)
 
 
 def _split(name: str) -> tuple[str, int | None, str]:

@@ -40,7 +40,7 @@ def find_shape(name: str) -> ModelConfig:
     if preset == name:
         path = Path(name).expanduser()
         if path.is_file():
-            return nanogpt.load_checkpoint(path)[1]
+            return nanogpt.open_checkpoint(path)[0].config
         if path.is_dir():
             return hf_config.read(path / "config.json")
     raise NanoinferError(

@@ -33,7 +33,7 @@ from nanoinfer.speculative.speculator import Speculator
 if TYPE_CHECKING:
     import torch
 
-    from nanoinfer.models.gpt import GPT
+    from nanoinfer.models.checkpoints.weights import Weights
     from nanoinfer.models.tokenizers import Tokenizer
 
 log = logging.getLogger("nanoinfer")
@@ -73,7 +73,7 @@ class Drafts:
     def __init__(self, target: Target, config: EngineConfig) -> None:
         self._target, self._config = target, config
         self._engine: Engine | None = None
-        self._loaded: dict[str, tuple[GPT, str | None]] = {}
+        self._loaded: dict[str, tuple[Weights, str | None]] = {}
         """Models without an engine yet, with the format that they are to be packed in."""
         self._drafters: dict[str, Drafter] = {}
         self._times: StepTimes | None = None
@@ -87,10 +87,10 @@ class Drafts:
         name, target = self._resolve(draft), self._target
         if name == PROMPT_LOOKUP:
             return self._config
-        self._loaded[name] = gpt, _ = self._load(name)
+        self._loaded[name] = weights, _ = self._load(name)
         if self._config.kv_cache_memory is None:
             return self._config
-        ours, its = (c.kv_bytes_per_token(1) for c in (target.config, gpt.config))
+        ours, its = (c.kv_bytes_per_token(1) for c in (target.config, weights.config))
         return replace(self._config, kv_cache_memory=max(1, self._config.kv_cache_memory * ours // (ours + its)))
 
     def start(self, engine: Engine) -> None:
@@ -116,20 +116,20 @@ class Drafts:
 
     def _build(self, name: str, limits: EngineLimits) -> DraftModel:
         target = self._target
-        gpt, quantization = self._loaded.pop(name) if name in self._loaded else self._load(name)
+        weights, quantization = self._loaded.pop(name) if name in self._loaded else self._load(name)
         config = EngineConfig(quantization=quantization)
         spec = registry.resolve(config, target.device, target.dtype)
         if "threads" in spec.options:
             config = replace(config, threads=self._config.threads)
-        block_size = gpt.config.block_size
+        block_size = weights.config.block_size
         tokens = min(limits.max_num_cached_tokens, limits.max_num_seqs * block_size)
         room = EngineLimits(limits.max_num_seqs, block_size, tokens)
-        engine = registry.build(spec, gpt.to(target.device), config, room)
+        engine = registry.build(spec, weights, config, target.device, room)
         log.info("draft: %s on engine %s", name, spec.name)
         times = measure_steps(engine, limits.max_num_seqs)
         return DraftModel(name, engine, choose_sampler(target.device), target.vocab_size, times)
 
-    def _load(self, name: str) -> tuple[GPT, str | None]:
+    def _load(self, name: str) -> tuple[Weights, str | None]:
         target, native = self._target, registry.ENGINES["native"]
         if not name.startswith("self:"):
             loaded = load_model(name, dtype=target.dtype, seed=target.seed)
@@ -140,8 +140,8 @@ class Drafts:
         if not how.isdecimal() and how not in native.quantizations:
             formats = ", ".join(f"self:{q}" for q in native.quantizations)
             raise NanoinferError(f"draft={name!r} is unknown: use {formats} or self:<number of layers>")
-        gpt = load_model(target.name, dtype=target.dtype, seed=target.seed).take()
-        return (cut(gpt, int(how)), None) if how.isdecimal() else (gpt, how)
+        weights = load_model(target.name, dtype=target.dtype, seed=target.seed).take()
+        return (cut(weights, int(how)), None) if how.isdecimal() else (weights, how)
 
     def _resolve(self, draft: str) -> str:
         """Return the draft that `auto` stands for; other names are themselves."""

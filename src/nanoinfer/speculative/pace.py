@@ -13,8 +13,8 @@ Two rules keep it from ever costing more than it gives:
 - A drafter that has a prompt to read first does so only for a text that has enough tokens to come to earn twice
   that; the account is lent what it costs.
 
-A text that proposed in vain is tried again with one token after 16, 32, 64, ... plain steps. Every 64th round is a
-plain step, so that the cost of both kinds stays known.
+A text that proposed in vain is tried again with one token after 16, 32, ... up to 512 plain steps. Every 64th round is
+a plain step, so that the cost of both kinds stays known.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MIN_GAIN = 1.02  # predicted speed-up below which it is not worth the trouble
 PRIOR_ROUNDS = 3.0  # how many rounds of its own a text needs to outweigh what others showed
 FORGET = 0.9  # of what is known, each round
 PLAIN_EVERY = 64
-FIRST_RETRY = 16
+FIRST_RETRY, LAST_RETRY = 16, 512
 
 
 @dataclass
@@ -56,8 +56,12 @@ class Trust:
 
     def learn(self, num_proposed: int, num_accepted: int) -> None:
         """Note a round's outcome. A proposal after a wrong one was never judged."""
-        self.num_right = FORGET * self.num_right + num_accepted
-        self.num_wrong = FORGET * self.num_wrong + (num_accepted < num_proposed)
+        self.note(num_accepted, num_accepted < num_proposed)
+
+    def note(self, num_right: float, num_wrong: float) -> None:
+        """Add a round to what is known, and forget some of the earlier ones."""
+        self.num_right = FORGET * self.num_right + num_right
+        self.num_wrong = FORGET * self.num_wrong + num_wrong
 
 
 @dataclass(frozen=True)
@@ -189,14 +193,17 @@ class Pace:
         else:
             self.verify.learn(self._times(num_seqs + num_proposed), outcome.step_sec)
             self.draft.learn(outcome.expected_draft_sec, outcome.draft_sec)
-        extra = outcome.step_sec + outcome.draft_sec - plain if num_proposed else 0.0
+            judged = [(p, a) for _, p, a in outcome.texts if p]
+            wrong = sum(a < p for p, a in judged) / len(judged)
+            self._prior.note(sum(a for _, a in judged) / len(judged), wrong)  # one round, whatever its size
+        extra = outcome.step_sec + outcome.draft_sec - plain if num_proposed else outcome.draft_sec
         for trust, proposed, accepted in outcome.texts:
             trust.balance_sec += ALLOWANCE * plain / num_seqs
             if proposed == 0:
+                trust.balance_sec -= 0.0 if num_proposed else extra / num_seqs  # asked for nothing
                 trust.num_plain += 1
                 continue
             trust.balance_sec += accepted * plain / num_seqs - extra * proposed / num_proposed
             trust.num_plain = 0
-            trust.retry_after = FIRST_RETRY if accepted else 2 * trust.retry_after
+            trust.retry_after = FIRST_RETRY if accepted else min(2 * trust.retry_after, LAST_RETRY)
             trust.learn(proposed, accepted)
-            self._prior.learn(proposed, accepted)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.weights import CONV1D, build
+from nanoinfer.models.checkpoints.weights import CONV1D, Weights, check
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +29,7 @@ _HUB_FILES = [
     "vocab.json",
     "merges.txt",
 ]
+MAP_BYTES = 32 << 20
 _BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old checkpoints carry along
 
 
@@ -53,7 +52,13 @@ def download(repo_id: str) -> Path:
 
 
 def load_folder(folder: Path, dtype: torch.dtype | None = None) -> tuple[GPT, ModelConfig]:
-    """Return the model in a Hugging Face folder.
+    """Return the model in a Hugging Face folder: what `open_folder` finds, in memory."""
+    weights = open_folder(folder, dtype)
+    return weights.gpt(), weights.config
+
+
+def open_folder(folder: Path, dtype: torch.dtype | None = None) -> Weights:
+    """Return the weights in a Hugging Face folder, checked. Its files stay mapped as long as they are kept.
 
     Args:
         folder: holds config.json and model.safetensors (or its sharded index).
@@ -66,24 +71,26 @@ def load_folder(folder: Path, dtype: torch.dtype | None = None) -> tuple[GPT, Mo
     from safetensors import SafetensorError
 
     config = hf_config.read(folder / "config.json")
-    with _open_tensors(folder) as files:
-        ours: dict[str, tuple[Any, str]] = {}
-        for file, key in [(f, key) for f in files for key in f.keys() if not key.endswith(_BUFFERS)]:
+    ours: dict[str, tuple[_File, str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in map(_File, _weight_files(folder)):
+        for key, shape in file.shapes().items():
+            if key.endswith(_BUFFERS):
+                continue
             if (name := _our_name(key)) in ours:
                 raise NanoinferError(f"{folder} holds tensor {name!r:.80} twice: keep one")
             ours[name] = (file, key)
-        shapes = {name: tuple(file.get_slice(key).get_shape()) for name, (file, key) in ours.items()}
-        shapes = {n: s[::-1] if CONV1D.search(n) else s for n, s in shapes.items()}
+            shapes[name] = shape[::-1] if CONV1D.search(name) else shape
 
-        def read(name: str) -> torch.Tensor:
-            file, key = ours[name]
-            try:
-                tensor: torch.Tensor = file.get_tensor(key)
-            except SafetensorError as e:  # a dtype that torch does not have
-                raise NanoinferError(f"{folder}: tensor {key} cannot be read: {e}") from None
-            return tensor.t() if CONV1D.search(name) else tensor
+    def read(name: str) -> torch.Tensor:
+        file, key = ours[name]
+        try:
+            tensor = file.tensor(key)
+        except SafetensorError as e:  # a dtype that torch does not have
+            raise NanoinferError(f"{folder}: tensor {key} cannot be read: {e}") from None
+        return tensor.t() if CONV1D.search(name) else tensor
 
-        return build(config, shapes, read, str(folder), dtype or torch.float32), config
+    return check(config, shapes, read, str(folder), dtype or torch.float32)
 
 
 def _our_name(key: str) -> str:
@@ -91,21 +98,44 @@ def _our_name(key: str) -> str:
     return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
 
 
-@contextmanager
-def _open_tensors(folder: Path) -> Iterator[list[Any]]:
-    """Open the folder's safetensors files. The library checks the header's sizes against the file's."""
-    from contextlib import ExitStack
+class _File:
+    """A safetensors file, mapped: its tensors take memory once they are used, and as long as the map stays.
 
-    from safetensors import SafetensorError, safe_open
+    So it is mapped anew after every MAP_BYTES of tensors; the last map goes with the last tensor of it.
+    """
 
-    with ExitStack() as stack:
-        files = []
-        for path in _weight_files(folder):
-            try:
-                files.append(stack.enter_context(safe_open(str(path), framework="pt")))
-            except (SafetensorError, OSError) as e:
-                raise NanoinferError(f"{path} is no valid safetensors file: {' '.join(str(e).split())[:200]}") from None
-        yield files
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._states: set[tuple[int, ...]] = set()  # inode, size and time: more than one means that it was changed
+        self._map()
+
+    def _map(self) -> None:
+        """Open the file. The library checks the header's sizes against the file's."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            before = self._path.stat()
+            self._file: Any = safe_open(str(self._path), framework="pt")
+            after = self._path.stat()
+        except (SafetensorError, OSError) as e:
+            reason = " ".join(str(e).split())[:200]
+            raise NanoinferError(f"{self._path} is no valid safetensors file: {reason}") from None
+        self._states |= {(s.st_ino, s.st_size, s.st_mtime_ns) for s in (before, after)}
+        if len(self._states) > 1:
+            raise NanoinferError(f"{self._path} was changed while it was read: load it again")
+        self._num_bytes = 0
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor."""
+        return {key: tuple(self._file.get_slice(key).get_shape()) for key in self._file.keys()}
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Return a tensor, part of the mapped file. Raises NanoinferError: the file is not the same any more."""
+        if self._num_bytes > MAP_BYTES:
+            self._map()
+        tensor: torch.Tensor = self._file.get_tensor(key)
+        self._num_bytes += tensor.nbytes
+        return tensor
 
 
 def _weight_files(folder: Path) -> list[Path]:

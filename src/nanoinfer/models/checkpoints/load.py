@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +22,11 @@ from nanoinfer.config import PRESETS, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import huggingface, nanogpt
+from nanoinfer.models.checkpoints.weights import Weights, empty_gpt
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from nanoinfer.models.gpt import GPT
     from nanoinfer.models.tokenizers import Tokenizer
@@ -39,22 +43,26 @@ class LoadedModel:
     """A model with what belongs to it."""
 
     name: str
-    gpt: GPT
-    """On the CPU, in eval mode."""
+    weights: Weights
     config: ModelConfig
     tokenizer: Tokenizer | None
     no_tokenizer_reason: str = ""
     """Why `tokenizer` is None, with the remedy."""
 
-    def take(self) -> GPT:
-        """Return the model and forget it, so that its weights are gone as soon as the caller needs them no more.
+    @cached_property
+    def gpt(self) -> GPT:
+        """The model in memory, on the CPU, in eval mode."""
+        return self.weights.gpt()
 
-        Without this they may stay until the next collection of cycles: an error that the Hub's library caught keeps
-        all frames up to the caller's alive, and what they hold.
+    def take(self) -> Weights:
+        """Return the weights and forget them, so that they are gone as soon as the caller needs them no more.
+
+        Without this a mapped file may stay until the next collection of cycles: an error that the Hub's library
+        caught keeps all frames up to the caller's alive, and what they hold.
         """
-        gpt = self.gpt
-        del self.gpt
-        return gpt
+        weights = self.weights
+        del self.weights
+        return weights
 
 
 def builtin_names() -> list[str]:
@@ -85,14 +93,15 @@ def load_model(
     name, path = str(name), _place(name)
     dataset = None
     if name.startswith("random:"):
-        gpt, config = _random(name, dtype, seed)
+        weights = _random(name, dtype, seed)
     elif path.is_file():
-        gpt, config, dataset = nanogpt.load_checkpoint(path, dtype)
+        weights, dataset = nanogpt.open_checkpoint(path, dtype)
     else:
         path = path if path.is_dir() else _hub_folder(name)
-        gpt, config = huggingface.load_folder(path, dtype)
-    loaded = LoadedModel(name, gpt, config, None)
-    del gpt  # see LoadedModel.take
+        weights = huggingface.open_folder(path, dtype)
+    config = weights.config
+    loaded = LoadedModel(name, weights, config, None)
+    del weights  # see LoadedModel.take
     try:
         loaded.tokenizer = load_tokenizer(tokenizer) if tokenizer else _own_tokenizer(name, path, config, dataset)
     except NanoinferError as e:
@@ -116,20 +125,22 @@ def _place(name: str | Path) -> Path:
     return path
 
 
-def _random(name: str, dtype: torch.dtype | None, seed: int) -> tuple[GPT, ModelConfig]:
+def _random(name: str, dtype: torch.dtype | None, seed: int) -> Weights:
     import torch
 
-    from nanoinfer.models.gpt import GPT
+    from nanoinfer.models.gpt import init_weight
 
     preset = name.removeprefix("random:")
     if preset not in PRESETS:
         raise NanoinferError(f"model {name!r}: there is no preset {preset!r}: use one of {', '.join(PRESETS)}")
-    with torch.device("meta"):
-        gpt = GPT(PRESETS[preset])
-    gpt = gpt.to_empty(device="cpu")
-    gpt.tie_weights()
-    gpt.init_weights(torch.Generator().manual_seed(seed))
-    return gpt.to(dtype or torch.float32).requires_grad_(False).eval(), PRESETS[preset]
+    config = PRESETS[preset]
+
+    def draw() -> Iterator[tuple[str, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in empty_gpt(config).named_parameters():
+            yield name, init_weight(name, torch.empty(p.shape), config, generator)
+
+    return Weights(config, dtype or torch.float32, draw)
 
 
 def split_wide(name: str) -> tuple[str, ModelConfig]:
@@ -147,16 +158,16 @@ def split_wide(name: str) -> tuple[str, ModelConfig]:
 
 
 def _widened(name: str, dtype: torch.dtype | None, seed: int, tokenizer: str | None) -> LoadedModel:
-    from nanoinfer.models.widen import widen
+    from nanoinfer.models.widen import widen_weights
 
     source, shape = split_wide(name)
     loaded = load_model(source, seed=seed, tokenizer=tokenizer)  # float32: see widen
     try:
-        gpt = widen(loaded.gpt, n_embd=shape.n_embd, n_layer=shape.n_layer)
+        weights = widen_weights(loaded.gpt, n_embd=shape.n_embd, n_layer=shape.n_layer)
     except NanoinferError as e:
         raise NanoinferError(f"model {name!r}: {e}") from None
-    loaded.name, loaded.gpt, loaded.config = name, gpt.to(dtype) if dtype else gpt, gpt.config
-    return loaded
+    weights = replace(weights, dtype=dtype or weights.dtype)
+    return LoadedModel(name, weights, weights.config, loaded.tokenizer, loaded.no_tokenizer_reason)
 
 
 def _hub_folder(name: str) -> Path:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints.weights import build
+from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.tokenizers import CharTokenizer
 
 if TYPE_CHECKING:
@@ -39,7 +39,15 @@ _OPCODES = (
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, ModelConfig, str | None]:
-    """Return the model of a nanoGPT `ckpt.pt`, its config, and the name of the data set it was trained on.
+    """Return the model of a nanoGPT `ckpt.pt`, its config and data set: what `open_checkpoint` finds, in memory."""
+    weights, dataset = open_checkpoint(path, dtype)
+    return weights.gpt(), weights.config, dataset
+
+
+def open_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[Weights, str | None]:
+    """Return the weights of a nanoGPT `ckpt.pt`, checked, and the name of the data set it was trained on.
+
+    The file stays mapped as long as the weights are kept.
 
     Args:
         path: the file.
@@ -73,10 +81,10 @@ def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, 
     state = {name: t for name, t in state.items() if not name.endswith(".attn.bias")}  # old causal masks
     _check_bytes(state, path)
     shapes = {name: tuple(t.shape) for name, t in state.items()}
-    model = build(config, shapes, state.__getitem__, str(path), dtype or torch.float32)
+    weights = check(config, shapes, state.__getitem__, str(path), dtype or torch.float32)
     data = checkpoint.get("config")
     dataset = data.get("dataset") if isinstance(data, dict) else None
-    return model, config, dataset if isinstance(dataset, str) else None
+    return weights, dataset if isinstance(dataset, str) else None
 
 
 def _check_nesting(path: Path) -> None:

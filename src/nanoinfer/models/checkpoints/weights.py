@@ -1,9 +1,10 @@
-"""Assembling a GPT from a dict of tensors, with every name and shape checked first."""
+"""A model's weights on their way from where they are kept into an engine, one tensor at a time, checked first."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import ModelConfig
@@ -11,6 +12,7 @@ from nanoinfer.errors import NanoinferError
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from nanoinfer.models.gpt import GPT
 
@@ -20,40 +22,78 @@ _LAYER = re.compile(r"^transformer\.h\.([0-9]{1,9})\.")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")  # 8 bits and fewer mean nothing without their scales
 
 
-def build(
-    config: ModelConfig,
-    shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[str], torch.Tensor],
-    source: str,
-    dtype: torch.dtype,
-) -> GPT:
-    """Return a GPT in eval mode with the given weights.
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights, not in memory yet: the loaders make them, an engine takes them.
 
-    Shapes are compared before any tensor is read, so that a file cannot make us allocate what its config
-    claims but its tensors do not hold. The weights are copies: those of a mapped file would change, or end
-    the process, when a trainer writes its next checkpoint over it.
-
-    Args:
-        config: the model's shape.
-        shapes: name in our layout -> shape in our layout, (out, in) for linear layers.
-        read: returns the tensor of a name, in the shape given for it.
-        source: the file or folder, for error messages.
-        dtype: dtype of the model's weights.
-
-    Raises:
-        NanoinferError: a tensor is missing, has another shape or a dtype that holds no weights, or has no
-            place in the model.
+    An engine with a format of its own packs each tensor as it comes, so that no two copies of a model meet in
+    memory. The others take `gpt`.
     """
+
+    config: ModelConfig
+    dtype: torch.dtype
+    """Of the tensors that are handed out."""
+    read: Callable[[], Iterator[tuple[str, Tensor]]]
+    """Begin a pass over the names and tensors of `GPT.named_parameters`, in its order and in any dtype."""
+    mapped: bool = False
+    """Whether the tensors are part of a mapped file."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Hand out each name and tensor; it may be part of a mapped file, so use it before the next, and drop it."""
+        for name, tensor in self.read():
+            yield name, tensor.to(self.dtype)
+
+    def gpt(self, device: torch.device | str = "cpu") -> GPT:
+        """Return a GPT in eval mode with these weights on a device.
+
+        Those of a mapped file are copied: they would change, or end the process, when a trainer writes its next
+        checkpoint over it. All keep their order in memory: the engine decides on it.
+        """
+        model = empty_gpt(self.config)
+        state = {name: tensor.to(device, self.dtype, copy=self.mapped) for name, tensor in self.read()}
+        if self.config.tie_word_embeddings:
+            state["lm_head.weight"] = state["transformer.wte.weight"]
+        model.load_state_dict(state, assign=True)
+        model.tie_weights()
+        return model.requires_grad_(False).eval()
+
+
+def empty_gpt(config: ModelConfig) -> GPT:
+    """Return a GPT without memory for its weights: their names and shapes."""
     import torch
 
     from nanoinfer.models.gpt import GPT
 
-    _check_sizes(config, shapes, source)
     with torch.device("meta"):
-        model = GPT(config)
-    wanted = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    if config.tie_word_embeddings:
-        del wanted["lm_head.weight"]
+        return GPT(config)
+
+
+def check(
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
+    source: str,
+    dtype: torch.dtype,
+) -> Weights:
+    """Return the weights of a model, their names and shapes checked.
+
+    Shapes are compared before any tensor is read, so that a file cannot make us allocate what its config
+    claims but its tensors do not hold.
+
+    Args:
+        config: the model's shape.
+        shapes: name in our layout -> shape in our layout, (out, in) for linear layers.
+        read: returns the tensor of a name, in the shape given for it; best as part of a mapped file, which takes
+            no memory before it is used.
+        source: the file or folder, for error messages.
+        dtype: dtype of the weights in memory.
+
+    Raises:
+        NanoinferError: a tensor is missing, has another shape or a dtype that holds no weights, or has no
+            place in the model; or a tied head differs from the embedding.
+    """
+    _check_sizes(config, shapes, source)
+    wanted = {name: tuple(p.shape) for name, p in empty_gpt(config).named_parameters()}  # a tied head is named once
     shapes = dict(shapes)
     head = shapes.pop("lm_head.weight", None) if config.tie_word_embeddings else None
     for name, shape in wanted.items():
@@ -66,19 +106,16 @@ def build(
     if extra := sorted(shapes.keys() - wanted.keys()):
         names = ", ".join(f"{name!r:.80}" for name in extra[:3])
         raise NanoinferError(f"{source}: {len(extra)} tensors have no place in the model: {names}")
-    state = {name: _copy(read(name), dtype, f"{source}: tensor {name}") for name in wanted}
+    for name in shapes if head is None else (*shapes, "lm_head.weight"):
+        if (found := str(read(name).dtype).removeprefix("torch.")) not in _DTYPES:
+            raise NanoinferError(f"{source}: tensor {name} is {found}: weights must be one of {', '.join(_DTYPES)}")
     if head is not None:
-        wte = state["transformer.wte.weight"]
-        what = f"{source}: tensor lm_head.weight"
-        if tuple(head) != wte.shape or not torch.equal(_copy(read("lm_head.weight"), dtype, what), wte):
+        wte = read("transformer.wte.weight").to(dtype)
+        if tuple(head) != wte.shape or not read("lm_head.weight").to(dtype).equal(wte):
             raise NanoinferError(
                 f"{source}: tie_word_embeddings=True, but lm_head.weight differs from wte.weight: set it to false"
             )
-    if config.tie_word_embeddings:
-        state["lm_head.weight"] = state["transformer.wte.weight"]
-    model.load_state_dict(state, assign=True)
-    model.tie_weights()
-    return model.requires_grad_(False).eval()
+    return Weights(config, dtype, lambda: ((name, read(name)) for name in wanted), mapped=True)
 
 
 def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -93,10 +130,3 @@ def _check_sizes(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], sou
             raise NanoinferError(
                 f"{source}: tensor {name}.weight is {found}, but the config makes it {[rows, config.n_embd]}"
             )
-
-
-def _copy(tensor: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
-    """Return a copy in another dtype. `what` names the tensor in the error."""
-    if (found := str(tensor.dtype).removeprefix("torch.")) not in _DTYPES:
-        raise NanoinferError(f"{what} is {found}: weights must be one of {', '.join(_DTYPES)}")
-    return tensor.to(dtype, copy=True)  # keeps the order in memory: the engine decides on it
