@@ -139,6 +139,14 @@ BAD = {
     "train missing data": (["train", "--data", "no.txt", "--out", "{tmp}/o"], "no.txt cannot be read"),
     "train short data": (["train", "--data", "{one}", "--out", "{tmp}/o"], "a window needs block_size + 1"),
     "train bad lr": (["train", "--data", "{one}", "--out", "{tmp}/o", "--learning-rate", "inf"], "learning_rate=inf"),
+    "train distill nothing": (
+        ["train", "--data", "{text}", "--out", "{tmp}/o", "--distill", "{tiny}", "--distill-tokens", "0"],
+        "distill_tokens=0 is not an integer in [1, ",
+    ),
+    "train distill too far": (
+        ["train", "--data", "{text}", "--out", "{tmp}/o", "--distill", "{tiny}", "--block-size", "64"],
+        "block_size=64 is more than the 32 of distill=",
+    ),
     "train unwritable": (["train", "--data", "{text}", "--out", "{one}/sub"], "cannot be written"),
     "train over a model": (["train", "--data", "{text}", "--out", "{tiny}"], "already holds model.safetensors"),
 }

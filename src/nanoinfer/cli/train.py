@@ -4,13 +4,14 @@ Examples:
     nanoinfer train --data shakespeare.txt --out out/char
     nanoinfer train --data shakespeare.txt --out out/char --resume          (after it was killed)
     nanoinfer train --data notes.txt --out out/notes --init gpt2 --block-size 256 --learning-rate 3e-5
+    nanoinfer train --data notes.txt --out out/draft --distill out/notes --n-layer 2 --block-size 256
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +19,7 @@ from nanoinfer.cli.options import flags
 from nanoinfer.training.config import TrainConfig
 
 if TYPE_CHECKING:
+    from nanoinfer.llm import LLM
     from nanoinfer.training.loop import Progress
 
 
@@ -30,18 +32,52 @@ def train(
     """Train a model; write it as a Hugging Face folder."""
     from nanoinfer.training import loop
 
-    run = loop.prepare(config, resume=resume)
+    run = loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill is not None else None)
     model = run.model.config
     print(
-        f"{run.model.num_parameters():,} parameters, {len(run.train.tokens):,} training tokens,"
-        f" {len(run.val.tokens):,} validation tokens, vocabulary {model.vocab_size:,}, on {run.device}",
+        f"{run.model.num_parameters():,} parameters, {run.train.tokens.numel():,} training tokens,"
+        f" {run.val.tokens.numel():,} validation tokens, vocabulary {model.vocab_size:,}, on {run.device}",
         file=sys.stderr,
     )
     if run.step:
         print(f"resuming at step {run.step} of {config.max_steps}", file=sys.stderr)
     best = loop.train(run, _reporter(run.step, config.max_steps, run.val_chars_per_token))
     bits = best / run.val_chars_per_token / math.log(2)
-    print(f"best validation loss {best:.4f} nats per token ({bits:.4f} bits per character), model in {config.out}")
+    what = "validation loss" if config.distill is None else f"KL divergence from {config.distill} on validation text"
+    print(f"best {what} {best:.4f} nats per token ({bits:.4f} bits per character), model in {config.out}")
+
+
+class _Writer:
+    """The target of --distill, writing; loaded when it is first asked to."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._llm: LLM | None = None
+
+    def __call__(self, texts: list[list[int]], temperatures: list[float], num_tokens: int) -> list[list[int]]:
+        """Return each text with `num_tokens` more tokens: a function of the arguments and the run's seed."""
+        from nanoinfer import LLM, SamplingParams
+
+        assert self._config.distill is not None
+        print(f"{self._config.distill} writes {len(texts)} texts on, {num_tokens} tokens each", file=sys.stderr)
+        self._llm = self._llm or LLM(self._config.distill, device=self._config.device, **self.precision())
+        params = [
+            SamplingParams(
+                max_tokens=num_tokens, temperature=temperature, seed=self._config.seed * 1_000_003 + i, ignore_eos=True
+            )
+            for i, temperature in enumerate(temperatures)
+        ]
+        outputs = self._llm.generate(texts, params)
+        return [text + output.outputs[0].token_ids for text, output in zip(texts, outputs, strict=True)]
+
+    def precision(self) -> dict[str, Any]:
+        """8 bits where there is an engine for them: half the time, and what is learned is the target's in float32."""
+        from nanoinfer.engines.devices import resolve_device
+        from nanoinfer.engines.registry import ENGINES
+
+        if resolve_device(self._config.device).type != "cpu" or ENGINES["native"].unavailable() is not None:
+            return {}
+        return {"quantization": "int8", "kv_cache_dtype": "int8"}
 
 
 class _reporter:

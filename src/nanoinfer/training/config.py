@@ -22,8 +22,12 @@ class TrainConfig:
     """Folder that the model is written to, in the Hugging Face layout."""
     init: str = "scratch"
     """scratch, or any model that loads: its weights and tokenizer are the start."""
+    distill: str | None = None
+    """A model whose probabilities to learn, on the data and on texts that it writes; it has the same tokenizer."""
+    distill_tokens: int = 1_000_000
+    """Tokens that the model of distill writes; half of them greedily."""
     tokenizer: str = "char"
-    """char, bpe (a new byte-level BPE), or where to take one from; with init, the model's own is used."""
+    """char, bpe (a new byte-level BPE), or where to take one from; with init or distill, the model's own is used."""
     vocab_size: int = 2048
     """Tokens of a new byte-level BPE."""
     n_layer: int = 4
@@ -74,7 +78,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.data:
             raise NanoinferError("data is empty: give at least one text file")
-        ints = "n_layer n_head n_embd block_size batch_size max_steps eval_interval eval_tokens".split()
+        ints = "distill_tokens n_layer n_head n_embd block_size batch_size max_steps eval_interval eval_tokens".split()
         for name in ints:
             require_int(name, getattr(self, name), 1, 2**31 - 1)
         require_int("vocab_size", self.vocab_size, 256, 1 << 20)

@@ -80,6 +80,12 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], eos_token_id: int |
     return torch.tensor(ids, dtype=torch.int64)
 
 
+def evenly_spread(count: int, block_size: int, max_tokens: int) -> Tensor:
+    """Choose windows: evenly_spread(6, 10, 30) -> [0, 2, 4]. `max_tokens` tokens at most, one window at least."""
+    keep = max(1, min(count, max_tokens // block_size))
+    return torch.arange(keep) * count // keep
+
+
 @dataclass(frozen=True)
 class Batches:
     """Windows of a token tensor."""
@@ -108,8 +114,7 @@ class Batches:
     def sweep(self, max_tokens: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of non-overlapping windows, evenly spread: `max_tokens` tokens at most, one window at least."""
         count = (len(self.tokens) - 1) // self.block_size
-        keep = max(1, min(count, max_tokens // self.block_size))
-        starts = (torch.arange(keep) * count // keep * self.block_size)[:, None]
+        starts = (evenly_spread(count, self.block_size, max_tokens) * self.block_size)[:, None]
         windows = self.tokens[starts + torch.arange(self.block_size + 1)]
         for chunk in torch.split(windows, batch_size):
             yield chunk[:, :-1], chunk[:, 1:]

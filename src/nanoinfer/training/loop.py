@@ -28,9 +28,9 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
+from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
-from nanoinfer.training import data
+from nanoinfer.training import data, distill
 from nanoinfer.training.config import TrainConfig
 
 STATE = "training_state.pt"
@@ -43,7 +43,7 @@ class Progress:
     step: int
     loss: float
     val_loss: float | None
-    """Set after a validation, else None. Nats per token."""
+    """Set after a validation, else None. Nats per token; with distill the distance to it (KL) on the held-out text."""
     best_val_loss: float
     tokens_per_sec: float
 
@@ -56,19 +56,25 @@ class Run:
     device: torch.device
     model: GPT
     tokenizer_json: str
-    train: data.Batches
-    val: data.Batches
+    train: data.Batches | distill.Lessons
+    val: data.Batches | distill.Lessons
     val_chars_per_token: float
     step: int = 0
     best_val_loss: float = math.inf
     optimizer: torch.optim.Optimizer | None = None
 
 
-def prepare(config: TrainConfig, *, resume: bool = False) -> Run:
+def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete | None = None) -> Run:
     """Read the data, make or load tokenizer and model, and go back to the saved state when resuming.
 
+    Args:
+        config: the run.
+        resume: go on from the state in `out`.
+        complete: lets the target of `distill` write: (texts, temperatures, n) -> the texts with n more tokens, the
+            same ones each time, or a resumed run is another. Called after everything else has been checked.
+
     Raises:
-        NanoinferError: bad data, an `out` that holds another run, or nothing to resume.
+        NanoinferError: bad data, an `out` that holds another run, or a target that does not fit.
     """
     from nanoinfer.engines.devices import resolve_device
 
@@ -77,7 +83,8 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Run:
     state = _read_state(out, config, resume)
     train_texts, val_texts = data.split_texts(data.read_texts(config.data), config.val_fraction)
     torch.manual_seed(config.seed)
-    model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, out if state else None)
+    target = distill.load_target(config.distill, config.block_size) if config.distill is not None else None
+    model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, out if state else None, target)
     eos = model.config.eos_token_id
     val_tokens = data.encode_texts(tokenizer, val_texts, eos)
     run = Run(
@@ -95,11 +102,26 @@ def prepare(config: TrainConfig, *, resume: bool = False) -> Run:
         run.optimizer.load_state_dict(state["optimizer"])
         run.step, run.best_val_loss = state["step"], state["best_val_loss"]
     _check_writable(out)
+    if target is not None:
+        source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
+        distill.check_vocabularies(target, tokenizer, source)
+        _ask_target(run, target.take(), tokenizer.vocab_size, complete)
     return run
 
 
+def _ask_target(run: Run, target: GPT, num_tokens: int, complete: distill.Complete | None) -> None:
+    """Replace the batches of `run` by those of distillation: the target writes, then reads what there is."""
+    assert complete is not None, "distill needs someone to write"
+    config, block_size = run.config, run.model.config.block_size
+    texts = distill.write_texts(run.train.tokens, config.distill_tokens, block_size, config.seed, complete)
+    target, dtype = target.to(run.device), getattr(torch, config.autocast)
+    every = torch.cat([distill.windows(run.train.tokens, block_size), texts])
+    run.train = distill.read(target, every, num_tokens, config.seed, dtype)
+    run.val = distill.read(target, distill.windows(run.val.tokens, block_size), num_tokens, config.seed, dtype)
+
+
 def _start(
-    config: TrainConfig, train: list[str], val: list[str], saved: Path | None
+    config: TrainConfig, train: list[str], val: list[str], saved: Path | None, target: LoadedModel | None
 ) -> tuple[GPT, tokenizers.Tokenizer, str]:
     """Return the model to start from, its tokenizer, and the tokenizer's JSON."""
     if config.init != "scratch":
@@ -107,6 +129,9 @@ def _start(
     if saved is not None:
         text = (saved / "tokenizer.json").read_text(encoding="utf-8")
         tokenizer = tokenizers.from_json(text, str(saved))
+    elif config.tokenizer in ("char", "bpe") and target is not None:
+        assert target.tokenizer is not None
+        tokenizer, text = target.tokenizer, tokenizers.to_json(target.tokenizer)
     elif config.tokenizer in ("char", "bpe"):
         tokenizer, text = data.make_tokenizer(config.tokenizer, train, val, config.vocab_size)
     else:
@@ -198,13 +223,23 @@ def train(run: Run, report: Callable[[Progress], None]) -> float:
 
 
 def _loss(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy, nats per token, of a batch (B, T)."""
+    """Return the mean loss, nats per token, of inputs x, (B, T).
+
+    Args:
+        run: the model.
+        x: token ids.
+        y: the next ones, (B, T): cross-entropy; or the target's logits, (B, T, V): the loss of distillation, and
+            without its second part in validation.
+    """
     x, y = x.to(run.device), y.to(run.device)
     low: AbstractContextManager[Any] = nullcontext()
     if run.config.autocast == "bfloat16":
         low = torch.autocast(run.device.type, dtype=torch.bfloat16)
     with low:
         logits = run.model(x)
+    if y.is_floating_point():
+        kl, distance = distill.divergences(logits[..., : y.shape[-1]], y)
+        return kl + distance if run.model.training else kl
     return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
 
@@ -214,8 +249,8 @@ def validate(run: Run) -> float:
     run.model.eval()
     total, count = 0.0, 0
     for x, y in run.val.sweep(run.config.eval_tokens, run.config.batch_size):
-        total += _loss(run, x, y).item() * y.numel()
-        count += y.numel()
+        total += _loss(run, x, y).item() * x.numel()
+        count += x.numel()
     return total / count
 
 
