@@ -6,6 +6,7 @@ one turns into the other depends on engine, format, threads and machine, so it i
 
 from __future__ import annotations
 
+import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from nanoinfer.engines.base import Engine, StepBatch
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+RUNS = 3
 BUDGET_SEC = 1.0
 
 
@@ -42,7 +44,7 @@ class StepTimes:
 def measure_steps(
     engine: Engine, max_tokens: int, *, clock: Callable[[], float] = time.perf_counter, budget_sec: float = BUDGET_SEC
 ) -> StepTimes:
-    """Return what steps of an engine cost: logits for every token, the better of two runs of each size.
+    """Return what steps of an engine cost: logits for every token, the median of three runs of each size.
 
     Args:
         engine: with room for one more sequence, which is closed again.
@@ -57,14 +59,15 @@ def measure_steps(
         for n in SIZES:
             if measured and (n > min(max_tokens, engine.limits.block_size) or clock() - started > budget_sec):
                 break
-            for _ in range(3 if n == 1 else 2):  # the very first one warms up
+            runs = []
+            for _ in range(RUNS + (n == 1)):
                 batch = StepBatch()
                 batch.add(handle, [0] * n, num_logits=n)
                 before = clock()
                 _wait(engine.extend(batch))
-                sec = clock() - before
-                measured[n] = min(sec, measured.get(n, sec))
+                runs.append(clock() - before)
                 engine.truncate(handle, 0)
+            measured[n] = statistics.median(runs[-RUNS:])  # the very first one warms up
     finally:
         engine.close(handle)
     return StepTimes(measured)

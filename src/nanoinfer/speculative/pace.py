@@ -5,11 +5,12 @@ timed), what the drafter costs, and how often this text's proposals were accepte
 which number is the best for them: it is computed once for each batch size and acceptance, and looked up.
 
 Two rules keep it from ever costing more than it gives:
-- An account for each text. It is opened with half of the text's share of one step, credited with the time that
-  accepted tokens saved and half a percent of all time spent, and charged with what drafting and verifying cost above
-  a plain step. Texts that decode together pay together: a round is begun when their accounts can pay it even if all
-  of it is wrong. (A round costs nearly the same for one text as for all of them, so one of many cannot pay it alone;
-  and a text that began with bad luck is not shut out while the others gain.) So the loss is bounded, whoever proposes.
+- An account for each text. It is opened with half a percent of the time that the text may take, credited with the
+  time that accepted tokens saved and half a percent of all time spent, and charged with what drafting and verifying
+  cost above a plain step. Texts that decode together pay together: a round is begun when their accounts can pay it
+  even if all of it is wrong. (A round costs nearly the same for one text as for all of them, so one of many cannot pay
+  it alone; and a text that began with bad luck is not shut out while the others gain.) So the loss is bounded,
+  whoever proposes.
 - A drafter that has a prompt to read first does so only for a text that has enough tokens to come to earn twice
   that; the account is lent what it costs.
 
@@ -27,7 +28,8 @@ from nanoinfer.speculative.costs import StepTimes
 
 MAX_K = 12
 ALLOWANCE = 0.005  # of the time spent, that speculation may lose
-OPENING = 0.5  # of a text's share of one step: what it may lose beside that
+OPENING = 0.0055  # of the time that a text may still take: what it may lose beside that
+MOST_OPENING = 4.0  # plain steps: the text may end early
 MIN_GAIN = 1.02  # predicted speed-up below which it is not worth the trouble
 PRIOR_ROUNDS = 3.0  # how many rounds of its own a text needs to outweigh what others showed
 FORGET = 0.9  # of what is known, each round
@@ -95,10 +97,13 @@ class Drift:
 
     def __init__(self) -> None:
         self.ratio = 1.0
+        self._num_seen = 0
 
     def learn(self, predicted_sec: float, actual_sec: float) -> None:
-        """Move towards actual / predicted; one outlier (another process, a page fault) moves it little."""
-        self.ratio += 0.1 * (min(max(actual_sec / predicted_sec, 0.25 * self.ratio), 2.0 * self.ratio) - self.ratio)
+        """Move towards actual / predicted, less the more is known; one outlier (a page fault) moves it little."""
+        self._num_seen += 1
+        now = min(max(actual_sec / predicted_sec, 0.25 * self.ratio), 2.0 * self.ratio)
+        self.ratio += max(0.1, 1 / (self._num_seen + 1)) * (now - self.ratio)
 
 
 class Pace:
@@ -147,7 +152,8 @@ class Pace:
     def _choose(self, text: Wish, num_seqs: int) -> int:
         trust, share = text.trust, self.plain_sec(num_seqs) / num_seqs
         if not trust.opened:
-            trust.opened, trust.balance_sec = True, OPENING * share
+            trust.opened = True
+            trust.balance_sec = share * min(MOST_OPENING, OPENING * text.num_to_come)
         if text.num_tokens < 1:
             return 0
         k, gain = self.best(num_seqs, trust.acceptance(self._overall))

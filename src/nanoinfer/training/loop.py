@@ -105,7 +105,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     if target is not None:
         source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
         distill.check_vocabularies(target, tokenizer, source)
-        _ask_target(run, target.take(), tokenizer.vocab_size, complete)
+        _ask_target(run, target.gpt, tokenizer.vocab_size, complete)
     return run
 
 

@@ -43,8 +43,8 @@ std::int64_t num_blocks(const DecoderShape& s, const DecoderOptions& o) {
 Decoder::Decoder(const DecoderShape& shape, const DecoderOptions& options)
     : kernels_(kernels_for(options.isa)),
       cache_({options.cache, checked(shape, options).n_layer, shape.n_head, shape.head_dim()}, num_blocks(shape, options)),
-      team_(options.threads),
-      pass_((model_.shape = shape, model_.type = options.weights, model_), kernels_, cache_, team_) {
+      team_(Team::shared(options.threads)),
+      pass_((model_.shape = shape, model_.type = options.weights, model_), kernels_, cache_, *team_) {
   const std::int64_t C = shape.n_embd;
   model_.layers.resize(shape.n_layer);
   model_.wpe.resize(shape.block_size * C);
@@ -116,8 +116,8 @@ void Decoder::load(const std::string& name, const float* values, std::int64_t ro
 }
 
 void Decoder::pack(Matrix& m, const float* values) {
-  team_.run([&](int rank) {
-    const Share mine = share_of(m.panels, rank, team_.size());
+  team_->run([&](int rank) {
+    const Share mine = share_of(m.panels, rank, team_->size());
     for (std::int64_t p = mine.begin; p < mine.end; ++p)
       pack_panel(m.type, values, m.out, m.in, p, const_cast<std::uint8_t*>(m.data) + p * m.panel_bytes,
                  const_cast<float*>(m.scale) + p * kPanel);

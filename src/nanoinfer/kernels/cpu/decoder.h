@@ -43,7 +43,7 @@ class Decoder {
   Cache& cache() { return cache_; }
   const DecoderShape& shape() const { return model_.shape; }
   const char* isa() const { return kernels_.name; }
-  int threads() const { return team_.size(); }
+  int threads() const { return team_->size(); }
   std::int64_t logits_stride() const;  // vocab_size, padded to whole panels
   const PartSeconds& part_seconds() const { return pass_.part_seconds(); }
   std::size_t weight_bytes() const { return weights_.size(); }
@@ -72,7 +72,7 @@ class Decoder {
   Buffer weights_;
   std::size_t placed_ = 0;
   Cache cache_;
-  Team team_;
+  std::shared_ptr<Team> team_;
   Pass pass_;
 };
 

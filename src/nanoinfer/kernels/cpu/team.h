@@ -4,12 +4,18 @@
 // (fork-join) costs more than many of them; here threads start once, a step is handed to them once, and between
 // operations they meet at a barrier that spins. The caller is thread 0. Idle threads spin for a moment, because
 // the next token usually follows, and then sleep until they are called.
+//
+// Decoders share a team: with one each, the threads of the one that has just finished (a draft model) would spin on the
+// cores that the other's (the target's) need, and be put off them by the system only milliseconds later.
 #pragma once
 
 #include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <thread>
 #include <type_traits>
@@ -39,15 +45,28 @@ class Team {
   Team(const Team&) = delete;
   Team& operator=(const Team&) = delete;
 
+  // The process's team of this size, made by the first who asks and gone with the last. One thread alone never waits
+  // for others, so teams of one are not shared.
+  static std::shared_ptr<Team> shared(int size) {
+    if (size == 1) return std::make_shared<Team>(1);
+    static std::mutex mutex;
+    static std::map<int, std::weak_ptr<Team>> teams;
+    const std::lock_guard lock(mutex);
+    std::shared_ptr<Team> team = teams[size].lock();
+    if (team == nullptr || team->process_ != getpid()) teams[size] = team = std::make_shared<Team>(size);
+    return team;
+  }
+
   int size() const { return size_; }
 
   // Call body(rank) on every thread of the team, 0 <= rank < size; return when all are done. The body must not
-  // throw. One caller at a time. Throws std::runtime_error in a forked child, which has none of the threads.
+  // throw. Callers at the same time take turns. Throws std::runtime_error in a forked child, which has none of the threads.
   template <class Body>
   void run(Body&& body) {
     if (getpid() != process_)
       throw std::runtime_error("this process was forked from the one that made the engine, and has none of its threads:"
                                " make the engine in the process that uses it");
+    const std::lock_guard turn(turn_);
     if (size_ > 1) {
       call_ = [](void* b, int rank) { (*static_cast<std::remove_reference_t<Body>*>(b))(rank); };
       body_ = &body;
@@ -101,6 +120,7 @@ class Team {
 
   const int size_;
   const pid_t process_;
+  std::mutex turn_;
   void (*call_)(void*, int) = nullptr;
   void* body_ = nullptr;
   std::atomic<bool> stop_{false};
