@@ -129,7 +129,7 @@ class SpeculationConfig:
     """Whether and how tokens are proposed and verified several at a time."""
 
     draft: str | None = None
-    """Who proposes tokens to verify: prompt-lookup, a model's name, self:int8, self:int4, self:<layers> or auto."""
+    """Who proposes tokens to verify: prompt-lookup, the name of a model or draft head, self:int8 and the like, auto."""
     speculate_k: str | int = "auto"
     """Tokens proposed at a time: auto decides as it goes, none included; or 1 to 64."""
     speculate_rule: str = "reproduce"

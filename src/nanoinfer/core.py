@@ -138,7 +138,7 @@ class Core:
                 num_wrong = len(proposal.token_ids) + 1 - len(some)
                 self.engine.truncate(handle, self.engine.length(handle) - num_wrong)
         if self.speculator is not None:
-            self.speculator.learn(work, done, tokens, now - start)
+            self.speculator.learn(work, done, tokens, now - start, self.engine.hidden)
         return tokens
 
     def _batch(self, work: list[Work], done: Round) -> StepBatch:

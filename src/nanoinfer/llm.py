@@ -53,7 +53,8 @@ class LLM:
         threads: CPU threads of the native engine; None: as many as this process may use.
         seed: for random:<preset> weights.
         draft: who proposes tokens that the model verifies several at a time: prompt-lookup, a model with the same
-            tokenizer (shakespeare-draft), self:int8, self:int4, self:<layers>, or auto; None: plain decoding.
+            tokenizer (shakespeare-draft), a draft head (shakespeare-head), self:int8, self:int4, self:<layers>, or
+            auto; None: plain decoding.
         speculate_k: tokens proposed at a time; auto decides as it goes, none included.
         speculate_rule: reproduce (the very text of plain decoding) or reject (the same distribution).
 

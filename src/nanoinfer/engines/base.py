@@ -83,6 +83,16 @@ class Engine(Protocol):
         """
         ...
 
+    def hidden(self) -> Tensor:
+        """Return what the logits of the last `extend` were made from: the outputs of the final layer norm.
+
+        Returns:
+            (sum(num_logits), n_embd) float32 on the engine's device, the rows of `extend`'s logits: they are the
+            output head times these, but for the rounding of a head in fewer bits. The caller's until the next
+            call of `extend`.
+        """
+        ...
+
     def truncate(self, handle: Handle, length: int) -> None:
         """Forget the tokens from position `length` on, 0 <= length <= self.length(handle)."""
         ...

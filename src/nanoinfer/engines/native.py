@@ -82,6 +82,7 @@ class NativeEngine(Sequences):
         self._decoder.check_loaded()
         self._handles: dict[Handle, int] = {}
         self._logits = torch.empty(0, self._decoder.logits_stride)
+        self._num_logits = 0  # of the last step
 
     @property
     def isa(self) -> str:
@@ -104,8 +105,15 @@ class NativeEngine(Sequences):
             )
         except RuntimeError as e:  # in a forked child
             raise NanoinferError(f"engine=native: {e}") from None
+        self._num_logits = count
         self._advance(batch)
         return self._logits[:count, : self.config.vocab_size]
+
+    def hidden(self) -> Tensor:
+        """Return what the last step's logits were made from, (sum(num_logits), C) float32."""
+        hidden = torch.empty(self._num_logits, self.config.n_embd)
+        self._decoder.hidden(out=hidden)
+        return hidden
 
     def part_seconds(self) -> dict[str, float]:
         """Return where the time of all steps so far went: matrix products, attention, output head, everything else."""

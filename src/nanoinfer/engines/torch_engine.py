@@ -30,6 +30,7 @@ class TorchEngine(Sequences):
         self.model = model
         self.device = model.lm_head.weight.device
         self.dtype = model.lm_head.weight.dtype
+        self._hidden = torch.empty(0, model.config.n_embd, device=self.device, dtype=self.dtype)  # of the last step
         _lay_out(model)
 
     # The step --------------------------------------------------------------------------------------------
@@ -39,10 +40,15 @@ class TorchEngine(Sequences):
         """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
         self._check(batch)
         if not batch.handles:
+            self._hidden = self._hidden[:0]
             return torch.empty(0, self.config.vocab_size, device=self.device)
-        hidden = self._run(batch)  # (sum(num_logits), C)
+        self._hidden = self._run(batch)  # (sum(num_logits), C)
         self._advance(batch)
-        return self.model.lm_head(hidden).float()  # type: ignore[no-any-return]
+        return self.model.lm_head(self._hidden).float()  # type: ignore[no-any-return]
+
+    def hidden(self) -> Tensor:
+        """Return what the last step's logits were made from, (sum(num_logits), C) float32."""
+        return self._hidden.float()
 
     def _run(self, batch: StepBatch) -> Tensor:
         """Return the hidden states that logits are wanted for, (sum(num_logits), C)."""

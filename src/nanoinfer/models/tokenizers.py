@@ -13,6 +13,7 @@ tokenizers that are Python code.
 from __future__ import annotations
 
 import codecs
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -339,6 +340,17 @@ def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
     if isinstance(a, ByteLevelTokenizer) and isinstance(b, ByteLevelTokenizer):
         return a.core is b.core or all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
     return to_json(a) == to_json(b)
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Return a hash of what every token id stands for: equal where `same_vocabulary` holds."""
+    if isinstance(tokenizer, CharTokenizer):
+        tokens: list[object] = list(tokenizer.chars)
+    elif isinstance(tokenizer, ByteLevelTokenizer):
+        tokens = [list(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)]
+    else:
+        tokens = [to_json(tokenizer)]
+    return hashlib.sha256(json.dumps([type(tokenizer).__name__, tokens]).encode()).hexdigest()
 
 
 def char_to_json(chars: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sampler import SamplerRow
@@ -69,6 +69,21 @@ class Drafter(Protocol):
 
     def forget(self, row: SamplerRow) -> None:
         """Free what is kept for a sequence, if anything."""
+        ...
+
+
+@runtime_checkable
+class SeesHidden(Protocol):
+    """What a drafter has besides, if it wants the target's hidden states."""
+
+    def see(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
+        """Take note of a step of the target, plain or verifying; also of those that are not asked for.
+
+        Args:
+            rows: the sequences that drew.
+            hidden: (len(rows), n_embd) float32: of each, the final hidden state that its newest token was drawn from.
+                The drafter's to keep.
+        """
         ...
 
 

@@ -4,6 +4,7 @@
     a model              any name that `load_model` takes: shakespeare-draft, gpt2, a folder, a ckpt.pt
     self:int8 self:int4  the target itself in fewer bits
     self:6               the target's first 6 layers under its own final norm and head (early exit)
+    a draft head         shakespeare-head, or a folder with draft_head.json: trained on the target's hidden states
     auto                 the companion of a model that has one, else prompt-lookup
 
 A draft need not be right, so on a CPU its weights are packed in 8 bits whatever the target's are.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig, ModelConfig, SpeculationConfig
@@ -85,7 +87,7 @@ class Drafts:
             NanoinferError: there is no such draft, or its vocabulary is not the target's.
         """
         name, target = self._resolve(draft), self._target
-        if name == PROMPT_LOOKUP:
+        if name == PROMPT_LOOKUP or _find_head(name) is not None:
             return self._config
         self._loaded[name] = weights, _ = self._load(name)
         if self._config.kv_cache_memory is None:
@@ -108,11 +110,34 @@ class Drafts:
         assert self._engine is not None
         name, k = self._resolve(config.draft), config.fixed_k
         if name not in self._drafters:
-            self._drafters[name] = PromptLookup() if name == PROMPT_LOOKUP else self._build(name, self._engine.limits)
+            self._drafters[name] = self._make(name, self._engine.limits)
         if k is None and self._times is None:
             self._times = measure_steps(self._engine, 4 * self._engine.limits.max_num_seqs + MAX_K)
         times = self._times if k is None else None
         return Speculator(self._drafters[name], rule=config.speculate_rule, speculate_k=k, times=times)
+
+    def _make(self, name: str, limits: EngineLimits) -> Drafter:
+        if name == PROMPT_LOOKUP:
+            return PromptLookup()
+        folder = _find_head(name)
+        return self._build(name, limits) if folder is None else self._build_head(name, folder, limits)
+
+    def _build_head(self, name: str, folder: Path, limits: EngineLimits) -> Drafter:
+        import torch
+
+        from nanoinfer.models import draft_head
+        from nanoinfer.speculative.draft_head import DraftHead
+
+        target, head = self._target, draft_head.load(folder)
+        ours = None if target.tokenizer is None else tokenizers.fingerprint(target.tokenizer)
+        draft_head.check(head.config, target.name, target.config, ours)
+        dtype = torch.float32 if target.device.type == "cpu" else target.dtype
+        weights = load_model(target.name, dtype=target.dtype, seed=target.seed).take()
+        frame = draft_head.frame(head.config, weights, target.name).to(target.device, dtype)
+        head = head.to(target.device, dtype)
+        log.info("draft: head %s", name)
+        sampler = choose_sampler(target.device)
+        return DraftHead(name, head, frame, sampler, target.vocab_size, max_num_seqs=limits.max_num_seqs)
 
     def _build(self, name: str, limits: EngineLimits) -> DraftModel:
         target = self._target
@@ -152,6 +177,12 @@ class Drafts:
         chosen = COMPANIONS.get(source.removeprefix("openai-community/"), PROMPT_LOOKUP)
         log.info("draft=auto: %s", chosen)
         return chosen
+
+
+def _find_head(name: str) -> Path | None:
+    from nanoinfer.models import draft_head
+
+    return draft_head.find(name)
 
 
 def _check_vocabulary(draft: LoadedModel, target: Target) -> None:

@@ -14,20 +14,19 @@ It draws as the target does, with the same parameters and the same uniform of ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanoinfer.engines.base import Engine, Handle, StepBatch
-from nanoinfer.sampling.rng import uniform
-from nanoinfer.sampling.sampler import Sampled, SamplerRow, filtered_weights, inverse_transform
-from nanoinfer.speculative.base import Ahead, Ask, Proposal
+from nanoinfer.sampling.sampler import SamplerRow
+from nanoinfer.speculative.base import Ask, Proposal
 from nanoinfer.speculative.costs import StepTimes
+from nanoinfer.speculative.sketch import Sampler, Sketch, draw_next
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Sampler = Callable[["Tensor", Sequence[SamplerRow]], list[Sampled]]
 MAX_NUM_BATCHED_TOKENS = 2048  # in one step of the draft
 
 
@@ -40,13 +39,8 @@ class _Held:
 
 
 @dataclass
-class _Draft:
-    """One proposal in the making."""
-
-    ask: Ask
-    held: _Held
-    token_ids: list[int] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
+class _Draft(Sketch):
+    held: _Held = field(kw_only=True)
 
 
 class DraftModel:
@@ -77,18 +71,16 @@ class DraftModel:
 
     def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
         """Return what the draft says next in each sequence; nothing where its context is too short for the window."""
-        drafts = [_Draft(ask, self._hold(ask)) if self._fits(ask) else None for ask in asks]
+        drafts = [_Draft(ask, held=self._hold(ask)) if self._fits(ask) else None for ask in asks]
         active = [d for d in drafts if d is not None]
         for some in _split(active):
             self._draw(some, self._extend([(d.held, self._catch_up(d)) for d in some]))
         while active := [d for d in active if len(d.token_ids) < self._limit(d.ask)]:
             self._draw(active, self._extend([(d.held, d.token_ids[-1:]) for d in active]))
-        return [self._proposal(d) if d is not None else Proposal([]) for d in drafts]
+        return [d.finish() if d is not None else Proposal([]) for d in drafts]
 
-    def _proposal(self, draft: _Draft) -> Proposal:
-        import torch
-
-        return Proposal(draft.token_ids, torch.stack(draft.weights) if draft.weights else None)
+    def _draw(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
+        draw_next(drafts, logits, self._sampler)
 
     def _fits(self, ask: Ask) -> bool:
         return len(ask.token_ids) - ask.start <= self.engine.limits.block_size
@@ -120,21 +112,6 @@ class DraftModel:
         for held, token_ids in new:
             held.token_ids += token_ids
         return logits[:, : self._vocab_size]
-
-    def _draw(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
-        rows = [Ahead(d.ask.row, list(d.token_ids)) for d in drafts]
-        if not drafts[0].ask.with_weights:
-            for d, drawn in zip(drafts, self._sampler(logits, rows), strict=True):
-                d.token_ids.append(drawn.token_id)
-            return
-        import torch
-
-        weights = filtered_weights(logits, rows)
-        uniforms = [uniform(seed=r.seed, sample=r.sample_index, position=r.num_output_tokens) for r in rows]
-        u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
-        for d, w, token in zip(drafts, weights, inverse_transform(weights, u).tolist(), strict=True):
-            d.token_ids.append(token)
-            d.weights.append(w)
 
     def num_behind(self, ask: Ask) -> int:
         """Return how many tokens of the window it has not read."""

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 from nanoinfer.scheduling.scheduler import Work, drawing
-from nanoinfer.speculative.base import Ask, Drafter, Proposal
+from nanoinfer.speculative.base import Ask, Drafter, Proposal, SeesHidden
 from nanoinfer.speculative.pace import Outcome, Pace, Trust, Wish
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from nanoinfer.sampling.sampler import SamplerRow
     from nanoinfer.scheduling import sequence as scheduling
     from nanoinfer.speculative.costs import StepTimes
@@ -116,7 +118,14 @@ class Speculator:
             trust = self._trust[sequence] = Trust()
         return trust
 
-    def learn(self, work: Sequence[Work], done: Round, tokens: Sequence[Sequence[int]], step_sec: float) -> None:
+    def learn(
+        self,
+        work: Sequence[Work],
+        done: Round,
+        tokens: Sequence[Sequence[int]],
+        step_sec: float,
+        hidden: Callable[[], Tensor],
+    ) -> None:
         """Take note of how a step went.
 
         Args:
@@ -124,7 +133,11 @@ class Speculator:
             done: what was proposed.
             tokens: what was kept, for each sequence that drew.
             step_sec: time in engine and sampler.
+            hidden: `Engine.hidden`, called where the drafter wants it.
         """
+        if isinstance(self.drafter, SeesHidden) and tokens:
+            rows = [cast("SamplerRow", s) for s in drawing(list(work))]
+            self.drafter.see(rows, hidden()[_newest_rows(work, done, tokens)])
         texts = []
         for s, kept in zip(drawing(list(work)), tokens, strict=True):
             proposal = done.proposals.get(s)
@@ -150,6 +163,20 @@ class Speculator:
         """Free what is kept for a sequence."""
         self._trust.pop(sequence, None)
         self.drafter.forget(cast("SamplerRow", sequence))
+
+
+def _newest_rows(work: Sequence[Work], done: Round, tokens: Sequence[Sequence[int]]) -> list[int]:
+    """Return, for each sequence that drew, the row of the step's logits that its newest token was drawn from.
+
+    Two sequences, of which the first has kept 2 of 3 proposals and one more token: rows 0 1 2 3 | 4  ->  [2, 4]
+    """
+    rows, at, kept = [], 0, iter(tokens)
+    for w in work:
+        if w.draws:
+            proposal = done.proposals.get(w.sequence)
+            rows += [at + len(next(kept)) - 1 for _ in (w.sequence, *w.forks)]  # siblings draw from the same row
+            at += 1 + (len(proposal.token_ids) if proposal is not None else 0)
+    return rows
 
 
 def _decodes(work: Work) -> bool:

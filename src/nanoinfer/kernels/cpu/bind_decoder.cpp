@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -22,7 +23,7 @@ using namespace nb::literals;
 namespace nanoinfer {
 namespace {
 
-using Logits = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Writable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // A decoder and a lock: Python threads may call at the same time, and extend gives up the interpreter's lock.
 class Guarded {
@@ -34,7 +35,7 @@ class Guarded {
     const std::lock_guard lock(mutex_);
     decoder_.load(name, values, rows, columns);
   }
-  void extend(const Step& step, Logits logits) {
+  void extend(const Step& step, Writable logits) {
     const nb::gil_scoped_release nogil;
     const std::lock_guard lock(mutex_);
     const std::int64_t wanted = decoder_.check(step);
@@ -43,6 +44,15 @@ class Guarded {
       throw std::invalid_argument("logits must be (" + std::to_string(wanted) + ", " +
                                   std::to_string(decoder_.logits_stride()) + ")");
     decoder_.extend(step, logits.data());
+  }
+  void hidden(Writable out) {
+    const std::lock_guard lock(mutex_);
+    const std::vector<float>& from = decoder_.finals();
+    const std::size_t columns = decoder_.shape().n_embd;
+    if (out.shape(1) != columns || out.shape(0) != from.size() / columns)
+      throw std::invalid_argument("out must be (" + std::to_string(from.size() / columns) + ", " +
+                                  std::to_string(columns) + ")");
+    std::copy(from.begin(), from.end(), out.data());
   }
   template <class F>
   auto locked(F&& f) {
@@ -157,12 +167,14 @@ void bind_decoder(nb::module_& m) {
       .def(
           "extend",
           [](Guarded& d, std::vector<std::int64_t> handles, std::vector<std::int64_t> token_ids,
-             std::vector<std::int64_t> num_new, std::vector<std::int64_t> num_logits, Logits logits) {
+             std::vector<std::int64_t> num_new, std::vector<std::int64_t> num_logits, Writable logits) {
             d.extend({std::move(handles), std::move(token_ids), std::move(num_new), std::move(num_logits)}, logits);
           },
           nb::kw_only(), "handles"_a, "token_ids"_a, "num_new"_a, "num_logits"_a,
           "logits"_a.noconvert(),  // a converted copy would be written and thrown away
           "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32.")
+      .def("hidden", [](Guarded& d, Writable out) { d.hidden(out); }, nb::kw_only(), "out"_a.noconvert(),
+           "Write the final hidden states that the last step's logits were made from, (sum(num_logits), n_embd).")
       .def(
           "part_seconds",
           [](Guarded& d) {

@@ -52,6 +52,8 @@ class Decoder {
   // std::out_of_range, before anything has changed, for a step that makes no sense or does not fit.
   void extend(const Step& step, float* logits);
   std::int64_t check(const Step& step) const;  // the same checks; returns sum(num_logits)
+  // (sum(num_logits), n_embd) of the last step: the final hidden states that its logits were made from.
+  const std::vector<float>& finals() const { return pass_.finals(); }
 
  private:
   struct Slot {  // where a tensor of the checkpoint goes

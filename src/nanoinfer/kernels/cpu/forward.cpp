@@ -40,6 +40,7 @@ void Pass::run(const std::vector<Row>& rows, float* logits, std::int64_t logits_
   const std::int64_t total = static_cast<std::int64_t>(rows.size());
   num_logits_ = std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.logit >= 0; });
   head_rows_.resize(num_logits_ * head_stride_);
+  finals_.resize(num_logits_ * model_.shape.n_embd);
   for (std::int64_t row = 0; row < total; row += kMaxRows) {
     select(rows.data() + row, std::min(kMaxRows, total - row));
     const bool last = row + kMaxRows >= total;
@@ -172,11 +173,11 @@ void Pass::attend(std::int64_t layer, int rank) {
 void Pass::finish(int rank) {
   const std::int64_t C = model_.shape.n_embd;
   const Matrix& w = model_.lm_head;
-  float* y = scratch_ + rank * scratch_stride_;
   const Share mine = share(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r)
     if (rows_[r].logit >= 0) {
       const float* norm = model_.ln_f.data();
+      float* y = finals_.data() + rows_[r].logit * C;
       kernels_.layer_norm(x_ + r * x_stride_, norm, norm + C, C, model_.shape.epsilon, y);
       kernels_.prepare(w.type, y, C, w.depth, rows_[r].logit, num_logits_, head_stride_, head_rows_.data());
     }

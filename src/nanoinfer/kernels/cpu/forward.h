@@ -58,6 +58,8 @@ class Pass {
   // Run rows, whose sequences already count them, through the model. The rows that want logits leave their final
   // hidden state behind; the last call of a step multiplies them all with the output head.
   void run(const std::vector<Row>& rows, float* logits, std::int64_t logits_stride);
+  // (rows that wanted logits, n_embd) of the last step: what the output head read, before it was rounded.
+  const std::vector<float>& finals() const { return finals_; }
   const PartSeconds& part_seconds() const { return seconds_; }
 
  private:
@@ -88,6 +90,7 @@ class Pass {
   float *x_, *qkv_, *attended_, *hidden_, *scratch_;  // (kMaxRows, stride); scratch: one a thread
   std::uint8_t* prepared_;                            // (kMaxRows, prepared_stride_)
   std::vector<std::uint8_t> head_rows_;               // (rows that want logits, head_stride_), prepared
+  std::vector<float> finals_;                         // the same rows, (rows, n_embd)
   const Row* rows_ = nullptr;
   std::int64_t num_rows_ = 0, num_logits_ = 0;
   std::vector<Item> items_;

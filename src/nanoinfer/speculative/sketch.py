@@ -1,0 +1,60 @@
+"""A proposal in the making: what the drafters that draw from logits share.
+
+They draw as the target does, with the same parameters and the same uniform of each position (verify.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nanoinfer.sampling.rng import uniform
+from nanoinfer.sampling.sampler import Sampled, SamplerRow, filtered_weights, inverse_transform
+from nanoinfer.speculative.base import Ahead, Ask, Proposal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Sampler = Callable[["Tensor", Sequence[SamplerRow]], list[Sampled]]
+
+
+@dataclass
+class Sketch:
+    """One proposal in the making."""
+
+    ask: Ask
+    token_ids: list[int] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+
+    def finish(self) -> Proposal:
+        """Return what has been drawn."""
+        import torch
+
+        return Proposal(self.token_ids, torch.stack(self.weights) if self.weights else None)
+
+
+def draw_next(sketches: Sequence[Sketch], logits: Tensor, sampler: Sampler) -> None:
+    """Draw one more token for each sketch.
+
+    Args:
+        sketches: B proposals; a token is appended to each.
+        logits: (B, V) float32.
+        sampler: of plain decoding.
+
+    Raises:
+        NanoinferError: a row's logits are not finite.
+    """
+    rows = [Ahead(s.ask.row, list(s.token_ids)) for s in sketches]
+    if not sketches[0].ask.with_weights:
+        for s, drawn in zip(sketches, sampler(logits, rows), strict=True):
+            s.token_ids.append(drawn.token_id)
+        return
+    import torch
+
+    weights = filtered_weights(logits, rows)
+    uniforms = [uniform(seed=r.seed, sample=r.sample_index, position=r.num_output_tokens) for r in rows]
+    u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
+    for s, w, token in zip(sketches, weights, inverse_transform(weights, u).tolist(), strict=True):
+        s.token_ids.append(token)
+        s.weights.append(w)
