@@ -5,6 +5,7 @@ Examples:
     nanoinfer train --data shakespeare.txt --out out/char --resume          (after it was killed)
     nanoinfer train --data notes.txt --out out/notes --init gpt2 --block-size 256 --learning-rate 3e-5
     nanoinfer train --data notes.txt --out out/draft --distill out/notes --n-layer 2 --block-size 256
+    nanoinfer train --data notes.txt --out out/head --draft-head out/notes --block-size 256
 """
 
 from __future__ import annotations
@@ -29,38 +30,45 @@ def train(
     *,
     config: TrainConfig,
 ) -> None:
-    """Train a model; write it as a Hugging Face folder."""
-    from nanoinfer.training import loop
+    """Train a model; write it as a Hugging Face folder. Or train a draft head for one (--draft-head)."""
+    from nanoinfer.training import draft_head, loop
 
-    run = loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill is not None else None)
-    model = run.model.config
+    run: loop.Run
+    target = config.distill or config.draft_head
+    if config.draft_head is not None:
+        run = draft_head.prepare(config, resume=resume, complete=_Writer(config))
+    else:
+        run = loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill is not None else None)
+    num_parameters = sum(p.numel() for p in run.model.parameters())
     print(
-        f"{run.model.num_parameters():,} parameters, {run.train.tokens.numel():,} training tokens,"
-        f" {run.val.tokens.numel():,} validation tokens, vocabulary {model.vocab_size:,}, on {run.device}",
+        f"{num_parameters:,} parameters, {run.train.tokens.numel():,} training tokens,"
+        f" {run.val.tokens.numel():,} validation tokens, on {run.device}",
         file=sys.stderr,
     )
     if run.step:
         print(f"resuming at step {run.step} of {config.max_steps}", file=sys.stderr)
     best = loop.train(run, _reporter(run.step, config.max_steps, run.val_chars_per_token))
     bits = best / run.val_chars_per_token / math.log(2)
-    what = "validation loss" if config.distill is None else f"KL divergence from {config.distill} on validation text"
-    print(f"best {what} {best:.4f} nats per token ({bits:.4f} bits per character), model in {config.out}")
+    made = "model" if config.draft_head is None else "draft head"
+    what = "validation loss" if target is None else f"KL divergence from {target} on validation text"
+    print(f"best {what} {best:.4f} nats per token ({bits:.4f} bits per character), {made} in {config.out}")
 
 
 class _Writer:
-    """The target of --distill, writing; loaded when it is first asked to."""
+    """The target of --distill or --draft-head, writing; loaded when it is first asked to."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
+        self._target = config.distill or config.draft_head
         self._llm: LLM | None = None
 
     def __call__(self, texts: list[list[int]], temperatures: list[float], num_tokens: int) -> list[list[int]]:
         """Return each text with `num_tokens` more tokens: a function of the arguments and the run's seed."""
         from nanoinfer import LLM, SamplingParams
 
-        assert self._config.distill is not None
-        print(f"{self._config.distill} writes {len(texts)} texts on, {num_tokens} tokens each", file=sys.stderr)
-        self._llm = self._llm or LLM(self._config.distill, device=self._config.device, **self.precision())
+        assert self._target is not None
+        print(f"{self._target} writes {len(texts)} texts on, {num_tokens} tokens each", file=sys.stderr)
+        self._llm = self._llm or LLM(self._target, device=self._config.device, **self.precision())
         params = [
             SamplingParams(
                 max_tokens=num_tokens, temperature=temperature, seed=self._config.seed * 1_000_003 + i, ignore_eos=True

@@ -26,6 +26,10 @@ class TrainConfig:
     """A model whose probabilities to learn, on the data and on texts that it writes; it has the same tokenizer."""
     distill_tokens: int = 1_000_000
     """Tokens that the model of distill writes; half of them greedily."""
+    draft_head: str | None = None
+    """A model to train a draft head for, on the data and on texts that it writes (distill_tokens); not a model."""
+    head_hidden: int = 1024
+    """Width of a draft head's hidden layer."""
     tokenizer: str = "char"
     """char, bpe (a new byte-level BPE), or where to take one from; with init or distill, the model's own is used."""
     vocab_size: int = 2048
@@ -78,9 +82,13 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if not self.data:
             raise NanoinferError("data is empty: give at least one text file")
-        ints = "distill_tokens n_layer n_head n_embd block_size batch_size max_steps eval_interval eval_tokens".split()
-        for name in ints:
+        ints = "distill_tokens head_hidden n_layer n_head n_embd block_size batch_size max_steps eval_interval"
+        for name in (*ints.split(), "eval_tokens"):
             require_int(name, getattr(self, name), 1, 2**31 - 1)
+        if self.draft_head is not None and (self.distill is not None or self.init != "scratch"):
+            raise NanoinferError(
+                f"draft_head={self.draft_head!r} trains a head for that model, from scratch: leave out distill and init"
+            )
         require_int("vocab_size", self.vocab_size, 256, 1 << 20)
         require_int("warmup_steps", self.warmup_steps, 0)
         require_int("seed", self.seed, 0, 2**31 - 1)

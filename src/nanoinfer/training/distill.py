@@ -36,17 +36,19 @@ MIX = ((1.0, 0.0), (0.0, 1.0), (0.8, 0.0), (0.0, 0.8))  # temperatures of a text
 READ_BATCH = 4  # windows that the target reads at a time
 
 
-def load_target(name: str, block_size: int) -> LoadedModel:
-    """Return the target in float32.
+def load_target(name: str, block_size: int, option: str = "distill") -> LoadedModel:
+    """Return the target in float32; `option` is what named it.
 
     Raises:
         NanoinferError: no such model, one without a tokenizer, or its context is shorter than block_size tokens.
     """
     target = load_model(name, dtype=torch.float32)
     if target.tokenizer is None:
-        raise NanoinferError(f"distill={name!r}: {target.no_tokenizer_reason}")
+        raise NanoinferError(f"{option}={name!r}: {target.no_tokenizer_reason}")
     if block_size > target.config.block_size:
-        raise NanoinferError(f"block_size={block_size} is more than the {target.config.block_size} of distill={name!r}")
+        raise NanoinferError(
+            f"block_size={block_size} is more than the {target.config.block_size} of {option}={name!r}"
+        )
     return target
 
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models import tokenizers
+from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
@@ -54,7 +54,7 @@ class Run:
 
     config: TrainConfig
     device: torch.device
-    model: GPT
+    model: torch.nn.Module
     tokenizer_json: str
     train: data.Batches | distill.Lessons
     val: data.Batches | distill.Lessons
@@ -62,6 +62,41 @@ class Run:
     step: int = 0
     best_val_loss: float = math.inf
     optimizer: torch.optim.Optimizer | None = None
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss, nats per token, of inputs x, (B, T).
+
+        Args:
+            x: token ids.
+            y: the next ones, (B, T): cross-entropy; or the target's logits, (B, T, V): the loss of distillation, and
+                without its second part in validation.
+        """
+        x, y = x.to(self.device), y.to(self.device)
+        with self.autocast():
+            logits = self.model(x)
+        if y.is_floating_point():
+            kl, distance = distill.divergences(logits[..., : y.shape[-1]], y)
+            return kl + distance if self.model.training else kl
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which matrix products have the dtype that was asked for."""
+        if self.config.autocast == "bfloat16":
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    def write(self) -> None:
+        """Write the model as it is now to `out`."""
+        assert isinstance(self.model, GPT)
+        dtype = getattr(torch, self.config.save_dtype)
+        huggingface.save(self.model, Path(self.config.out), self.tokenizer_json, dtype)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to a saved state."""
+        assert self.optimizer is not None
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.best_val_loss = state["step"], state["best_val_loss"]
 
 
 def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete | None = None) -> Run:
@@ -80,7 +115,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
 
     device = resolve_device(config.device)
     out = Path(config.out)
-    state = _read_state(out, config, resume)
+    state = read_state(out, config, resume)
     train_texts, val_texts = data.split_texts(data.read_texts(config.data), config.val_fraction)
     torch.manual_seed(config.seed)
     target = distill.load_target(config.distill, config.block_size) if config.distill is not None else None
@@ -96,12 +131,10 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
         data.Batches(val_tokens, model.config.block_size, config.seed),
         sum(map(len, val_texts)) / len(val_tokens),
     )
-    run.optimizer = _optimizer(run)
+    run.optimizer = make_optimizer(run)
     if state:
-        model.load_state_dict(state["model"])
-        run.optimizer.load_state_dict(state["optimizer"])
-        run.step, run.best_val_loss = state["step"], state["best_val_loss"]
-    _check_writable(out)
+        run.restore(state)
+    check_writable(out)
     if target is not None:
         source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
         distill.check_vocabularies(target, tokenizer, source)
@@ -112,7 +145,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
 def _ask_target(run: Run, target: GPT, num_tokens: int, complete: distill.Complete | None) -> None:
     """Replace the batches of `run` by those of distillation: the target writes, then reads what there is."""
     assert complete is not None, "distill needs someone to write"
-    config, block_size = run.config, run.model.config.block_size
+    config, block_size = run.config, run.config.block_size
     texts = distill.write_texts(run.train.tokens, config.distill_tokens, block_size, config.seed, complete)
     target, dtype = target.to(run.device), getattr(torch, config.autocast)
     every = torch.cat([distill.windows(run.train.tokens, block_size), texts])
@@ -169,7 +202,8 @@ def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
     return model, loaded.tokenizer, tokenizers.to_json(loaded.tokenizer)
 
 
-def _optimizer(run: Run) -> torch.optim.Optimizer:
+def make_optimizer(run: Run) -> torch.optim.Optimizer:
+    """Return AdamW for a run's model: matrices and embeddings decay, biases and norms do not."""
     parameters = list(run.model.parameters())
     config = run.config
     groups = [
@@ -197,14 +231,14 @@ def train(run: Run, report: Callable[[Progress], None]) -> float:
     """
     config, model, optimizer = run.config, run.model, run.optimizer
     assert optimizer is not None
-    tokens_per_step = config.batch_size * model.config.block_size
+    tokens_per_step = config.batch_size * config.block_size
     while run.step < config.max_steps:
         start = time.perf_counter()
         torch.manual_seed(config.seed * 1_000_003 + run.step)  # dropout, too, is a function of the step
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.step, config)
         model.train()
-        loss = _loss(run, *run.train.draw(run.step, config.batch_size))
+        loss = run.loss(*run.train.draw(run.step, config.batch_size))
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
         optimizer.step()
@@ -222,34 +256,13 @@ def train(run: Run, report: Callable[[Progress], None]) -> float:
     return run.best_val_loss
 
 
-def _loss(run: Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss, nats per token, of inputs x, (B, T).
-
-    Args:
-        run: the model.
-        x: token ids.
-        y: the next ones, (B, T): cross-entropy; or the target's logits, (B, T, V): the loss of distillation, and
-            without its second part in validation.
-    """
-    x, y = x.to(run.device), y.to(run.device)
-    low: AbstractContextManager[Any] = nullcontext()
-    if run.config.autocast == "bfloat16":
-        low = torch.autocast(run.device.type, dtype=torch.bfloat16)
-    with low:
-        logits = run.model(x)
-    if y.is_floating_point():
-        kl, distance = distill.divergences(logits[..., : y.shape[-1]], y)
-        return kl + distance if run.model.training else kl
-    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-
-
 @torch.no_grad()
 def validate(run: Run) -> float:
     """Return the mean loss, nats per token, over the held-out text."""
     run.model.eval()
     total, count = 0.0, 0
     for x, y in run.val.sweep(run.config.eval_tokens, run.config.batch_size):
-        total += _loss(run, x, y).item() * x.numel()
+        total += run.loss(x, y).item() * x.numel()
         count += x.numel()
     return total / count
 
@@ -260,8 +273,7 @@ def _save(run: Run, val_loss: float) -> None:
     out = Path(run.config.out)
     if val_loss < run.best_val_loss:
         run.best_val_loss = val_loss
-        dtype = getattr(torch, run.config.save_dtype)
-        huggingface.save(run.model, out, run.tokenizer_json, dtype)
+        run.write()
     buffer = io.BytesIO()
     state = {
         "config": json.dumps(dataclasses.asdict(run.config)),
@@ -274,11 +286,11 @@ def _save(run: Run, val_loss: float) -> None:
     huggingface.write_atomically(out / STATE, buffer.getvalue())
 
 
-def _read_state(out: Path, config: TrainConfig, resume: bool) -> dict[str, Any] | None:
+def read_state(out: Path, config: TrainConfig, resume: bool) -> dict[str, Any] | None:
     """Return the saved state when resuming; refuse to overwrite a run otherwise."""
     path = out / STATE
     if not resume:
-        for name in (STATE, "model.safetensors"):
+        for name in (STATE, "model.safetensors", draft_head.WEIGHTS):
             if (out / name).exists():
                 raise NanoinferError(f"out={config.out} already holds {name}: add --resume, or choose another folder")
         return None
@@ -298,7 +310,7 @@ def _read_state(out: Path, config: TrainConfig, resume: bool) -> dict[str, Any] 
     return state
 
 
-def _check_writable(out: Path) -> None:
+def check_writable(out: Path) -> None:
     """Fail before the first step, not after an hour."""
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,116 @@
+"""Training a draft head (models/draft_head.py): what a target would say next, from the hidden state it had before.
+
+The data, and texts that the target wrote, are read by the target once (distill.py). A step takes windows of them:
+from every position the head is run for STEPS tokens, fed with the tokens that stand there, and compared with what
+the target thinks at each. The loss is that of distillation; nothing of the target is changed.
+
+    tokens                x_0   x_1   x_2   x_3   x_4   x_5
+    target's hidden       h_0   h_1   h_2   h_3   h_4   h_5       lm_head h_t: what follows x_t
+    from h_0, x_1 .. x_4        s_1   s_2   s_3   s_4             lm_head s_i against lm_head h_i
+    from h_1, x_2 .. x_5              s_1   s_2   s_3   s_4
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models import draft_head, tokenizers
+from nanoinfer.models.draft_head import DraftHeadConfig, RecurrentHead
+from nanoinfer.training import data, distill
+from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.loop import Run, check_writable, make_optimizer, read_state
+
+STEPS = 4  # tokens that the head is trained to look ahead
+
+
+@dataclass
+class HeadRun(Run):
+    """A run that trains a head; `train` and `val` are HeadLessons."""
+
+    wte: Tensor | None = None
+    """The target's embedding, (V, C), on the device."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss over all positions and steps, nats per token; in validation the KL divergence alone.
+
+        Args:
+            x: token ids, (B, T).
+            y: the target's final hidden states there, (B, T, C).
+        """
+        assert isinstance(self.train, distill.Lessons)
+        assert self.wte is not None
+        x, y, lm_head = x.to(self.device), y.to(self.device), self.train.head
+        n = x.shape[1] - STEPS
+        total = torch.zeros((), device=self.device)
+        with self.autocast():
+            state = y[:, :n].to(self.wte.dtype)
+            wanted = F.linear(y, lm_head)  # (B, T, V)
+            for k in range(1, STEPS + 1):
+                state = self.model(state, self.wte[x[:, k : k + n]])  # (B, n, C)
+                kl, distance = distill.divergences(F.linear(state, lm_head), wanted[:, k : k + n])
+                total = total + (kl + distance if self.model.training else kl)
+        return total / STEPS
+
+    def write(self) -> None:
+        """Write the head."""
+        assert isinstance(self.model, RecurrentHead)
+        draft_head.save(self.model, Path(self.config.out), getattr(torch, self.config.save_dtype))
+
+
+@dataclass(frozen=True)
+class HeadLessons(distill.Lessons):
+    """Windows of tokens with the target's final hidden states."""
+
+    def _batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tokens[rows], self.hidden[rows]
+
+
+def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete) -> HeadRun:
+    """Read the data, let the target write and read, and go back to the saved state when resuming.
+
+    Args:
+        config: the run; draft_head names the target.
+        resume: go on from the state in `out`.
+        complete: see `loop.prepare`.
+
+    Raises:
+        NanoinferError: bad data, an `out` that holds another run, or a target that cannot be used.
+    """
+    from nanoinfer.engines.devices import resolve_device
+
+    assert config.draft_head is not None
+    if config.block_size <= STEPS:
+        raise NanoinferError(f"block_size={config.block_size} is too short for a draft head: use {STEPS + 1} or more")
+    device, out = resolve_device(config.device), Path(config.out)
+    state = read_state(out, config, resume)
+    texts = data.split_texts(data.read_texts(config.data), config.val_fraction)
+    target = distill.load_target(config.draft_head, config.block_size, "draft_head")
+    tokenizer, shape = target.tokenizer, target.config
+    assert tokenizer is not None
+    head = RecurrentHead(
+        DraftHeadConfig(
+            target.name, shape.vocab_size, shape.n_embd, config.head_hidden, tokenizers.fingerprint(tokenizer)
+        )
+    )
+    head.init_weights(torch.Generator().manual_seed(config.seed))
+    train, val = (data.encode_texts(tokenizer, some, shape.eos_token_id) for some in texts)
+    first, held_out = (data.Batches(some, config.block_size, config.seed) for some in (train, val))
+    run = HeadRun(config, device, head.to(device), "", first, held_out, sum(map(len, texts[1])) / len(val))
+    run.optimizer = make_optimizer(run)
+    if state:
+        run.restore(state)
+    check_writable(out)
+    gpt, dtype = target.take().to(device), getattr(torch, config.autocast)
+    written = distill.write_texts(train, config.distill_tokens, config.block_size, config.seed, complete)
+    every = torch.cat([distill.windows(train, config.block_size), written])
+    run.wte = gpt.transformer["wte"].weight.detach()  # type: ignore[operator]
+    for name, tokens in (("train", every), ("val", distill.windows(val, config.block_size))):
+        lessons = distill.read(gpt, tokens, tokenizer.vocab_size, config.seed, dtype)
+        setattr(run, name, HeadLessons(lessons.tokens, lessons.hidden, lessons.head, lessons.seed))
+    return run
