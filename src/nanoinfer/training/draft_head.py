@@ -106,10 +106,10 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     if state:
         run.restore(state)
     check_writable(out)
-    gpt, dtype = target.take().to(device), getattr(torch, config.autocast)
+    gpt, dtype = target.gpt.to(device), getattr(torch, config.autocast)
     written = distill.write_texts(train, config.distill_tokens, config.block_size, config.seed, complete)
     every = torch.cat([distill.windows(train, config.block_size), written])
-    run.wte = gpt.transformer["wte"].weight.detach()  # type: ignore[operator]
+    run.wte = gpt.get_parameter("transformer.wte.weight").detach()
     for name, tokens in (("train", every), ("val", distill.windows(val, config.block_size))):
         lessons = distill.read(gpt, tokens, tokenizer.vocab_size, config.seed, dtype)
         setattr(run, name, HeadLessons(lessons.tokens, lessons.hidden, lessons.head, lessons.seed))
