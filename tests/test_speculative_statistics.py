@@ -118,9 +118,9 @@ class Drawn:
     rounds: list[tuple[int, int]]
 
 
-def make_draft(table: Tensor, *, keep_weights: bool = True) -> DraftModel:
+def make_draft(table: Tensor) -> DraftModel:
     engine = TableEngine(table, EngineLimits(NUM_TEXTS, 64, NUM_TEXTS * 64), Clock())
-    return DraftModel("table", engine, sample, V, FLAT, keep_weights=keep_weights)
+    return DraftModel("table", engine, sample, V, FLAT)
 
 
 def make_drafter(kind: str) -> Drafter:
@@ -293,7 +293,7 @@ def test_reproduced_texts_are_plain_decoding_s_and_so_of_its_probabilities(name:
     params = replace(CONTROLS[name], n=3)
     plain = draw_texts(TARGET, params, first_seed=0, num_texts=2 * NUM_TEXTS).texts
     assert_drawn_from(joint(TARGET, params), plain)
-    drafts = {"model": make_draft(DRAFTS["near"], keep_weights=False), "fixed": Fixed()}
+    drafts = {"model": make_draft(DRAFTS["near"]), "fixed": Fixed()}
     for k, drafter in enumerate(drafts.values(), start=3):
         drawn = draw_texts(TARGET, params, first_seed=0, drafter=drafter, rule="reproduce", k=k)
         assert np.array_equal(drawn.texts, plain[:NUM_TEXTS])
@@ -328,8 +328,8 @@ RATES: dict[str, tuple[str, Callable[[], Drafter], float]] = {
     "reject": ("reject", lambda: make_draft(memoryless(Q)), float(np.minimum(P, Q).sum())),
     "reject, itself": ("reject", lambda: make_draft(memoryless(P)), 1.0),
     "reject, one token": ("reject", lambda: Fixed(2), P[2]),
-    "reproduce": ("reproduce", lambda: make_draft(memoryless(Q), keep_weights=False), agreement(P, Q)),
-    "reproduce, itself": ("reproduce", lambda: make_draft(memoryless(P), keep_weights=False), 1.0),
+    "reproduce": ("reproduce", lambda: make_draft(memoryless(Q)), agreement(P, Q)),
+    "reproduce, itself": ("reproduce", lambda: make_draft(memoryless(P)), 1.0),
     "reproduce, one token": ("reproduce", lambda: Fixed(2), P[2]),
 }
 
@@ -362,7 +362,7 @@ def test_proposals_are_accepted_as_often_as_computed_by_hand(case: str, k: int) 
 def test_a_token_says_nothing_about_another(pairs: str, rule: str) -> None:
     """Of the neighbouring seed, of the request's other sample, of the next position: no model joins them here."""
     params = SamplingParams(max_tokens=LEN, n=2 if pairs == "samples" else 1)
-    drafter = make_draft(memoryless(Q), keep_weights=rule == "reject")
+    drafter = make_draft(memoryless(Q))
     texts = draw_texts(memoryless(P), params, first_seed=30_000, drafter=drafter, rule=rule, k=3, num_texts=800).texts
     if pairs == "positions":
         some, other = texts[:, 0::2].ravel(), texts[:, 1::2].ravel()
