@@ -14,7 +14,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nanoinfer/kernels/cpu/*)
 
-SUITES := ladder kv-cache long throughput peers
+SUITES := ladder kv-cache long throughput peers speculative
 
 .PHONY: demo test asan test-cpp neon arm-tools lint bench quality vs-transformers clean
 

@@ -80,6 +80,9 @@ class TableEngine:
         self._call("extend")  # a failure comes after something has changed
         return self.table[rows]
 
+    def hidden(self) -> Tensor:
+        raise NotImplementedError("nobody here wants hidden states")
+
     def truncate(self, handle: Handle, length: int) -> None:
         self._call("truncate")
         assert 0 <= length <= len(self.held[handle])

@@ -64,13 +64,13 @@ def texts(outputs: list[RequestOutput]) -> list[list[tuple[object, ...]]]:
 
 
 def assert_nothing_is_held(llm: LLM) -> None:
-    assert llm.speculator is not None
-    drafter = llm.speculator.drafter
+    assert llm.core.speculator is not None
+    drafter = llm.core.speculator.drafter
     for engine in [llm.engine, *([drafter.engine] if isinstance(drafter, DraftModel) else [])]:
         handles = [engine.open() for _ in range(engine.limits.max_num_seqs)]
         for h in handles:
             engine.close(h)
-    for held in (llm.speculator._trust, getattr(drafter, "_held", {}), getattr(drafter, "_indices", {})):
+    for held in (llm.core.speculator._trust, getattr(drafter, "_held", {}), getattr(drafter, "_indices", {})):
         assert not held
     llm.core.scheduler.check_integrity()
 
@@ -172,9 +172,9 @@ def test_an_interruption_inside_a_step_leaves_nothing_behind(
     params = [SamplingParams(max_tokens=30, temperature=0.0), SamplingParams(max_tokens=20, seed=1, n=3)]
     prompts = ["To be", "or not"]
     expected = texts(llm.generate(prompts, params))
-    assert llm.speculator is not None
-    assert isinstance(llm.speculator.drafter, DraftModel)
-    engine = llm.engine if whose == "target" else llm.speculator.drafter.engine
+    assert llm.core.speculator is not None
+    assert isinstance(llm.core.speculator.drafter, DraftModel)
+    engine = llm.engine if whose == "target" else llm.core.speculator.drafter.engine
     extend, calls = engine.extend, iter(range(1, 1000))
 
     def interrupted(batch: StepBatch) -> object:
@@ -250,8 +250,8 @@ def test_bytes_of_characters_across_bursts() -> None:
 def test_a_model_with_a_draft_is_freed_when_nobody_needs_it(folders: dict[str, str]) -> None:
     llm = LLM(folders["target"], draft="self:1", speculate_k=2)
     llm.generate("To be", SamplingParams(max_tokens=5))
-    assert llm.speculator is not None
-    kept = [weakref.ref(x) for x in (llm.engine, llm.speculator, llm.speculator.drafter, llm.core)]
+    assert llm.core.speculator is not None
+    kept = [weakref.ref(x) for x in (llm.engine, llm.core.speculator, llm.core.speculator.drafter, llm.core)]
     del llm
     gc.collect()
     assert [ref() for ref in kept] == [None] * 4

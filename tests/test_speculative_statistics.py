@@ -101,8 +101,15 @@ class Watched(Speculator):
         super().__init__(drafter, rule=rule, speculate_k=k)
         self.rounds: list[tuple[int, int]] = []
 
-    def learn(self, work: Sequence[Work], done: Round, tokens: Sequence[Sequence[int]], step_sec: float) -> None:
-        super().learn(work, done, tokens, step_sec)
+    def learn(
+        self,
+        work: Sequence[Work],
+        done: Round,
+        tokens: Sequence[Sequence[int]],
+        step_sec: float,
+        hidden: Callable[[], Tensor],
+    ) -> None:
+        super().learn(work, done, tokens, step_sec, hidden)
         drawing = [w.sequence for w in work if w.draws and not w.forks]
         if len(drawing) == len(tokens):  # not the prompt's step
             for s, kept in zip(drawing, tokens, strict=True):

@@ -69,7 +69,7 @@ def _drafts(model: str, config: ModelConfig) -> list[str]:
     """Return the drafts to measure with a model: the nearest to ten times as small, a smaller one, prompt lookup."""
     source = model.split(":")[1] if model.startswith("wide:") else model
     if source == "shakespeare":
-        small = ["shakespeare-draft", "prompt-lookup"]
+        small = ["shakespeare-draft", "shakespeare-head", "prompt-lookup"]
         return ["wide:shakespeare-draft:gpt2", *small] if config.n_embd >= 1024 else small
     if source.removeprefix("openai-community/") in ("gpt2-medium", "gpt2-large", "gpt2-xl"):
         return ["gpt2", "distilbert/distilgpt2", "prompt-lookup"]
