@@ -4,7 +4,7 @@
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
 # make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 # make lint    ruff and mypy
-# make bench   every suite on this machine, into docs/results (an hour; needs the peers: pip install .[bench,peers])
+# make bench [TEXT=play.txt]   every suite on this machine, into docs/results (an hour; needs the peers: pip install .[bench,peers])
 # make quality TEXT=play.txt   what reduced precision does to a model's words, into docs/results/quality.md
 # make vs-transformers   static against transformers, side by side (random weights in GPT-2's shape)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
@@ -74,7 +74,7 @@ bench: .venv/installed-test
 	@$(PIP) --editable '.[bench,peers]'
 	@mkdir -p docs/results
 	@for suite in $(SUITES); do \
-	  $(BIN)/nanoinfer bench --suite $$suite --model random:gpt2 --output docs/results/$$suite.json \
+	  $(BIN)/nanoinfer bench --suite $$suite $(if $(TEXT),--text "$(TEXT)") --output docs/results/$$suite.json \
 	    > docs/results/$$suite.txt || true; \
 	done
 	$(BIN)/nanoinfer bench $(SUITES:%=--load docs/results/%.json) --report docs/results
