@@ -111,7 +111,7 @@ def add_speedups(rows: Sequence[Row], baseline: str) -> None:
     base = {
         key(r): r.figures.output_tokens_per_sec
         for r in rows
-        if r.case.contestant == baseline and r.case.quantization is None and r.figures
+        if r.case.contestant == baseline and r.case.quantization is None and r.case.draft is None and r.figures
     }
     plain = {r.case: r.figures.output_tokens_per_sec for r in rows if r.case.draft is None and r.figures}
     for row in rows:

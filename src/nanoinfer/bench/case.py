@@ -65,7 +65,8 @@ class Case:
         require_choice("dtype", self.dtype, DTYPES)
         require_choice("sampler", self.sampler, tuple(SAMPLERS))
         require_choice("workload", self.workload, WORKLOADS)
-        SpeculationConfig(self.draft, self.speculate_k, self.speculate_rule)
+        checked = SpeculationConfig(self.draft, self.speculate_k, self.speculate_rule)
+        object.__setattr__(self, "speculate_k", checked.speculate_k)  # "4" is 4
         for name in ("batch", "prompt_tokens", "output_tokens"):
             require_int(name, getattr(self, name), 1, 1 << 20)
 

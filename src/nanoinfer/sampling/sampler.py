@@ -142,9 +142,21 @@ def _require_finite(largest: Tensor) -> None:
 
 def _choose(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
     """Return the token of each row, by the inverse transform of its filtered distribution."""
-    uniforms = [uniform(seed=r.seed, sample=r.sample_index, position=r.num_output_tokens) for r in rows]
-    u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
-    return inverse_transform(filtered_weights(logits, rows), u[:, None]).tolist()
+    return draw_from(filtered_weights(logits, rows), rows)
+
+
+def draw_from(weights: Tensor, rows: Sequence[SamplerRow], purpose: int = 0) -> list[int]:
+    """Return the token that each row draws from its weights.
+
+    Args:
+        weights: (B, V) float64, from `filtered_weights`.
+        rows: B rows; they say which uniforms decide.
+        purpose: 0, or another random number of the same token (rng.py).
+    """
+    uniforms = [uniform(seed=r.seed, sample=r.sample_index + purpose, position=r.num_output_tokens) for r in rows]
+    u = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)
+    tokens: list[int] = inverse_transform(weights, u[:, None]).tolist()
+    return tokens
 
 
 def filtered_weights(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:

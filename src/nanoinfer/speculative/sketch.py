@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nanoinfer.sampling.rng import uniform
-from nanoinfer.sampling.sampler import Sampled, SamplerRow, filtered_weights, inverse_transform
+from nanoinfer.sampling.sampler import Sampled, SamplerRow, draw_from, filtered_weights
 from nanoinfer.speculative.base import Ahead, Ask, Proposal
 
 if TYPE_CHECKING:
@@ -50,11 +49,7 @@ def draw_next(sketches: Sequence[Sketch], logits: Tensor, sampler: Sampler) -> N
         for s, drawn in zip(sketches, sampler(logits, rows), strict=True):
             s.token_ids.append(drawn.token_id)
         return
-    import torch
-
     weights = filtered_weights(logits, rows)
-    uniforms = [uniform(seed=r.seed, sample=r.sample_index, position=r.num_output_tokens) for r in rows]
-    u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)[:, None]
-    for s, w, token in zip(sketches, weights, inverse_transform(weights, u).tolist(), strict=True):
+    for s, w, token in zip(sketches, weights, draw_from(weights, rows), strict=True):
         s.token_ids.append(token)
         s.weights.append(w)

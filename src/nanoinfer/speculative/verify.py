@@ -36,7 +36,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
-from nanoinfer.sampling.sampler import Sampled, SamplerRow, filtered_weights, find_logprobs, inverse_transform
+from nanoinfer.sampling.sampler import Sampled, SamplerRow, draw_from, filtered_weights, find_logprobs
 from nanoinfer.speculative.base import Ahead, Proposal
 
 if TYPE_CHECKING:
@@ -101,31 +101,23 @@ def _by_rejection(logits: Tensor, rows: Sequence[SamplerRow], proposal: Proposal
     q = _normalised(q)  # (k, V)
     kept: list[Sampled] = []
     for i, token in enumerate(proposal.token_ids):
-        if _uniform(rows[i], ACCEPT) * float(q[i, token]) >= float(p[i, token]):
+        row = rows[i]
+        u: float = uniform(seed=row.seed, sample=row.sample_index + ACCEPT, position=row.num_output_tokens)
+        if u * float(q[i, token]) >= float(p[i, token]):
             rest = (p[i] - q[i]).clamp(min=0.0)
             if float(rest.sum()) <= 0.0:  # p and q are equal but for rounding: p is what is wanted
                 rest = p[i]
-            token = _inverse(rest, _uniform(rows[i], REPLACE))
+            (token,) = draw_from(rest[None], rows[i : i + 1], REPLACE)
         kept.append(_sampled(token, logits[i], rows[i]))
         if token != proposal.token_ids[i]:
             return kept
-    kept.append(_sampled(_inverse(p[-1], _uniform(rows[-1])), logits[-1], rows[-1]))
+    (token,) = draw_from(p[-1:], rows[-1:])
+    kept.append(_sampled(token, logits[-1], rows[-1]))
     return kept
 
 
 def _normalised(weights: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
-
-
-def _uniform(row: SamplerRow, purpose: int = 0) -> float:
-    u: float = uniform(seed=row.seed, sample=row.sample_index + purpose, position=row.num_output_tokens)
-    return u
-
-
-def _inverse(weights: Tensor, u: float) -> int:
-    import torch
-
-    return int(inverse_transform(weights[None], torch.tensor([[u]], dtype=torch.float64, device=weights.device)))
 
 
 def _sampled(token: int, logits: Tensor, row: SamplerRow) -> Sampled:
