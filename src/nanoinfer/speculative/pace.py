@@ -14,12 +14,14 @@ Two rules keep it from ever costing more than it gives:
 - A drafter that has a prompt to read first does so only for a text that has enough tokens to come to earn twice
   that; the account is lent what it costs.
 
-A text that proposed in vain is tried again with one token after 16, 32, ... up to 512 plain steps. Every 64th round is
+A text that proposed in vain is tried again with one token after 4, 8, ... up to 512 plain steps. Every 64th round is
 a plain step, so that the cost of both kinds stays known.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,7 +36,9 @@ MIN_GAIN = 1.02  # predicted speed-up below which it is not worth the trouble
 PRIOR_ROUNDS = 3.0  # how many rounds of its own a text needs to outweigh what others showed
 FORGET = 0.9  # of what is known, each round
 PLAIN_EVERY = 64
-FIRST_RETRY, LAST_RETRY = 16, 512
+NUM_RECENT = 9  # times of a kind of step that are remembered
+FADE_EVERY = 4  # plain steps after which one that is not plain is forgotten
+FIRST_RETRY, LAST_RETRY = 4, 512
 
 
 @dataclass
@@ -93,17 +97,32 @@ class Outcome:
 
 
 class Drift:
-    """How much longer something takes than was measured at the start: a running ratio, 1 at first."""
+    """How much longer something takes than was measured at the start: the median of the last few times.
 
-    def __init__(self) -> None:
+    A median, because a step beside another process or on a cold page takes several times as long, and says nothing of
+    the next.
+    """
+
+    def __init__(self, otherwise: Drift | None = None) -> None:
+        self._recent: deque[float] = deque(maxlen=NUM_RECENT)
+        self._otherwise = otherwise
         self.ratio = 1.0
-        self._num_seen = 0
 
     def learn(self, predicted_sec: float, actual_sec: float) -> None:
-        """Move towards actual / predicted, less the more is known; one outlier (a page fault) moves it little."""
-        self._num_seen += 1
-        now = min(max(actual_sec / predicted_sec, 0.25 * self.ratio), 2.0 * self.ratio)
-        self.ratio += max(0.1, 1 / (self._num_seen + 1)) * (now - self.ratio)
+        """Take note of one more."""
+        self._recent.append(actual_sec / predicted_sec)
+        self._update()
+
+    def fade(self) -> None:
+        """Forget the oldest: what has not been seen for long is no reason against trying it again."""
+        if self._recent:
+            self._recent.popleft()
+        self._update()
+
+    def _update(self) -> None:
+        expected = self._otherwise.ratio if self._otherwise is not None else 1.0
+        known = [*self._recent, *[expected] * (3 - len(self._recent))]  # one or two alone may be anything
+        self.ratio = statistics.median(known)
 
 
 class Pace:
@@ -116,9 +135,10 @@ class Pace:
 
     def __init__(self, times: StepTimes, draft_sec: Callable[[int, int, int], float]) -> None:
         self._times, self._draft_sec = times, draft_sec
-        self.plain, self.verify, self.draft = Drift(), Drift(), Drift()
+        self.plain, self.draft = Drift(), Drift()
+        self.verify = Drift(otherwise=self.plain)
         self._prior = Trust(num_right=2.0, num_wrong=1.0)  # of all texts together: two of three, to begin with
-        self._num_rounds = 0
+        self._num_rounds = self._num_plain = 0
         self._best: dict[tuple[int, int], tuple[int, float]] = {}
         self._best_at: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
@@ -196,6 +216,10 @@ class Pace:
         self._num_rounds += 1
         if num_proposed == 0:
             self.plain.learn(self._times(num_seqs), outcome.step_sec)
+            self._num_plain += 1
+            if self._num_plain % FADE_EVERY == 0:
+                self.verify.fade()
+                self.draft.fade()
         else:
             self.verify.learn(self._times(num_seqs + num_proposed), outcome.step_sec)
             self.draft.learn(outcome.expected_draft_sec, outcome.draft_sec)
