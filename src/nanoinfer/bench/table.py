@@ -117,7 +117,7 @@ def _with_and_without(results: Results) -> Table:
             ),
             None,
         )
-        if row.case.contestant == results.baseline or base is None:
+        if row.case.contestant == results.baseline or base is None or row.case.draft is not None:
             continue
         table.add_row(
             str(row.case.output_tokens), str(row.case.batch), row.case.dtype, row.case.contestant,
