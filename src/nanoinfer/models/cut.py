@@ -29,7 +29,7 @@ def cut(weights: Weights, n_layer: int) -> Weights:
     """
     config = weights.config
     if not 1 <= n_layer < config.n_layer:
-        raise NanoinferError(f"self:{n_layer}: the model has {config.n_layer} layers: use 1 to {config.n_layer - 1} of them")
+        raise NanoinferError(f"{n_layer} layers of a model of {config.n_layer}: use 1 to {config.n_layer - 1}")
 
     def read() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights.read():

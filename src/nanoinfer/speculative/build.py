@@ -166,7 +166,12 @@ class Drafts:
             formats = ", ".join(f"self:{q}" for q in native.quantizations)
             raise NanoinferError(f"draft={name!r} is unknown: use {formats} or self:<number of layers>")
         weights = load_model(target.name, dtype=target.dtype, seed=target.seed).take()
-        return (cut(weights, int(how)), None) if how.isdecimal() else (weights, how)
+        if not how.isdecimal():
+            return weights, how
+        try:
+            return cut(weights, int(how)), None
+        except NanoinferError as e:
+            raise NanoinferError(f"draft={name!r}: {e}") from None
 
     def _resolve(self, draft: str) -> str:
         """Return the draft that `auto` stands for; other names are themselves."""
