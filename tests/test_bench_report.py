@@ -484,7 +484,7 @@ def test_digits_and_units() -> None:
     said = ["1,235", "0.0123", "41.3", "812", "0", "-3.46", DASH, DASH, DASH, DASH, DASH]
     assert [digits(v) for v in values] == said
     assert [si(v, "B/s") for v in (32.5e9, 999.6, 0.0021, None)] == ["32.5 GB/s", "1.00 kB/s", "2.10 mB/s", DASH]
-    assert short("_a\nb" + "c" * 60, 6) == "a bcc…"
+    assert short("_a\nb" + "c" * 60, 6) == "a …ccc"
     assert [slug(v) for v in ("Ladder / GPT-2", "../..", None)] == ["ladder-gpt-2", "suite", "none"]
 
 

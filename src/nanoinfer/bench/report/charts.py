@@ -122,8 +122,12 @@ def _caption(text: str, rows: Sequence[Row]) -> str:
     """Return a caption with what the rows share, their notes, and how many of them could not be drawn."""
     failed = sum(row.error is not None for row in rows)
     missing = f" {failed:,} of {len(rows):,} cases failed: their errors are in the numbers." if failed else ""
-    notes = dict.fromkeys(f" {row.case.label}: {row.note}." for row in rows if row.note)
-    return f"{text} Shown: {setting(rows)}.{missing}{''.join(notes)}"
+    noted: dict[str, dict[str, None]] = {}  # note -> the labels that have it, once each
+    for row in rows:
+        if row.note:
+            noted.setdefault(row.note, {})[row.case.label] = None
+    notes = "".join(f" {', '.join(labels)}: {note}." for note, labels in noted.items())
+    return f"{text} Shown: {setting(rows)}.{missing}{notes}"
 
 
 def _positions(rows: Sequence[Row], title: str) -> str:

@@ -24,9 +24,13 @@ def escape(value: Any) -> str:
 
 
 def short(value: Any, limit: int = 34) -> str:
-    """Return a name for a figure, cut where it is too long for one: short("abcdef", 4) -> "abc…"."""
+    """Return a name for a figure, its middle cut out where it is too long: short("abcdefgh", 5) -> "ab…gh".
+
+    What tells names apart is at both ends: the engine, and the number of tokens that a draft proposes.
+    """
     text = " ".join(clean(value).split()).lstrip("_") or "?"  # matplotlib hides labels that begin with _
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    front, back = (limit - 1) // 2, limit - 1 - (limit - 1) // 2
+    return text if len(text) <= limit else f"{text[:front]}…{text[-back:]}"
 
 
 def number(value: Any) -> float | None:
