@@ -20,6 +20,9 @@ from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import char_to_json
 
+if not torch.cuda.is_available():  # read when triton is imported: its kernels then run on the CPU, in Python
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 if folder := os.environ.get("NANOINFER_TEST_EXTENSION"):  # make asan: this build instead of the installed one
     (library,) = Path(folder).glob("_native*.so")
     spec = importlib.util.spec_from_file_location("nanoinfer._native", library)
