@@ -32,7 +32,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
 from nanoinfer.core import Core
-from nanoinfer.models.gpt import Attend, Attention, Block
+from nanoinfer.models.gpt import Attention, Block, LayerAttend
 
 MATRIX_PRODUCTS = "matrix products"
 ATTENTION = "attention"
@@ -232,7 +232,7 @@ def _hooks(spans: Spans, part: str) -> tuple[Callable[..., None], Callable[..., 
 def _hand_over(spans: Spans) -> Callable[..., Any]:
     """Return what Attention calls before its forward(x, attend): it puts a span around `attend`."""
 
-    def wrap(module: nn.Module, args: tuple[Any, Attend]) -> tuple[Any, Attend]:
+    def wrap(module: nn.Module, args: tuple[Any, LayerAttend]) -> tuple[Any, LayerAttend]:
         x, attend = args
         return x, _around(spans, ATTENTION, attend)
 

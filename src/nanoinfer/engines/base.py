@@ -14,6 +14,7 @@ without torch can take one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType, Protocol
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 Handle = NewType("Handle", int)
 """Names one open sequence of one engine. Never reused."""
+
+PENDING = -1
+"""In the token ids of `RunsAhead.step`, last of its sequence: the token that the sequence's last step drew. Only the
+device knows it yet."""
 
 
 @dataclass
@@ -107,4 +112,38 @@ class Engine(Protocol):
 
     def length(self, handle: Handle) -> int:
         """Return the number of tokens in a sequence."""
+        ...
+
+
+Draw = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+"""Draws tokens on the device: logits (R, V) float32, seats (R,) int64 and wanted (R,) bool -> (R,) int64. A seat is
+the drawer's own name for a row's text. Rows that are not wanted are padding: nothing may change for their seats. The
+host is not waited for, so that a CUDA graph can hold it; a token < 0 means that the row's logits were not finite."""
+
+
+class Pending(Protocol):
+    """Tokens that are being drawn."""
+
+    def read(self) -> list[int]:
+        """Wait for the tokens of a step and return them."""
+        ...
+
+
+class RunsAhead(Engine, Protocol):
+    """An engine that keeps the drawn tokens on its device, so that the next step can start before they are read."""
+
+    def step(self, batch: StepBatch, draw: Draw, seats: list[int]) -> Pending:
+        """Append new tokens to open sequences and draw the next one of each sequence that wants logits.
+
+        Args:
+            batch: as for `extend`; num_logits 0 or 1, and a sequence's last token may be PENDING.
+            draw: the same function at every call.
+            seats: of the sequences that draw, in the batch's order.
+
+        Returns:
+            the tokens drawn, in the batch's order, to be read when they are needed.
+
+        Raises:
+            NanoinferError: as `extend`; or PENDING where the sequence's last step drew nothing.
+        """
         ...

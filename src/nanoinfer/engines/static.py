@@ -8,12 +8,7 @@ Why it helps: no copying of the cache and no allocation a step, and B times fewe
 B. When it does not pay: memory is reserved for max_num_seqs texts of full length, used or not (on a CPU the
 pages are only taken when they are first written), and the shared call reads as far as the longest text.
 
-Slots stay dense: open sequences always occupy slots 0, 1, ..., so that a batch of all of them is a view of
-the cache, not a gathered copy. Closing a sequence moves the last slot into the hole.
-
-    slot 0  [k k k k k . . . .]   5 tokens
-    slot 1  [k k k . . . . . .]   3 tokens, zeros after them: masked, and never NaN
-    slot 2  [. . . . . . . . .]   free
+Open sequences always occupy slots 0, 1, ... (kv/slots.py).
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ from torch import Tensor
 
 from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
 from nanoinfer.engines.torch_engine import TorchEngine, causal_mask
-from nanoinfer.errors import NanoinferError
+from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.gpt import GPT, Attend
 
 
@@ -36,22 +31,10 @@ class StaticEngine(TorchEngine):
 
     def __init__(self, model: GPT, limits: EngineLimits) -> None:
         super().__init__(model, limits)
-        c = self.config
-        shape = (c.n_layer, limits.max_num_seqs, c.n_head, limits.block_size, c.head_dim)
-        try:
-            # zeros, not empty: what is masked is still multiplied by 0, and 0 * NaN is NaN
-            self._k = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            self._v = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        except RuntimeError:  # torch's out-of-memory errors, on CPU and CUDA
-            need = limits.max_num_seqs * limits.block_size * c.kv_bytes_per_token(self.dtype.itemsize)
-            raise NanoinferError(
-                f"keys and values of {limits.max_num_seqs} sequences need {need:,} bytes, which {self.device} does"
-                " not have: use a smaller max_num_seqs or kv_cache_memory"
-            ) from None
-        self._slots: dict[Handle, int] = {}
+        self._cache = SlotCache(self.config, limits.max_num_seqs, limits.block_size, self.dtype, self.device)
 
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
-        slots = [self._slots[h] for h in batch.handles]
+        slots = [self._cache.slot(h) for h in batch.handles]
         rows = [end - n for end, n in zip(accumulate(batch.num_new), batch.num_new, strict=True)]
         new = list(zip(slots, starts, batch.num_new, rows, strict=True))
         slot_of = torch.tensor([slot for slot, _, n, _ in new for _ in range(n)], device=self.device)  # (N,)
@@ -64,7 +47,7 @@ class StaticEngine(TorchEngine):
         in_order = single_rows == list(range(len(batch.token_ids)))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self._k[layer], self._v[layer]
+            keys, values = self._cache.k[layer], self._cache.v[layer]
             keys[slot_of, :, pos_of] = k
             values[slot_of, :, pos_of] = v
             if in_order:
@@ -107,31 +90,13 @@ class StaticEngine(TorchEngine):
         return read
 
     def _open(self, handle: Handle) -> None:
-        self._slots[handle] = len(self._slots)
+        self._cache.open(handle)
 
     def _truncate(self, handle: Handle, length: int) -> None:
-        self._clear(self._slots[handle], length, self._lengths[handle])
+        self._cache.clear(self._cache.slot(handle), length, self._lengths[handle])
 
     def _fork(self, parent: Handle, child: Handle) -> None:
-        self._copy(self._slots[parent], self._slots[child], self._lengths[parent])
+        self._cache.copy(self._cache.slot(parent), self._cache.slot(child), self._lengths[parent])
 
     def _close(self, handle: Handle) -> None:
-        slot, length = self._slots.pop(handle), self._lengths[handle]
-        last = next((h for h, s in self._slots.items() if s == len(self._slots)), None)
-        if last is not None:  # move the last slot into the hole
-            self._clear(slot, 0, length)
-            length = self._lengths[last]
-            self._copy(self._slots[last], slot, length)
-            self._slots[last], slot = slot, self._slots[last]
-        self._clear(slot, 0, length)
-
-    @torch.inference_mode()
-    def _copy(self, source: int, target: int, length: int) -> None:
-        for cache in (self._k, self._v):
-            cache[:, target, :, :length] = cache[:, source, :, :length]
-
-    @torch.inference_mode()
-    def _clear(self, slot: int, start: int, stop: int) -> None:
-        """Zero what is forgotten: a later text in this slot must not meet another's NaN behind its mask."""
-        for cache in (self._k, self._v):
-            cache[:, slot, :, start:stop] = 0
+        self._cache.close(handle, self._lengths)

@@ -31,7 +31,7 @@ class TorchEngine(Sequences):
         self.device = model.lm_head.weight.device
         self.dtype = model.lm_head.weight.dtype
         self._hidden = torch.empty(0, model.config.n_embd, device=self.device, dtype=self.dtype)  # of the last step
-        _lay_out(model)
+        lay_out(model)
 
     # The step --------------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class TorchEngine(Sequences):
         raise NotImplementedError
 
 
-def _lay_out(model: GPT) -> None:
+def lay_out(model: GPT) -> None:
     """Put linear weights in the order in memory that this device's kernels read fastest; values stay.
 
     float32 on a CPU: inputs outermost, as GPT-2's own checkpoints are. One row times GPT-2's weights then

@@ -21,6 +21,8 @@ nanoGPT and the Hugging Face checkpoints (`wte`, `wpe`, `c_attn`, `c_proj`, `ln_
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +31,8 @@ from torch import Tensor, nn
 from nanoinfer.config import ModelConfig
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`Attend` of one layer: a block does not know which it is, so that one compiled block serves all layers."""
 
 
 def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,17 +58,17 @@ class LayerNorm(nn.Module):
 class Attention(nn.Module):
     """Multi-head self-attention: project to q, k, v, let `attend` mix tokens, project back."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.layer, self.n_head, self.head_dim = layer, config.n_head, config.head_dim
+        self.n_head, self.head_dim = config.n_head, config.head_dim
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, attend: LayerAttend) -> Tensor:
         """Return the attention output of x, (..., C), same shape."""
         qkv = self.c_attn(x).view(*x.shape[:-1], 3, self.n_head, self.head_dim)  # (..., 3, H, D)
         q, k, v = qkv.unbind(-3)
-        return self.c_proj(attend(self.layer, q, k, v).reshape(x.shape))  # type: ignore[no-any-return]
+        return self.c_proj(attend(q, k, v).reshape(x.shape))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
@@ -84,15 +88,15 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One transformer block: x + attention, then x + MLP, each behind its layer norm."""
 
-    def __init__(self, config: ModelConfig, layer: int, dropout: float) -> None:
+    def __init__(self, config: ModelConfig, dropout: float) -> None:
         super().__init__()
         self.ln_1 = LayerNorm(config)
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config)
         self.ln_2 = LayerNorm(config)
         self.mlp = MLP(config)
         self.dropout = dropout
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, attend: LayerAttend) -> Tensor:
         """Return the block's output of x, (..., C), same shape."""
         x = x + F.dropout(self.attn(self.ln_1(x), attend), self.dropout, self.training)
         return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
@@ -124,7 +128,7 @@ class GPT(nn.Module):
             {
                 "wte": _embedding(config.vocab_size, config.n_embd),
                 "wpe": _embedding(config.block_size, config.n_embd),
-                "h": nn.ModuleList(Block(config, layer, dropout) for layer in range(config.n_layer)),
+                "h": nn.ModuleList(Block(config, dropout) for _ in range(config.n_layer)),
                 "ln_f": LayerNorm(config),
             }
         )
@@ -141,6 +145,11 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             init_weight(name, p, self.config, generator)
 
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks, first layer first."""
+        return list(cast("nn.ModuleList", self.transformer["h"]))  # type: ignore[arg-type]
+
     def hidden(self, idx: Tensor, pos: Tensor, attend: Attend) -> Tensor:
         """Return the final hidden states, (..., C), in the weights' dtype.
 
@@ -151,8 +160,8 @@ class GPT(nn.Module):
         """
         parts = self.transformer
         x = F.dropout(parts["wte"](idx) + parts["wpe"](pos), self.dropout, self.training)
-        for block in parts["h"]:  # type: ignore[attr-defined]
-            x = block(x, attend)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, partial(attend, layer))
         return parts["ln_f"](x)  # type: ignore[no-any-return]
 
     def forward(self, idx: Tensor) -> Tensor:

@@ -1,0 +1,270 @@
+"""What the rungs of static shapes share: a step that is a function of tensors alone.
+
+`static` still prepares each step on the host: masks, indices and lengths are new tensors every time, so nothing of it
+can be compiled or captured once and for all. Here everything that changes from step to step stands in tensors whose
+addresses do not change (`Inputs`), and their shapes are rounded up to a few (buckets.py):
+
+    given (R, n)   token ids; PENDING for the token that the row's last step drew
+    start (R,)     tokens that the row's sequence has           pos = start + 0..n-1, and the step adds count to start
+    count (R,)     new tokens; those past it are padding        their pos is block_size: a column that nobody reads
+    slots (R,)     where its keys and values are
+    wanted, seats  whether it draws, and for whom
+
+So a step after a step needs nothing from the host: the tokens are where they were drawn, and the position has moved on.
+The host compares what it wants with what the device has, and uploads only what differs. No mask is ever sent: token i
+of a row sees the positions up to its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from types import MappingProxyType
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.engines import buckets
+from nanoinfer.engines.base import PENDING, Draw, EngineLimits, Handle, StepBatch
+from nanoinfer.engines.buckets import Call, Shape
+from nanoinfer.engines.sequences import Sequences
+from nanoinfer.engines.torch_engine import lay_out
+from nanoinfer.engines.transfers import Drawing, Inputs, pick
+from nanoinfer.errors import NanoinferError
+from nanoinfer.kv.slots import SlotCache
+from nanoinfer.models.gpt import GPT, Block
+
+EMPTY: Mapping[int, int] = MappingProxyType({})
+HEAD_TOKENS = 16
+"""Up to so many tokens a row, a call makes logits for all of them; of a prompt, only for those that are wanted."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a call computes from, on the device. R rows of n tokens each, padding included."""
+
+    idx: Tensor
+    """(R, n) int64 token ids."""
+    pos: Tensor
+    """(R, n) int64 position of each token; block_size for padding."""
+    slots: Tensor
+    """(R,) int64: row r reads and writes the keys and values of slot slots[r]."""
+    context: int
+    """Every position that is not padding is below it."""
+    dense: bool
+    """Row i is slot i."""
+
+
+class Output(NamedTuple):
+    """What a call leaves, until the next call."""
+
+    hidden: Tensor
+    """(R, n, C) after the final layer norm."""
+    logits: Tensor | None
+    """(R * n, V) float32; None where tokens were drawn from them, or the rows are long."""
+    tokens: Tensor | None
+    """(R,) int64 drawn."""
+
+
+class SlotEngine(Sequences):
+    """Base of the rungs of static shapes.
+
+    Args:
+        model: the weights, on the device and in the dtype to compute in.
+        limits: what the engine may hold.
+
+    Raises:
+        NanoinferError: the keys and values do not fit the device.
+    """
+
+    def __init__(self, model: GPT, limits: EngineLimits) -> None:
+        super().__init__(model.config, limits)
+        self.model = model
+        self.device = model.lm_head.weight.device
+        self.dtype = model.lm_head.weight.dtype
+        columns = -(-(limits.block_size + 1) // 16) * 16  # one for padding, and rows of a multiple of 16
+        self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)
+        self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=self.device)
+        """The token drawn last in each slot; one more for rows that draw nothing."""
+        self._drew: set[Handle] = set()
+        """The sequences whose last step drew."""
+        self._inputs: dict[tuple[int, int], Inputs] = {}
+        self._hidden = torch.empty(0, self.config.n_embd, device=self.device, dtype=self.dtype)  # of the last extend
+        lay_out(model)
+
+    # The step --------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def extend(self, batch: StepBatch) -> Tensor:
+        """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
+        self._check(batch)
+        firsts = [0, *accumulate(batch.num_logits)]
+        hidden: list[Tensor] = []
+        logits: list[Tensor] = []
+        places: list[int] = []  # of the rows gathered so far, in the result
+        calls = self._plan(batch)
+        for call in calls:
+            out = self._run(call, batch)
+            rows: list[int] = []
+            for i, row in zip(call.members, call.rows, strict=True):
+                end = row * call.shape.tokens + batch.num_new[i]
+                rows += range(end - batch.num_logits[i], end)
+                places += range(firsts[i], firsts[i + 1])
+            hidden.append(pick(out.hidden.flatten(0, 1), rows))
+            logits.append(self._head(hidden[-1]) if out.logits is None else pick(out.logits, rows))
+            if len(calls) > 1:  # the next call may write its results where these are
+                hidden[-1], logits[-1] = hidden[-1].clone(), logits[-1].clone()
+        self._drew.difference_update(batch.handles)
+        self._advance(batch)
+        if not calls:
+            self._hidden = self._hidden[:0]
+            return torch.empty(0, self.config.vocab_size, device=self.device)
+        back = sorted(range(len(places)), key=places.__getitem__)
+        self._hidden = pick(torch.cat(hidden) if len(calls) > 1 else hidden[0], back)
+        return pick(torch.cat(logits) if len(calls) > 1 else logits[0], back)
+
+    def hidden(self) -> Tensor:
+        """Return what the last step's logits were made from, (sum(num_logits), C) float32."""
+        return self._hidden.float()
+
+    @torch.inference_mode()
+    def step(self, batch: StepBatch, draw: Draw, seats: list[int]) -> Drawing:
+        """Append new tokens to open sequences and draw the next of each that wants logits: see `RunsAhead.step`."""
+        self._check_step(batch, seats)
+        drawing = Drawing()
+        drawn = dict(zip((i for i, n in enumerate(batch.num_logits) if n), seats, strict=True))
+        for call in self._plan(batch):
+            out = self._run(call, batch, draw, drawn)
+            rows = {i: row for i, row in zip(call.members, call.rows, strict=True) if i in drawn}
+            drawing.add(cast(Tensor, out.tokens), rows)
+        self._drew.difference_update(batch.handles)
+        self._drew.update(batch.handles[i] for i in drawn)
+        self._advance(batch)
+        return drawing
+
+    def _plan(self, batch: StepBatch) -> list[Call]:
+        slots = [self._cache.slot(h) for h in batch.handles]
+        starts = [self._lengths[h] for h in batch.handles]
+        limits = self.limits
+        return buckets.plan(slots, starts, batch.num_new, num_slots=limits.max_num_seqs, block_size=limits.block_size)
+
+    def _run(self, call: Call, batch: StepBatch, draw: Draw | None = None, seats: Mapping[int, int] = EMPTY) -> Output:
+        """Run one call: put what it reads where it reads it, then compute. Seats: of the members that draw."""
+        shape = call.shape
+        inputs = self._inputs.get((shape.rows, shape.tokens))
+        if inputs is None:
+            inputs = self._inputs[shape.rows, shape.tokens] = Inputs(shape.rows, shape.tokens, self.device)
+        inputs.put(self._rows(call, batch, seats))
+        out = self._execute((shape, draw is not None), lambda: self._compute(inputs, shape, draw))
+        inputs.advanced()
+        return out
+
+    def _rows(self, call: Call, batch: StepBatch, seats: Mapping[int, int]) -> list[list[int]]:
+        """Return what the table of a call's inputs must hold; rows of padding have count 0."""
+        n, ends = call.shape.tokens, list(accumulate(batch.num_new))
+        rows = [[PENDING] * n + [0, 0, r if call.shape.dense else 0, 0, 0] for r in range(call.shape.rows)]
+        for i, r in zip(call.members, call.rows, strict=True):
+            handle, new = batch.handles[i], batch.num_new[i]
+            rows[r][:new] = batch.token_ids[ends[i] - new : ends[i]]
+            rows[r][n:] = self._lengths[handle], new, self._cache.slot(handle), int(i in seats), seats.get(i, 0)
+        return rows
+
+    def _execute(self, key: tuple[Shape, bool], compute: Callable[[], Output]) -> Output:
+        """Run `compute`, which is the same function of the same tensors whenever the key is the same."""
+        return compute()
+
+    def _compute(self, inputs: Inputs, shape: Shape, draw: Draw | None) -> Output:
+        """Compute a step from tensors alone: no value is read by the host, no shape depends on one."""
+        i = torch.arange(shape.tokens, device=self.device)
+        pos = torch.where(i < inputs.count[:, None], inputs.start[:, None] + i, self.limits.block_size)  # (R, n)
+        idx = torch.where(inputs.given < 0, self._last[inputs.slots][:, None], inputs.given)
+        hidden = self._forward(Step(idx, pos, inputs.slots, shape.context, shape.dense))  # (R, n, C)
+        logits = tokens = None
+        if draw is not None:
+            final = hidden[torch.arange(shape.rows, device=self.device), (inputs.count - 1).clamp(min=0)]  # (R, C)
+            wanted = inputs.wanted != 0
+            tokens = draw(self._head(final), inputs.seats, wanted)
+            self._last[torch.where(wanted, inputs.slots, self.limits.max_num_seqs)] = tokens.clamp(min=0)
+        elif shape.tokens <= HEAD_TOKENS:
+            logits = self._head(hidden.flatten(0, 1))
+        inputs.start.add_(inputs.count)
+        return Output(hidden, logits, tokens)
+
+    # What a rung brings, or changes ----------------------------------------------------------------------
+
+    def _forward(self, step: Step) -> Tensor:
+        """Return the final hidden states, (R, n, C), having stored the new keys and values."""
+        parts = self.model.transformer
+        x = parts["wte"](step.idx) + parts["wpe"](step.pos.clamp(max=self.limits.block_size - 1))
+        mask = (torch.arange(step.context, device=self.device) <= step.pos[..., None])[:, None]  # (R, 1, n, context)
+        for layer, block in enumerate(self.model.blocks):
+            x = self._block(block, x, self._cache.k[layer], self._cache.v[layer], step, mask)
+        return parts["ln_f"](x)  # type: ignore[no-any-return]
+
+    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: Step, mask: Tensor) -> Tensor:
+        """Return one block's output, (R, n, C)."""
+        return run_block(block, x, k, v, step.slots, step.pos, mask, step.dense)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Return the logits, (M, V) float32, of hidden states, (M, C)."""
+        return self.model.lm_head(hidden).float()  # type: ignore[no-any-return]
+
+    # Sequences -------------------------------------------------------------------------------------------
+
+    def _check_step(self, batch: StepBatch, seats: list[int]) -> None:
+        """Raise NanoinferError unless `step` can run the batch, before anything is changed."""
+        ids, end = list(batch.token_ids), 0
+        for handle, new in zip(batch.handles, batch.num_new, strict=False):
+            end += new
+            if 0 < end <= len(ids) and ids[end - 1] == PENDING:
+                if handle not in self._drew:
+                    raise NanoinferError(
+                        f"sequence {handle}: token id {PENDING} stands for the token that its last step drew, and that"
+                        " step drew none: give the token itself"
+                    )
+                ids[end - 1] = 0
+        self._check(replace(batch, token_ids=ids))
+        if any(n > 1 for n in batch.num_logits) or sum(batch.num_logits) != len(seats):
+            raise NanoinferError(
+                f"num_logits={batch.num_logits} with {len(seats)} seats: a step draws 0 or 1 token a sequence, and each"
+                " that draws has a seat"
+            )
+
+    def _open(self, handle: Handle) -> None:
+        self._cache.open(handle)
+
+    def _truncate(self, handle: Handle, length: int) -> None:
+        self._cache.clear(self._cache.slot(handle), length, self._lengths[handle])
+
+    @torch.inference_mode()
+    def _fork(self, parent: Handle, child: Handle) -> None:
+        source, target = self._cache.slot(parent), self._cache.slot(child)
+        self._cache.copy(source, target, self._lengths[parent])
+        self._last[target] = self._last[source]
+        if parent in self._drew:
+            self._drew.add(child)
+
+    @torch.inference_mode()
+    def _close(self, handle: Handle) -> None:
+        source, target = self._cache.close(handle, self._lengths)
+        self._last[target] = self._last[source]
+        self._drew.discard(handle)
+
+
+def run_block(
+    block: Block, x: Tensor, k: Tensor, v: Tensor, slots: Tensor, pos: Tensor, mask: Tensor, dense: bool
+) -> Tensor:
+    """Return one block's output of x, (R, n, C), having stored its keys and values in k and v, (slots, H, T, D)."""
+
+    def attend(q: Tensor, new_k: Tensor, new_v: Tensor) -> Tensor:  # (R, n, H, D)
+        k[slots[:, None], :, pos] = new_k
+        v[slots[:, None], :, pos] = new_v
+        context = mask.shape[-1]
+        keys, values = (c[: len(slots), :, :context] if dense else c[:, :, :context][slots] for c in (k, v))
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask)  # (R, H, n, D)
+        return y.transpose(1, 2)
+
+    return block(x, attend)  # type: ignore[no-any-return]

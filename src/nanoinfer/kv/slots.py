@@ -1,0 +1,89 @@
+"""Keys and values in slots: one full-length place for each sequence, all in two tensors.
+
+Slots stay dense: open sequences always occupy slots 0, 1, ..., so that a batch of all of them is a view of the
+cache, not a gathered copy. Closing a sequence moves the last slot into the hole.
+
+    slot 0  [k k k k k . . . .]   5 tokens
+    slot 1  [k k k . . . . . .]   3 tokens, zeros after them: masked, and never NaN
+    slot 2  [. . . . . . . . .]   free
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+
+
+class SlotCache:
+    """The keys and values of all layers, `k` and `v`, each (L, slots, H, columns, D).
+
+    Args:
+        config: the model's shape.
+        num_slots: sequences that it holds.
+        columns: tokens of each, block_size or more.
+        dtype: of keys and values.
+        device: where they are.
+
+    Raises:
+        NanoinferError: the device does not have the memory.
+    """
+
+    def __init__(
+        self, config: ModelConfig, num_slots: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (config.n_layer, num_slots, config.n_head, columns, config.head_dim)
+        try:
+            # zeros, not empty: what is masked is still multiplied by 0, and 0 * NaN is NaN
+            self.k = torch.zeros(shape, dtype=dtype, device=device)
+            self.v = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError:  # torch's out-of-memory errors, on CPU and CUDA
+            need = num_slots * columns * config.kv_bytes_per_token(dtype.itemsize)
+            raise NanoinferError(
+                f"keys and values of {num_slots} sequences need {need:,} bytes, which {device} does not have: use a"
+                " smaller max_num_seqs or kv_cache_memory"
+            ) from None
+        self._slots: dict[int, int] = {}
+
+    def slot(self, handle: int) -> int:
+        """Return where a sequence is now; another one's `close` may move it."""
+        return self._slots[handle]
+
+    def open(self, handle: int) -> int:
+        """Give a sequence the next slot and return it."""
+        self._slots[handle] = len(self._slots)
+        return self._slots[handle]
+
+    def close(self, handle: int, lengths: Mapping[Any, int]) -> tuple[int, int]:
+        """Free a sequence's slot; return (from, to) of the slot that was moved there, itself if none was.
+
+        Args:
+            handle: the sequence.
+            lengths: tokens of each open sequence, this one included.
+        """
+        hole, length = self._slots.pop(handle), lengths[handle]
+        last = len(self._slots)
+        moved = next((h for h, slot in self._slots.items() if slot == last), None)
+        if moved is not None:
+            self.clear(hole, 0, length)
+            length = lengths[moved]
+            self.copy(last, hole, length)
+            self._slots[moved] = hole
+        self.clear(last, 0, length)
+        return last, hole
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy a slot's first tokens to another."""
+        for cache in (self.k, self.v):
+            cache[:, target, :, :length] = cache[:, source, :, :length]
+
+    @torch.inference_mode()
+    def clear(self, slot: int, start: int, stop: int) -> None:
+        """Zero what is forgotten: a later text in this slot must not meet another's NaN behind its mask."""
+        for cache in (self.k, self.v):
+            cache[:, slot, :, start:stop] = 0
