@@ -20,12 +20,15 @@ from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine, Handle, StepBatch
+from nanoinfer.engines.compiled import CompiledEngine, RunBlock
+from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.devices import supported_dtypes
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.gpt import GPT
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import window_start
+from recorded import FakeRecorder
 
 DEVICES = [
     "cpu",
@@ -36,6 +39,8 @@ DEVICES = [
 ]
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 V = TINY.vocab_size
+BLOCKS: dict[str, dict[tuple[torch.Size, int, bool], RunBlock]] = {"cpu": {}, "cuda": {}}
+"""What the compiled engines of all tests have compiled: their models have the same shapes."""
 
 
 @pytest.fixture(params=DEVICES)
@@ -44,11 +49,19 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
-    config = EngineConfig(max_num_seqs=max_num_seqs)
+    """Return an engine. On a CPU, graphs are recordings of operations (recorded.py), and blocks are traced only."""
+    device = gpt.lm_head.weight.device
+    limits = make_limits(gpt.config, max_num_seqs)
+    if name == "compiled":
+        engine = CompiledEngine(gpt, limits, backend="inductor" if device.type == "cuda" else "eager")
+        engine._compiled = BLOCKS[device.type]
+        return engine
+    if name == "cuda_graph" and device.type == "cpu":
+        return CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=FakeRecorder())
     spec = ENGINES[name]
     if (reason := spec.unavailable()) is not None:
         pytest.skip(f"engine {name}: {reason}")
-    return registry.build(spec, weights_of(gpt), config, gpt.lm_head.weight.device)
+    return registry.build(spec, weights_of(gpt), EngineConfig(max_num_seqs=max_num_seqs), device)
 
 
 def make_core(engine: Engine, **limits: int) -> Core:

@@ -112,6 +112,8 @@ class EngineConfig:
     """Type of keys and values where the engine offers a choice: float32, bfloat16 or int8."""
     threads: int | None = None
     """CPU threads of the native engine; None is as many as this process may use."""
+    graph_memory: int | None = None
+    """Bytes that captured CUDA graphs may take; None is an eighth of the free memory."""
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, ("auto", *DTYPES))
@@ -122,6 +124,8 @@ class EngineConfig:
             require_int("max_num_seqs", self.max_num_seqs, 1, 65536)
         if self.kv_cache_memory is not None:
             require_int("kv_cache_memory", self.kv_cache_memory, 1)
+        if self.graph_memory is not None:
+            require_int("graph_memory", self.graph_memory, 0)
 
 
 @dataclass(frozen=True)

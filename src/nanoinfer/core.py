@@ -12,7 +12,8 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
-from nanoinfer.engines.base import Engine, Handle, StepBatch
+from nanoinfer.ahead import Ahead, Flight
+from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import (
     CompletionOutput,
@@ -50,6 +51,7 @@ class Core:
         clock: seconds; a fake one in tests.
         speculator: proposes tokens to verify; None: every step draws one token. May be changed while nothing is
             unfinished.
+        ahead: launches steps before the last one's tokens are read; None: tokens are read at once.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Core:
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
         speculator: Speculator | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
@@ -69,6 +72,8 @@ class Core:
         self._vocab_size = vocab_size
         self._clock = clock
         self.speculator = speculator
+        self._ahead = ahead
+        self._flight: Flight | None = None
         self._next_id = 0
         self._logprobs: WeakKeyDictionary[Sequence, list[dict[int, Logprob]]] = WeakKeyDictionary()
 
@@ -96,6 +101,8 @@ class Core:
             request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
         request.num_dropped_tokens = request.sequences[0].wanted_start
         self.scheduler.add(request)
+        if self._ahead is not None:
+            self._ahead.add(request)
         self._next_id += 1
         return request
 
@@ -107,19 +114,52 @@ class Core:
     def step(self) -> list[Delta]:
         """Run one step; return what it added, one delta for each text that drew.
 
-        An error of the engine, the sampler or the drafter ends all running requests (they are closed) and is raised.
+        Where the engine runs ahead, a step is launched and what the one before it drew is returned: nothing, the first
+        time. An error of the engine, the sampler or the drafter ends all running requests (they are closed) and is
+        raised.
         """
-        work = self.scheduler.schedule()
-        before = [s.num_output_tokens for s in drawing(work)]
         try:
-            tokens = self._run(work)
-            ended = self.scheduler.postprocess(work, tokens)
+            flight, self._flight = self._flight, None
+            if self._ahead is not None and self.speculator is None and self._ahead.may_run():
+                self._flight = self._launch(self._ahead)
+            elif flight is None:
+                work = self.scheduler.schedule()
+                return self._finish(work, self._run(work))
+            return self._finish(flight.work, self._read(flight)) if flight is not None else []
         except BaseException:
+            self._flight = None
             for request in {s.request: None for s in self.scheduler.running}:
                 self.abort(request)
             raise
-        self._close(ended)
-        return [self._delta(s, n) for s, n in zip(drawing(work), before, strict=True)]
+
+    def _finish(self, work: list[Work], tokens: list[list[int]]) -> list[Delta]:
+        """Add the drawn tokens to their texts, close those that ended, and return what each text gained."""
+        before = [(s, s.num_output_tokens) for s in drawing(work) if s.finish_reason is None]
+        self._close(self.scheduler.postprocess(work, tokens))
+        if not self.scheduler.unfinished:
+            self._flight = None  # of texts that ended meanwhile: nobody waits for its tokens
+        return [self._delta(s, n) for s, n in before]
+
+    def _launch(self, ahead: Ahead) -> Flight | None:
+        """Start the next step, where there is one before the last one's tokens are read."""
+        work = self.scheduler.schedule()
+        if not work:
+            return None
+        flight = ahead.launch(work, self._batch(work, Round()))
+        self.scheduler.defer(work)
+        return flight
+
+    def _read(self, flight: Flight) -> list[list[int]]:
+        """Wait for a step's tokens."""
+        found = flight.read()
+        now = self._clock()
+        for s, _ in found:
+            self._note_first(s, now)
+        return [[token] for _, token in found]
+
+    def _note_first(self, s: Sequence, now: float) -> None:
+        if s.num_output_tokens == 0 and s.sample_index == 0:
+            s.request.first_token_sec = now
 
     def _run(self, work: list[Work]) -> list[list[int]]:
         """Propose, feed the engine, fork siblings, draw; return the tokens of each sequence that draws."""
@@ -130,8 +170,7 @@ class Core:
         tokens = [[drawn.token_id for drawn in some] for some in kept]
         now = self._clock()
         for s, some in zip(drawing(work), kept, strict=True):
-            if s.num_output_tokens == 0 and s.sample_index == 0:
-                s.request.first_token_sec = now
+            self._note_first(s, now)
             self._logprobs_of(s, some)
             if (proposal := done.proposals.get(s)) is not None and len(some) <= len(proposal.token_ids):
                 handle = Handle(cast(int, s.handle))
@@ -154,7 +193,7 @@ class Core:
                 drafts = proposal.token_ids
                 batch.add(Handle(s.handle), [*w.token_ids, *drafts], num_logits=1 + len(drafts))
             else:
-                batch.add(Handle(s.handle), w.token_ids, num_logits=int(w.draws))
+                batch.add(Handle(s.handle), w.token_ids + [PENDING] * w.pending, num_logits=int(w.draws))
         return batch
 
     def _draw(self, work: list[Work], done: Round, logits: Tensor) -> list[list[Sampled]]:
@@ -202,6 +241,8 @@ class Core:
         for s in ended:
             if self.speculator is not None:
                 self.speculator.forget(s)
+            if self._ahead is not None:
+                self._ahead.forget(s)
             if s.handle is not None:
                 self.engine.close(Handle(s.handle))
                 s.handle = None

@@ -51,6 +51,7 @@ class LLM:
         kv_cache_memory: bytes for keys and values; None: a quarter of the free memory.
         kv_cache_dtype: float32, bfloat16, int8 or auto, where the engine offers a choice.
         threads: CPU threads of the native engine; None: as many as this process may use.
+        graph_memory: bytes that captured CUDA graphs may take; None: an eighth of the free memory.
         seed: for random:<preset> weights.
         draft: who proposes tokens that the model verifies several at a time: prompt-lookup, a model with the same
             tokenizer (shakespeare-draft), a draft head (shakespeare-head), self:int8, self:int4, self:<layers>, or
@@ -75,6 +76,7 @@ class LLM:
         kv_cache_memory: int | None = None,
         kv_cache_dtype: str = "auto",
         threads: int | None = None,
+        graph_memory: int | None = None,
         seed: int = 0,
         draft: str | None = None,
         speculate_k: str | int = "auto",
@@ -82,7 +84,7 @@ class LLM:
     ) -> None:
         speculation = SpeculationConfig(draft, speculate_k, speculate_rule)
         config = EngineConfig(
-            engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, kv_cache_dtype, threads
+            engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, kv_cache_dtype, threads, graph_memory
         )
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)

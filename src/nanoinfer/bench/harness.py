@@ -24,7 +24,8 @@ from nanoinfer.bench.process import Processes, Run, Seat
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.stats import RunTimes, is_steady, summarize
 from nanoinfer.config import ModelConfig
-from nanoinfer.engines.registry import ENGINES, free_memory
+from nanoinfer.engines.devices import free_memory
+from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.devices import Ceiling
 

@@ -1,7 +1,8 @@
-"""Which devices and dtypes this machine has."""
+"""Which devices, dtypes and memory this machine has."""
 
 from __future__ import annotations
 
+import os
 import re
 
 import torch
@@ -49,3 +50,16 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
         raise NanoinferError(f"dtype={name!r} is not supported on {device}: use one of {', '.join(have)}")
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device now."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    try:
+        with open("/proc/meminfo") as f:
+            fields = dict(line.split(":", 1) for line in f)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux: half of what is installed is a fair guess
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -46,6 +46,8 @@ class EngineSpec:
     """Fields of EngineConfig that the engine takes beside the model and its limits."""
     native: bool = False
     """Whether it needs the native extension, and takes the weights one at a time instead of a model."""
+    preferred: bool = True
+    """Whether `auto` takes it where another engine does what is asked for, too."""
 
     def unavailable(self) -> str | None:
         """Return why this engine cannot run on this machine, or None."""
@@ -79,6 +81,21 @@ ENGINES: dict[str, EngineSpec] = {
             memory="slots",
         ),
         EngineSpec(
+            "compiled",
+            "compile the step over static shapes",
+            "nanoinfer.engines.compiled:CompiledEngine",
+            memory="slots",
+            preferred=False,  # a shape's first step takes seconds
+        ),
+        EngineSpec(
+            "cuda_graph",
+            "capture the step once, replay it; tokens and positions stay on the device",
+            "nanoinfer.engines.cuda_graph:CudaGraphEngine",
+            devices=("cuda",),
+            memory="slots",
+            options=("graph_memory",),
+        ),
+        EngineSpec(
             "native",
             "a C++ decoder that streams packed weights at memory speed",
             "nanoinfer.engines.native:NativeEngine",
@@ -99,14 +116,20 @@ def resolve(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> E
         NanoinferError: there is no such engine, or it does not do what is asked for here (said why).
     """
     if config.engine == "auto":
-        fitting = [s for s in ENGINES.values() if _why_not(s, config, device, dtype) is None]
+        reasons = {s: _why_not(s, config, device, dtype) for s in ENGINES.values()}
+        fitting = sorted((s for s, reason in reasons.items() if reason is None), key=lambda s: s.preferred)
         if not fitting:
             raise NanoinferError(
                 f"no engine does quantization={config.quantization!r} with dtype={dtype_name(dtype)} on {device}:"
                 " `nanoinfer engines` lists what each can do"
             )
-        log.info("engine=auto: %s, the fastest that fits %s and %s", fitting[-1].name, device, dtype_name(dtype))
-        return fitting[-1]
+        chosen = fitting[-1]
+        log.info("engine=auto: %s, the fastest that fits %s and %s", chosen.name, device, dtype_name(dtype))
+        faster = list(ENGINES.values())[list(ENGINES).index(chosen.name) + 1 :]
+        for s in faster:  # a rung that this device has, but this machine cannot run
+            if device.type in s.devices and s.preferred and (why := s.unavailable()) is not None:
+                log.warning("engine=auto: not %s: %s", s.name, why)
+        return chosen
     if config.engine not in ENGINES:
         raise NanoinferError(f"engine={config.engine!r} is unknown: use auto or one of {', '.join(ENGINES)}")
     spec = ENGINES[config.engine]
@@ -126,7 +149,7 @@ def _why_not(spec: EngineSpec, config: EngineConfig, device: torch.device, dtype
     ):
         if value not in have:
             return f"{name}={value!r} is not supported: it has {', '.join(map(str, have))}"
-    for name, neutral in (("kv_cache_dtype", "auto"), ("threads", None)):
+    for name, neutral in (("kv_cache_dtype", "auto"), ("threads", None), ("graph_memory", None)):
         if name not in spec.options and (value := getattr(config, name)) != neutral:
             return f"{name}={value!r} is not supported: leave it out"
     return None
@@ -174,7 +197,7 @@ def plan_limits(
     if spec.memory == "blocks":
         return _plan_blocks(model, config, {4: "float32", 2: "bfloat16"}[bytes_per_value], wanted, device)
     per_token = model.kv_bytes_per_token(bytes_per_value)
-    budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_memory(device) // 4
+    budget = _budget(config, device)
     fitting = budget // (per_token * model.block_size)  # full-length texts
     needed = config.max_num_seqs or 1 if spec.memory == "slots" else 1
     if config.kv_cache_memory is not None and fitting < needed:
@@ -190,6 +213,13 @@ def plan_limits(
     return EngineLimits(wanted, model.block_size, tokens)
 
 
+def _budget(config: EngineConfig, device: torch.device) -> int:
+    """Return the bytes for keys and values."""
+    from nanoinfer.engines.devices import free_memory
+
+    return config.kv_cache_memory if config.kv_cache_memory is not None else free_memory(device) // 4
+
+
 def _plan_blocks(
     model: ModelConfig, config: EngineConfig, dtype: str, wanted: int, device: torch.device
 ) -> EngineLimits:
@@ -197,7 +227,7 @@ def _plan_blocks(
     from nanoinfer.engines.native import resolve_cache_dtype
 
     per_block = kv_block_bytes(model, resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization))
-    budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_memory(device) // 4
+    budget = _budget(config, device)
     one_text, num_blocks = -(-model.block_size // KV_BLOCK), budget // per_block
     needed = one_text + (config.max_num_seqs or 1)
     if num_blocks < needed:
@@ -219,23 +249,6 @@ def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
     values = (model.head_dim + -(-model.head_dim // 16) * 16) * KV_BLOCK  # keys, and values padded to a vector
     part = values + 2 * KV_BLOCK * 4 if cache_dtype == "int8" else values * {"float32": 4, "bfloat16": 2}[cache_dtype]
     return model.n_layer * model.n_head * (-(-part // 64) * 64)
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device now."""
-    import torch
-
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    import os
-
-    try:
-        with open("/proc/meminfo") as f:
-            fields = dict(line.split(":", 1) for line in f)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux: half of what is installed is a fair guess
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def dtype_name(dtype: torch.dtype) -> str:

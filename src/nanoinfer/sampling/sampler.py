@@ -133,11 +133,15 @@ def _argmax(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
 
 def _require_finite(largest: Tensor) -> None:
     if not bool(largest.isfinite().all()):
-        bad = largest[~largest.isfinite()][0].item()
-        raise NanoinferError(
-            f"the model's largest logit is {bad}: its arithmetic overflowed, or the parameters exclude every"
-            " token; use dtype=float32, and check logit_bias and the weights"
-        )
+        raise NanoinferError(not_finite(largest[~largest.isfinite()][0].item()))
+
+
+def not_finite(value: object = "not finite") -> str:
+    """Return the message of the error that a row's largest logit makes."""
+    return (
+        f"the model's largest logit is {value}: its arithmetic overflowed, or the parameters exclude every token; use"
+        " dtype=float32, and check logit_bias and the weights"
+    )
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:

@@ -33,13 +33,15 @@ class Work:
 
     sequence: Sequence
     token_ids: list[int]
-    """Tokens to feed, >= 1."""
+    """Tokens to feed."""
     restart: bool
     """Whether the engine must forget the sequence first: its window has slid."""
     draws: bool
     """Whether a token is drawn: these are the last tokens that the engine has not seen."""
     forks: list[Sequence] = field(default_factory=list)
     """Siblings that start from this sequence's past, and draw from the same logits."""
+    pending: bool = False
+    """Whether one more token is fed: the one drawn last, which has not been read yet."""
 
 
 class Scheduler:
@@ -97,13 +99,17 @@ class Scheduler:
         return request.params.n * min(longest, self.config.block_size)
 
     def schedule(self) -> list[Work]:
-        """Admit what fits and return the work of the next step; empty only when nothing is unfinished."""
+        """Admit what fits and return the work of the next step.
+
+        Empty only when nothing is unfinished, or all that is running will have ended when deferred tokens are read.
+        """
         self._admit()
         self._step += 1
-        pending = [(s, self._num_unseen(s)) for s in self._running if not self._awaits_fork(s)]
-        work = [self._work(s, 1, draws=True) for s, unseen in pending if unseen == 1]
+        ready = (s for s in self._running if not self._awaits_fork(s) and not s.ends_when_read)
+        todo = [(s, self._num_unseen(s)) for s in ready]
+        work = [self._work(s, 1, draws=True) for s, unseen in todo if unseen == 1]
         budget = max(self.config.max_num_batched_tokens - len(work), self.config.max_num_batched_tokens // 4, 1)
-        longer = [item for item in pending if item[1] > 1]
+        longer = [item for item in todo if item[1] > 1]
         for sequence, unseen in sorted(longer, key=lambda item: item[0].last_draw_step):  # stable: in order of arrival
             if (count := min(unseen, budget)) < 1:
                 break
@@ -134,7 +140,7 @@ class Scheduler:
         """Return how many tokens of its window the engine has not seen."""
         start = sequence.wanted_start
         cached = sequence.num_cached if start == sequence.start else 0
-        return len(sequence.token_ids) - start - cached
+        return sequence.num_tokens - start - cached
 
     def _work(self, sequence: Sequence, count: int, *, draws: bool) -> Work:
         """Return the work that feeds `count` tokens to a sequence, and note that they are fed."""
@@ -150,7 +156,14 @@ class Scheduler:
             forks = [s for s in sequence.request.sequences if self._awaits_fork(s) and s.finish_reason is None]
             for fork in forks:
                 fork.start, fork.num_cached, fork.last_draw_step = start, sequence.num_cached, self._step
-        return Work(sequence, sequence.token_ids[first : first + count], restart, draws, forks)
+        token_ids = sequence.token_ids[first : first + count]
+        return Work(sequence, token_ids, restart, draws, forks, pending=len(token_ids) < count)
+
+    @staticmethod
+    def defer(work: list[Work]) -> None:
+        """Note that the tokens of this work are drawn but will be read later: `postprocess` then gets them."""
+        for sequence in drawing(work):
+            sequence.num_pending += 1
 
     def postprocess(self, work: list[Work], tokens: list[list[int]]) -> list[Sequence]:
         """Add the drawn tokens to their sequences and return the sequences that have ended.
@@ -162,6 +175,7 @@ class Scheduler:
                 those. What follows a text's end is dropped.
         """
         for sequence, drawn in zip(drawing(work), tokens, strict=True):
+            sequence.num_pending = max(0, sequence.num_pending - 1)
             sequence.num_cached += len(drawn) - 1
             for token in drawn:
                 if sequence.finish_reason is None:
@@ -193,7 +207,7 @@ class Scheduler:
         assert {s.request for s in self._running} == set(self._reserved)
         for s in self._running:
             assert s.finish_reason is None
-            assert 0 <= s.num_cached <= min(self.config.block_size, len(s.token_ids) - s.start)
+            assert 0 <= s.num_cached <= min(self.config.block_size, s.num_tokens - s.start)
 
 
 def drawing(work: list[Work]) -> list[Sequence]:

@@ -96,7 +96,9 @@ class Sequence:
     start: int = 0
     """First token of the window that the engine holds."""
     num_cached: int = 0
-    """Tokens of the window that the engine holds."""
+    """Tokens of the window that the engine holds, or is about to."""
+    num_pending: int = 0
+    """Tokens drawn for it that are still on the device: 1 while the engine runs ahead, else 0."""
     last_draw_step: int = 0
     """The step that last drew a token for it, or admitted it: the longest-waiting goes first."""
     finish_reason: str | None = None
@@ -135,12 +137,25 @@ class Sequence:
         return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
+    def num_tokens(self) -> int:
+        """Prompt and output, tokens that have not been read yet included."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def ends_when_read(self) -> bool:
+        """Whether the tokens that have not been read yet are certain to be its last."""
+        if not self.num_pending:
+            return False
+        full = self.params.overflow != "slide" and self.num_tokens > self.block_size
+        return full or self.num_output_tokens + self.num_pending >= self.params.max_tokens
+
+    @property
     def wanted_start(self) -> int:
         """First token of the window that the model must see to draw the next token."""
         if self.params.overflow != "slide":
             return 0
         stride = self.params.slide_stride or max(1, self.block_size // 2)
-        return window_start(len(self.token_ids), self.block_size, stride)
+        return window_start(self.num_tokens, self.block_size, stride)
 
     def append(self, token_id: int) -> None:
         """Add a generated token and decide whether the text ends with it.

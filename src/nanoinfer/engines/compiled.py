@@ -1,0 +1,64 @@
+"""Rung `compiled`: compile the step over static shapes.
+
+What changes from `static`: torch.compile writes a kernel for what lies between the matrix products of a block: layer
+norms, bias, GELU, residuals, the write to the cache. They take one pass over memory together instead of one each. The
+shapes are those of slots.py and buckets.py, so a new prompt length or batch size compiles nothing unless it needs a
+new bucket.
+
+    what is compiled   one block of a decode step (one new token a row), for each shape; all layers share it
+    what is not        prompts and verification (their matrix products decide), embedding and output head
+
+Why it helps: fewer passes over small tensors, and fewer launches. When it does not pay: a shape's first step takes
+seconds, which a short run never earns back; and a C++ compiler (CPU) or Triton (GPU) must be there. gpt-fast (PyTorch,
+2023) showed the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+
+import torch
+from torch import Tensor
+
+from nanoinfer.engines.base import EngineLimits
+from nanoinfer.engines.slots import SlotEngine, Step, run_block
+from nanoinfer.models.gpt import GPT, Block
+
+RunBlock = Callable[..., Tensor]
+
+
+class CompiledEngine(SlotEngine):
+    """Blocks compiled for each shape.
+
+    Args:
+        model: the weights, on the device and in the dtype to compute in.
+        limits: what the engine may hold.
+        backend: of torch.compile.
+
+    Raises:
+        NanoinferError: the keys and values do not fit the device.
+    """
+
+    def __init__(self, model: GPT, limits: EngineLimits, *, backend: str | Callable[..., object] = "inductor") -> None:
+        super().__init__(model, limits)
+        self._backend = backend
+        self._compiled: dict[tuple[torch.Size, int, bool], RunBlock] = {}
+
+    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: Step, mask: Tensor) -> Tensor:
+        run: RunBlock = run_block
+        if x.shape[1] == 1:
+            key = (x.shape, step.context, step.dense)
+            if key not in self._compiled:
+                self._compiled[key] = self._compile()
+            run = self._compiled[key]
+        return run(block, x, k, v, step.slots, step.pos, mask, step.dense)
+
+    def _compile(self) -> RunBlock:
+        """Return `run_block` for one shape.
+
+        The compiler keeps a list of versions with each code object and gives up after eight. A shape gets a code object
+        of its own, which has one version.
+        """
+        own = FunctionType(run_block.__code__.replace(), run_block.__globals__)
+        return torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)
