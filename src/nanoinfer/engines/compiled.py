@@ -20,9 +20,11 @@ from types import FunctionType
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
 from nanoinfer.engines.base import EngineLimits
 from nanoinfer.engines.slots import SlotEngine, Step, run_block
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.gpt import GPT, Block
 
 RunBlock = Callable[..., Tensor]
@@ -46,13 +48,23 @@ class CompiledEngine(SlotEngine):
         self._compiled: dict[tuple[torch.Size, int, bool], RunBlock] = {}
 
     def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: Step, mask: Tensor) -> Tensor:
-        run: RunBlock = run_block
-        if x.shape[1] == 1:
-            key = (x.shape, step.context, step.dense)
-            if key not in self._compiled:
-                self._compiled[key] = self._compile()
-            run = self._compiled[key]
-        return run(block, x, k, v, step.slots, step.pos, mask, step.dense)
+        arguments = (block, x, k, v, step.slots, step.pos, mask, step.dense)
+        if x.shape[1] > 1:
+            return run_block(*arguments)
+        key = (x.shape, step.context, step.dense)
+        if key in self._compiled:
+            return self._compiled[key](*arguments)
+        run = self._compile()
+        try:
+            y = run(*arguments)  # compiles
+        except TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            raise NanoinferError(
+                f"engine='compiled' cannot run: torch.compile failed ({reason}): it needs a C++ compiler on a CPU and"
+                " Triton on a GPU; or use another engine"
+            ) from error
+        self._compiled[key] = run
+        return y
 
     def _compile(self) -> RunBlock:
         """Return `run_block` for one shape.

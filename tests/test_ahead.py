@@ -1,0 +1,194 @@
+"""Running ahead: texts are those of steps that are read at once, whatever ends, joins, forks or fails meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import TINY, make_limits, make_model
+from nanoinfer import NanoinferError, SamplingParams
+from nanoinfer.ahead import Ahead
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.core import Core
+from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.cuda_graph import CudaGraphEngine
+from nanoinfer.engines.slots import SlotEngine
+from nanoinfer.models.gpt import GPT
+from nanoinfer.sampling.rng import uniform
+from nanoinfer.sampling.sampler import SamplerRow, inverse_transform, sample
+from nanoinfer.scheduling.scheduler import Scheduler
+from recorded import FakeRecorder
+from test_engines import BATCHES, GREEDY, V, generate, naive_greedy, prompt
+
+WARM = SamplingParams(max_tokens=14, temperature=1.0)
+
+
+class TorchSampler:
+    """Greedy, or the inverse transform at a temperature, in operations of torch alone: a seat is a row of tensors."""
+
+    num_seats = 4
+    most = 200
+
+    def __init__(self) -> None:
+        self.temperature = torch.zeros(self.num_seats, dtype=torch.float64)
+        self.position = torch.zeros(self.num_seats, dtype=torch.int64)
+        self.uniforms = torch.zeros(self.num_seats, self.most, dtype=torch.float64)
+        self.num_seated = 0
+
+    def covers(self, row: SamplerRow) -> str | None:
+        return "logit_bias" if row.params.logit_bias else None
+
+    def seat(self, seat: int, row: SamplerRow) -> None:
+        self.num_seated += 1
+        self.temperature[seat] = row.params.temperature
+        self.position[seat] = row.num_output_tokens
+        u = [uniform(seed=row.seed, sample=row.sample_index, position=i) for i in range(self.most)]
+        self.uniforms[seat] = torch.tensor(u, dtype=torch.float64)
+
+    def draw(self, logits: Tensor, seats: Tensor, wanted: Tensor) -> Tensor:
+        largest = logits.max(-1, keepdim=True)
+        t = self.temperature[seats][:, None]
+        weights = ((logits.double() - largest.values) / torch.where(t > 0, t, 1.0)).exp()
+        u = self.uniforms[seats, self.position[seats].clamp(max=self.most - 1)][:, None]
+        drawn = torch.where(t[:, 0] > 0, inverse_transform(weights, u), largest.indices[:, 0])
+        self.position.index_add_(0, seats, wanted.long())
+        return torch.where(largest.values[:, 0].isfinite(), drawn, -1)
+
+
+def make_core(gpt: GPT, *, recorded: bool = True, ahead: bool = True, chunk: int = 2048) -> Core:
+    limits = make_limits(gpt.config, 4)
+    recorder = FakeRecorder()
+    engine: SlotEngine = (
+        CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=recorder) if recorded else SlotEngine(gpt, limits)
+    )
+    config = SchedulerConfig(4, limits.block_size, limits.max_num_cached_tokens, chunk)
+    return Core(engine, Scheduler(config), sample, None, V, ahead=Ahead(engine, TorchSampler()) if ahead else None)
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))
+@pytest.mark.parametrize("chunk", [2048, 5], ids=["whole", "chunked"])
+def test_greedy_tokens_equal_the_naive_loop(batch: str, chunk: int) -> None:
+    gpt = make_model()
+    prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
+    params = [replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(prompts))]
+    expected = [[naive_greedy(gpt, p, q.max_tokens)] for p, q in zip(prompts, params, strict=True)]
+    core = make_core(gpt, chunk=chunk)
+    assert generate(core, prompts, params) == expected
+    assert generate(core, prompts, params) == expected
+
+
+@pytest.mark.parametrize("chunk", [2048, 7], ids=["whole", "chunked"])
+@pytest.mark.parametrize("stride", [1, 5, None])
+def test_windows_slide_before_the_token_is_read(stride: int | None, chunk: int) -> None:
+    gpt = make_model()
+    prompts = [prompt(4), prompt(30), prompt(50)]
+    params = [replace(q, max_tokens=2 * TINY.block_size, overflow="slide", slide_stride=stride) for q in (GREEDY, WARM)]
+    for q in params:
+        at_once = generate(make_core(gpt, recorded=False, ahead=False, chunk=chunk), prompts, [q] * 3)
+        assert generate(make_core(gpt, recorded=False, chunk=chunk), prompts, [q] * 3) == at_once
+
+
+def test_drawn_texts_equal_those_of_steps_that_are_read_at_once() -> None:
+    """Texts that end at a token nobody could know, at max_tokens and at the context; one more waits for a place."""
+    gpt = make_model()
+    prompts = [prompt(n, i) for i, n in enumerate([3, 17, 30, 8, 8, 32])]
+    stop = tuple(range(0, V, 9))
+    params = [replace(WARM, stop_token_ids=stop if i % 2 else (), max_tokens=20 - i) for i in range(len(prompts))]
+    at_once = generate(make_core(gpt, ahead=False), prompts, params)
+    assert generate(make_core(gpt), prompts, params) == at_once
+    assert any(0 < len(texts[0]) < q.max_tokens for texts, q in zip(at_once, params, strict=True))
+
+
+def test_samples_run_ahead_once_they_have_forked() -> None:
+    gpt = make_model()
+    params = [replace(WARM, n=3), WARM]
+    core = make_core(gpt)
+    sampler = core._ahead._sampler  # type: ignore[union-attr]
+    expected = generate(make_core(gpt, ahead=False), [prompt(9), prompt(2)], params)
+    assert generate(core, [prompt(9), prompt(2)], params) == expected
+    assert sampler.num_seated == 4
+
+
+def test_a_request_that_the_sampler_refuses_is_read_at_once_and_then_it_runs_ahead_again() -> None:
+    gpt = make_model()
+    biased = replace(WARM, max_tokens=4, logit_bias={3: 2.0})
+    params = [WARM, biased]
+    core = make_core(gpt)
+    expected = generate(make_core(gpt, ahead=False), [prompt(9), prompt(2)], params)
+    assert generate(core, [prompt(9), prompt(2)], params) == expected
+    sampler = core._ahead._sampler  # type: ignore[union-attr]
+    assert sampler.num_seated == 1  # the first, from its fifth token on
+
+
+def test_a_step_is_launched_before_the_last_one_is_read() -> None:
+    gpt = make_model()
+    core = make_core(gpt)
+    request = core.add(None, prompt(5), replace(GREEDY, max_tokens=3), seed=0, eos_token_id=None)
+    assert core.step() == []  # the prompt is on its way
+    (first,) = core.step()
+    assert (first.num_tokens, first.finish_reason) == (1, None)
+    assert core.engine.length(Handle(0)) == 6  # its first token is in the engine already
+    (second,) = core.step()
+    (third,) = core.step()
+    assert (second.num_tokens, third.num_tokens, third.finish_reason) == (1, 1, "length")
+    assert not core.unfinished
+    assert core._flight is None
+    assert core.output(request).outputs[0].token_ids == naive_greedy(gpt, prompt(5), 3)
+
+
+def test_an_aborted_request_leaves_its_neighbours_alone() -> None:
+    gpt = make_model()
+    core = make_core(gpt)
+    a = core.add(None, prompt(5), replace(GREEDY, max_tokens=20), seed=0, eos_token_id=None)
+    b = core.add(None, prompt(9), replace(GREEDY, max_tokens=12), seed=0, eos_token_id=None)
+    for _ in range(4):
+        core.step()
+    core.abort(a)
+    c = core.add(None, prompt(3), replace(GREEDY, max_tokens=9), seed=0, eos_token_id=None)  # takes its slot and seat
+    while core.unfinished:
+        core.step()
+    made = core.output(a).outputs[0]
+    assert (made.finish_reason, made.token_ids) == ("abort", naive_greedy(gpt, prompt(5), 3))
+    assert core.output(b).outputs[0].token_ids == naive_greedy(gpt, prompt(9), 12)
+    assert core.output(c).outputs[0].token_ids == naive_greedy(gpt, prompt(3), 9)
+
+
+def test_logits_that_are_not_finite_end_the_requests_and_the_next_one_runs() -> None:
+    gpt = make_model(replace(TINY, tie_word_embeddings=False))
+    gpt.transformer["wte"].weight[5] = float("nan")
+    core = make_core(gpt)
+    request = core.add(None, [5], GREEDY, seed=0, eos_token_id=None)
+    core.step()
+    with pytest.raises(NanoinferError, match="largest logit is not finite"):
+        core.step()
+    assert request.sequences[0].finish_reason == "abort"
+    clean = [t for t in prompt(12) if t != 5]
+    assert generate(core, [clean], [GREEDY])[0][0] == naive_greedy(gpt, clean, GREEDY.max_tokens)
+
+
+def test_steps_refuse_what_they_cannot_mean() -> None:
+    gpt = make_model()
+    engine = SlotEngine(gpt, make_limits())
+    draw = TorchSampler().draw
+    a = engine.open()
+    for batch, seats, message in (
+        (StepBatch([a], [-1], [1], [1]), [0], "its last step drew"),
+        (StepBatch([a], [1, 2], [2], [2]), [0], r"num_logits=\[2\]"),
+        (StepBatch([a], [1], [1], [1]), [], "with 0 seats"),
+        (StepBatch([a], [-1, 1], [2], [1]), [0], "token id -1"),
+        (StepBatch([Handle(7)], [1], [1], [1]), [0], "handle 7"),
+    ):
+        with pytest.raises(NanoinferError, match=message):
+            engine.step(batch, draw, seats)
+    assert engine.length(a) == 0
+    (token,) = engine.step(StepBatch([a], [1, 2], [2], [1]), draw, [0]).read()
+    assert [token] == naive_greedy(gpt, [1, 2], 1)
+    child = engine.fork(a)
+    tokens = engine.step(StepBatch([child, a], [-1, -1], [1, 1], [1, 1]), draw, [1, 0]).read()
+    assert tokens == naive_greedy(gpt, [1, 2], 2)[1:] * 2
+    engine.extend(StepBatch([a], [3], [1], [0]))
+    with pytest.raises(NanoinferError, match="that step drew none"):
+        engine.step(StepBatch([a], [-1], [1], [1]), draw, [0])

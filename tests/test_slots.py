@@ -1,0 +1,220 @@
+"""Static shapes: which calls a batch becomes, what is recorded, what is uploaded, and what a replay may not bake in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from conftest import TINY, make_limits, make_model
+from nanoinfer import NanoinferError
+from nanoinfer.engines import transfers
+from nanoinfer.engines.base import PENDING, EngineLimits, StepBatch
+from nanoinfer.engines.buckets import Call, Shape, context_bucket, plan, round_up
+from nanoinfer.engines.compiled import CompiledEngine
+from nanoinfer.engines.cuda_graph import CudaGraphEngine
+from nanoinfer.engines.graphs import Graphs
+from nanoinfer.engines.slots import SlotEngine, Step
+from nanoinfer.models.gpt import GPT
+from recorded import FakeRecorder
+from test_ahead import TorchSampler
+from test_engines import naive_greedy, prompt
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def test_sizes_are_rounded_up_to_a_few() -> None:
+    assert [round_up(n) for n in (1, 2, 3, 5, 64, 65)] == [1, 2, 4, 8, 64, 128]
+    assert [context_bucket(n, 1000) for n in (1, 64, 65, 129, 600)] == [64, 64, 128, 256, 1000]
+
+
+@pytest.mark.parametrize(
+    "slots, starts, num_new, calls",
+    [
+        ([0], [9], [1], [Call(Shape(1, 1, 64, True), [0], [0])]),
+        ([2, 0, 1], [9, 70, 3], [1, 1, 1], [Call(Shape(4, 1, 128, True), [1, 2, 0], [0, 1, 2])]),
+        ([9], [0], [1], [Call(Shape(1, 1, 64, False), [0], [0])]),  # one of ten: gathered, not ten rows
+        (
+            [0, 1, 2],
+            [9, 9, 0],
+            [1, 1, 50],
+            [Call(Shape(2, 1, 64, True), [0, 1], [0, 1]), Call(Shape(1, 64, 64, False), [2], [0])],
+        ),
+        ([0], [0], [256], [Call(Shape(1, 256, 256, True), [0], [0])]),
+    ],
+)
+def test_a_batch_becomes_calls(slots: list[int], starts: list[int], num_new: list[int], calls: list[Call]) -> None:
+    assert plan(slots, starts, num_new, num_slots=10, block_size=256) == calls
+
+
+def test_calls_are_bounded_and_cover_every_member_once() -> None:
+    n = 100
+    calls = plan(list(range(n)), [0] * n, [100] * n, num_slots=n, block_size=1024)
+    assert sorted(i for call in calls for i in call.members) == list(range(n))
+    assert all(call.shape.rows * call.shape.tokens <= 4096 for call in calls)
+    assert len(calls) == 4
+
+
+def run(engine: SlotEngine, ids: list[int]) -> Tensor:
+    """Feed tokens one by one; return the logits after each."""
+    handle = engine.open()
+    rows = [engine.extend(StepBatch([handle], [t], [1], [1])).clone() for t in ids]
+    engine.close(handle)
+    return torch.cat(rows)
+
+
+def test_a_replay_at_any_position_equals_eager() -> None:
+    gpt, recorder = make_model(), FakeRecorder()
+    engine = CudaGraphEngine(gpt, make_limits(), graph_memory=2**30, recorder=recorder)
+    expected = gpt(torch.tensor([prompt(20)]))[0]
+    for _ in range(2):
+        torch.testing.assert_close(run(engine, prompt(20)), expected, atol=1e-4, rtol=1e-4)
+    assert (recorder.num_recordings, recorder.num_replays) == (1, 39)  # one step of forty ran before the recording
+
+
+class BakesThePosition(CudaGraphEngine):
+    """The known fault: the step takes the position from the host."""
+
+    def _forward(self, step: Step) -> Tensor:
+        return super()._forward(
+            Step(step.idx, torch.full_like(step.pos, self.at), step.slots, step.context, step.dense)
+        )
+
+    @property
+    def at(self) -> int:
+        return max(self._lengths.values())
+
+
+def test_the_recorder_finds_a_position_that_is_baked_in() -> None:
+    gpt = make_model()
+    engine = BakesThePosition(gpt, make_limits(), graph_memory=2**30, recorder=FakeRecorder())
+    logits, expected = run(engine, prompt(5)), gpt(torch.tensor([prompt(5)]))[0]
+    torch.testing.assert_close(logits[:2], expected[:2], atol=1e-4, rtol=1e-4)
+    assert (logits[2] - expected[2]).abs().max() > 0.1
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every upload that is made."""
+    made: list[object] = []
+    upload = transfers.upload
+    monkeypatch.setattr(transfers, "upload", lambda values, device: made.append(values) or upload(values, device))
+    return made
+
+
+def test_a_decode_step_needs_nothing_from_the_host(uploads: list[object]) -> None:
+    gpt, recorder, sampler = make_model(), FakeRecorder(), TorchSampler()
+    engine = CudaGraphEngine(gpt, make_limits(), graph_memory=2**30, recorder=recorder)
+    handles = [engine.open(), engine.open()]
+    ids = [*prompt(6), *prompt(3)]
+    drawn = [engine.step(StepBatch(handles, ids, [6, 3], [1, 1]), sampler.draw, [2, 0])]
+    step = StepBatch(handles, [PENDING, PENDING], [1, 1], [1, 1])
+    drawn.append(engine.step(step, sampler.draw, [2, 0]))
+    before = len(uploads)
+    drawn += [engine.step(step, sampler.draw, [2, 0]) for _ in range(10)]
+    assert len(uploads) == before
+    assert recorder.num_replays == 10
+    texts = list(zip(*(d.read() for d in drawn), strict=True))  # all read at the end
+    assert texts == [tuple(naive_greedy(gpt, p, 12)) for p in (prompt(6), prompt(3))]
+
+
+def test_graphs_stay_within_their_memory(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = FakeRecorder(bytes_each=100)
+    graphs: Graphs[Tensor] = Graphs(recorder, memory_limit=150)
+    x = torch.zeros(1)
+    for key in "aaabbbccc":
+        graphs.run(key, lambda: x.add_(1))
+    assert x.item() == 9  # each ran once, recorded or not
+    assert (len(graphs), graphs.num_bytes, recorder.num_replays) == (2, 200, 4)
+    assert "2 CUDA graphs hold 200 bytes and no more are made; the limit is graph_memory=150" in caplog.text
+
+
+def test_memory_that_runs_out_in_a_recording_is_said_and_survived(caplog: pytest.LogCaptureFixture) -> None:
+    gpt = make_model()
+    engine = CudaGraphEngine(gpt, make_limits(), graph_memory=2**30, recorder=FakeRecorder(fail_at=0))
+    expected = gpt(torch.tensor([prompt(8)]))[0]
+    torch.testing.assert_close(run(engine, prompt(8)), expected, atol=1e-4, rtol=1e-4)
+    assert "the device has no memory for another: lower kv_cache_memory or max_num_seqs" in caplog.text
+    assert len(engine.graphs) == 0
+
+
+def test_an_error_that_is_not_about_memory_is_raised() -> None:
+    class Broken(FakeRecorder):
+        def record(self, compute: object) -> object:  # type: ignore[override]
+            raise RuntimeError("broken")
+
+    graphs: Graphs[None] = Graphs(Broken(), 1)  # type: ignore[arg-type]
+    graphs.run("a", lambda: None)
+    with pytest.raises(RuntimeError, match="broken"):
+        graphs.run("a", lambda: None)
+
+
+def test_blocks_are_compiled_once_for_each_shape_and_never_for_a_length() -> None:
+    """Two layers, prompts of many lengths, batches that share a bucket: each shape of a decode step compiles once."""
+    gpt, counter = make_model(), CompileCounter()
+    engine = CompiledEngine(gpt, make_limits(max_num_seqs=4), backend=counter)
+    counts = []
+    for batch in ([5], [9], [2, 30], [1, 3, 7], [4, 4, 4, 4]):
+        handles = [engine.open() for _ in batch]
+        engine.extend(StepBatch(handles, [t for n in batch for t in prompt(n)], batch, [0] * len(batch)))
+        for _ in range(2):
+            engine.extend(StepBatch(handles, [1] * len(batch), [1] * len(batch), [1] * len(batch)))
+        for handle in handles:
+            engine.close(handle)
+        counts.append(counter.frame_count)
+    assert counts == [1, 1, 2, 3, 3]
+
+
+def test_compiled_blocks_say_what_the_model_says() -> None:
+    """With the real compiler: it needs a C++ compiler, as the tests of the native engine do."""
+    gpt = make_model()
+    engine = CompiledEngine(gpt, make_limits())
+    torch.testing.assert_close(run(engine, prompt(6)), gpt(torch.tensor([prompt(6)]))[0], atol=1e-4, rtol=1e-4)
+
+
+def test_memory_that_does_not_suffice_is_one_line() -> None:
+    with pytest.raises(NanoinferError, match="keys and values of 64 sequences need 18,014,398,509,744,128 bytes") as e:
+        SlotEngine(GPT(TINY), EngineLimits(64, 2**40, 2**46))
+    assert "\n" not in str(e.value)
+
+
+def test_a_compiler_that_fails_is_one_line() -> None:
+    def broken(graph: object, inputs: object) -> object:
+        raise RuntimeError("no compiler\nat all")
+
+    engine = CompiledEngine(make_model(), make_limits(), backend=broken)
+    with pytest.raises(NanoinferError, match=r"cannot run: torch.compile failed") as e:
+        run(engine, prompt(2))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_no_step_waits_for_the_device() -> None:
+    gpt = make_model().to("cuda")
+    engine, sampler = CudaGraphEngine(gpt, make_limits()), TorchSampler()
+    for name in ("temperature", "position", "uniforms"):
+        setattr(sampler, name, getattr(sampler, name).cuda())
+    handle = engine.open()
+    drawn = [engine.step(StepBatch([handle], prompt(6), [6], [1]), sampler.draw, [0])]
+    step = StepBatch([handle], [PENDING], [1], [1])
+    drawn += [engine.step(step, sampler.draw, [0]) for _ in range(3)]  # the third is the first replay
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        drawn += [engine.step(step, sampler.draw, [0]) for _ in range(8)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [d.read()[0] for d in drawn] == naive_greedy(gpt, prompt(6), 12)
+    assert len(engine.graphs) == 1
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_real_graph_replays_at_any_position() -> None:
+    gpt = make_model().to("cuda")
+    engine = CudaGraphEngine(gpt, make_limits())
+    expected = gpt(torch.tensor([prompt(20)], device="cuda"))[0]
+    for _ in range(2):
+        torch.testing.assert_close(run(engine, prompt(20)), expected, atol=1e-4, rtol=1e-4)
+    assert len(engine.graphs) == 1
