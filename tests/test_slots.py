@@ -11,7 +11,7 @@ from conftest import TINY, make_limits, make_model
 from nanoinfer import NanoinferError
 from nanoinfer.engines import transfers
 from nanoinfer.engines.base import PENDING, EngineLimits, StepBatch
-from nanoinfer.engines.buckets import Call, Shape, context_bucket, plan, round_up
+from nanoinfer.engines.buckets import Call, Room, Shape, plan, round_up
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Graphs
@@ -26,7 +26,8 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 
 def test_sizes_are_rounded_up_to_a_few() -> None:
     assert [round_up(n) for n in (1, 2, 3, 5, 64, 65)] == [1, 2, 4, 8, 64, 128]
-    assert [context_bucket(n, 1000) for n in (1, 64, 65, 129, 600)] == [64, 64, 128, 256, 1000]
+    assert [Room(1, 1000).context(n) for n in (1, 64, 65, 129, 600)] == [64, 64, 128, 256, 1000]
+    assert [Room(1, 1000, min_context=256).context(n) for n in (1, 257)] == [256, 512]
 
 
 @pytest.mark.parametrize(
@@ -45,12 +46,12 @@ def test_sizes_are_rounded_up_to_a_few() -> None:
     ],
 )
 def test_a_batch_becomes_calls(slots: list[int], starts: list[int], num_new: list[int], calls: list[Call]) -> None:
-    assert plan(slots, starts, num_new, num_slots=10, block_size=256) == calls
+    assert plan(slots, starts, num_new, Room(10, 256)) == calls
 
 
 def test_calls_are_bounded_and_cover_every_member_once() -> None:
     n = 100
-    calls = plan(list(range(n)), [0] * n, [100] * n, num_slots=n, block_size=1024)
+    calls = plan(list(range(n)), [0] * n, [100] * n, Room(n, 1024))
     assert sorted(i for call in calls for i in call.members) == list(range(n))
     assert all(call.shape.rows * call.shape.tokens <= 4096 for call in calls)
     assert len(calls) == 4

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIN_CONTEXT = 64
 MAX_TOKENS = 4096
 """Tokens of one call, padding included: bounds what a step takes beside the weights and the cache."""
 
@@ -46,32 +45,42 @@ def round_up(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def context_bucket(length: int, block_size: int) -> int:
-    """Return the context to read for texts up to `length` tokens: 70 -> 128, and never more than block_size."""
-    return min(max(round_up(length), MIN_CONTEXT), block_size)
+@dataclass(frozen=True)
+class Room:
+    """What calls may be made for."""
+
+    num_slots: int
+    """Slots there are."""
+    block_size: int
+    """Tokens that a slot holds."""
+    min_context: int = 64
+    """The smallest bucket of the context: fewer buckets, or less to read."""
+
+    def context(self, length: int) -> int:
+        """Return the context to read for texts up to `length` tokens: 70 -> 128, and never more than block_size."""
+        return min(max(round_up(length), self.min_context), self.block_size)
 
 
-def plan(slots: list[int], starts: list[int], num_new: list[int], *, num_slots: int, block_size: int) -> list[Call]:
+def plan(slots: list[int], starts: list[int], num_new: list[int], room: Room) -> list[Call]:
     """Return the calls that run a batch.
 
     Args:
         slots: where each sequence of the batch lives, all different.
         starts: tokens that each has already.
         num_new: new tokens of each, >= 1.
-        num_slots: slots there are.
-        block_size: tokens that a slot holds.
+        room: slots, their length, and buckets.
     """
     groups: dict[int, list[int]] = {}
     for i, new in enumerate(num_new):
-        groups.setdefault(min(round_up(new), block_size), []).append(i)
+        groups.setdefault(min(round_up(new), room.block_size), []).append(i)
     calls = []
     for tokens, members in sorted(groups.items()):
         members.sort(key=lambda i: slots[i])
         most = max(1, MAX_TOKENS // tokens)
         for at in range(0, len(members), most):
             some = members[at : at + most]
-            context = context_bucket(max(starts[i] + num_new[i] for i in some), block_size)
-            calls.append(_call(some, [slots[i] for i in some], tokens, context, num_slots, most))
+            context = room.context(max(starts[i] + num_new[i] for i in some))
+            calls.append(_call(some, [slots[i] for i in some], tokens, context, room.num_slots, most))
     return calls
 
 

@@ -42,6 +42,8 @@ class CompiledEngine(SlotEngine):
         NanoinferError: the keys and values do not fit the device.
     """
 
+    min_context = 256  # fewer shapes to compile
+
     def __init__(self, model: GPT, limits: EngineLimits, *, backend: str | Callable[..., object] = "inductor") -> None:
         super().__init__(model, limits)
         self._backend = backend

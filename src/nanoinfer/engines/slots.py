@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nanoinfer.engines import buckets
 from nanoinfer.engines.base import PENDING, Draw, EngineLimits, Handle, StepBatch
-from nanoinfer.engines.buckets import Call, Shape
+from nanoinfer.engines.buckets import Call, Room, Shape
 from nanoinfer.engines.sequences import Sequences
 from nanoinfer.engines.torch_engine import lay_out
 from nanoinfer.engines.transfers import Drawing, Inputs, pick
@@ -80,6 +80,9 @@ class SlotEngine(Sequences):
         NanoinferError: the keys and values do not fit the device.
     """
 
+    min_context = 64
+    """Tokens of the smallest context that is read."""
+
     def __init__(self, model: GPT, limits: EngineLimits) -> None:
         super().__init__(model.config, limits)
         self.model = model
@@ -91,6 +94,7 @@ class SlotEngine(Sequences):
         """The token drawn last in each slot; one more for rows that draw nothing."""
         self._drew: set[Handle] = set()
         """The sequences whose last step drew."""
+        self._room = Room(limits.max_num_seqs, limits.block_size, self.min_context)
         self._inputs: dict[tuple[int, int], Inputs] = {}
         self._hidden = torch.empty(0, self.config.n_embd, device=self.device, dtype=self.dtype)  # of the last extend
         lay_out(model)
@@ -148,8 +152,7 @@ class SlotEngine(Sequences):
     def _plan(self, batch: StepBatch) -> list[Call]:
         slots = [self._cache.slot(h) for h in batch.handles]
         starts = [self._lengths[h] for h in batch.handles]
-        limits = self.limits
-        return buckets.plan(slots, starts, batch.num_new, num_slots=limits.max_num_seqs, block_size=limits.block_size)
+        return buckets.plan(slots, starts, batch.num_new, self._room)
 
     def _run(self, call: Call, batch: StepBatch, draw: Draw | None = None, seats: Mapping[int, int] = EMPTY) -> Output:
         """Run one call: put what it reads where it reads it, then compute. Seats: of the members that draw."""
