@@ -16,16 +16,20 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import torch
+
 from nanoinfer.bench import naive
 from nanoinfer.bench.arithmetic import add_speculation, fill_in
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.contestants import prepare
+from nanoinfer.bench.fit import split
 from nanoinfer.bench.process import Processes, Run, Seat
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.stats import RunTimes, is_steady, summarize
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
+from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.devices import Ceiling
 
@@ -33,7 +37,7 @@ NAIVE = ("recompute", "nanogpt")
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
 CHECK_TOKENS_SHORTENED = 2  # the same where each costs a pass over everything
 WARM_UP_SEC = 5.0  # of untimed runs, after which a contestant is warm
-PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights
+LOAD_AT_ONCE = 8  # workers on a GPU that load at the same time, at most one for two CPUs
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,10 @@ class Options:
     """A case that has been timed for this long gets no further round; every case gets one."""
     breakdown: bool = False
     """Also profile where the time goes: our engines, where their rounds fit max_case_sec."""
+    verify: bool = False
+    """Also measure what verifying 5 tokens costs: our engines at batch 1."""
+    budget_sec: float | None = None
+    """No further contestant is loaded after this time; what is loaded is finished. None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -101,30 +109,27 @@ class Harness:
             group = list(same_shape)
             parts = self._parts(group)
             for part in parts:
+                if self._late:
+                    return
                 rows = self._run_part(part, self._reference_case(group))
                 if len(parts) > 1:
                     for row in rows:
                         row.note = _join(row.note, "not interleaved with all of its shape: they do not fit the memory")
                 keep(rows)
 
-    def _parts(self, group: list[Case]) -> list[list[Case]]:
-        """Split the contestants of a shape so that each part fits two thirds of the free memory."""
-        import torch
+    @property
+    def _late(self) -> bool:
+        """Whether the time that may be spent is spent."""
+        budget = self._options.budget_sec
+        return budget is not None and self._clock() - self._started >= budget
 
-        budget, used = free_memory(torch.device("cpu")) * 2 // 3, 0
-        parts: list[list[Case]] = [[]]
+    def _parts(self, group: list[Case]) -> list[list[Case]]:
+        """Split the contestants of a shape so that each part fits two thirds of the free memory (of a GPU's 5/6)."""
         weights = sum(f.stat().st_size for f in self._weights.glob("*.safetensors"))
-        for case in group:
-            tokens = case.batch * min(self._config.block_size, case.prompt_tokens + case.output_tokens)
-            need = PROCESS_BYTES + 2 * weights + tokens * self._config.kv_bytes_per_token(4)
-            if any(c.plain == case.plain for c in parts[-1]):
-                need = 0  # it shares their process
-            if parts[-1] and used + need > budget:
-                parts.append([])
-                used = 0
-            parts[-1].append(case)
-            used += need
-        return parts
+        room = [free_memory(torch.device("cpu")) * 2 // 3]
+        if (device := group[0].device) != "cpu":
+            room.append(free_memory(torch.device(device)) * 5 // 6)
+        return split(group, self._config, weights, room)
 
     def _reference_case(self, group: list[Case]) -> Case | None:
         """Return whose greedy tokens the others are held to: the first of our engines in float32, not shortened."""
@@ -138,11 +143,8 @@ class Harness:
         runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
         spent = dict.fromkeys(cases, 0.0)
         with Processes(self._weights) as processes:
-            workers: dict[Case, Seat] = {}
-            for case in cases:
-                with self._step(rows[case], "load"):
-                    prepare(case, self._weights)  # here, so that exporting is not in the worker's peak memory
-                    workers[case] = processes.seat(case)
+            workers = self._load(cases, rows, processes)
+            cases = [case for case in cases if case in workers or rows[case].error is not None]
             checked_sec = self._check(workers, rows, reference)
             for case, worker in workers.items():
                 if rows[case].error is None and not self._shortened(case):
@@ -160,14 +162,50 @@ class Harness:
                 if self._options.breakdown and quick and rows[case].error is None and case.contestant in ENGINES:
                     with self._step(rows[case], "profile"), contextlib.suppress(NanoinferError):
                         rows[case].breakdown_percent = worker.breakdown()  # an engine may be opaque: then unknown
-        for case, row in rows.items():
+                if rows[case].error is None and case.contestant in ENGINES and not self._shortened(case):
+                    self._count(case, worker, rows[case])
+        for case in cases:
+            row = rows[case]
             self._done += 1
             if row.error is None:
                 row.figures = summarize(runs[case])
                 if case.batch == 1 and case.workload == "uniform":
                     row.per_position_sec = _per_position(runs[case])
                 fill_in(row, self._config, self._ceiling, naive=case.contestant in NAIVE)
-        return list(rows.values())
+        return [rows[case] for case in cases]
+
+    def _load(self, cases: list[Case], rows: dict[Case, Row], processes: Processes) -> dict[Case, Seat]:
+        """Return the contestants that could be loaded; the rows of those that could not get the reason.
+
+        On a GPU several load at a time, and what compiles is run once: a compiler would otherwise be in the check.
+        """
+        together = []
+        for case in cases:
+            with self._step(rows[case], "load"):
+                prepare(case, self._weights)  # here, so that exporting is not in the worker's peak memory
+                if case.device != "cpu":
+                    together.append(case)
+        at_once = min(LOAD_AT_ONCE, max(1, num_cpus() // 2))
+        workers: dict[Case, Seat] = {}
+        for first in range(0, len(together), at_once):
+            if not self._late:
+                some = together[first : first + at_once]
+                processes.load_together(some, lambda case: case.contestant not in NAIVE, at_once)
+        for case in cases:
+            if rows[case].error is None and (processes.knows(case) or not self._late):
+                with self._step(rows[case], "load"):
+                    workers[case] = processes.seat(case)
+        return workers
+
+    def _count(self, case: Case, worker: Seat, row: Row) -> None:
+        """Add what is counted and compared outside of the timing; what an engine cannot say stays unknown."""
+        if case.device != "cpu":
+            with self._step(row, "count launches"), _noting(row, "launches"):
+                for name, value in worker.launches().items():
+                    setattr(row, name, value)
+        if self._options.verify and case.batch == 1 and case.contestant not in NAIVE:
+            with self._step(row, "verify"), _noting(row, "cost of verifying"):
+                row.verify_ratio = worker.verify()
 
     @contextlib.contextmanager
     def _step(self, row: Row, what: str) -> Iterator[None]:
@@ -219,25 +257,29 @@ class Harness:
     def _warm_up(self, worker: Seat, first_sec: float) -> None:
         """Run until two runs agree; short ones, for what is warmed up (caches, compilers, clocks) is per step.
 
+        On a GPU they are as long as the timed ones: graphs are captured, and code is compiled, for lengths of text
+        that a short run does not reach.
+
         Args:
             first_sec: what the check took, the same short run.
         """
-        seconds = [first_sec]
-        shape = {"output_tokens": min(CHECK_TOKENS, worker.case.output_tokens)}
+        short = worker.case.device == "cpu"
+        seconds = [first_sec] if short else []
+        shape = {"output_tokens": min(CHECK_TOKENS, worker.case.output_tokens)} if short else {}
         while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
             seconds.append(worker.run(**shape).times.total_sec)
 
     def _timed(self, case: Case, worker: Seat, row: Row) -> RunTimes:
         if not self._shortened(case):
             run = worker.run()
-            row.peak_memory_bytes = run.peak_memory_bytes
+            _note_memory(row, run)
             if run.speculation is not None:
                 add_speculation(row, run.speculation, self._config, self._ceiling)
             return run.times
 
         def step_sec(length: int) -> float:
             run: Run = worker.run(prompt_tokens=length, output_tokens=1)
-            row.peak_memory_bytes = run.peak_memory_bytes
+            _note_memory(row, run)
             return run.times.ttft_sec
 
         count = naive.NUM_POSITIONS if case.output_tokens > 64 else naive.NUM_POSITIONS_SHORT
@@ -256,6 +298,20 @@ class Harness:
         flops = arithmetic.prefill(self._config, FORMATS[case.dtype]).model.flops(case.batch, mean)
         fastest = max(self._ceiling.flops_per_sec.values())
         return flops / fastest * case.output_tokens > self._options.naive_limit_sec
+
+
+@contextlib.contextmanager
+def _noting(row: Row, what: str) -> Iterator[None]:
+    """Make a failure a note of the row, whose figures stand without."""
+    try:
+        yield
+    except NanoinferError as e:
+        row.note = _join(row.note, f"{what} unknown: {e}")
+
+
+def _note_memory(row: Row, run: Run) -> None:
+    row.peak_memory_bytes, row.kv_cache_bytes = run.peak_memory_bytes, run.kv_cache_bytes
+    row.reserved_memory_bytes = run.reserved_bytes
 
 
 def _held_to(case: Case, reference: Case | None) -> Case | None:

@@ -72,13 +72,16 @@ def _cut(model: str, text: Path) -> list[list[int]]:
 
 
 def _sample(model: str) -> list[list[int]]:
-    """Return passages that the model makes up; a widened model says what its source does, which is quicker."""
+    """Return passages that the model makes up; a widened model says what its source does, which is quicker.
+
+    Always on the CPU: the same prompts whatever is measured, and nothing of this stays in a GPU's memory.
+    """
     from nanoinfer.llm import LLM
     from nanoinfer.models.checkpoints.load import split_wide
     from nanoinfer.sampling.params import SamplingParams
 
     source = split_wide(model)[0] if model.startswith("wide:") else model
-    llm = LLM(source)
+    llm = LLM(source, device="cpu")
     start = [llm.config.bos_token_id or 0]
     params = SamplingParams(max_tokens=PASSAGE_TOKENS, n=NUM_PASSAGES, ignore_eos=True, seed=0, overflow="slide")
     (output,) = llm.generate([start], [params])

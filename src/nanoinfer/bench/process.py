@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import select
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.errors import NanoinferError
+
+GPU_ANSWER_SEC = 240.0  # a GPU program that hangs does so for ever; the longest that is right is a compilation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +28,11 @@ class Run:
 
     tokens: list[list[int]]
     times: RunTimes
-    peak_memory_bytes: int
+    peak_memory_bytes: int | None
+    reserved_bytes: int | None = None
+    """Of a GPU: what torch's allocator took at most."""
+    kv_cache_bytes: int | None = None
+    """Keys and values that one of our engines has reserved."""
     speculation: dict[str, float] | None = None
     """What was proposed and accepted, of a case with a draft."""
 
@@ -33,6 +42,7 @@ class WorkerProcess:
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self._answer_sec = None if case.device == "cpu" else GPU_ANSWER_SEC
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in __exit__
         self._process = subprocess.Popen(
             [sys.executable, "-m", "nanoinfer.bench.worker"],
@@ -64,18 +74,32 @@ class WorkerProcess:
         """Run the case once, in its own shape or with some fields changed."""
         answer = self._ask(do="run", shape=shape)
         times = RunTimes(answer["num_prompt_tokens"], answer["arrivals"])
-        return Run(answer["tokens"], times, answer["peak_memory_bytes"], answer.get("speculation"))
+        names = ("peak_memory_bytes", "reserved_bytes", "kv_cache_bytes", "speculation")
+        return Run(answer["tokens"], times, **{name: answer.get(name) for name in names})
 
     def breakdown(self) -> dict[str, float]:
         """Return where the time of a step goes, in percent (our engines only)."""
         percent: dict[str, float] = self._ask(do="breakdown")["percent"]
         return percent
 
+    def launches(self) -> dict[str, float]:
+        """Return the fields of `launches.Launches` (our engines on a GPU only)."""
+        counts: dict[str, float] = self._ask(do="launches")["counts"]
+        return counts
+
+    def verify(self) -> float:
+        """Return what verifying 5 tokens costs in decode steps (our engines only)."""
+        ratio: float = self._ask(do="verify")["ratio"]
+        return ratio
+
     def _ask(self, **request: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
             print(json.dumps(request), file=self._process.stdin, flush=True)
+            if self._answer_sec is not None and not select.select([self._process.stdout], [], [], self._answer_sec)[0]:
+                self._process.kill()
+                raise NanoinferError(f"its process gave no answer in {self._answer_sec:.0f} s, and was ended")
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
@@ -112,6 +136,14 @@ class Seat:
         """Return where the time of a step goes, in percent (our engines only)."""
         return self._process.breakdown()
 
+    def launches(self) -> dict[str, float]:
+        """Return the fields of `launches.Launches` (our engines on a GPU only)."""
+        return self._process.launches()
+
+    def verify(self) -> float:
+        """Return what verifying 5 tokens costs in decode steps (our engines only)."""
+        return self._process.verify()
+
 
 class Processes(contextlib.ExitStack):
     """The processes of some cases; all end with it."""
@@ -120,6 +152,44 @@ class Processes(contextlib.ExitStack):
         super().__init__()
         self._weights = weights
         self._processes: dict[Case, WorkerProcess | NanoinferError] = {}
+
+    def load_together(self, cases: Sequence[Case], warm: Callable[[Case], bool], at_once: int) -> None:
+        """Load what some cases need, several at a time; a failure is raised by `seat`.
+
+        On a machine with a GPU most of the time before the first measurement is imports, reading weights, and
+        compilers: work of one core each.
+
+        Args:
+            cases: those that a process loads already are left out.
+            warm: which are also run once in full, so that what they compile is compiled here.
+            at_once: processes that load at the same time.
+        """
+
+        def load(case: Case, process: WorkerProcess) -> None:
+            try:
+                process.load(self._weights)
+                if warm(case):
+                    process.run()
+            except NanoinferError as e:
+                self._processes[case] = e
+
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                loading = []
+                for case in dict.fromkeys(c.plain for c in cases):
+                    if case not in self._processes:
+                        process = self.enter_context(WorkerProcess(case))
+                        self._processes[case] = process
+                        loading.append(pool.submit(load, case, process))
+                for future in loading:
+                    future.result()
+            except BaseException:  # Ctrl-C: the pool would wait for processes that are still loading
+                self.close()
+                raise
+
+    def knows(self, case: Case) -> bool:
+        """Return whether a case's process was started, loaded or failed."""
+        return case.plain in self._processes
 
     def seat(self, case: Case) -> Seat:
         """Return a case's place, loading what it needs unless that is there. Raises NanoinferError if it fails."""

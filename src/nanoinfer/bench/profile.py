@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench import spans as sp
-from nanoinfer.bench.case import Case, make_work
-from nanoinfer.bench.recording import new_job, require_tokens
+from nanoinfer.bench.launches import Launches, count, is_launch
+from nanoinfer.bench.recording import new_job, random_prompts, require_tokens
 from nanoinfer.errors import NanoinferError
 from nanoinfer.llm import LLM, Prompt
 from nanoinfer.sampling.params import SamplingParams
@@ -34,7 +34,6 @@ from nanoinfer.sampling.params import SamplingParams
 OTHERS = "everything else"
 _NAMED = (sp.MATRIX_PRODUCTS, sp.ATTENTION, sp.OUTPUT_HEAD, sp.SAMPLING)
 _RUNTIME = re.compile(r"cu(da)?[A-Z]|Activity Buffer|Buffer Flush|Lazy Function")  # events that are no operators
-_LAUNCH = re.compile(r"cu(da)?(Launch\w*Kernel|GraphLaunch)")
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,8 @@ class Profile:
     operator_calls_per_token: float
     kernel_launches_per_token: float | None
     """On a GPU: launches of kernels and of graphs; None on a CPU."""
+    launches: Launches | None
+    """On a GPU: kernels and launches of a step, prompts included unless decode_only; None on a CPU, or if unknown."""
     tells_apart: bool
     """False: the engine runs the model in a call of its own, which is "rest of the engine" as a whole."""
 
@@ -114,7 +115,8 @@ def profile(
     wall_sec = sum(seconds.values())
     operators = _operators(events, profiled_sec, on_cpu)
     calls = {part: 0 if part == sp.HOST else ranges.calls[part] for part in sp.PARTS}
-    launches = sum(bool(_LAUNCH.match(e.name)) for e in events)
+    made = None if on_cpu else count(events, ranges.calls[sp.ENGINE], llm.config.n_layer)
+    launches = sum(map(is_launch, events))
     return Profile(
         model=llm.model_name,
         engine=llm.engine_name,
@@ -130,6 +132,7 @@ def profile(
         operators=operators,
         operator_calls_per_token=sum(row.calls for row in operators) / ranges.num_tokens,
         kernel_launches_per_token=None if on_cpu else launches / ranges.num_tokens,
+        launches=made,
         tells_apart=sp.tells_apart(ranges, llm.config.n_layer),
     )
 
@@ -174,12 +177,6 @@ def breakdown_percent(
     total = sum(seconds.values())
     percent = {part: 100 * seconds[part] / total for part in _NAMED}
     return percent | {OTHERS: max(0.0, 100 - sum(percent.values()))}
-
-
-def random_prompts(llm: LLM, batch: int, prompt_tokens: int) -> list[list[int]]:
-    """Return prompts of random tokens, the same every time."""
-    case = Case(llm.engine_name, llm.model_name, batch=batch, prompt_tokens=prompt_tokens)
-    return make_work(case, llm.config.vocab_size).prompts
 
 
 def _operators(events: list[Any], wall_sec: float, on_cpu: bool) -> list[ProfileRow]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from nanoinfer.bench import spans as sp
+from nanoinfer.bench.case import Case, make_work
 from nanoinfer.errors import NanoinferError
 from nanoinfer.llm import LLM, Prompt
 from nanoinfer.outputs import Delta, RequestOutput
@@ -109,6 +110,12 @@ def new_job(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingParams
     if decode_only and params.max_tokens < 2:
         raise NanoinferError("max_tokens=1: the first token comes with the prompt, so there is no decoding to profile")
     return Job(llm, prompts, params if params.seed is not None else replace(params, seed=0), decode_only)
+
+
+def random_prompts(llm: LLM, batch: int, prompt_tokens: int) -> list[list[int]]:
+    """Return prompts of random tokens, the same every time."""
+    case = Case(llm.engine_name, llm.model_name, batch=batch, prompt_tokens=prompt_tokens)
+    return make_work(case, llm.config.vocab_size).prompts
 
 
 def require_tokens(spans: sp.Spans) -> None:

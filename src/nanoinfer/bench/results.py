@@ -5,14 +5,15 @@
       "suite": "ladder",                  which suite, or "custom"
       "baseline": "recompute",            contestant that speed-ups are over, in the same shape and dtype
       "created": "2026-11-21T12:00:00+00:00", "commit": "abc1234", "command": "nanoinfer bench ...",
-      "machine": {"cpu": ..., "cores": 2, "threads": 2, "memory_bytes": ..., "gpu": null},
+      "machine": {"cpu": ..., "cores": 2, "threads": 2, "memory_bytes": ..., "gpu": null, "gpu_details": null},
       "versions": {"python": ..., "torch": ..., "nanoinfer": ...},
-      "ceiling": {"read_bytes_per_sec": ..., "flops_per_sec": {"float32": ..., "bfloat16": ...}},
+      "ceiling": {"read_bytes_per_sec": ..., "flops_per_sec": {"float32": ..., "bfloat16": ...}, "source": "..."},
       "rows": [Row, ...]
     }
 
-A row is a case, what was measured, and what the arithmetic says of it; every key is a field of `Row`. A case
-that failed is a row with `error` set and no figures. Unknown is null, never a guess.
+On a GPU `read_bytes_per_sec` is the speed of a copy, bytes read and bytes written together. A row is a case, what was
+measured, and what the arithmetic says of it; every key is a field of `Row`. A case that failed is a row with `error`
+set and no figures. Unknown is null, never a guess.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ class Row:
     same_tokens: bool | None = None
     """Whether its greedy tokens were the reference's; None where that is not asked (reduced precision)."""
     peak_memory_bytes: int | None = None
-    """Of the contestant's own process (on a GPU: torch.cuda's peak)."""
+    """Of the contestant's own process (on a GPU: torch.cuda's peak of what was in use)."""
+    reserved_memory_bytes: int | None = None
+    """On a GPU: the most that torch's allocator took for the process, in use or not; None on a CPU."""
+    kv_cache_bytes: int | None = None
+    """Keys and values that one of our engines has reserved for its texts; None where they come and go."""
     weight_bytes: int | None = None
     """Bytes of weights that one decoding step reads."""
     bytes_per_token: float | None = None
@@ -51,9 +56,17 @@ class Row:
     flops_per_token: float | None = None
     """FLOPs of the matrix products for one decoded token."""
     mbu_percent: float | None = None
-    """Share of the measured read bandwidth: bytes_per_token * tokens/s / bandwidth."""
+    """Share of the measured bandwidth: bytes_per_token * tokens/s / bandwidth."""
     mfu_percent: float | None = None
     """Share of the measured matrix-product speed in this dtype."""
+    kernels_per_step: float | None = None
+    """Kernels that a decode step runs on the GPU, replayed ones included; at batch 1 a step is a token."""
+    kernels_per_layer: int | None = None
+    """Of them, what one layer takes."""
+    launches_per_step: float | None = None
+    """Launches by the host in a decode step, of kernels and of graphs."""
+    verify_ratio: float | None = None
+    """Time of a step that verifies 5 tokens, over that of a step that decodes 1."""
     predicted_tokens_per_sec: float | None = None
     """What the roofline allows, all sequences together."""
     speedup: float | None = None

@@ -5,23 +5,27 @@ from __future__ import annotations
 import datetime
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nanoinfer.bench import passages
 from nanoinfer.bench import results as files
 from nanoinfer.bench.arithmetic import add_speedups, fill_in
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.contestants import PEERS
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.suites import SUITES
-from nanoinfer.checks import require_int
+from nanoinfer.bench.weights import Models
+from nanoinfer.checks import require_float, require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.devices import Ceiling
+
+if TYPE_CHECKING:
+    import torch
 
 CUSTOM = "custom"
 
@@ -31,7 +35,7 @@ class Plan:
     """What the user asked for; empty means "the default"."""
 
     suite: tuple[str, ...] = ()
-    """ladder, kv-cache, long, throughput, peers or speculative; may be repeated. Without: a run of your own."""
+    """ladder, kv-cache, long, throughput, peers, speculative or gpu; may be repeated. Without: a run of your own."""
     model: str | None = None
     """Any model that loads; None is the suite's own: random:gpt2, or for speculative wide:shakespeare:gpt2-large."""
     engine: tuple[str, ...] = ()
@@ -64,6 +68,8 @@ class Plan:
     """Timed runs of each case; None is the suite's own number."""
     quick: bool = False
     """Fewer and smaller cases, one round."""
+    minutes: float | None = None
+    """Begin nothing new after so many minutes; --resume goes on with the rest."""
     output: Path | None = None
     """Write the JSON document here, after every shape."""
     csv: Path | None = None
@@ -87,6 +93,8 @@ class Plan:
             raise NanoinferError("--suite fixes its own cases: leave out --engine, --batch and the like, or --suite")
         if self.rounds is not None:
             require_int("rounds", self.rounds, 1, 1000)
+        if self.minutes is not None:
+            require_float("minutes", self.minutes, 0.01, 10_000)
         if len({self.model_of(name) for name in self.suite}) > 1:
             raise NanoinferError(
                 "--suite speculative has a model of its own: run it apart from the others, or give --model for all"
@@ -124,31 +132,30 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
             _check_writable(plan.report)
         _report(plan, loaded)
         return loaded, False
+    started = time.monotonic()
     device = resolve_device(plan.device)
     engines = [name for name, spec in ENGINES.items() if spec.unavailable() is None and device.type in spec.devices]
-    model = plan.model_of(plan.suite[0] if plan.suite else CUSTOM)
-    config = find_shape(model)
-    jobs = _check(plan, config, engines, device.type)
+    config = find_shape(plan.model_of(plan.suite[0] if plan.suite else CUSTOM))
+    jobs = _check(plan, config, engines, device)
     old = files.read(plan.resume) if plan.resume is not None else None
     say = log or (lambda text: print(text, file=sys.stderr))
     say("measuring the ceiling of this machine ...")
-    ceiling = measure()
-    made = _empty_results(ceiling, command)
+    ceiling = measure(device=device)
+    made = _empty_results(ceiling, command, device)
     say(headline(made))
     done, interrupted = [], False
-    with _weights(model) as folder:
-        if any(c.workload in ("text", "copy") for _, cases in jobs for c in cases):
-            say("taking passages for prompts ...")
-            passages.write(folder, model, plan.text)
+    with Models(plan.text, say) as models:
         for name, cases in jobs:
             results = replace(made, suite=name, baseline=_baseline(plan, name, engines), rows=[])
             done.append(results)
             known = {r.case.key: r for r in old.rows if r.error is None} if old else {}
             try:
-                _measure(plan, results, cases, known, folder, config, ceiling)
+                _measure(plan, results, cases, known, models, ceiling, started)
             except KeyboardInterrupt:
                 interrupted = True
                 break
+            if left := len(cases) - len(results.rows):
+                say(f"suite {name}: {left} of {len(cases)} cases are left after {plan.minutes:g} minutes: use --resume")
     _report(plan, done)
     return done, interrupted
 
@@ -162,14 +169,21 @@ def _report(plan: Plan, results: list[Results]) -> None:
         write_report(with_rows, plan.report)
 
 
-def _check(plan: Plan, config: ModelConfig, engines: list[str], device: str) -> list[tuple[str, list[Case]]]:
+def _check(plan: Plan, config: ModelConfig, engines: list[str], device: torch.device) -> list[tuple[str, list[Case]]]:
     """Return the cases of each suite, after refusing what does not exist or cannot be written."""
     from nanoinfer.engines.registry import ENGINES
+
+    for name in plan.suite:
+        if SUITES[name].device not in (None, device.type):
+            raise NanoinferError(
+                f"suite={name!r} measures a CUDA device, and this run is on device={device.type!r}: run it where there"
+                " is one"
+            )
 
     for name in (*plan.engine, *([plan.baseline] if plan.baseline else [])):
         if name not in ENGINES and name not in PEERS:
             raise NanoinferError(f"engine={name!r} is unknown: use one of {', '.join([*ENGINES, *PEERS])}")
-    jobs = [(name, _cases(plan, name, config, engines, device)) for name in plan.suite or (CUSTOM,)]
+    jobs = [(name, _cases(plan, name, config, engines, str(device))) for name in plan.suite or (CUSTOM,)]
     for path in (plan.output, plan.csv):
         if path is not None:
             _check_writable(path.parent)
@@ -178,7 +192,7 @@ def _check(plan: Plan, config: ModelConfig, engines: list[str], device: str) -> 
     return jobs
 
 
-def _empty_results(ceiling: Ceiling, command: str) -> Results:
+def _empty_results(ceiling: Ceiling, command: str, device: torch.device) -> Results:
     """Return results without rows: when, where and with what."""
     from nanoinfer.bench import machine
 
@@ -188,9 +202,13 @@ def _empty_results(ceiling: Ceiling, command: str) -> Results:
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         commit=machine.commit(),
         command=command,
-        machine=machine.describe_machine(),
+        machine=machine.describe_machine(device),
         versions=machine.describe_versions(),
-        ceiling={"read_bytes_per_sec": ceiling.bandwidth_bytes_per_sec, "flops_per_sec": dict(ceiling.flops_per_sec)},
+        ceiling={
+            "read_bytes_per_sec": ceiling.bandwidth_bytes_per_sec,
+            "flops_per_sec": dict(ceiling.flops_per_sec),
+            "source": ceiling.source,
+        },
     )
 
 
@@ -214,7 +232,7 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
             drafted = [[replace(c, draft=plan.draft, speculate_k=k) for k in ks] for c in cases]
             cases = [c for plain, some in zip(cases, drafted, strict=True) for c in (plain, *some)]
     for case in cases:
-        if case.prompt_tokens > config.block_size:
+        if case.model == plan.model_of(name) and case.prompt_tokens > config.block_size:
             raise NanoinferError(
                 f"prompt_tokens={case.prompt_tokens} is more than the context length of {case.model},"
                 f" {config.block_size}"
@@ -233,9 +251,9 @@ def _measure(
     results: Results,
     cases: list[Case],
     known: dict[str, Row],
-    folder: Path,
-    config: ModelConfig,
+    models: Models,
     ceiling: Ceiling,
+    started: float,
 ) -> None:
     """Run the cases that are not known yet, keeping the results file up to date."""
     from nanoinfer.bench.harness import NAIVE, Harness, Options
@@ -246,17 +264,31 @@ def _measure(
     order = {case.key: i for i, case in enumerate(cases)}
     results.rows = [known[c.key] for c in cases if c.key in known]
     for row in results.rows:  # their shares are of this run's ceiling now
-        fill_in(row, config, ceiling, naive=row.case.contestant in NAIVE)
+        fill_in(row, models.config(row.case.model), ceiling, naive=row.case.contestant in NAIVE)
 
     def keep(rows: list[Row]) -> None:
         results.rows = sorted([*results.rows, *rows], key=lambda r: order[r.case.key])
         add_speedups(results.rows, results.baseline)
         _write(plan, results)
 
-    options = Options(rounds=rounds, max_warmups=2 if plan.quick else 3, breakdown=bool(suite and suite.breakdown))
+    options = Options(
+        rounds=rounds,
+        max_warmups=2 if plan.quick else 3,
+        breakdown=bool(suite and suite.breakdown),
+        verify=bool(suite and suite.verify),
+    )
     todo = [c for c in cases if c.key not in known]
-    with Progress(results.suite) as progress:
-        Harness(folder, config, ceiling, options, progress.show).run(todo, keep)
+    if results.rows:
+        keep([])  # what --resume brought, also if nothing is added
+    for model, some in groupby(todo, key=lambda c: c.model):
+        if plan.minutes is not None:
+            left = 60 * plan.minutes - (time.monotonic() - started)
+            if left <= 0:
+                break
+            options = replace(options, budget_sec=left)
+        same = list(some)
+        with Progress(results.suite) as progress:
+            Harness(models.folder(same), models.config(model), ceiling, options, progress.show).run(same, keep)
 
 
 def _write(plan: Plan, results: Results) -> None:
@@ -267,17 +299,6 @@ def _write(plan: Plan, results: Results) -> None:
         write_atomically(target, files.to_json(results).encode() + b"\n")
     if plan.csv is not None:
         write_atomically(plan.csv, files.to_csv(results).encode())
-
-
-@contextmanager
-def _weights(model: str) -> Iterator[Path]:
-    """A folder with the model's weights in float32, which every contestant loads or exports from."""
-    from nanoinfer.models.checkpoints import huggingface
-    from nanoinfer.models.checkpoints.load import load_model
-
-    with tempfile.TemporaryDirectory(prefix="nanoinfer-bench-") as folder:
-        huggingface.save(load_model(model).gpt, Path(folder))
-        yield Path(folder)
 
 
 def _check_writable(folder: Path) -> None:

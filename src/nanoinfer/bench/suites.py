@@ -25,6 +25,10 @@ class Suite:
     breakdown: bool = False
     model: str = "random:gpt2"
     """Model to measure, unless another is asked for."""
+    device: str | None = None
+    """Kind of device that it is about; None: any."""
+    verify: bool = False
+    """Also measure what verifying 5 tokens costs."""
 
 
 def _ladder(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
@@ -145,6 +149,50 @@ def _is_light(case: Case) -> bool:
     return (case.dtype != "float32" or case.quantization is not None) and case.contestant != "transformers-static"
 
 
+# Rungs of a GPU, by name: one that is not there is a row that says so.
+_Format = tuple[str, str, str | None]  # contestant, dtype, quantization
+_GPU_RUNGS: list[_Format] = [
+    ("static", "bfloat16", None),
+    ("compiled", "bfloat16", None),
+    ("cuda_graph", "bfloat16", None),
+    ("triton", "bfloat16", None),
+    ("triton", "bfloat16", "int8"),
+    ("triton", "bfloat16", "int4"),
+]
+_GPU_PEERS: list[_Format] = [
+    ("nanogpt", "bfloat16", None),
+    ("transformers-dynamic", "bfloat16", None),
+    ("transformers-static", "bfloat16", None),
+]
+_GPU_HALF: list[_Format] = [(name, "float16", None) for name in ("transformers-dynamic", "transformers-static")]
+_GPU_EXACT: list[_Format] = [
+    (name, "float32", None)
+    for name in ("static", "compiled", "cuda_graph", "triton", "nanogpt", "transformers-dynamic", "transformers-static")
+]
+GPU_LARGE = "random:gpt2-xl"
+
+
+def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
+    """GPT-2 at batch 1 and GPT-2 XL first: what a short lease of a GPU must answer. Then larger batches.
+
+    Float32 runs where it costs little, so that every contestant's words are compared before its speed is read.
+    """
+    short = Case("static", model, prompt_tokens=32, output_tokens=32 if quick else 128)
+    large = replace(short, model=GPU_LARGE, output_tokens=32 if quick else 64)
+    many = replace(short, output_tokens=32 if quick else 64)
+    exact_large = [f for f in _GPU_EXACT if f[0] in ("static", "cuda_graph", "triton")]
+    quick_rungs = [f for f in _GPU_RUNGS if f[0] != "compiled"]
+    plan: list[tuple[Case, list[_Format]]] = (
+        [(short, exact_large + quick_rungs + _GPU_PEERS[1:2]), (large, quick_rungs + _GPU_PEERS[1:2]),
+         (replace(many, batch=512), [_GPU_RUNGS[0], *_GPU_RUNGS[2:4]])]
+        if quick else
+        [(short, _GPU_EXACT + _GPU_RUNGS + _GPU_PEERS + _GPU_HALF), (large, exact_large + _GPU_RUNGS + _GPU_PEERS),
+         (replace(many, batch=512), _GPU_RUNGS + _GPU_PEERS), (replace(many, batch=64), _GPU_RUNGS + _GPU_PEERS),
+         (replace(many, batch=8), _GPU_EXACT + _GPU_RUNGS + _GPU_PEERS)]
+    )  # fmt: skip
+    return [replace(c, contestant=name, dtype=d, quantization=q) for c, formats in plan for name, d, q in formats]
+
+
 SUITES: dict[str, Suite] = {
     suite.name: suite
     for suite in (
@@ -187,6 +235,14 @@ SUITES: dict[str, Suite] = {
             "native",
             _speculative,
             model="wide:shakespeare:gpt2-large",
+        ),
+        Suite(
+            "gpu",
+            "nanoGPT-inference's question on CUDA: the loop, a static cache, graphs, few kernels, and transformers",
+            "static",
+            _gpu,
+            device="cuda",
+            verify=True,
         ),
     )
 }

@@ -27,9 +27,11 @@ def show(results: Results, console: Console) -> None:
 
 
 def headline(results: Results) -> str:
-    """Return the ceiling on one line."""
+    """Return the ceiling on one line: of the device that was measured."""
     flops = ", ".join(f"{name} {value / 1e12:.2f} TFLOP/s" for name, value in results.ceiling["flops_per_sec"].items())
     bandwidth = results.ceiling["read_bytes_per_sec"] / 1e9
+    if results.machine.get("gpu_details"):
+        return f"ceiling of {results.machine['gpu']}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
     threads = results.machine["threads"]
     return f"ceiling of this machine: reads {bandwidth:.1f} GB/s; matrix products {flops} ({threads} threads)"
 
@@ -54,6 +56,7 @@ def _in_and_out(case: Case) -> str:
     return " ".join([*words, sizes])
 
 
+_LONGEST_WORD = len("transformers-dynamic")  # of a contestant's name, which breaks between words alone
 _Column = tuple[str, Callable[[Row], str]]
 _LIMITS: list[_Column] = [
     ("a seq", lambda r: number(_figure(r, "decode_tokens_per_sec_per_seq"), 1)),
@@ -63,6 +66,13 @@ _LIMITS: list[_Column] = [
     ("MBU %", lambda r: number(r.mbu_percent, 0)),
     ("limit", lambda r: number(r.predicted_tokens_per_sec, 0)),
 ]
+_LAUNCHES: list[_Column] = [
+    ("kernels", lambda r: number(r.kernels_per_step, 0)),
+    ("a layer", lambda r: number(r.kernels_per_layer, 0)),
+    ("launches", lambda r: number(r.launches_per_step, 0)),
+]
+_LESS = ("a seq", "p99", "limit")  # what makes room for them
+_VERIFY: list[_Column] = [("verify", lambda r: number(r.verify_ratio, 2))]
 _SPECULATION: list[_Column] = [
     ("right %", lambda r: number(r.acceptance_percent, 0)),
     ("a round", lambda r: number(r.mean_accepted_length, 1)),
@@ -75,8 +85,15 @@ def _cases(results: Results) -> Table:
     table = Table(
         box=box.SIMPLE, title=f"suite {results.suite}, speed-ups over {results.baseline} in the same shape and dtype"
     )
+    launches = any(r.kernels_per_step is not None for r in results.rows)
+    limits = [c for c in _LIMITS if not launches or c[0] not in _LESS]
     columns: list[_Column] = [
         ("contestant", lambda r: r.case.label),
+        *(
+            [("model", lambda r: r.case.model.removeprefix("random:"))]
+            if len({r.case.model for r in results.rows}) > 1
+            else []
+        ),
         ("batch", lambda r: str(r.case.batch)),
         (
             "in+out",
@@ -84,19 +101,28 @@ def _cases(results: Results) -> Table:
         ),
         ("tok/s", lambda r: number(_figure(r, "decode_tokens_per_sec"), 1)),
         ("TTFT ms", lambda r: number(_figure(r, "ttft_sec"), 1, 1e3)),
-        *(_SPECULATION if any(r.case.draft for r in results.rows) else _LIMITS),
+        *(_SPECULATION if any(r.case.draft for r in results.rows) else limits),
+        *(_LAUNCHES if launches else []),
+        *(_VERIFY if any(r.verify_ratio is not None for r in results.rows) else []),
         ("x", lambda r: number(r.speedup, 2)),
         ("", lambda r: "error" if r.error else "~" if "extrapolated" in r.note else ""),
     ]
     for i, (name, _) in enumerate(columns):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i > 0)
+        table.add_column(
+            name, justify="left" if i == 0 else "right", no_wrap=i > 0, min_width=_LONGEST_WORD if i == 0 else None
+        )
     for row in results.rows:
         table.add_row(*(cell(row) for _, cell in columns))
     table.caption = "tok/s: all sequences; limit: what the roofline allows; ~: extrapolated from a few lengths"
-    if columns[5] in _SPECULATION:
+    if _SPECULATION[0] in columns:
         table.caption = (
             "tok/s: all sequences; right: of the proposals that were judged; a round: accepted at a time;"
             " draft: share of the time; roofline: the best k at that acceptance; x: over the row without a draft"
+        )
+    if launches:
+        table.caption = (
+            "tok/s: all sequences; kernels, launches: of a decode step (at batch 1, a token); a layer: its kernels;"
+            " verify: a step of 5 tokens over one of 1; ~: extrapolated"
         )
     return table
 

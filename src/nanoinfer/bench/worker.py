@@ -2,8 +2,11 @@
 
     {"do": "load", "case": {...}, "weights": "folder"}     -> {"ok": true, "load_sec": 1.2}
     {"do": "run", "shape": {"output_tokens": 8}}           -> {"ok": true, "tokens": [[...]], "arrivals": [[...]],
-                                                               "num_prompt_tokens": 32, "peak_memory_bytes": ...}
+                                                               "num_prompt_tokens": 32, "peak_memory_bytes": ...,
+                                                               "reserved_bytes": null, "kv_cache_bytes": ...}
     {"do": "breakdown"}                                    -> {"ok": true, "percent": {"attention": ...}}
+    {"do": "launches"}                                     -> {"ok": true, "counts": {"kernels_per_step": ...}}
+    {"do": "verify"}                                       -> {"ok": true, "ratio": 1.08}
     anything that goes wrong                               -> {"ok": false, "error": "one line"}
 
 `shape` overrides sizes of the case for one run. The process ends with its stdin, so it cannot outlive the one
@@ -19,6 +22,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,10 @@ class Worker:
         assert self._contestant is not None
         if request["do"] == "breakdown":
             return {"percent": self._contestant.breakdown()}  # type: ignore[attr-defined]
+        if request["do"] == "launches":
+            return {"counts": self._contestant.launches()}  # type: ignore[attr-defined]
+        if request["do"] == "verify":
+            return {"ratio": self._contestant.verify()}  # type: ignore[attr-defined]
         case = dataclasses.replace(self._case, **request.get("shape", {}))
         work = make_work(case, self._vocab_size, passages=self._passages)
         if case.draft is not None or self._speculated:  # contestants that can are asked to, and to stop it again
@@ -62,6 +70,8 @@ class Worker:
             "arrivals": times.arrivals,
             "num_prompt_tokens": times.num_prompt_tokens,
             "peak_memory_bytes": peak_memory_bytes(case.device),
+            "reserved_bytes": reserved_bytes(case.device),
+            "kv_cache_bytes": getattr(self._contestant, "kv_cache_bytes", None),
         }
 
     def _load(self, case: Case, weights: Path) -> dict[str, Any]:
@@ -72,18 +82,40 @@ class Worker:
         return {"load_sec": time.perf_counter() - start}
 
 
-def peak_memory_bytes(device: str) -> int:
-    """Return the most memory that this process has held: torch.cuda's peak on a GPU, else resident memory."""
+def peak_memory_bytes(device: str) -> int | None:
+    """Return the most memory that this process has held: of a GPU through torch, else resident memory.
+
+    None for a process that holds a GPU's memory past torch (CTranslate2 has an allocator of its own): torch's peak is
+    then 0 or nearly so, and no figure of the contestant.
+    """
     if device.startswith("cuda"):
         import torch
 
-        return torch.cuda.max_memory_allocated(device)
+        return _of_torch(torch.cuda.max_memory_allocated, device)
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):  # not getrusage: its peak includes the parent's, from before exec
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reserved_bytes(device: str) -> int | None:
+    """Return the most that torch's allocator has taken of a GPU, in use or not (graphs keep pools); else None."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return _of_torch(torch.cuda.max_memory_reserved, device)
+
+
+def _of_torch(peak: Callable[[str], int], device: str) -> int | None:
+    """Return a peak of torch's allocator, None where this process has taken no GPU memory through it."""
+    import torch
+
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None  # asking would start CUDA in a process that has no use for it
+    return peak(device) or None
 
 
 def main() -> None:

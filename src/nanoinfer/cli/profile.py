@@ -65,7 +65,7 @@ def profile(
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its start on stderr otherwise
 
         from nanoinfer.bench.profile import profile as run
-        from nanoinfer.bench.profile import random_prompts
+        from nanoinfer.bench.recording import random_prompts
         from nanoinfer.llm import LLM
 
         llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config))
@@ -136,6 +136,11 @@ def _show(p: Profile) -> None:
         console.print(f"\n{p.operator_calls_per_token:,.1f} operator calls a token, inner ones included", end="")
         launches = p.kernel_launches_per_token
         console.print("" if launches is None else f"; {launches:,.1f} kernel launches a token")
+        if (made := p.launches) is not None:
+            console.print(
+                f"a step runs {made.kernels_per_step:,.1f} kernels, {made.kernels_per_layer:,} in a layer; the host"
+                f" launches {made.launches_per_step:,.1f}"
+            )
     print(text.get(), end="")
 
 

@@ -1,16 +1,24 @@
-"""Measures the ceilings of this machine: read bandwidth of the main memory, and FLOP/s of matrix products.
+"""Measures the ceilings of this machine: bandwidth of the memory, and FLOP/s of matrix products.
 
 CPU: wide loads with software prefetch over 1 GiB on huge pages, far larger than caches, by as many threads as
 this process may use; each byte is read once and nothing is written. (Without the native extension: the sum of a
-buffer in torch, which reads up to a third slower.) GPU: a copy of 1 GiB, which reads and writes each byte.
-Matrix products are square, in float32 and bfloat16 (on a GPU float16 too). Always the best of several rounds:
-interference only ever slows a round down. On a machine whose memory is shared with others the ceiling itself
-moves; a measurement far from it in time can stand above 100%.
+buffer in torch, which reads up to a third slower.) The best of several rounds: interference only ever slows a
+round down. On a machine whose memory is shared with others the ceiling itself moves; a measurement far from it in
+time can stand above 100%.
+
+GPU: a copy of 1 GiB into another, twenty times its L2 cache or more; it reads and writes each byte, and both count
+(an H100 copies at about 3.0 TB/s of the 3.35 on its data sheet, an H200 at 4.3 of 4.8). A round is many copies
+between two waits for the device, so that launching and waiting, 10 us or so, are no part of the figure. The median
+round, at the clock that the GPU keeps.
+
+Matrix products are square, in float32 and bfloat16 (on a GPU float16 too), of random numbers: a GPU that multiplies
+ones or zeros draws less power, keeps a higher clock, and looks a tenth faster than it ever is.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,30 +43,36 @@ class Workload:
     matrix_size: int
     """Rows and columns of the square matrices."""
     num_rounds: int = 7
-    """Rounds, of which the best counts; one more before them is not timed."""
+    """Rounds; one more before them is not timed."""
+    num_copies: int = 1
+    """On a GPU: copies or products in a round."""
 
 
 CPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=1536, num_rounds=15)
-GPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=8192)
+GPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=8192, num_copies=20)
 
 
-def measure(workload: Workload | None = None, clock: Clock = time.perf_counter) -> Ceiling:
-    """Return the ceiling of this machine: of its first CUDA device if it has one, else of its CPU.
+def measure(
+    workload: Workload | None = None, clock: Clock = time.perf_counter, device: torch.device | None = None
+) -> Ceiling:
+    """Return the ceiling of a device. Nothing of the measurement stays in its memory.
 
     Args:
         workload: sizes; None is right for the device.
         clock: returns seconds; a test gives its own.
+        device: None is the first CUDA device if there is one, else the CPU.
 
     Raises:
         NanoinferError: not enough memory for the buffers, or a clock that stands still.
     """
     import torch
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     workload = workload or (GPU_WORKLOAD if device.type == "cuda" else CPU_WORKLOAD)
     names = ["float32", "bfloat16"]
     if device.type == "cuda":
-        old = torch.cuda.get_device_capability() < (8, 0)  # bfloat16 came with Ampere
+        old = torch.cuda.get_device_capability(device) < (8, 0)  # bfloat16 came with Ampere
         names = ["float32", "float16"] if old else ["float32", "bfloat16", "float16"]
     try:
         bandwidth = _bandwidth(device, workload, clock)
@@ -69,7 +83,8 @@ def measure(workload: Workload | None = None, clock: Clock = time.perf_counter) 
             f"device='measure': this machine could not be measured ({reason}): free some memory, or name a device"
         ) from None
     if device.type == "cuda":
-        what = f"copy bandwidth and matrix products of {torch.cuda.get_device_name()}, measured now"
+        torch.cuda.empty_cache()  # this process may live on beside those that are measured
+        what = f"copy bandwidth and matrix products of {torch.cuda.get_device_name(device)}, measured now"
     else:
         how = "wide loads on huge pages" if _has_native() else "torch"
         what = f"read bandwidth ({how}) and matrix products (torch) of {environment.num_cpus()} CPUs, measured now"
@@ -85,12 +100,12 @@ def _bandwidth(device: torch.device, workload: Workload, clock: Clock) -> float:
         from nanoinfer._native import ReadBuffer
 
         buffer = ReadBuffer(num_bytes=workload.num_bytes, threads=environment.num_cpus())
-        return workload.num_bytes / _best(buffer.read, device, workload.num_rounds, clock)
+        return workload.num_bytes / _best(buffer.read, workload.num_rounds, clock)
     source = torch.ones(workload.num_bytes // 4, device=device)  # written, so that every page is real
     if device.type == "cuda":
         target = torch.empty_like(source)
-        return 2 * source.nbytes / _best(lambda: target.copy_(source), device, workload.num_rounds, clock)
-    return source.nbytes / _best(source.sum, device, workload.num_rounds, clock)
+        return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, workload, clock)
+    return source.nbytes / _best(source.sum, workload.num_rounds, clock)
 
 
 def _has_native() -> bool:
@@ -102,26 +117,43 @@ def _matmul_flops(dtype: torch.dtype, device: torch.device, workload: Workload, 
     import torch
 
     n = workload.matrix_size
-    a = torch.ones(n, n, dtype=dtype, device=device)
-    return 2 * n**3 / _best(lambda: a @ a, device, workload.num_rounds, clock)
+    a = torch.randn(n, n, device=device).to(dtype)
+    if device.type == "cuda":
+        out = torch.empty_like(a)
+        return 2 * n**3 / _seconds(lambda: torch.mm(a, a, out=out), device, workload, clock)
+    return 2 * n**3 / _best(lambda: a @ a, workload.num_rounds, clock)
 
 
-def _best(call: Callable[[], object], device: torch.device, num_rounds: int, clock: Clock) -> float:
+def _best(call: Callable[[], object], num_rounds: int, clock: Clock) -> float:
     """Return the fewest seconds that one of `num_rounds` calls took, after one that is not timed."""
-    import torch
-
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     call()
     seconds = []
     for _ in range(num_rounds):
-        finish()
         start = clock()
         call()
-        finish()
         seconds.append(clock() - start)
-    if min(seconds) <= 0:
-        raise NanoinferError(f"a round took {min(seconds)} s by the clock: measure with larger buffers")
-    return min(seconds)
+    return _checked(min(seconds))
+
+
+def _seconds(call: Callable[[], object], device: torch.device, workload: Workload, clock: Clock) -> float:
+    """Return the seconds that a call takes of a GPU: of the median round, after one that is not timed.
+
+    Calls only put work into the GPU's queue. So the clock is read when the queue is empty, before and after.
+    """
+    import torch
+
+    seconds = []
+    for _ in range(1 + workload.num_rounds):
+        torch.cuda.synchronize(device)
+        start = clock()
+        for _ in range(workload.num_copies):
+            call()
+        torch.cuda.synchronize(device)
+        seconds.append((clock() - start) / workload.num_copies)
+    return _checked(statistics.median(seconds[1:]))
+
+
+def _checked(seconds: float) -> float:
+    if seconds <= 0:
+        raise NanoinferError(f"a round took {seconds} s by the clock: measure with larger buffers")
+    return seconds

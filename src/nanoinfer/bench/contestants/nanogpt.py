@@ -18,6 +18,7 @@ from torch import Tensor
 from nanoinfer.bench.case import Case, Work
 from nanoinfer.bench.contestants.limits import require_case
 from nanoinfer.bench.stats import RunTimes
+from nanoinfer.bench.verify import synchronize
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.models.checkpoints.huggingface import load_folder
@@ -39,6 +40,7 @@ class NanoGPT:
 
     def run(self, work: Work) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token has arrived when it is on the CPU."""
+        synchronize(self._device)  # nothing of the run before is left to be done
         start = time.perf_counter()
         torch.manual_seed(self._params.seed or 0)
         tokens: list[list[int]] = []

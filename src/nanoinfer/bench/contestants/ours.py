@@ -6,8 +6,10 @@ import dataclasses
 import time
 from pathlib import Path
 
-from nanoinfer.bench.case import Case, Work
+from nanoinfer.bench.case import Case, Work, make_work
 from nanoinfer.bench.stats import RunTimes
+from nanoinfer.bench.verify import synchronize, verify_ratio
+from nanoinfer.engines.registry import ENGINES
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput
 
@@ -31,6 +33,7 @@ class Ours:
         """Generate; a token's arrival is the return of the step that drew it."""
         params = [self._case.params(n) for n in work.output_tokens]
         self._totals = {}
+        synchronize(self._llm.device)  # of the run before: closing a text may clear its part of the cache
         start = time.perf_counter()
         ids, stream = self._llm.stream_outputs(work.prompts, params)
         arrivals: dict[int, list[float]] = {request_id: [] for request_id in ids}
@@ -67,6 +70,28 @@ class Ours:
         case = self._case
         params = case.params(17)  # one token from the prompt, 16 decoded
         return breakdown_percent(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=params)
+
+    def launches(self) -> dict[str, float]:
+        """Return the fields of `launches.Launches`: what a decode step launches on a GPU."""
+        from nanoinfer.bench.launches import measure_launches
+
+        case = self._case
+        params = case.params(1)  # how many tokens is the measurement's own choice
+        made = measure_launches(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=params)
+        return dataclasses.asdict(made)
+
+    def verify(self) -> float:
+        """Return what verifying 5 tokens costs in decode steps, after the case's first prompt."""
+        prompt = make_work(self._case, self._llm.config.vocab_size).prompts[0]
+        return verify_ratio(self._llm.engine, prompt)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """Return the size of the keys and values that the engine has reserved; None where they come and go."""
+        spec, limits = ENGINES[self._llm.engine_name], self._llm.engine.limits
+        if spec.memory != "slots":
+            return None
+        return limits.max_num_cached_tokens * self._llm.config.kv_bytes_per_token(self._llm.dtype.itemsize)
 
 
 def _spread(arrivals: list[float], now: float, num_tokens: int) -> list[float]:

@@ -19,6 +19,7 @@ import torch
 from nanoinfer.bench.case import SAMPLERS, Case, Work
 from nanoinfer.bench.contestants.limits import require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
+from nanoinfer.bench.verify import synchronize
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 
@@ -67,6 +68,7 @@ class Transformers:
         T, num_steps = max(lengths), max(work.output_tokens)
         require_room(self._who, T + num_steps, self._model.config.n_positions)
         torch.manual_seed(self._seed)
+        synchronize(self._device)  # nothing of the run before is left to be done
         clock = _Clock()
         idx = torch.tensor([[0] * (T - len(p)) + p for p in work.prompts], device=self._device)  # (B, T)
         mask = torch.tensor([[0] * (T - n) + [1] * n for n in lengths], device=self._device)

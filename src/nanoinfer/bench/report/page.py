@@ -106,7 +106,7 @@ def _section(section: Section, facts: Facts) -> str:
     """Return one suite: how many cases, its figures with their numbers, and the whole table."""
     rows, failed = section.results.rows, len(section.results.failed)
     count = f"{len(rows):,} {'case' if len(rows) == 1 else 'cases'}, {failed:,} failed."
-    every = tables.table(rows, tables.ALL_COLUMNS, f"All numbers of {section.results.suite}") if rows else ""
+    every = tables.table(rows, tables.all_columns(rows), f"All numbers of {section.results.suite}") if rows else ""
     figures = "\n".join(_figure(f"{section.name}-{i}", *each) for i, each in enumerate(section.charts))
     return (
         f'<section id="{section.name}">\n<h2>{escape(section.results.suite)}</h2>\n<p>{count}</p>\n{_fact_list(facts)}'

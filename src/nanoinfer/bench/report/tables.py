@@ -73,6 +73,15 @@ OUTPUT = Column("output, tokens/s", _figure(lambda f: f.output_tokens_per_sec))
 
 THROUGHPUT_COLUMNS = (MEASURED, PREDICTED, SHARE, SPREAD)
 TTFT_COLUMNS = (TTFT, PREFILL, SPREAD)
+KERNELS = Column("kernels a step", lambda r: digits(r.kernels_per_step))
+GPU_COLUMNS = (  # shown where a row has any of them
+    KERNELS,
+    Column("kernels a layer", lambda r: digits(r.kernels_per_layer)),
+    Column("launches a step", lambda r: digits(r.launches_per_step)),
+    Column("verifying 5 tokens, decodes", lambda r: digits(r.verify_ratio)),
+    Column("reserved memory, MB", _scaled(lambda r: r.reserved_memory_bytes, 1e-6)),
+    Column("KV cache, MB", _scaled(lambda r: r.kv_cache_bytes, 1e-6)),
+)
 MEMORY_COLUMNS = (PEAK_MEMORY, WEIGHTS)
 LADDER_COLUMNS = (SPEEDUP, OUTPUT)
 ROOFLINE_COLUMNS = (
@@ -119,6 +128,11 @@ _IDENTITY = {
     "workload": Column("workload", lambda r: r.case.workload),
     "device": Column("device", lambda r: r.case.device),
 }
+
+
+def all_columns(rows: Sequence[Row]) -> tuple[Column, ...]:
+    """Return ALL_COLUMNS, and of what only a GPU has the columns in which any row says something."""
+    return (*ALL_COLUMNS, *(c for c in GPU_COLUMNS if any(c.say(row) != DASH for row in rows)))
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], caption: str) -> str:

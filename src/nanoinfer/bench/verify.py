@@ -1,0 +1,71 @@
+"""What verifying several tokens in one step costs, in decode steps: the price of speculation on an engine.
+
+    ratio = time of extend by 5 tokens, logits after each / time of extend by 1 token
+
+Weights are read once in either step, so the ratio is near 1 where they are what a step waits for. Both steps start
+from the same length of text, take turns, and end when the logits are there; what they appended is truncated again.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nanoinfer.checks import require_int
+from nanoinfer.engines.base import Engine, StepBatch
+from nanoinfer.errors import NanoinferError
+
+VERIFY_TOKENS = 5
+ROUNDS = 20
+WARM_UPS = 4  # of each step: something may be compiled or captured at first, or when a length is met for the first time
+
+
+def verify_ratio(
+    engine: Engine,
+    token_ids: list[int],
+    num_tokens: int = VERIFY_TOKENS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Return the median time of a step of `num_tokens` over that of a step of one token.
+
+    Args:
+        engine: with room for one more sequence.
+        token_ids: the text before; its last tokens are fed again as the new ones.
+        num_tokens: tokens of the longer step.
+        clock: seconds; a fake one in tests.
+
+    Raises:
+        NanoinferError: the text is shorter than num_tokens, or a clock that stands still.
+    """
+    require_int("num_tokens", num_tokens, 1, len(token_ids))
+    handle = engine.open()
+
+    def extend(tokens: list[int], num_logits: int) -> float:
+        start = clock()
+        logits = engine.extend(StepBatch([handle], list(tokens), [len(tokens)], [num_logits]))
+        synchronize(logits.device)
+        return clock() - start
+
+    seconds: dict[int, list[float]] = {1: [], num_tokens: []}
+    try:
+        extend(token_ids, 0)
+        for _ in range(WARM_UPS + ROUNDS):
+            for n, times in seconds.items():
+                times.append(extend(token_ids[:n], n))
+                engine.truncate(handle, len(token_ids))
+    finally:
+        engine.close(handle)
+    one, several = (statistics.median(times[WARM_UPS:]) for times in (seconds[1], seconds[num_tokens]))
+    if one <= 0:
+        raise NanoinferError(f"a decode step took {one} s by the clock: verifying cannot be compared with it")
+    return several / one
+
+
+def synchronize(device: Any) -> None:
+    """Wait until a torch.device has done what it was given; a CPU has."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)

@@ -1,0 +1,557 @@
+"""What the benchmark does on a GPU, shown with stand-ins where there is none: counts, memory, devices, the suite."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from conftest import TINY, make_limits, make_model, refuses
+from nanoinfer import LLM
+from nanoinfer.bench import fit, launches, machine, passages, process, results, table, worker
+from nanoinfer.bench import run as running
+from nanoinfer.bench.case import Case
+from nanoinfer.bench.contestants.ours import Ours
+from nanoinfer.bench.harness import Harness, Options
+from nanoinfer.bench.process import Processes, Run, WorkerProcess
+from nanoinfer.bench.report import tables
+from nanoinfer.bench.results import Row
+from nanoinfer.bench.run import Plan, run
+from nanoinfer.bench.stats import RunTimes, summarize
+from nanoinfer.bench.suites import GPU_LARGE, SUITES
+from nanoinfer.bench.verify import verify_ratio
+from nanoinfer.config import PRESETS
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.static import StaticEngine
+from nanoinfer.errors import NanoinferError
+from nanoinfer.roofline import measure as measuring
+from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.measure import Workload, measure
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+CEILING = Ceiling("here", 3e12, {"float32": 5e13, "bfloat16": 7e14}, "test")
+FIGURES = summarize([RunTimes(4, [[0.1, 0.2, 0.3]])])
+ON_GPU = Case("static", "m", "bfloat16", prompt_tokens=4, output_tokens=4, device="cuda:0")
+
+
+# Launches --------------------------------------------------------------------------------------------------
+
+
+def event(name: str, device: str = "CUDA", is_user_annotation: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(name=name, device_type=SimpleNamespace(name=device), is_user_annotation=is_user_annotation)
+
+
+def two_steps() -> Iterator[SimpleNamespace]:
+    """Three layers of two kernels, one kernel of the head that shares a name with them, one graph and one launch."""
+    for _step in range(2):
+        for _layer in range(3):
+            yield event("gemm<bf16>")
+            yield event("attention")
+        yield event("gemm<bf16>")
+        yield event("Memcpy DtoH (Device -> Pinned)")
+        yield event("Memset (Device)")
+        yield event("nanoinfer: attention", is_user_annotation=True)
+        for name in ("cudaGraphLaunch", "cuLaunchKernelEx", "cudaMemcpyAsync", "cudaStreamSynchronize", "aten::mm"):
+            yield event(name, "CPU")
+
+
+def test_kernels_and_launches_of_a_step() -> None:
+    made = launches.count(list(two_steps()), num_steps=2, n_layer=3)
+    assert made == launches.Launches(kernels_per_step=7.0, kernels_per_layer=2, launches_per_step=2.0)
+
+
+def test_kernels_that_nobody_saw_are_unknown_and_not_zero() -> None:
+    hidden = [e for e in two_steps() if e.device_type.name == "CPU"]
+    assert launches.count(hidden, 2, 3) is None
+    assert launches.count([], 0, 3) is None
+
+
+@pytest.mark.parametrize(
+    "name, counts",
+    [
+        ("cudaLaunchKernel", True),
+        ("cudaLaunchKernelExC", True),
+        ("cudaLaunchCooperativeKernel", True),
+        ("cuLaunchKernel", True),
+        ("cuLaunchKernelEx", True),
+        ("cudaGraphLaunch", True),
+        ("cuGraphLaunch", True),
+        ("cudaLaunchHostFunc", False),
+        ("cudaGraphInstantiate", False),
+        ("my_cudaLaunchKernel", False),
+    ],
+)
+def test_what_is_a_launch(name: str, counts: bool) -> None:
+    assert launches.is_launch(event(name, "CPU")) is counts
+    assert not launches.is_launch(event(name, "CUDA"))
+
+
+def test_a_cpu_launches_no_kernels(tiny_folder: Path) -> None:
+    llm = LLM(str(tiny_folder), engine="static", device="cpu")
+    refuses(lambda: launches.measure_launches(llm), "device='cpu' launches no kernels")
+
+
+@pytest.mark.gpu
+@GPU
+def test_launches_are_counted_on_a_gpu(tiny_folder: Path) -> None:
+    made = launches.measure_launches(LLM(str(tiny_folder), engine="static", device="cuda"), batch=2, prompt_tokens=4)
+    assert made.kernels_per_layer >= 4
+    assert made.kernels_per_step >= TINY.n_layer * made.kernels_per_layer + 1
+    assert made.launches_per_step >= 0.9 * made.kernels_per_step  # no graphs: one each
+
+
+# Verifying -------------------------------------------------------------------------------------------------
+
+
+class Timed:
+    """An engine whose steps take a time of their own by a clock that stands still otherwise."""
+
+    def __init__(self, sec: dict[int, float]) -> None:
+        self.inner = StaticEngine(make_model(), make_limits())
+        self.now, self._sec = 0.0, sec
+        self.steps: list[tuple[int, int]] = []
+
+    def extend(self, batch: StepBatch) -> torch.Tensor:
+        self.steps.append((batch.num_new[0], batch.num_logits[0]))
+        self.now += self._sec.get(batch.num_new[0], 9.0)
+        return self.inner.extend(batch)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_the_verify_ratio_is_of_steps_at_the_same_length() -> None:
+    engine = Timed({1: 0.25, 5: 0.375})
+    text = [1, 2, 3, 4, 5, 6, 7]
+    assert verify_ratio(engine, text, clock=lambda: engine.now) == 1.5  # type: ignore[arg-type]
+    assert engine.steps[0] == (7, 0)
+    assert set(engine.steps[1:]) == {(1, 1), (5, 5)}
+    assert engine.steps[1:].count((1, 1)) == engine.steps[1:].count((5, 5))
+    engine.inner.open()  # nothing of the measurement is open: all seats are free
+    assert len(engine.inner._lengths) == 1
+
+
+def test_verifying_needs_a_text_and_a_clock() -> None:
+    engine = Timed({})
+    refuses(lambda: verify_ratio(engine, [1, 2], clock=lambda: 0.0), "num_tokens=5")  # type: ignore[arg-type]
+    refuses(lambda: verify_ratio(engine, [1] * 7, clock=lambda: 0.0), "0.0 s by the clock")  # type: ignore[arg-type]
+    assert not engine.inner._lengths
+
+
+def test_a_worker_verifies(tiny_folder: Path) -> None:
+    with WorkerProcess(Case("static", "m", prompt_tokens=8, output_tokens=4)) as one:
+        one.load(tiny_folder)
+        assert 0.1 < one.verify() < 20
+        refuses(one.launches, "launches no kernels")
+
+
+# Memory ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_gpu_is_torchs_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def peak(device: str) -> int:
+        asked.append(device)
+        return 7 << 20
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9 << 20)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert (worker.peak_memory_bytes("cuda:1"), worker.reserved_bytes("cuda:1")) == (7 << 20, 9 << 20)
+    assert asked == ["cuda:1"]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)  # CTranslate2 has its own allocator
+    assert worker.peak_memory_bytes("cuda:0") is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # asking would start CUDA
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: pytest.fail("asked"))
+    assert worker.reserved_bytes("cuda:0") is None
+    assert worker.reserved_bytes("cpu") is None
+    assert (worker.peak_memory_bytes("cpu") or 0) > 50 << 20
+
+
+def test_engines_say_what_their_cache_reserves(tiny_folder: Path) -> None:
+    def reserved(engine: str) -> int | None:
+        return Ours(Case(engine, "m", batch=3, output_tokens=2), tiny_folder).kv_cache_bytes
+
+    static = Ours(Case("static", "m", batch=3, output_tokens=2), tiny_folder)
+    engine: Any = static._llm.engine
+    assert static.kv_cache_bytes == engine._k.nbytes + engine._v.nbytes
+    assert reserved("dynamic") is None
+
+
+def test_parts_fit_the_gpus_memory_too() -> None:
+    config, weights = PRESETS["gpt2"], 4 * 124_439_808
+    large = replace(ON_GPU, model="random:gpt2", batch=512, prompt_tokens=32, output_tokens=64)
+    group = [replace(large, contestant=name) for name in ("static", "nanogpt", "transformers-dynamic")]
+    (_, static), (_, loop), _ = (fit.needs(c, config, weights) for c in group)
+    cache = 512 * 1025 * 36_864
+    assert cache < static < cache + (3 << 30)  # a slot is a whole text
+    assert loop < static / 4  # 96 tokens of each
+    everything = [100 << 30, 100 << 30]
+    assert fit.split(group, config, weights, everything) == [group]
+    assert fit.split(group, config, weights, [100 << 30, static + 1]) == [group[:1], group[1:]]
+    assert fit.split(group, config, weights, [100 << 30, 1]) == [[c] for c in group]
+    on_cpu = [replace(c, device="cpu") for c in group]
+    assert fit.split(on_cpu, config, weights, [100 << 30]) == [on_cpu]
+
+
+# Devices ---------------------------------------------------------------------------------------------------
+
+
+class Seen(Exception):
+    """Raised by a stand-in to end a run where the test has seen enough."""
+
+
+def test_the_device_asked_for_reaches_ceiling_and_cases(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    """cuda:1 is not cuda:0: the second device was measured against the first's ceiling, on the first."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    cases: list[Case] = []
+    original = running._cases
+
+    def keep(*args: Any) -> list[Case]:
+        cases.extend(original(*args))
+        return cases
+
+    def stop(*args: Any, device: torch.device, **kwargs: Any) -> Ceiling:
+        raise Seen(str(device))
+
+    monkeypatch.setattr(running, "_cases", keep)
+    monkeypatch.setattr(measuring, "measure", stop)
+    for asked, is_ in (("cuda:1", "cuda:1"), ("cuda", "cuda:0"), ("auto", "cuda:0"), ("cpu", "cpu")):
+        cases.clear()
+        with pytest.raises(Seen, match=is_):
+            run(Plan(model=str(tiny_folder), engine=("static",), device=asked), "test", log=lambda _: None)
+        assert {c.device for c in cases} == {is_}
+
+
+def test_passages_are_made_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path) -> None:
+    def stop(model: str, device: str = "auto") -> None:
+        raise Seen(f"{model} on {device}")
+
+    monkeypatch.setattr("nanoinfer.llm.LLM", stop)
+    with pytest.raises(Seen, match="shakespeare on cpu"):
+        passages.write(tmp_path, "wide:shakespeare:gpt2", None)
+
+
+def test_a_gpu_is_described_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(
+        total_memory=80 << 30, L2_cache_size=50 << 20, multi_processor_count=132, major=9, minor=0, uuid="abc"
+    )
+    commands: list[list[str]] = []
+
+    def smi(command: list[str], **options: Any) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(stdout="580.1, 1980, 1980, 2619, 2619, 700.00, [N/A]\n")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(machine.subprocess, "run", smi)
+    said = machine.describe_gpu(torch.device("cuda", 1))
+    assert commands[0][:3] == ["nvidia-smi", "-i", "GPU-abc"]
+    assert (said["driver"], said["sm_clock_mhz"], said["power_limit_watt"]) == ("580.1", 1980.0, 700.0)
+    assert said["temperature_celsius"] is None
+    assert (said["capability"], said["multiprocessors"]) == ("9.0", 132)
+
+    def missing(command: list[str], **options: Any) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(machine.subprocess, "run", missing)
+    assert machine.describe_gpu(torch.device("cuda", 1))["driver"] is None
+
+
+# The ceiling of a GPU --------------------------------------------------------------------------------------
+
+
+def test_copies_are_timed_between_waits_and_count_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue is empty at every reading of the clock; a round is all of its copies; the median round counts."""
+    log: list[str] = []
+    took = iter([100.0, 4.0, 8.0, 6.0])  # not timed; then three rounds
+    now = [0.0]
+
+    def clock() -> float:
+        log.append("clock")
+        return now[0]
+
+    def wait(device: torch.device) -> None:
+        log.append("wait")
+        if log.count("copy") and log[-2] == "copy":
+            now[0] += next(took)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    workload = Workload(num_bytes=1 << 12, matrix_size=8, num_rounds=3, num_copies=2)
+    seconds = measuring._seconds(lambda: log.append("copy"), torch.device("cuda", 0), workload, clock)
+    assert seconds == 6.0 / 2
+    assert log == ["wait", "clock", "copy", "copy", "wait", "clock"] * 4
+
+    monkeypatch.setattr(measuring, "_seconds", lambda call, *rest: call() is None or 0.5)
+    monkeypatch.setattr(torch, "ones", lambda n, device: torch.zeros(n))
+    assert measuring._bandwidth(torch.device("cuda", 0), workload, clock) == 2 * (1 << 12) / 0.5
+
+
+def test_copies_are_far_larger_than_a_cache() -> None:
+    assert measuring.GPU_WORKLOAD.num_bytes >= 16 * (60 << 20)  # an H200's L2, the largest of those we know
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_gpu_copies_at_most_what_its_data_sheet_says() -> None:
+    ceiling = measure(device=torch.device("cuda", 0))
+    assert 1e11 < ceiling.bandwidth_bytes_per_sec < 1e13
+    assert torch.cuda.memory_reserved() < 64 << 20  # nothing stays
+
+
+# The harness -----------------------------------------------------------------------------------------------
+
+
+class FakeSeat:
+    """Answers as a worker on a GPU would."""
+
+    def __init__(self, case: Case, log: list[tuple[str, Any]]) -> None:
+        self.case, self._log = case, log
+
+    def run(self, **shape: Any) -> Run:
+        self._log.append(("run", shape))
+        tokens = shape.get("output_tokens", self.case.output_tokens)
+        times = RunTimes(4, [[0.1 * (i + 1) for i in range(tokens)]])
+        return Run([[1] * tokens], times, 100, reserved_bytes=200, kv_cache_bytes=30)
+
+    def launches(self) -> dict[str, float]:
+        self._log.append(("launches", None))
+        if self.case.contestant == "dynamic":
+            raise NanoinferError("torch's profiler saw no kernel")
+        return {"kernels_per_step": 60.0, "kernels_per_layer": 5, "launches_per_step": 1.0}
+
+    def verify(self) -> float:
+        return 1.08
+
+
+class FakeProcesses:
+    """Stands for `process.Processes`."""
+
+    log: list[tuple[str, Any]]
+
+    def __init__(self, weights: Path) -> None:
+        self._cases: set[Case] = set()
+
+    def __enter__(self) -> FakeProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def load_together(self, cases: list[Case], warm: Any, at_once: int) -> None:
+        self.log.append(("load", [c.contestant for c in cases if warm(c)]))
+        self._cases |= {c.plain for c in cases}
+
+    def knows(self, case: Case) -> bool:
+        return case.plain in self._cases
+
+    def seat(self, case: Case) -> FakeSeat:
+        return FakeSeat(case, self.log)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """The harness with stand-ins for processes and for a GPU's memory; returns what they were asked."""
+    FakeProcesses.log = []
+    monkeypatch.setattr("nanoinfer.bench.harness.Processes", FakeProcesses)
+    monkeypatch.setattr("nanoinfer.bench.harness.free_memory", lambda device: 60 << 30)
+    monkeypatch.setattr("nanoinfer.bench.harness.num_cpus", lambda: 4)
+    return FakeProcesses.log
+
+
+def harness(tmp_path: Path, options: Options, clock: Any = time.perf_counter) -> Harness:
+    return Harness(tmp_path, TINY, CEILING, options, lambda status: None, clock)
+
+
+def test_a_row_of_a_gpu_has_its_counts_and_memory(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
+    rows: list[Row] = []
+    cases = [ON_GPU, replace(ON_GPU, contestant="dynamic"), replace(ON_GPU, contestant="nanogpt")]
+    harness(tmp_path, Options(rounds=1, max_warmups=2, verify=True)).run(cases, rows.extend)
+    static, dynamic, loop = rows
+    assert [r.error for r in rows] == [None] * 3
+    assert (static.kernels_per_step, static.kernels_per_layer, static.launches_per_step) == (60.0, 5, 1.0)
+    assert (static.peak_memory_bytes, static.reserved_memory_bytes, static.kv_cache_bytes) == (100, 200, 30)
+    assert static.verify_ratio == 1.08
+    assert (dynamic.kernels_per_step, dynamic.note) == (None, "launches unknown: torch's profiler saw no kernel")
+    assert (loop.kernels_per_step, loop.verify_ratio) == (None, None)  # a peer is not asked
+
+
+def test_on_a_gpu_warm_ups_are_as_long_as_what_is_timed(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
+    case = replace(ON_GPU, output_tokens=40)
+    harness(tmp_path, Options(rounds=1)).run([case], lambda rows: None)
+    runs = [shape for what, shape in log if what == "run"]
+    assert runs == [{"output_tokens": 16}, {}, {}, {}]  # the check, two equal warm-ups, one round
+    log.clear()
+    harness(tmp_path, Options(rounds=1)).run([replace(case, device="cpu")], lambda rows: None)
+    runs = [shape for what, shape in log if what == "run"]
+    assert runs == [{"output_tokens": 16}, {"output_tokens": 16}, {}]
+
+
+def test_workers_on_a_gpu_load_some_at_a_time(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
+    names = ("static", "dynamic", "recompute", "transformers-dynamic")
+    harness(tmp_path, Options(rounds=1)).run([replace(ON_GPU, contestant=n) for n in names], lambda rows: None)
+    loads = [who for what, who in log if what == "load"]
+    assert loads == [["static", "dynamic"], ["transformers-dynamic"]]  # two for four CPUs; the naive are not run
+
+
+def test_when_the_time_is_over_nothing_new_begins(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
+    ticks = iter(range(10_000))
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    cases = [replace(ON_GPU, batch=b) for b in (1, 2, 4, 8, 16, 32)]
+    rows: list[Row] = []
+    harness(tmp_path, Options(rounds=1, budget_sec=30.0), clock).run(cases, rows.extend)
+    assert 1 <= len(rows) < 6
+    assert [r.case for r in rows] == cases[: len(rows)]
+    assert all(r.figures is not None for r in rows)  # what had begun was finished
+    none: list[Row] = []
+    harness(tmp_path, Options(rounds=1, budget_sec=0.0), clock).run(cases, none.extend)
+    assert none == []
+
+
+def test_loading_together_keeps_each_failure_for_its_seat(tiny_folder: Path) -> None:
+    good, bad = Case("static", "m", output_tokens=4, prompt_tokens=4), Case("warp", "m")
+    with Processes(tiny_folder) as processes:
+        processes.load_together([good, bad, good], warm=lambda case: True, at_once=2)
+        assert processes.knows(good)
+        assert len(processes.seat(good).run().tokens[0]) == 4
+        refuses(lambda: processes.seat(bad), "engine='warp' is unknown")
+
+
+def test_a_worker_that_hangs_on_a_gpu_is_ended(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    monkeypatch.setattr(process, "GPU_ANSWER_SEC", 0.01)
+    with WorkerProcess(replace(ON_GPU, device="cuda:0")) as one:
+        refuses(lambda: one.load(tiny_folder), "gave no answer in 0 s, and was ended")
+        refuses(one.run, "its process was killed")
+
+
+# The suite, and how it is shown ----------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_cuda_the_suite_is_one_line() -> None:
+    refuses(
+        lambda: run(Plan(suite=("gpu",)), "test", log=lambda _: pytest.fail("it began to measure")),
+        "suite='gpu' measures a CUDA device",
+        "device='cpu'",
+    )
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_suite_measures_every_target(quick: bool) -> None:
+    cases = SUITES["gpu"].cases("random:gpt2", PRESETS["gpt2"], [], quick)
+    assert len(set(cases)) == len(cases)
+    have = {(c.contestant, c.model, c.batch, c.dtype, c.quantization) for c in cases}
+    for model in ("random:gpt2", GPU_LARGE):
+        for rung in ("cuda_graph", "triton"):
+            assert (rung, model, 1, "bfloat16", None) in have
+        assert ("transformers-dynamic", model, 1, "bfloat16", None) in have
+        assert {("triton", model, 1, "bfloat16", q) for q in ("int8", "int4")} <= have
+    assert {(name, "random:gpt2", 512, "bfloat16", None) for name in ("static", "cuda_graph")} <= have
+    exact = {c.contestant for c in cases if c.dtype == "float32" and c.batch == 1}
+    assert {"static", "cuda_graph", "triton"} <= exact  # their words are compared before their speed is read
+    if not quick:
+        assert {c.batch for c in cases if c.model == "random:gpt2"} == {1, 8, 64, 512}
+        assert {c.dtype for c in cases if c.contestant == "transformers-static"} == {"float32", "bfloat16", "float16"}
+        assert {"nanogpt", "compiled", "transformers-static"} <= exact
+
+
+def gpu_results() -> results.Results:
+    row = Row(replace(ON_GPU, model="random:gpt2"), FIGURES, True, 1 << 30, mbu_percent=50.0)
+    row.kernels_per_step, row.kernels_per_layer, row.launches_per_step, row.verify_ratio = 63.0, 5, 2.0, 1.25
+    other = Row(replace(ON_GPU, contestant="dynamic", model=GPU_LARGE), FIGURES)
+    return results.Results(
+        "gpu", "static", "2026-01-01", None, "nanoinfer bench", {"gpu": "H100", "gpu_details": {"driver": "1"}},
+        {}, {"read_bytes_per_sec": 3e12, "flops_per_sec": {"bfloat16": 7e14}, "source": "copies"}, [row, other],
+    )  # fmt: skip
+
+
+def shown(made: results.Results) -> str:
+    out = StringIO()
+    table.show(made, Console(file=out, width=170))
+    return out.getvalue()
+
+
+def test_counts_are_in_table_file_csv_and_report() -> None:
+    made = gpu_results()
+    text = shown(made)
+    assert "ceiling of H100: copies 3,000 GB/s, read and written" in text
+    words = [line.split() for line in text.splitlines()]
+    head = next(w for w in words if w[:1] == ["contestant"])
+    line = next(w for w in words if w[:2] == ["static", "bfloat16"])
+    assert {"model", "kernels", "launches"} <= set(head)
+    assert line[-5:-1] == ["63", "5", "2", "1.25"]
+    assert "of a decode step" in text
+    again = results.from_json(results.to_json(made), "here")
+    assert again == made
+    header, first, second = results.to_csv(made).splitlines()
+    at = header.split(",").index("kernels_per_step")
+    assert (first.split(",")[at], second.split(",")[at]) == ("63.0", "")
+    heads = [c.head for c in tables.all_columns(made.rows)]
+    assert {"kernels a step", "launches a step", "verifying 5 tokens, decodes"} <= set(heads)
+    assert "reserved memory, MB" not in heads  # no row has it
+
+
+def test_on_a_cpu_nothing_of_it_is_shown() -> None:
+    made = gpu_results()
+    made.machine = {"threads": 2}
+    made.rows = [Row(Case("static", "m"), FIGURES)]
+    text = shown(made)
+    assert "kernels" not in text
+    assert "verify" not in text
+    assert "ceiling of this machine: reads" in text
+    assert tables.all_columns(made.rows) == tables.ALL_COLUMNS
+
+
+def test_an_older_file_without_the_counts_is_read() -> None:
+    import json
+
+    raw = json.loads(results.to_json(gpu_results()))
+    for row in raw["rows"]:
+        for name in ("kernels_per_step", "kernels_per_layer", "launches_per_step", "verify_ratio", "kv_cache_bytes"):
+            del row[name]
+    assert results.from_json(json.dumps(raw), "old").rows[0].kernels_per_step is None
+
+
+def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
+    from contextlib import contextmanager
+
+    from nanoinfer.bench import weights
+
+    written: list[str] = []
+
+    @contextmanager
+    def fake(model: str) -> Iterator[Path]:
+        written.append(model)
+        yield Path("/nowhere") / model
+
+    monkeypatch.setattr(weights, "_weights", fake)
+    with weights.Models(None, lambda _: None) as models:
+        for model in ("a", "b", "a"):
+            assert models.folder([Case("static", model)]) == Path("/nowhere") / model
+    assert written == ["a", "b"]
+    assert weights.Models(None, lambda _: None).config("random:gpt2-xl") == PRESETS["gpt2-xl"]
+
+
+def test_minutes_are_checked_and_resume_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+    refuses(lambda: Plan(minutes=0.0), "minutes=0.0")
+    said: list[str] = []
+    plan = Plan(model=str(tiny_folder), engine=("static",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
+    (late,), _ = run(replace(plan, minutes=0.01), "test", log=said.append)  # the ceiling alone takes longer
+    assert late.rows == []
+    assert "1 of 1 cases are left after 0.01 minutes: use --resume" in said[-1]
+    (made,), _ = run(plan, "test", log=said.append)
+    again = replace(plan, output=None, resume=tmp_path / "r.json", minutes=0.01)
+    (kept,), _ = run(again, "test", log=said.append)
+    assert [r.figures for r in kept.rows] == [r.figures for r in made.rows]
