@@ -6,6 +6,7 @@
 # make lint    ruff and mypy
 # make bench [TEXT=play.txt]   every suite on this machine, into docs/results (an hour; needs the peers: pip install .[bench,peers])
 # make quality TEXT=play.txt   what reduced precision does to a model's words, into docs/results/quality.md
+# make gpu-check [MINUTES=9] [FLAGS="--quick --resume"]   tests, kernels and rungs on a CUDA device, into docs/results/gpu.json
 # make vs-transformers   static against transformers, side by side (random weights in GPT-2's shape)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
 
@@ -16,7 +17,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers speculative
 
-.PHONY: demo test asan test-cpp neon arm-tools lint bench quality vs-transformers clean
+.PHONY: demo test asan test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 
 demo: .venv/installed
 	@echo "== shakespeare, prompt 'ROMEO:' =="
@@ -78,6 +79,10 @@ bench: .venv/installed-test
 	    > docs/results/$$suite.txt || true; \
 	done
 	$(BIN)/nanoinfer bench $(SUITES:%=--load docs/results/%.json) --report docs/results
+
+# Without .venv, on a machine that has torch and triton: PYTHONPATH=src python3 benchmarks/gpu_check.py
+gpu-check: .venv/installed-test
+	$(BIN)/python benchmarks/gpu_check.py $(if $(MINUTES),--minutes $(MINUTES)) $(FLAGS)
 
 QUALITY = $(BIN)/python benchmarks/quality.py "$(TEXT)"
 

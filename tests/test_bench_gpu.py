@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from conftest import TINY, make_limits, make_model, refuses
+from conftest import TINY, make_folder, make_limits, make_model, refuses
 from nanoinfer import LLM
 from nanoinfer.bench import fit, launches, machine, passages, process, results, table, worker
 from nanoinfer.bench import run as running
@@ -555,3 +555,45 @@ def test_minutes_are_checked_and_resume_goes_on(tiny_folder: Path, tmp_path: Pat
     again = replace(plan, output=None, resume=tmp_path / "r.json", minutes=0.01)
     (kept,), _ = run(again, "test", log=said.append)
     assert [r.figures for r in kept.rows] == [r.figures for r in made.rows]
+
+
+def test_a_suite_of_two_models_runs_each_on_its_own_weights(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path
+) -> None:
+    other = make_folder(tmp_path / "other", replace(TINY, n_embd=8, block_size=16), seed=1)
+    first = Case("static", str(tiny_folder), prompt_tokens=8, output_tokens=4)
+    cases = [first, replace(first, contestant="triton-9"), replace(first, model=str(other), prompt_tokens=4)]
+    suite = replace(SUITES["gpu"], model=str(tiny_folder), device=None, cases=lambda *asked: cases)
+    monkeypatch.setitem(SUITES, "gpu", suite)
+    plan = Plan(suite=("gpu",), rounds=1, device="cpu", output=tmp_path / "r.json")
+    (made,), _ = run(plan, "test", log=lambda _: None)
+    assert [r.case.model for r in made.rows] == [str(tiny_folder), str(tiny_folder), str(other)]
+    here, missing, there = made.rows
+    assert "engine='triton-9' is unknown" in str(missing.error)
+    assert (here.weight_bytes or 0) > (there.weight_bytes or 0) > 0
+    assert (here.kernels_per_step, here.reserved_memory_bytes) == (None, None)  # on a CPU
+    assert (here.verify_ratio or 0) > 0.1
+    assert there.verify_ratio is None
+    assert there.note == "cost of verifying unknown: num_tokens=5 is not an integer in [1, 4]"  # its prompt has 4
+    again = replace(plan, output=None, resume=tmp_path / "r.json")
+    (kept,), _ = run(again, "test", log=lambda _: None)
+    assert [r.figures for r in kept.rows] == [r.figures for r in made.rows]
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("name", ["static", "nanogpt", "transformers-dynamic", "transformers-static"])
+def test_on_a_gpu_contestants_say_the_same_and_report_its_memory(tiny_folder: Path, name: str) -> None:
+    """The whole way: a process of its own, its memory, its counts; in float32 the words of `dynamic` on the CPU."""
+    if name.startswith("transformers"):
+        pytest.importorskip("transformers", reason="transformers is an optional peer")
+    case = Case(name, "m", batch=2, prompt_tokens=8, output_tokens=6, device="cuda:0")
+    with Processes(tiny_folder) as processes:
+        expected = processes.seat(replace(case, contestant="dynamic", device="cpu")).run().tokens
+        seat = processes.seat(case)
+        made = seat.run()
+        assert made.tokens == expected
+        assert 0 < (made.peak_memory_bytes or 0) <= (made.reserved_bytes or 0) < 8 << 30
+        if name == "static":
+            assert seat.launches()["kernels_per_step"] > TINY.n_layer
+            assert 0.1 < seat.verify() < 20

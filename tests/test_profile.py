@@ -74,7 +74,7 @@ def test_shares_add_up_and_tokens_are_the_same(tiny_folder: Path, engine: str) -
     assert sum(row.self_sec for row in p.parts) == pytest.approx(p.wall_sec)
     assert all(0 <= row.share_percent <= 100 for row in (*p.parts, *p.operators))
     assert 0 < sum(row.share_percent for row in p.operators) <= 100
-    assert p.kernel_launches_per_token is None
+    assert (p.kernel_launches_per_token, p.launches) == (None, None)
     assert p.operator_calls_per_token == sum(row.calls for row in p.operators) / 12
     assert not any(row.name.startswith("nanoinfer") for row in p.operators)
     assert marks(llm) == before
@@ -225,6 +225,9 @@ def test_kernel_launches_are_counted_on_a_gpu(tiny_folder: Path) -> None:
     p = profile(LLM(str(tiny_folder), engine="static", device="cuda"), "Go", PARAMS)
     assert p.kernel_launches_per_token is not None
     assert p.kernel_launches_per_token >= 4 * TINY.n_layer + 1
+    assert p.launches is not None
+    assert p.launches.kernels_per_layer >= 4
+    assert p.launches.launches_per_step >= p.launches.kernels_per_layer * TINY.n_layer
     assert sum(row.share_percent for row in p.parts) == pytest.approx(100)
     assert {row.name for row in p.parts if row.self_sec} >= {"matrix products", "attention", "output head", "sampling"}
 

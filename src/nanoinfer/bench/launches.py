@@ -96,7 +96,7 @@ def measure_launches(
     tokens = 1 + DECODE_STEPS + batch * prompt_tokens // PREFILL_TOKENS
     asked = replace(params or SamplingParams(temperature=0), max_tokens=tokens, min_tokens=0, ignore_eos=True)
     job = replace(new_job(llm, random_prompts(llm, batch, prompt_tokens), asked, decode_only=True), parts=())
-    job.run(None, None)  # as long as what is counted: nothing is compiled or captured later
+    job.warm_up()
     recorder, ranges, *_ = job.recorded()
     require_tokens(ranges)
     counts = count(list(recorder.events()), ranges.calls[sp.ENGINE], llm.config.n_layer)

@@ -19,7 +19,7 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.errors import NanoinferError
 
-GPU_ANSWER_SEC = 240.0  # a GPU program that hangs does so for ever; the longest that is right is a compilation
+GPU_ANSWER_SEC = 300.0  # a GPU program that hangs does so for ever; the longest that is right is a compilation
 
 
 @dataclasses.dataclass(frozen=True)

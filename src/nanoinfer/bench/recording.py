@@ -86,7 +86,13 @@ class Job:
         return time.perf_counter()
 
     def warm_up(self) -> None:
-        """Generate a few tokens, so that nothing is compiled, captured or paged in later."""
+        """Generate a few tokens, so that nothing is compiled, captured or paged in later.
+
+        On a GPU all of them: graphs are captured, and code is compiled, for lengths that a few tokens do not reach.
+        """
+        if self.llm.device.type == "cuda":
+            self.run(None, None)
+            return
         short = replace(self.params, max_tokens=min(self.params.max_tokens, WARMUP_TOKENS), min_tokens=0)
         self.llm.generate(self.prompts, short)
 

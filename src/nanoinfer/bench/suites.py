@@ -241,6 +241,7 @@ SUITES: dict[str, Suite] = {
             "nanoGPT-inference's question on CUDA: the loop, a static cache, graphs, few kernels, and transformers",
             "static",
             _gpu,
+            rounds=5,  # short ones: most of the time is loading
             device="cuda",
             verify=True,
         ),
