@@ -9,7 +9,8 @@
 Parts, in this order: `tests` (pytest -m gpu), `sampler` and `kernels` (benchmarks/fused_sampler.py and
 triton_kernels.py), `bench` (suite gpu of `nanoinfer bench`). A part that fails or runs out of time is recorded with
 its error, and the rest goes on. The file (--output, docs/results/gpu.json; a readable .txt beside it) is written
-after every part. --resume keeps the parts that were finished, and goes on with the cases of the suite that are left.
+after every part. --resume keeps the parts that were finished, failed ones too unless --only names them, and goes on
+with the cases of the suite that are left.
 
 Exit codes: 0 all parts passed, 1 something failed or is unfinished (targets that are missed are results, no
 failures), 2 bad arguments or no CUDA device.
@@ -57,6 +58,7 @@ def new_document(commit: str | None, quick: bool) -> dict[str, Any]:
         "schema": SCHEMA,
         "created": now(),
         "commit": commit or machine.commit(),
+        "earlier_commits": [],
         "quick": quick,
         "machine": machine.describe_machine(torch.device("cuda", 0)),
         "versions": machine.describe_versions(),
@@ -110,11 +112,12 @@ def as_text(document: dict[str, Any]) -> str:
     """Return the document to read: where it was made, its parts, and the targets."""
     m, details = document["machine"], document["machine"].get("gpu_details") or {}
     bandwidth = document["copy_bytes_per_sec"]
+    earlier = "".join(f" (some parts: {commit})" for commit in document["earlier_commits"])
     speed = "unknown" if bandwidth is None else f"{bandwidth / 1e12:.2f} TB/s, read and written"
     lines = [
         f"{m['gpu']}, driver {details.get('driver')}, CUDA {details.get('cuda')}, SM clock"
         f" {details.get('sm_clock_mhz')} of {details.get('max_sm_clock_mhz')} MHz",
-        f"commit {document['commit']}, {document['created']}, "
+        f"commit {document['commit']}{earlier}, {document['created']}, "
         + ", ".join(
             f"{name} {document['versions'].get(name)}" for name in ("python", "torch", "triton", "transformers")
         ),
@@ -149,6 +152,8 @@ class Check:
     only: tuple[str, ...] = PARTS
     minutes: float | None = None
     quick: bool = False
+    redo_failed: bool = True
+    """Whether a part of an older document that failed is run again; one that is unfinished always is."""
     run: Runner = run_command
     clock: Callable[[], float] = time.monotonic
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
@@ -156,8 +161,9 @@ class Check:
     def __call__(self, document: dict[str, Any]) -> int:
         """Run the parts that are asked for and not finished, filling the document in; return the exit code."""
         started = self.clock()
+        finished = ("passed",) if self.redo_failed else ("passed", "failed")
         for name in (p for p in PARTS if p in self.only):
-            if document["parts"][name]["status"] == "passed":
+            if document["parts"][name]["status"] in finished:
                 continue
             left = None if self.minutes is None else 60 * self.minutes - (self.clock() - started) - SPARE_SEC
             limit = LIMITS_SEC[name] if left is None else min(left, LIMITS_SEC[name])
@@ -232,7 +238,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"gpu_check: error: --resume: {old} is of a run {other} --quick", file=sys.stderr)
             return 2
         document |= {"parts": before["parts"], "bench": before["bench"]}
-    code = Check(args.output, tuple(args.only or PARTS), args.minutes, args.quick)(document)
+        if before["commit"] != document["commit"]:
+            document["earlier_commits"] = [*before["earlier_commits"], before["commit"]]
+    code = Check(args.output, tuple(args.only or PARTS), args.minutes, args.quick, bool(args.only))(document)
     print(as_text(document))
     return code
 

@@ -493,6 +493,8 @@ def test_counts_are_in_table_file_csv_and_report() -> None:
     assert {"model", "kernels", "launches"} <= set(head)
     assert line[-5:-1] == ["63", "5", "2", "1.25"]
     assert "of a decode step" in text
+    assert ["static", "bfloat16", "1,024", "–"] in words  # memory in every shape
+    assert "gpt2-xl, batch 1, 4 in" in " ".join(text.split())
     again = results.from_json(results.to_json(made), "here")
     assert again == made
     header, first, second = results.to_csv(made).splitlines()

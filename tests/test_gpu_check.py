@@ -206,7 +206,7 @@ def blank(check: ModuleType) -> dict[str, Any]:
     """A document without results, of a machine with a GPU."""
     details = {"driver": "580.1", "cuda": "13.0", "sm_clock_mhz": 1980.0, "max_sm_clock_mhz": 1980.0}
     return {
-        "schema": check.SCHEMA, "created": "2026-01-01", "commit": "abc", "quick": False,
+        "schema": check.SCHEMA, "created": "2026-01-01", "commit": "abc", "earlier_commits": [], "quick": False,
         "machine": {"gpu": "NVIDIA H100", "gpu_details": details}, "versions": {"torch": "2.11.0"},
         "copy_bytes_per_sec": None, "parts": {name: asdict(check.Part()) for name in check.PARTS}, "targets": [],
         "bench": None,
@@ -250,6 +250,21 @@ def test_a_part_that_fails_is_recorded_and_the_rest_goes_on(
     assert (sampler["status"], sampler["error"]) == ("failed", "exit code 1: fused_sampler: the last words")
     assert made["parts"]["bench"]["status"] == "passed"
     assert "tests.a::test_two: assert 1 == 2 more" in check.as_text(made)
+
+
+def test_resuming_leaves_what_failed_alone_unless_it_is_named(
+    check: ModuleType, here: Callable[..., tuple[int, Any]]
+) -> None:
+    commands = Commands(check)
+    commands.codes["fused_sampler"] = 1
+    _, made = here(commands)
+    before = len(commands.seen)
+    code, made = here(commands, made, redo_failed=False)
+    assert (code, len(commands.seen)) == (1, before)
+    commands.codes["fused_sampler"] = 0
+    code, made = here(commands, made, only=("sampler",))
+    assert (code, len(commands.seen)) == (0, before + 1)
+    assert made["parts"]["sampler"]["status"] == "passed"
 
 
 def test_no_tests_and_no_script_are_failures(
@@ -392,7 +407,8 @@ def test_bad_arguments_and_files(
         assert "Traceback" not in err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(check, "new_document", lambda commit, quick: blank(check) | {"commit": commit, "quick": quick})
-    monkeypatch.setattr(check.Check, "__call__", lambda self, document: 0)
+    asked: list[Any] = []
+    monkeypatch.setattr(check.Check, "__call__", lambda self, document: asked.append((self, document)) or 0)
     old = tmp_path / "old.json"
     old.write_text("{")
     assert run_main(check, capsys, "--resume", old) == (2, f"gpu_check: error: --resume: {old} is no JSON\n")
@@ -405,6 +421,12 @@ def test_bad_arguments_and_files(
     assert (code, err) == (2, f"gpu_check: error: --resume: {old} is of a run without --quick\n")
     assert run_main(check, capsys, "--resume", old)[0] == 0
     assert run_main(check, capsys, "--resume", "--output", tmp_path / "new.json")[0] == 0  # begins
+    old.write_text(json.dumps(blank(check) | {"commit": "older", "earlier_commits": ["oldest"]}))
+    assert run_main(check, capsys, "--resume", old, "--commit", "new", "--only", "bench", "--minutes", 9)[0] == 0
+    asked_for, document = asked[-1]
+    assert (asked_for.only, asked_for.minutes, asked_for.redo_failed) == (("bench",), 9.0, True)
+    assert (document["commit"], document["earlier_commits"]) == ("new", ["oldest", "older"])
+    assert asked[0][0].redo_failed is False
 
 
 def test_a_new_document_says_what_it_was_made_with(check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

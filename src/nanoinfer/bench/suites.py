@@ -177,18 +177,17 @@ def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -
 
     Float32 runs where it costs little, so that every contestant's words are compared before its speed is read.
     """
-    short = Case("static", model, prompt_tokens=32, output_tokens=32 if quick else 128)
-    large = replace(short, model=GPU_LARGE, output_tokens=32 if quick else 64)
-    many = replace(short, output_tokens=32 if quick else 64)
+    short = Case("static", model, prompt_tokens=32, output_tokens=32 if quick else 64)
+    large = replace(short, model=GPU_LARGE)
     exact_large = [f for f in _GPU_EXACT if f[0] in ("static", "cuda_graph", "triton")]
     quick_rungs = [f for f in _GPU_RUNGS if f[0] != "compiled"]
     plan: list[tuple[Case, list[_Format]]] = (
         [(short, exact_large + quick_rungs + _GPU_PEERS[1:2]), (large, quick_rungs + _GPU_PEERS[1:2]),
-         (replace(many, batch=512), [_GPU_RUNGS[0], *_GPU_RUNGS[2:4]])]
+         (replace(short, batch=512), [_GPU_RUNGS[0], *_GPU_RUNGS[2:4]])]
         if quick else
         [(short, _GPU_EXACT + _GPU_RUNGS + _GPU_PEERS + _GPU_HALF), (large, exact_large + _GPU_RUNGS + _GPU_PEERS),
-         (replace(many, batch=512), _GPU_RUNGS + _GPU_PEERS), (replace(many, batch=64), _GPU_RUNGS + _GPU_PEERS),
-         (replace(many, batch=8), _GPU_EXACT + _GPU_RUNGS + _GPU_PEERS)]
+         (replace(short, batch=512), _GPU_RUNGS + _GPU_PEERS), (replace(short, batch=64), _GPU_RUNGS + _GPU_PEERS),
+         (replace(short, batch=8), _GPU_EXACT + _GPU_RUNGS + _GPU_PEERS)]
     )  # fmt: skip
     return [replace(c, contestant=name, dtype=d, quantization=q) for c, formats in plan for name, d, q in formats]
 

@@ -22,8 +22,11 @@ def show(results: Results, console: Console) -> None:
         console.print(f"{row.case.label}, batch {row.case.batch}: {row.error}", highlight=False, soft_wrap=True)
     if results.suite in ("kv-cache", "throughput"):
         console.print(_with_and_without(results))
-    if results.suite == "peers":
-        console.print(_by_shape(results))
+    if results.suite in ("peers", "gpu"):
+        title = "tokens/s, all sequences together (mixed: output tokens by wall time)"
+        console.print(_by_shape(results, title, _speed))
+    if results.suite == "gpu":
+        console.print(_by_shape(results, "peak memory of the GPU, MiB", _memory))
 
 
 def headline(results: Results) -> str:
@@ -153,21 +156,29 @@ def _with_and_without(results: Results) -> Table:
     return table
 
 
-def _by_shape(results: Results) -> Table:
-    """The layout of a peers table: a row each, decode tokens/s in every shape."""
-    shapes = list(dict.fromkeys((r.case.batch, r.case.prompt_tokens, r.case.workload) for r in results.rows))
-    table = Table(box=box.SIMPLE, title="tokens/s, all sequences together (mixed: output tokens by wall time)")
+def _by_shape(results: Results, title: str, say: Callable[[Row], str]) -> Table:
+    """The layout of a peers table: a row each, and one figure of it in every shape."""
+    several = len({r.case.model for r in results.rows}) > 1
+    shapes = list(
+        dict.fromkeys((r.case.model, r.case.batch, r.case.prompt_tokens, r.case.workload) for r in results.rows)
+    )
+    table = Table(box=box.SIMPLE, title=title)
     table.add_column("system")
-    for batch, prompt, workload in shapes:
-        table.add_column("mixed" if workload == "mixed" else f"batch {batch}, {prompt} in", justify="right")
-    cells = {(r.case.label, r.case.batch, r.case.prompt_tokens, r.case.workload): r for r in results.rows}
+    for model, batch, prompt, workload in shapes:
+        where = f"{model.removeprefix('random:')}, " if several else ""
+        table.add_column(where + ("mixed" if workload == "mixed" else f"batch {batch}, {prompt} in"), justify="right")
+    rows = {(r.case.label, r.case.model, r.case.batch, r.case.prompt_tokens, r.case.workload): r for r in results.rows}
     for label in dict.fromkeys(r.case.label for r in results.rows):
-        table.add_row(label, *(_speed(cells.get((label, *shape))) for shape in shapes))
+        cells = [rows.get((label, *shape)) for shape in shapes]
+        said = ["–" if row is None else "error" if row.figures is None else say(row) for row in cells]
+        table.add_row(label, *said)
     return table
 
 
-def _speed(row: Row | None) -> str:
-    if row is None or row.figures is None:
-        return "–" if row is None else "error"
-    mixed = row.case.workload == "mixed"
-    return number(row.figures.output_tokens_per_sec if mixed else row.figures.decode_tokens_per_sec, 1)
+def _speed(row: Row) -> str:
+    name = "output_tokens_per_sec" if row.case.workload == "mixed" else "decode_tokens_per_sec"
+    return number(_figure(row, name), 1)
+
+
+def _memory(row: Row) -> str:
+    return number(row.peak_memory_bytes, 0, 1 / MIB)
