@@ -23,6 +23,7 @@ from nanoinfer.bench import profile as module
 from nanoinfer.bench.profile import breakdown_percent, profile
 from nanoinfer.bench.spans import PARTS, Clock, attached
 from nanoinfer.cli import main
+from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 
@@ -170,6 +171,35 @@ def test_only_the_parts_asked_for_get_spans(llm: LLM) -> None:
     with attached(llm.core, clock, ("matrix products",)):
         llm.generate("Go", PARAMS)
     assert set(clock.calls) == {"matrix products", "rest of the engine", "sampling"}
+
+
+class Drawing:
+    """An engine that also draws: its step is an extend, and greedy."""
+
+    def __init__(self, engine: Any) -> None:
+        self.inner = engine
+
+    def step(self, batch: Any, draw: Any, seats: list[int]) -> list[int]:
+        assert seats == [0]
+        return self.inner.extend(batch).argmax(-1).tolist()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_steps_that_draw_on_the_device_are_counted(llm: LLM) -> None:
+    """An engine that runs ahead is stepped by another than the core, which keeps the engine itself."""
+    engine: Any = Drawing(llm.engine)
+    ahead = SimpleNamespace(_engine=engine)
+    llm.core.engine = engine
+    llm.core._ahead = ahead  # type: ignore[assignment, attr-defined]
+    clock, handle = Clock(), engine.open()
+    with attached(llm.core, clock):
+        for _ in range(3):
+            ahead._engine.step(StepBatch([handle], [1], [1], [1]), None, [0])
+    assert (clock.num_tokens, clock.calls["rest of the engine"]) == (3, 3)
+    assert clock.calls["attention"] == 3 * TINY.n_layer
+    assert ahead._engine is engine
 
 
 # On a GPU: the same arithmetic over what its profiler would report ------------------------------------------
