@@ -247,4 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT / "src"))  # also without PYTHONPATH
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # what has finished is in the file
+        sys.exit(130)
