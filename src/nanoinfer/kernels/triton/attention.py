@@ -1,0 +1,194 @@
+"""Attention of a few new tokens over the cache, split over the context, with all lengths read on the device.
+
+A decode step asks one question of each head, and few heads do not fill a GPU: so the context too is cut into parts, each
+a program with its own softmax, and a second small launch joins them (Dao, Haziza, Massa and Sizov, "Flash-Decoding for
+long-context inference", 2023). Parts are joined in order: the result does not depend on timing.
+
+    part 0   part 1   part 2            each: largest score, sum of exponentials, weighted sum of values
+    [k k k]  [k k k]  [k .  . ]  pos    nothing past the row's longest position is read; a part with no work says so
+        \\       |       /
+         joined by the largest score
+
+Token i of row r sees the positions up to pos[r, i] of its row, itself included; its own key is in the cache already
+(`Epilogue.store` of products.py). Where a key lies is a look-up in a table, so that pages can take the place of slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .products import INTERPRETED, MAX_ROWS, Pages
+from .tiles import ATTENTION_BLOCK_T, ATTENTION_STAGES, ATTENTION_WARPS, COMBINE_WARPS, attention_splits, multiprocessors
+
+
+@triton.jit
+def attend_part(
+    row, head, split, q, keys, values, table, pos, out, parts, stats, num_tokens, num_heads, num_new, context,
+    stride_table, stride_block, stride_head, stride_token, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One head of one row over one part of its context; to `out` where there is one part, else to `parts`."""
+    queries = tl.arange(0, BLOCK_Q)
+    dims = tl.arange(0, BLOCK_D)
+    position = tl.load(pos + row * num_new + queries, mask=queries < num_new, other=-1)
+    position = tl.where(position < context, position, -1)  # padding sees nothing
+    length = tl.max(position, 0).to(tl.int32) + 1
+    share = tl.cdiv(tl.cdiv(length, BLOCK_T), SPLITS) * BLOCK_T
+    first = split * share
+    last = tl.minimum(first + share, length)
+    tokens = row * num_new + queries
+    inside = (queries < num_new)[:, None] & (dims < D)[None, :]
+    at = (tokens * num_heads + head)[:, None] * D + dims[None, :]
+    query = tl.load(q + at, mask=inside, other=0.0)
+    largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
+        t = start + tl.arange(0, BLOCK_T)
+        block = tl.load(table + row * stride_table + t // BLOCK_LEN, mask=t < last, other=0)
+        where = block * stride_block + head * stride_head + (t % BLOCK_LEN) * stride_token
+        here = where[:, None] + dims[None, :]
+        # What lies past the length is never read: it may be another text's, or not a number.
+        valid = (t < last)[:, None] & (dims < D)[None, :]
+        k = tl.load(keys + here, mask=valid, other=0.0)
+        v = tl.load(values + here, mask=valid, other=0.0)
+        if BLOCK_Q == 1:
+            score = tl.sum(k.to(tl.float32) * query.to(tl.float32), 1)[None, :]
+        else:
+            if WIDEN:
+                score = tl.dot(query.to(k.dtype).to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
+            else:
+                score = tl.dot(query.to(k.dtype), tl.trans(k), input_precision="ieee")
+        seen = (t[None, :] <= position[:, None]) & (t < last)[None, :]
+        score = tl.where(seen, score * scale, float("-inf"))
+        higher = tl.maximum(largest, tl.max(score, 1))
+        origin = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: no difference of infinities
+        p = tl.exp2(score - origin[:, None])
+        keep = tl.exp2(largest - origin)
+        total = total * keep + tl.sum(p, 1)
+        acc *= keep[:, None]
+        if BLOCK_Q == 1:
+            acc += tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
+        else:
+            if WIDEN:
+                acc = tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        largest = higher
+    if SPLITS == 1:
+        y = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
+    else:
+        slot = split * num_tokens * num_heads + tokens * num_heads + head
+        tl.store(parts + slot[:, None] * D + dims[None, :], acc, mask=inside)
+        tl.store(stats + slot * 2, largest, mask=queries < num_new)
+        tl.store(stats + slot * 2 + 1, total, mask=queries < num_new)
+
+
+@triton.jit
+def join_parts(
+    item, out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Join the parts of one head of one token: item = token * H + head."""
+    dims = tl.arange(0, BLOCK_D)
+    slots = tl.arange(0, SPLITS) * num_items + item
+    largest = tl.load(stats + slots * 2)
+    total = tl.load(stats + slots * 2 + 1)
+    highest = tl.max(largest, 0)
+    weight = tl.exp2(largest - tl.where(highest == float("-inf"), 0.0, highest))
+    part = tl.load(parts + slots[:, None] * D + dims[None, :], mask=(dims < D)[None, :], other=0.0)
+    total = tl.sum(weight * total, 0)
+    y = tl.sum(weight[:, None] * part, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + item * D + dims, y.to(out.dtype.element_ty), mask=dims < D)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_new"])
+def attention_kernel(
+    q, keys, values, table, pos, out, parts, stats, num_tokens, num_heads, num_new, context,
+    stride_table, stride_block, stride_head, stride_token, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Program (row * H + head, split)."""
+    attend_part(
+        tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(1),
+        q, keys, values, table, pos, out, parts, stats, num_tokens, num_heads, num_new, context,
+        stride_table, stride_block, stride_head, stride_token, scale,
+        D, BLOCK_D, BLOCK_LEN, BLOCK_Q, BLOCK_T, SPLITS, STAGES, WIDEN,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_items"])
+def join_parts_kernel(
+    out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Program (token * H + head)."""
+    join_parts(tl.program_id(0), out, parts, stats, num_items, D, BLOCK_D, SPLITS)
+
+
+def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None) -> int:
+    """Write the attention of new tokens, whose keys and values are in the cache, to `out`.
+
+    Args:
+        q: (R * n, H * D) contiguous, any float type: token i of row r is q[r * n + i], 1 <= n <= 16.
+        pages: where one layer's keys and values are, and the position of each token.
+        context: every real position is below it; a token whose position is not is padding and gets zeros.
+        out: like q.
+        splits: parts of the context, a power of two; None: as tiles.py says for this device.
+
+    Returns:
+        The number of launches, 1 or 2.
+
+    Raises:
+        ValueError: shapes that do not fit, or too many tokens a row.
+    """
+    num_rows, num_new = pages.pos.shape
+    _, num_heads, block_len, D = pages.keys.shape
+    _check(q, pages, out)
+    bits = 8 * pages.keys.itemsize
+    splits = splits or attention_splits(num_rows * num_heads, context, bits, multiprocessors(q.device))
+    num_tokens, BLOCK_D = num_rows * num_new, max(16, triton.next_power_of_2(D))
+    parts = stats = None
+    if splits > 1:
+        parts = torch.empty(splits, num_tokens, num_heads, D, device=q.device)
+        stats = torch.empty(splits, num_tokens, num_heads, 2, device=q.device)
+    attention_kernel[(num_rows * num_heads, splits)](
+        q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, num_tokens, num_heads, num_new, context,
+        pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D),
+        D=D, BLOCK_D=BLOCK_D, BLOCK_LEN=block_len, BLOCK_Q=1 if num_new == 1 else MAX_ROWS,
+        BLOCK_T=ATTENTION_BLOCK_T[bits], SPLITS=splits, STAGES=ATTENTION_STAGES, WIDEN=INTERPRETED,
+        num_warps=ATTENTION_WARPS,
+    )  # fmt: skip
+    if splits == 1:
+        return 1
+    join_parts_kernel[(num_tokens * num_heads,)](
+        out, parts, stats, num_tokens * num_heads, D=D, BLOCK_D=BLOCK_D, SPLITS=splits, num_warps=COMBINE_WARPS
+    )
+    return 2
+
+
+def score_scale(head_dim: int) -> float:
+    """Return what scores are multiplied by: 1 / sqrt(D), and log2(e), because powers of 2 are what the device has."""
+    return float(head_dim**-0.5 * 1.4426950408889634)
+
+
+def _check(q: Tensor, pages: Pages, out: Tensor) -> None:
+    """Raise ValueError unless the shapes fit."""
+    (num_rows, num_new), (_, num_heads, _, D) = pages.pos.shape, pages.keys.shape
+    if not 1 <= num_new <= MAX_ROWS:
+        raise ValueError(f"{num_new} new tokens a row: need 1 to {MAX_ROWS}")
+    wanted = (num_rows * num_new, num_heads * D)
+    for name, t in (("q", q), ("out", out)):
+        if tuple(t.shape) != wanted or not t.is_contiguous():
+            raise ValueError(f"{name} of shape {tuple(t.shape)}, strides {t.stride()}: need {wanted}, contiguous")
+    if pages.keys.stride() != pages.values.stride() or pages.keys.stride(-1) != 1:
+        raise ValueError(
+            f"strides {pages.keys.stride()} of the keys, {pages.values.stride()} of the values: need equal ones that"
+            " end in 1"
+        )
+    if not pages.pos.is_contiguous() or pages.table.shape[0] != num_rows:
+        raise ValueError(f"table of {pages.table.shape[0]} rows, pos of {num_rows}: need as many, pos contiguous")

@@ -1,0 +1,79 @@
+"""The two ends of a step: the sum of token and position embedding, and a layer norm of its own."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .products import Norm
+
+
+@triton.jit
+def embed_row(
+    row, out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out[row] = wte[idx[row]] + wpe[pos[row]]."""
+    cols = tl.arange(0, BLOCK)
+    token = tl.load(idx + row).to(tl.int64)
+    position = tl.minimum(tl.load(pos + row), num_positions - 1).to(tl.int64)  # padding stands past the last
+    x = tl.load(wte + token * C + cols, mask=cols < C, other=0.0).to(tl.float32)
+    x += tl.load(wpe + position * C + cols, mask=cols < C, other=0.0).to(tl.float32)
+    tl.store(out + row * C + cols, x.to(out.dtype.element_ty), mask=cols < C)
+
+
+@triton.jit
+def norm_row(row, out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr):
+    """out[row] = layer norm of x[row]."""
+    cols = tl.arange(0, BLOCK)
+    inside = cols < C
+    values = tl.load(x + row * C + cols, mask=inside, other=0.0).to(tl.float32)
+    away = tl.where(inside, values - tl.sum(values, 0) / C, 0.0)
+    y = away * tl.rsqrt(tl.sum(away * away, 0) / C + eps)
+    y *= tl.load(gain + cols, mask=inside, other=0.0).to(tl.float32)
+    if shift is not None:
+        y += tl.load(shift + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * C + cols, y.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def embed_kernel(out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row)."""
+    embed_row(tl.program_id(0), out, idx, pos, wte, wpe, num_positions, C, BLOCK)
+
+
+@triton.jit
+def norm_kernel(out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row)."""
+    norm_row(tl.program_id(0), out, x, gain, shift, eps, C, BLOCK)
+
+
+def embed(idx: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor, out: Tensor) -> int:
+    """Write wte[idx] + wpe[pos] to `out`, (M, C); return the number of launches, 1.
+
+    Args:
+        idx: token ids, int64, M of them, contiguous; below the rows of wte.
+        pos: positions, int64, likewise; one past the last position is padding and gets the last one's embedding.
+        wte: (V, C) contiguous.
+        wpe: (positions, C) contiguous.
+        out: (M, C) contiguous.
+    """
+    C = wte.shape[1]
+    _contiguous(idx=idx, pos=pos, wte=wte, wpe=wpe, out=out)
+    embed_kernel[(idx.numel(),)](out, idx, pos, wte, wpe, wpe.shape[0], C=C, BLOCK=triton.next_power_of_2(C))
+    return 1
+
+
+def layer_norm(x: Tensor, norm: Norm, out: Tensor) -> int:
+    """Write the layer norm of x, (M, C) contiguous, to `out`, likewise; return the number of launches, 1."""
+    C = x.shape[1]
+    _contiguous(x=x, out=out)
+    norm_kernel[(x.shape[0],)](out, x, norm.weight, norm.bias, norm.eps, C=C, BLOCK=triton.next_power_of_2(C))
+    return 1
+
+
+def _contiguous(**tensors: Tensor) -> None:
+    """Raise ValueError for a tensor with gaps."""
+    for name, t in tensors.items():
+        if not t.is_contiguous():
+            raise ValueError(f"{name} is not contiguous, strides {t.stride()}: call contiguous() first")
