@@ -68,7 +68,9 @@ def describe(name: str, kernel: Any) -> dict[str, Any]:
         usage = _tool("cuobjdump", "--dump-resource-usage", f.name)
         sass = _tool("cuobjdump", "-sass", f.name)
     loads: dict[str, int] = {}
-    for op in re.findall(r"\b(LDG\S*|LDGSTS\S*|STG\S*|LDL\S*|STL\S*|ATOM\S*|RED\S*|CCTL\S*|MEMBAR\S*|HMMA\S*|IMMA\S*)", sass):
+    for op in re.findall(
+        r"\b(LDG\S*|LDGSTS\S*|STG\S*|LDL\S*|STL\S*|ATOM\S*|RED\S*|CCTL\S*|MEMBAR\S*|HMMA\S*|IMMA\S*)", sass
+    ):
         loads[op.rstrip(";")] = loads.get(op.rstrip(";"), 0) + 1
     return {
         "kernel": name,

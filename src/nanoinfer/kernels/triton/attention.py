@@ -21,7 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .products import INTERPRETED, MAX_ROWS, Pages
-from .tiles import ATTENTION_BLOCK_T, ATTENTION_STAGES, ATTENTION_WARPS, COMBINE_WARPS, attention_splits, multiprocessors
+from .tiles import (
+    ATTENTION_BLOCK_T,
+    ATTENTION_STAGES,
+    ATTENTION_WARPS,
+    COMBINE_WARPS,
+    attention_splits,
+    multiprocessors,
+)
 
 
 @triton.jit
@@ -90,9 +97,7 @@ def attend_part(
 
 
 @triton.jit
-def join_parts(
-    item, out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
-):
+def join_parts(item, out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
     """Join the parts of one head of one token: item = token * H + head."""
     dims = tl.arange(0, BLOCK_D)
     slots = tl.arange(0, SPLITS) * num_items + item
@@ -123,15 +128,13 @@ def attention_kernel(
 
 
 @triton.jit(do_not_specialize=["num_items"])
-def join_parts_kernel(
-    out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
-):
+def join_parts_kernel(out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
     """Program (token * H + head)."""
     join_parts(tl.program_id(0), out, parts, stats, num_items, D, BLOCK_D, SPLITS)
 
 
-def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None) -> int:
-    """Write the attention of new tokens, whose keys and values are in the cache, to `out`.
+def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None) -> None:
+    """Write the attention of new tokens, whose keys and values are in the cache, to `out`: one launch, two where split.
 
     Args:
         q: (R * n, H * D) contiguous, any float type: token i of row r is q[r * n + i], 1 <= n <= 16.
@@ -139,9 +142,6 @@ def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | 
         context: every real position is below it; a token whose position is not is padding and gets zeros.
         out: like q.
         splits: parts of the context, a power of two; None: as tiles.py says for this device.
-
-    Returns:
-        The number of launches, 1 or 2.
 
     Raises:
         ValueError: shapes that do not fit, or too many tokens a row.
@@ -163,12 +163,10 @@ def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | 
         BLOCK_T=ATTENTION_BLOCK_T[bits], SPLITS=splits, STAGES=ATTENTION_STAGES, WIDEN=INTERPRETED,
         num_warps=ATTENTION_WARPS,
     )  # fmt: skip
-    if splits == 1:
-        return 1
-    join_parts_kernel[(num_tokens * num_heads,)](
-        out, parts, stats, num_tokens * num_heads, D=D, BLOCK_D=BLOCK_D, SPLITS=splits, num_warps=COMBINE_WARPS
-    )
-    return 2
+    if splits > 1:
+        join_parts_kernel[(num_tokens * num_heads,)](
+            out, parts, stats, num_tokens * num_heads, D=D, BLOCK_D=BLOCK_D, SPLITS=splits, num_warps=COMBINE_WARPS
+        )
 
 
 def score_scale(head_dim: int) -> float:

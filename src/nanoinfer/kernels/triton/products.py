@@ -113,11 +113,12 @@ def multiply_add(acc, a, w, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN:
     if BLOCK_M == 1:
         acc += w.to(tl.float32) * a
     else:
-        a = a.to(OPERAND)
-        w = w.to(OPERAND)
         if WIDEN:
-            a = a.to(tl.float32)
-            w = w.to(tl.float32)
+            a = a.to(OPERAND).to(tl.float32)
+            w = w.to(tl.float32).to(OPERAND).to(tl.float32)
+        else:
+            a = a.to(OPERAND)
+            w = w.to(OPERAND)
         acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
     return acc
 
@@ -229,9 +230,7 @@ def finish(
             mask=inside & (part == 0)[None, :],
         )
         position = tl.load(pos + rows, mask=rows < num_rows, other=0)
-        block = tl.load(
-            table + (rows // num_new) * stride_table + position // BLOCK_LEN, mask=rows < num_rows, other=0
-        )
+        block = tl.load(table + (rows // num_new) * stride_table + position // BLOCK_LEN, mask=rows < num_rows, other=0)
         token = block * stride_block + (position % BLOCK_LEN) * stride_token
         at = token[:, None] + ((channel // D) * stride_head + channel % D)[None, :]
         kept = acc.to(keys.dtype.element_ty)
@@ -290,8 +289,8 @@ def add_parts_kernel(
 def product(
     x: Tensor, weight: Weight, out: Tensor, norm: Norm | None = None, epilogue: Epilogue | None = None,
     tile: Tile | None = None,
-) -> int:  # fmt: skip
-    """Write epilogue(norm(x) @ weight.T + bias) to `out`.
+) -> None:  # fmt: skip
+    """Write epilogue(norm(x) @ weight.T + bias) to `out`: one launch, two where the inputs are split.
 
     Args:
         x: (M, K), 1 <= M <= 16, float32, bfloat16 or float16, contiguous, on the weight's device.
@@ -301,8 +300,7 @@ def product(
         epilogue: what follows.
         tile: how the work is cut; None: as tiles.py says for this device.
 
-    Returns:
-        The number of launches, 1 or 2. Results depend on the tile in their last bits, and on nothing else.
+    Results depend on the tile in their last bits, and on nothing else.
 
     Raises:
         ValueError: shapes that do not fit, or that are not contiguous.
@@ -326,12 +324,10 @@ def product(
         K=k, GROUP=weight.group, OPERAND=DTYPES[weight.operand], BLOCK_M=BLOCK_M, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         SPLITS=tile.num_splits, STAGES=tile.num_stages, WIDEN=INTERPRETED, num_warps=tile.num_warps, **shape,
     )  # fmt: skip
-    if parts is None:
-        return 1
-    add_parts_kernel[(triton.cdiv(n, 64),)](
-        out, parts, e.bias, e.residual, *cache, *sizes, BLOCK_M=BLOCK_M, BLOCK_N=64, SPLITS=tile.num_splits, **shape
-    )
-    return 2
+    if parts is not None:
+        add_parts_kernel[(triton.cdiv(n, 64),)](
+            out, parts, e.bias, e.residual, *cache, *sizes, BLOCK_M=BLOCK_M, BLOCK_N=64, SPLITS=tile.num_splits, **shape
+        )
 
 
 def _check(x: Tensor, weight: Weight, out: Tensor, e: Epilogue) -> None:

@@ -10,9 +10,7 @@ from .products import Norm
 
 
 @triton.jit
-def embed_row(
-    row, out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOCK: tl.constexpr
-):
+def embed_row(row, out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOCK: tl.constexpr):
     """out[row] = wte[idx[row]] + wpe[pos[row]]."""
     cols = tl.arange(0, BLOCK)
     token = tl.load(idx + row).to(tl.int64)
@@ -48,8 +46,8 @@ def norm_kernel(out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr):
     norm_row(tl.program_id(0), out, x, gain, shift, eps, C, BLOCK)
 
 
-def embed(idx: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor, out: Tensor) -> int:
-    """Write wte[idx] + wpe[pos] to `out`, (M, C); return the number of launches, 1.
+def embed(idx: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor, out: Tensor) -> None:
+    """Write wte[idx] + wpe[pos] to `out`, (M, C).
 
     Args:
         idx: token ids, int64, M of them, contiguous; below the rows of wte.
@@ -61,15 +59,13 @@ def embed(idx: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor, out: Tensor) -> in
     C = wte.shape[1]
     _contiguous(idx=idx, pos=pos, wte=wte, wpe=wpe, out=out)
     embed_kernel[(idx.numel(),)](out, idx, pos, wte, wpe, wpe.shape[0], C=C, BLOCK=triton.next_power_of_2(C))
-    return 1
 
 
-def layer_norm(x: Tensor, norm: Norm, out: Tensor) -> int:
-    """Write the layer norm of x, (M, C) contiguous, to `out`, likewise; return the number of launches, 1."""
+def layer_norm(x: Tensor, norm: Norm, out: Tensor) -> None:
+    """Write the layer norm of x, (M, C) contiguous, to `out`, likewise."""
     C = x.shape[1]
     _contiguous(x=x, out=out)
     norm_kernel[(x.shape[0],)](out, x, norm.weight, norm.bias, norm.eps, C=C, BLOCK=triton.next_power_of_2(C))
-    return 1
 
 
 def _contiguous(**tensors: Tensor) -> None:

@@ -1,0 +1,339 @@
+"""The Triton kernels against float64: on the CPU under Triton's interpreter, on a GPU where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from nanoinfer.kernels.triton import products
+from nanoinfer.kernels.triton.attention import attention
+from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, Epilogue, Norm, Pages, product
+from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
+from nanoinfer.kernels.triton.rows import embed, layer_norm
+from nanoinfer.kernels.triton.tiles import Tile, attention_splits, product_tile
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp of what is large: meant
+
+FORMATS: dict[str, Any] = {
+    "float32": dense,
+    "bfloat16": lambda w: dense(w.bfloat16()),
+    "float16": lambda w: dense(w.half()),
+    "int8": pack_int8,
+    "int8 in bfloat16": lambda w: pack_int8(w.bfloat16()),
+    "int4": pack_int4,
+    "int4 in groups of 32": lambda w: pack_int4(w, group=32),
+    "int4 in bfloat16": lambda w: pack_int4(w.bfloat16()),
+}
+UNIT = {torch.float32: 2.0**-21, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+"""Relative error allowed to an operand: the interpreter cuts bits off where a GPU rounds."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(not products.INTERPRETED, reason="kernels run on the CUDA device here")
+        ),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale
+
+
+def on(device: str, weight: Weight) -> Weight:
+    scale, zero = (None if t is None else t.to(device) for t in (weight.scale, weight.zero))
+    return replace(weight, data=weight.data.to(device), scale=scale, zero=zero)
+
+
+def check(out: Tensor, expected: Tensor, magnitude: Tensor, unit: float) -> None:
+    """Assert |out - expected| <= unit * magnitude, where magnitude is the sum of what was added, in absolute values."""
+    assert out.shape == expected.shape
+    wrong = ~((out.cpu().double() - expected).abs() <= unit * magnitude + 1e-30)  # what is not a number is wrong
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()}, worst {(out.cpu() - expected).abs().max():.3g}"
+
+
+# Products ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("n, k", [(33, 64), (70, 200), (16, 101)])
+def test_products_with_everything_around_them(name: str, rows: int, n: int, k: int, device: str) -> None:
+    x, w, bias, gain, shift = draw(rows, k), draw(n, k, seed=1), draw(n), draw(k, seed=2), draw(k, seed=3)
+    weight = FORMATS[name](w)
+    normed = F.layer_norm(x.double(), (k,), gain.double(), shift.double(), 1e-5)
+    values = dequantize(weight).double()
+    sums = normed @ values.T + bias
+    magnitude = normed.abs() @ values.abs().T + bias.abs() + normed.abs().amax(1, keepdim=True)
+    out = torch.empty(rows, n, device=device)
+    tile = Tile(block_n=64, block_k=64, num_warps=4, num_stages=2)
+    norm = Norm(gain.to(device), shift.to(device), 1e-5)
+    for gelu, reference in ((0, sums), (GELU_TANH, F.gelu(sums, approximate="tanh")), (GELU_ERF, F.gelu(sums))):
+        product(x.to(device), on(device, weight), out, norm, Epilogue(bias.to(device), gelu), tile)
+        check(out, reference, 1.2 * magnitude, UNIT[torch.float32 if rows == 1 else weight.operand])
+
+
+@pytest.mark.parametrize("name", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("rows", [3, 16])
+def test_inputs_split_between_programs_add_up(name: str, rows: int, device: str) -> None:
+    n, k = 40, 330
+    x, weight, residual = draw(rows, k), FORMATS[name](draw(n, k, seed=1)), draw(rows, n)
+    expected = x.double() @ dequantize(weight).double().T
+    magnitude = x.abs().double() @ dequantize(weight).abs().double().T + residual.abs()
+    for splits in (1, 2, 4, 8):  # of 8 parts of 64 inputs, the last 2 have nothing to do
+        out = residual.clone().to(device)  # x + ..., written where it was read
+        tile = Tile(64, 64, 4, 2, splits)
+        product(x.to(device), on(device, weight), out, None, Epilogue(residual=out), tile)
+        check(out, expected + residual, magnitude, UNIT[torch.float32])
+        again = residual.clone().to(device)
+        product(x.to(device), on(device, weight), again, None, Epilogue(residual=again), tile)
+        assert torch.equal(out, again)  # parts are added in order: bit for bit the same
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_and_results_in_16_bits(dtype: torch.dtype, device: str) -> None:
+    x, w = draw(4, 96).to(dtype), draw(48, 96, seed=1).to(dtype)
+    expected, magnitude = x.double() @ w.double().T, x.abs().double() @ w.abs().double().T
+    out = torch.empty(4, 48, dtype=dtype, device=device)
+    product(x.to(device), dense(w.to(device)), out)
+    check(out, expected, magnitude, UNIT[dtype])
+
+
+def test_a_bias_and_a_shift_may_be_missing(device: str) -> None:
+    x, w, gain = draw(2, 48), draw(32, 48), draw(48)
+    out = torch.empty(2, 32, device=device)
+    product(x.to(device), dense(w.to(device)), out, Norm(gain.to(device), None, 1e-6))
+    normed = F.layer_norm(x.double(), (48,), gain.double(), None, 1e-6)
+    check(out, normed @ w.double().T, normed.abs() @ w.abs().double().T, UNIT[torch.float32])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_extreme_values(rows: int, device: str) -> None:
+    """A mean far from zero, large sums, GELU at both ends; a row that is not a number stays alone."""
+    k, n = 130, 16
+    x, w, gain = draw(rows, k) + 3e4, draw(n, k, scale=0.1), torch.ones(k)
+    out = torch.empty(rows, n, device=device)
+    product(x.to(device), dense(w.to(device)), out, Norm(gain.to(device), None, 1e-5))
+    expected = F.layer_norm(x.double(), (k,), None, None, 1e-5) @ w.double().T
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=2e-2)  # of x itself 3e4 * 2**-24 is lost
+
+    big = draw(rows, k) * 1e30
+    product(big.to(device), dense(w.to(device)), out)
+    check(out, big.double() @ w.double().T, big.abs().double() @ w.abs().double().T, UNIT[torch.float32])
+
+    ends = torch.tensor([1e4, -1e4, 50.0, -50.0, 1e20, -1e20, 0.0, -0.0]).repeat(2)
+    for gelu in (GELU_TANH, GELU_ERF):
+        epilogue = Epilogue(ends.to(device), gelu)
+        product(torch.zeros(rows, k, device=device), dense(w.to(device)), out, None, epilogue)
+        torch.testing.assert_close(out[0].cpu(), ends.clamp(min=0), rtol=1e-6, atol=1e-6)
+
+    x[0, 5] = torch.nan
+    product(x.to(device), dense(w.to(device)), out, Norm(gain.to(device), None, 1e-5))
+    assert out[0].isnan().all()
+    assert not out[1:].isnan().any()
+
+
+def test_keys_and_values_go_where_the_table_says(device: str) -> None:
+    H, D, block_len, C = 2, 8, 4, 16
+    table = torch.tensor([[3, 1, 6], [2, 5, 0]])
+    pos = torch.tensor([[2, 3, 4], [9, 10, 11]])  # row 0 crosses into its second block
+    for rows, places in ((slice(0, 2), pos), (slice(1, 2), pos[1:, :1])):
+        x, w, bias = draw(places.numel(), C), draw(3 * C, C, seed=1), draw(3 * C)
+        keys, values = torch.full((2, 7, H, block_len, D), 7.0, device=device)
+        q = torch.empty(places.numel(), C, device=device)
+        pages = Pages(keys, values, table[rows].to(device), places.to(device))
+        product(x.to(device), dense(w.to(device)), q, None, Epilogue(bias.to(device), store=pages))
+        expected_q, k, v = (x.double() @ w.double().T + bias).split(C, dim=1)
+        torch.testing.assert_close(q.cpu().double(), expected_q, rtol=0, atol=1e-4)
+        want_k, want_v = torch.full((2, 7, H, block_len, D), 7.0)
+        for m, p in enumerate(places.flatten().tolist()):
+            block = int(table[rows][m // places.shape[1], p // block_len])
+            want_k[block, :, p % block_len] = k[m].view(H, D)
+            want_v[block, :, p % block_len] = v[m].view(H, D)
+        torch.testing.assert_close(keys.cpu(), want_k, rtol=0, atol=1e-4)
+        torch.testing.assert_close(values.cpu(), want_v, rtol=0, atol=1e-4)
+
+
+def test_products_refuse_what_does_not_fit() -> None:
+    weight, out = dense(torch.zeros(8, 16)), torch.zeros(2, 8)
+    for x, o, words in (
+        (torch.zeros(2, 15), out, "x of shape (2, 15): need (1 to 16, 16)"),
+        (torch.zeros(17, 16), torch.zeros(17, 8), "x of shape (17, 16)"),
+        (torch.zeros(2, 16), torch.zeros(2, 9), "out of shape (2, 9): need (2, 8)"),
+        (torch.zeros(16, 2).T, out, "x is not contiguous"),
+    ):
+        with pytest.raises(ValueError, match="need|contiguous") as caught:
+            product(x, weight, o)
+        assert words in str(caught.value)
+
+
+# Attention -----------------------------------------------------------------------------------------------
+
+
+def attend_in_float64(q: Tensor, keys: Tensor, values: Tensor, pos: int) -> Tensor:
+    """One token, (H, D), over the keys of its row, (H, T, D)."""
+    k, v = keys[:, : pos + 1].double(), values[:, : pos + 1].double()
+    scores = (q.double()[:, None] @ k.transpose(1, 2)) * q.shape[-1] ** -0.5
+    return (scores.softmax(-1) @ v)[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("R, n, splits", [(1, 1, 1), (3, 1, 4), (2, 5, 1), (2, 3, 4), (1, 16, 2)])
+@pytest.mark.parametrize("D, block_len", [(16, 150), (24, 10)], ids=["slots", "pages"])
+def test_attention(dtype: torch.dtype, R: int, n: int, splits: int, D: int, block_len: int, device: str) -> None:
+    """Rows of unequal length, the last token of each row padding where there are several; what is past them is NaN."""
+    H, context = 2, 145
+    columns = -(-150 // block_len)
+    table = torch.randperm(R * columns + 1, generator=torch.Generator().manual_seed(3))[: R * columns].view(R, columns)
+    keys, values = (torch.full((R * columns + 1, H, block_len, D), torch.nan, dtype=dtype) for _ in range(2))
+    starts = torch.tensor([0, 100, 37][:R]) if R > 1 else torch.tensor([120])
+    pos = starts[:, None] + torch.arange(n)
+    if n > 2:
+        pos[:, -1] = 149
+    rows_k, rows_v = draw(R, H, 150, D).to(dtype), draw(R, H, 150, D, seed=1).to(dtype)
+    for r in range(R):
+        for t in range(int(pos[r][pos[r] < context].max()) + 1):
+            keys[table[r, t // block_len], :, t % block_len] = rows_k[r, :, t]
+            values[table[r, t // block_len], :, t % block_len] = rows_v[r, :, t]
+    q = draw(R * n, H * D, scale=2.0).to(dtype)
+    out = torch.empty(R * n, H * D, device=device)
+    pages = Pages(keys.to(device), values.to(device), table.to(device), pos.to(device))
+    attention(q.to(device), pages, context, out, splits)
+    for m, p in enumerate(pos.flatten().tolist()):
+        y = out[m].view(H, D).cpu().double()
+        if p >= context:
+            assert (y == 0).all()
+            continue
+        expected = attend_in_float64(q[m].view(H, D), rows_k[m // n], rows_v[m // n], p)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-5 if n == 1 else max(1e-5, 4 * UNIT[dtype]))
+    again = torch.empty_like(out)
+    attention(q.to(device), pages, context, again, splits)
+    assert torch.equal(out, again)
+
+
+def test_attention_survives_scores_without_end(device: str) -> None:
+    """Scores of plus and minus 1e5: one key takes everything, and nothing overflows."""
+    keys, values = draw(1, 1, 64, 16), draw(1, 1, 64, 16, seed=1)
+    keys[0, 0, 20], keys[0, 0, 30] = 1e3, -1e3
+    q, pos = torch.full((1, 16), 1e2), torch.tensor([[50]])
+    out = torch.empty(1, 16, device=device)
+    pages = Pages(keys.to(device), values.to(device), torch.tensor([[0]], device=device), pos.to(device))
+    for splits in (1, 2):
+        attention(q.to(device), pages, 64, out, splits)
+        torch.testing.assert_close(out[0].cpu(), values[0, 0, 20], rtol=0, atol=1e-6)
+
+
+# The ends, and how the work is cut -----------------------------------------------------------------------
+
+
+def test_embedding_and_final_norm(device: str) -> None:
+    wte, wpe, gain, shift = draw(11, 20), draw(6, 20), draw(20), draw(20, seed=5)
+    idx, pos = torch.tensor([10, 0, 3]), torch.tensor([0, 5, 6])  # 6: padding
+    x = torch.empty(3, 20, device=device)
+    embed(idx.to(device), pos.to(device), wte.to(device), wpe.to(device), x)
+    expected = wte[idx] + wpe[pos.clamp(max=5)]
+    assert torch.equal(x.cpu(), expected)
+    out = torch.empty(3, 20, device=device)
+    layer_norm(x, Norm(gain.to(device), shift.to(device), 1e-5), out)
+    torch.testing.assert_close(out.cpu(), F.layer_norm(expected, (20,), gain, shift, 1e-5), rtol=0, atol=1e-5)
+
+
+def test_tiles_give_every_multiprocessor_a_program() -> None:
+    for n, k in ((2304, 768), (768, 768), (3072, 768), (768, 3072), (50257, 768), (4800, 1600), (1600, 6400)):
+        for rows in (1, 5, 16):
+            for bits in (32, 16, 8, 4):
+                tile = product_tile(n, k, rows, bits, 132)
+                programs = -(-n // tile.block_n) * tile.num_splits
+                assert programs >= 132 or tile.block_n == (4 if rows == 1 else 16), (n, k, rows, bits, tile)
+                assert tile.num_splits == 1 or rows > 1
+    assert product_tile(768, 768, 1, 16, 132).block_n == 4
+    assert product_tile(768, 3072, 16, 16, 132).num_splits == 4
+    assert attention_splits(12, 1024, 16, 132) == 16
+    assert attention_splits(12, 64, 16, 132) == 1
+    assert attention_splits(64 * 12, 1024, 16, 132) == 1
+
+
+# Weights in 8 and 4 bits ---------------------------------------------------------------------------------
+
+
+def test_int8_is_within_half_a_step() -> None:
+    w = draw(30, 77)
+    w[3] = 0
+    packed = pack_int8(w)
+    step = w.abs().amax(1) / 127
+    assert ((dequantize(packed) - w).abs() <= 0.5001 * step[:, None]).all()
+    assert packed.data.abs().max() == 127
+    assert packed.num_bytes() == 30 * 77 + 30 * 4
+
+
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("k", [64, 100, 192])
+def test_int4_codes_are_what_dequantize_says(group: int, k: int) -> None:
+    w = draw(9, k) + 0.3
+    packed = pack_int4(w, group)
+    assert packed.scale is not None
+    assert packed.zero is not None
+    G = -(-k // group)
+    assert packed.data.shape == (9, G * group // 2)
+    values = dequantize(packed)
+    for n in (0, 8):
+        for i in range(k):
+            g, r = divmod(i, group)
+            byte = int(packed.data[n, g * group // 2 + r % (group // 2)])
+            code = byte >> 4 if r >= group // 2 else byte & 15
+            assert values[n, i] == (code - int(packed.zero[n, g])) * packed.scale[n, g].float()
+
+
+def test_int4_does_better_than_the_plain_range_and_keeps_zero() -> None:
+    w = draw(64, 256)
+    w[:, ::64] *= 4  # an outlier in every group: clipping pays
+    w[:, 5] = 0
+    parts = w.view(64, 4, 64)
+    low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)
+    step = (high - low) / 15
+    plain = (((parts - low) / step).round() * step + low).view_as(w)
+    packed = dequantize(pack_int4(w))
+    assert (packed - w).square().sum() < 0.97 * (plain - w).square().sum()
+    assert (packed[:, 5] == 0).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-20, 1e20, 1e37])
+def test_quantizing_extreme_weights(scale: float) -> None:
+    w = draw(5, 96).clamp(-3, 3) * scale
+    for pack, tolerance in ((pack_int8, 0.01), (pack_int4, 0.2)):
+        values = dequantize(pack(w))
+        assert values.isfinite().all()
+        assert ((values - w).abs() <= tolerance * 3 * scale + 1e-37).all()
+
+
+def test_quantizing_refuses_what_is_not_a_number() -> None:
+    for pack in (pack_int8, pack_int4):
+        for bad in (torch.nan, torch.inf):
+            w = torch.ones(4, 64)
+            w[2, 3] = bad
+            with pytest.raises(ValueError, match="not a number"):
+                pack(w)
+    with pytest.raises(ValueError, match="group=16"):
+        pack_int4(torch.ones(4, 64), group=16)
+
+
+def test_a_stack_is_its_layers() -> None:
+    weights = [pack_int4(draw(8, 70, seed=i)) for i in range(3)]
+    whole = stack(weights)
+    for i, one in enumerate(weights):
+        assert torch.equal(dequantize(whole.layer(i)), dequantize(one))
+        assert torch.equal(dequantize(whole)[i], dequantize(one))
