@@ -2,15 +2,13 @@
 
     python tests/compile_triton.py CAPABILITY PART     one JSON line a launch; CAPABILITY 75, 80, 90; PART see PARTS
 
-Every launch is turned into a compilation with the very specialisations of a real one. Must run without TRITON_INTERPRET.
+Every launch is turned into a compilation with the very specialisations of a real one. TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+OPERATIONS = r"\b((?:LDG|LDGSTS|STG|LDL|STL|ATOM|ATOMG|RED|CCTL|MEMBAR|HMMA)\.[\w.]+)"
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -68,9 +67,7 @@ def describe(name: str, kernel: Any) -> dict[str, Any]:
         usage = _tool("cuobjdump", "--dump-resource-usage", f.name)
         sass = _tool("cuobjdump", "-sass", f.name)
     loads: dict[str, int] = {}
-    for op in re.findall(
-        r"\b(LDG\S*|LDGSTS\S*|STG\S*|LDL\S*|STL\S*|ATOM\S*|RED\S*|CCTL\S*|MEMBAR\S*|HMMA\S*|IMMA\S*)", sass
-    ):
+    for op in re.findall(OPERATIONS, sass):
         loads[op.rstrip(";")] = loads.get(op.rstrip(";"), 0) + 1
     return {
         "kernel": name,

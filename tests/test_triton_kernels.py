@@ -176,7 +176,7 @@ def test_products_refuse_what_does_not_fit() -> None:
         (torch.zeros(2, 16), torch.zeros(2, 9), "out of shape (2, 9): need (2, 8)"),
         (torch.zeros(16, 2).T, out, "x is not contiguous"),
     ):
-        with pytest.raises(ValueError, match="need|contiguous") as caught:
+        with pytest.raises(ValueError, match=r"need|contiguous") as caught:
             product(x, weight, o)
         assert words in str(caught.value)
 

@@ -44,6 +44,8 @@ class EngineSpec:
     pool, of KV_BLOCK tokens)."""
     options: tuple[str, ...] = ()
     """Fields of EngineConfig that the engine takes beside the model and its limits."""
+    module: str | None = None
+    """A package outside the requirements that it needs."""
     native: bool = False
     """Whether it needs the native extension, and takes the weights one at a time instead of a model."""
     preferred: bool = True
@@ -53,6 +55,8 @@ class EngineSpec:
         """Return why this engine cannot run on this machine, or None."""
         if self.native and importlib.util.find_spec("nanoinfer._native") is None:
             return "built without the native extension: install a C++ compiler, then install nanoinfer again"
+        if self.module is not None and importlib.util.find_spec(self.module) is None:
+            return f"{self.module} is not installed: pip install nanoinfer[gpu]"
         import torch
 
         if "cpu" not in self.devices and not torch.cuda.is_available():
@@ -94,6 +98,17 @@ ENGINES: dict[str, EngineSpec] = {
             devices=("cuda",),
             memory="slots",
             options=("graph_memory",),
+        ),
+        EngineSpec(
+            "triton",
+            "few fused kernels a layer: norm, product, bias, activation and store in one launch",
+            "nanoinfer.engines.fused:FusedEngine",
+            devices=("cuda",),
+            quantizations=("int8", "int4"),
+            memory="slots",
+            options=("quantization", "graph_memory"),
+            module="triton",
+            preferred=False,  # until it has been measured
         ),
         EngineSpec(
             "native",

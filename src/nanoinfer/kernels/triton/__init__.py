@@ -6,6 +6,6 @@
     rows.py        embedding sum, final layer norm
     persistent.py  a whole step in one launch
 
-Where there is no device, `TRITON_INTERPRET=1` (set before triton is imported) runs them on the CPU, in Python: that is how
-the tests check their values.
+Where there is no device, `TRITON_INTERPRET=1` (set before triton is imported) runs them on the CPU, in Python: that is
+how the tests check their values.
 """

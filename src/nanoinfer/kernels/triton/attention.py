@@ -1,8 +1,8 @@
 """Attention of a few new tokens over the cache, split over the context, with all lengths read on the device.
 
-A decode step asks one question of each head, and few heads do not fill a GPU: so the context too is cut into parts, each
-a program with its own softmax, and a second small launch joins them (Dao, Haziza, Massa and Sizov, "Flash-Decoding for
-long-context inference", 2023). Parts are joined in order: the result does not depend on timing.
+A decode step asks one question of each head, and few heads do not fill a GPU: so the context too is cut into parts,
+each a program with its own softmax, and a second small launch joins them (Dao et al., "Flash-Decoding
+for long-context inference", 2023). Parts are joined in order: the result does not depend on timing.
 
     part 0   part 1   part 2            each: largest score, sum of exponentials, weighted sum of values
     [k k k]  [k k k]  [k .  . ]  pos    nothing past the row's longest position is read; a part with no work says so

@@ -1,4 +1,4 @@
-"""out = epilogue(norm(x) @ w.T + bias) for 1 to 16 rows: a linear layer of a decode step, and all around it, in one launch.
+"""out = epilogue(norm(x) @ w.T + bias) for 1 to 16 rows: a linear layer of a decode step and all around it, one launch.
 
 What is fused, and why: before the product the layer norm of the rows (every program computes the statistics again: the
 rows are a few kilobytes, a launch costs more); after it the bias, then one of
@@ -7,10 +7,10 @@ rows are a few kilobytes, a launch costs more); after it the bias, then one of
     a residual                x + ..., may be written where it was read
     the store of k and v      of qkv's columns, q goes on to `out` and k and v to where the cache keeps their token
 
-Weights are read once, in any format of quantize.py; sums are float32. One row: products are added up by the threads that
-hold them. Up to 16 rows: `tl.dot` with 16 rows, operands in the weight's dtype (float32 ones in full precision: no
-TF32). Where `tiles.py` says so the inputs are split between programs, and a second launch adds the parts in order, so that
-a result does not depend on timing.
+Weights are read once, in any format of quantize.py; sums are float32. One row: products are added up by the threads
+that hold them. Up to 16 rows: `tl.dot` with 16 rows, operands in the weight's dtype (float32 ones in full precision: no
+TF32). Where `tiles.py` says so the inputs are split between programs, and a second launch adds the parts in order, so
+that a result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -321,8 +321,9 @@ def product(
     product_kernel[(triton.cdiv(n, tile.block_n), tile.num_splits)](
         out, x, weight.data, weight.scale, weight.zero, norm and norm.weight, norm and norm.bias, e.bias, e.residual,
         *cache, parts, *sizes, norm.eps if norm else 0.0,
-        K=k, GROUP=weight.group, OPERAND=DTYPES[weight.operand], BLOCK_M=BLOCK_M, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SPLITS=tile.num_splits, STAGES=tile.num_stages, WIDEN=INTERPRETED, num_warps=tile.num_warps, **shape,
+        K=k, GROUP=weight.group, OPERAND=DTYPES[weight.operand], BLOCK_M=BLOCK_M, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, SPLITS=tile.num_splits, STAGES=tile.num_stages, WIDEN=INTERPRETED,
+        num_warps=tile.num_warps, **shape,
     )  # fmt: skip
     if parts is not None:
         add_parts_kernel[(triton.cdiv(n, 64),)](
@@ -345,7 +346,9 @@ def _check(x: Tensor, weight: Weight, out: Tensor, e: Epilogue) -> None:
     if e.store is not None:
         s = e.store
         if s.pos.numel() != rows or s.keys.stride() != s.values.stride() or s.keys.stride(-1) != 1:
-            raise ValueError(f"pages: {s.pos.numel()} positions, keys strides {s.keys.stride()}, values strides"
-                             f" {s.values.stride()}: need {rows} positions and equal strides that end in 1")  # fmt: skip
+            raise ValueError(
+                f"pages: {s.pos.numel()} positions, strides {s.keys.stride()} of the keys, {s.values.stride()} of the"
+                f" values: need {rows} positions and equal strides that end in 1"
+            )
         if n != 3 * s.keys.shape[1] * s.keys.shape[3]:
             raise ValueError(f"weight of {n} outputs: keys of {tuple(s.keys.shape)} need 3 * H * D")

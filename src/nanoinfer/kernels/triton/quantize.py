@@ -89,7 +89,7 @@ def pack_int8(weight: Tensor) -> Weight:
 
 
 def pack_int4(weight: Tensor, group: int = GROUP) -> Weight:
-    """Return a weight, (N, K) of any float type, in 4 bits: a scale and a zero point for each `group` inputs of an output.
+    """Return a weight, (N, K) of any float type, in 4 bits: scale and zero point for each `group` inputs of an output.
 
     Of the candidates CLIP_RATIOS, each group takes the one with the least squared error. The same on every device.
 

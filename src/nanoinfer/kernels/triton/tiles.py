@@ -36,7 +36,7 @@ class Tile:
     """Programs that share the inputs of an output."""
 
 
-# bits of a weight -> (block_k, num_warps, num_stages); 16 KB a turn at most, so that several programs fit a multiprocessor
+# bits of a weight -> (block_k, num_warps, num_stages); 16 KB a turn at most: several programs fit a multiprocessor
 ONE_ROW = {32: (256, 4, 3), 16: (512, 4, 3), 8: (512, 4, 3), 4: (512, 4, 3)}
 ROWS = {32: (32, 4, 3), 16: (128, 4, 4), 8: (128, 4, 4), 4: (256, 4, 3)}
 ONE_ROW_BLOCK_N = (16, 8, 4)

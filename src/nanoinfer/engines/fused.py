@@ -1,0 +1,156 @@
+"""Rung `triton`: few fused kernels a layer.
+
+What changes from `cuda_graph`: a decode step is not forty small operations a layer but five or six launches, each a
+stream of weights with all that surrounds it (kernels/triton/):
+
+    norm, qkv, bias, store of k and v  |  attention (and its joining)  |  product, bias, residual
+    norm, product, bias, GELU          |  product, bias, residual
+
+Why it helps: at small batches a GPU's operations are too short to fill it, and every launch starts it from idle again;
+what lies around a product costs no launch and no trip to memory, lengths are read where they lie, and weights can be
+kept in 8 or 4 bits.
+When it does not pay: with more than 16 tokens in a step (prompts, large batches) a step is arithmetic, which torch's
+libraries do better: such steps take the road of slots.py, quantized weights one layer at a time in the model's dtype.
+
+The residual stream of a fused step is float32; what meets a weight is in the weight's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.engines.base import EngineLimits
+from nanoinfer.engines.cuda_graph import CudaGraphEngine
+from nanoinfer.engines.graphs import Recorder
+from nanoinfer.engines.slots import Step
+from nanoinfer.kernels.triton.attention import attention
+from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, MAX_ROWS, Epilogue, Norm, Pages, product
+from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
+from nanoinfer.kernels.triton.rows import embed, layer_norm
+from nanoinfer.kernels.triton.tiles import attention_splits, multiprocessors, product_tile
+from nanoinfer.models.gpt import GPT, Block, LayerNorm
+
+PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
+
+
+@dataclass(frozen=True)
+class Launches:
+    """How many kernels a fused step starts."""
+
+    per_layer: int
+    ends: int
+    """Embedding, final norm and output head."""
+    total: int
+
+
+class FusedEngine(CudaGraphEngine):
+    """Fused Triton kernels for steps of up to 16 tokens.
+
+    Args:
+        model: the weights, on the device and in the dtype to compute in. Quantized ones are taken out of it.
+        limits: what the engine may hold.
+        quantization: None, "int8" or "int4": of the layers' weights and the output head; embeddings stay as they are.
+        graph_memory: bytes that captured graphs may take: see CudaGraphEngine.
+        recorder: makes graphs; None: CUDA's own.
+
+    Raises:
+        NanoinferError: the keys and values do not fit the device.
+        ValueError: a weight to be quantized is infinite or not a number.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        limits: EngineLimits,
+        *,
+        quantization: str | None = None,
+        graph_memory: int | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(model, limits, graph_memory=graph_memory, recorder=recorder)
+        pack = PACK[quantization]
+        self._gelu = GELU_TANH if self.config.activation == "gelu_new" else GELU_ERF
+        self._processors = multiprocessors(self.device)
+        self._weights: dict[str, Weight] = {}
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+            linears = [cast(nn.Linear, block.get_submodule(name)) for block in model.blocks]
+            self._weights[name] = whole = stack([pack(linear.weight) for linear in linears])
+            for layer, linear in enumerate(linears):  # the same memory, or none
+                linear.weight = _frozen(whole.data[layer] if quantization is None else whole.data.new_empty(0))
+        tables = [cast(nn.Embedding, model.transformer[name]) for name in ("wte", "wpe")]
+        for table in tables:
+            table.weight = _frozen(table.weight.contiguous())
+        self._wte, self._wpe = (table.weight for table in tables)
+        model.tie_weights()
+        self._head_weight = pack(model.lm_head.weight)
+        self._layers = {block: layer for layer, block in enumerate(model.blocks)} if quantization else {}
+
+    def launches(self, rows: int, num_new: int, context: int) -> Launches:
+        """Return what a step of (rows, num_new) tokens starts, rows * num_new <= 16, at a context bucket."""
+        tokens, bits = rows * num_new, 8 * self._cache.k.itemsize
+        splits = attention_splits(rows * self.config.n_head, context, bits, self._processors)
+        per_layer = 2 if splits > 1 else 1
+        per_layer += sum(self._product_launches(w, tokens) for w in self._weights.values())
+        ends = 2 + self._product_launches(self._head_weight, tokens)
+        return Launches(per_layer, ends, per_layer * self.config.n_layer + ends)
+
+    def _product_launches(self, weight: Weight, rows: int) -> int:
+        tile = product_tile(weight.num_outputs, weight.num_inputs, rows, weight.bits, self._processors)
+        return 2 if tile.num_splits > 1 else 1
+
+    # The step --------------------------------------------------------------------------------------------
+
+    def _forward(self, step: Step) -> Tensor:
+        if step.idx.numel() > MAX_ROWS:
+            return super()._forward(step)
+        M, C = step.idx.numel(), self.config.n_embd
+        pos, idx, table = step.pos.contiguous(), step.idx.contiguous(), step.slots[:, None]
+        x = torch.empty(M, C, device=self.device)
+        q, y = (torch.empty(M, C, dtype=self.dtype, device=self.device) for _ in range(2))
+        h = torch.empty(M, self.config.mlp_dim, dtype=self.dtype, device=self.device)
+        embed(idx, pos, self._wte, self._wpe, x)
+        for layer, block in enumerate(self.model.blocks):
+            pages = Pages(self._cache.k[layer], self._cache.v[layer], table, pos)
+            c_attn, attn_proj, c_fc, mlp_proj = (w.layer(layer) for w in self._weights.values())
+            attn, mlp = block.attn, block.mlp
+            product(x, c_attn, q, norm_of(block.ln_1), Epilogue(attn.c_attn.bias, store=pages))
+            attention(q, pages, step.context, y)
+            product(y, attn_proj, x, None, Epilogue(attn.c_proj.bias, residual=x))
+            product(x, c_fc, h, norm_of(block.ln_2), Epilogue(mlp.c_fc.bias, gelu=self._gelu))
+            product(h, mlp_proj, x, None, Epilogue(mlp.c_proj.bias, residual=x))
+        layer_norm(x, norm_of(self.model.transformer["ln_f"]), y)  # type: ignore[arg-type]
+        return y.view(*step.idx.shape, C)
+
+    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: Step, mask: Tensor) -> Tensor:
+        """Return one block's output, (R, n, C), of a step too large to be fused."""
+        if (layer := self._layers.get(block)) is None:
+            return super()._block(block, x, k, v, step, mask)
+        empty = block.attn.c_attn.weight
+        for name, weight in self._weights.items():
+            block.get_submodule(name).weight = _frozen(dequantize(weight.layer(layer), self.dtype))
+        out = super()._block(block, x, k, v, step, mask)
+        for name in self._weights:
+            block.get_submodule(name).weight = empty
+        return out
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Return the logits, (M, V) float32, of hidden states, (M, C)."""
+        if 0 < len(hidden) <= MAX_ROWS:
+            logits = torch.empty(len(hidden), self.config.vocab_size, device=self.device)
+            product(hidden.contiguous(), self._head_weight, logits)
+            return logits
+        return F.linear(hidden, dequantize(self._head_weight, self.dtype)).float()
+
+
+def norm_of(module: LayerNorm) -> Norm:
+    """Return a layer norm as the kernels take it."""
+    return Norm(module.weight, module.bias, module.eps)
+
+
+def _frozen(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)

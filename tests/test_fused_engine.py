@@ -1,0 +1,131 @@
+"""The engine of fused kernels, on the CPU under Triton's interpreter: its words, and how many launches they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from triton.runtime import interpreter
+
+from conftest import TINY, make_limits, make_model
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.fused import FusedEngine
+from nanoinfer.engines.recompute import RecomputeEngine
+from nanoinfer.kernels.triton import products
+from nanoinfer.kernels.triton.quantize import dequantize
+from nanoinfer.models.gpt import GPT
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.skipif(not products.INTERPRETED, reason="on a CUDA device tests/test_engines.py covers it"),
+]
+SMALL = replace(TINY, n_layer=2)
+EXACT = {"rtol": 0, "atol": 2e-4}
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(TINY.vocab_size, (count,), generator=generator).tolist()
+
+
+def run(engine: FusedEngine | RecomputeEngine, prompts: list[int]) -> list[torch.Tensor]:
+    """A life of several sequences: prompts alone, decode together, verify, truncate, fork, close, decode."""
+    handles = [engine.open() for _ in prompts]
+    found = []
+    for i, (handle, length) in enumerate(zip(handles, prompts, strict=True)):
+        found.append(engine.extend(StepBatch([handle], ids(length, i), [length], [1])).clone())
+    together = StepBatch()
+    for i, handle in enumerate(handles):
+        together.add(handle, ids(1, 10 + i))
+    found.append(engine.extend(together).clone())
+    found.append(engine.extend(StepBatch([handles[0]], ids(4, 20), [4], [4])).clone())
+    engine.truncate(handles[0], engine.length(handles[0]) - 2)
+    child = engine.fork(handles[-1])
+    engine.close(handles[-1])
+    found.append(engine.extend(StepBatch([child, handles[0]], ids(3, 30), [1, 2], [1, 1])).clone())
+    found.append(engine.hidden().clone())
+    return found
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor], **tolerance: float) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["biases", "no-biases"])
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
+def test_fused_logits_are_those_of_the_naive_loop(bias: bool, activation: str) -> None:
+    config = replace(SMALL, bias=bias, activation=activation)
+    limits = make_limits(config)
+    expected = run(RecomputeEngine(make_model(config), limits), [3, 20, 1])
+    same(run(FusedEngine(make_model(config), limits), [3, 20, 1]), expected, **EXACT)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_logits_are_those_of_a_model_with_the_values(quantization: str) -> None:
+    """Prompts of 20 tokens take the road of large steps, of 3 the fused one: both must mean the same weights."""
+    limits = make_limits(SMALL)
+    engine = FusedEngine(make_model(SMALL), limits, quantization)
+    reference = make_model(SMALL)
+    with_values(reference, engine)
+    same(run(engine, [3, 20]), run(RecomputeEngine(reference, limits), [3, 20]), **EXACT)
+    assert all(block.attn.c_attn.weight.numel() == 0 for block in engine.model.blocks)  # nothing is kept twice
+
+
+def with_values(gpt: GPT, engine: FusedEngine) -> None:
+    """Put the values that an engine's weights stand for into a model."""
+    for name, weight in engine._weights.items():
+        for layer, block in enumerate(gpt.blocks):
+            block.get_submodule(name).weight.data = dequantize(weight.layer(layer))
+    gpt.lm_head.weight = torch.nn.Parameter(dequantize(engine._head_weight), requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_reduced_precision_stays_close(dtype: torch.dtype, quantization: str | None) -> None:
+    limits = make_limits(SMALL)
+    expected = run(RecomputeEngine(make_model(SMALL), limits), [3, 20])
+    found = run(FusedEngine(make_model(SMALL).to(dtype), limits, quantization), [3, 20])
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() / b.norm() < 0.1
+
+
+@pytest.mark.parametrize("rows, new", [(1, 1), (2, 1), (1, 4)])
+def test_launches_are_as_many_as_the_engine_says(rows: int, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FusedEngine(make_model(SMALL), make_limits(SMALL))
+    counted = count_launches(monkeypatch)
+    batch = StepBatch()
+    for i in range(rows):
+        batch.add(engine.open(), ids(new, i), new)
+    engine.extend(batch)
+    said = engine.launches(rows, new, SMALL.block_size)
+    assert said.total == len(counted)
+    assert said.per_layer == 5
+    assert said.ends == 3
+    assert counted[1:6] == ["product_kernel", "attention_kernel", *["product_kernel"] * 3]
+
+
+def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by the name of every kernel launched."""
+    counted: list[str] = []
+    call: Callable[..., object] = interpreter.GridExecutor.__call__
+
+    def counting(self: interpreter.GridExecutor, *args: object, **kwargs: object) -> object:
+        counted.append(self.fn.__name__)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", counting)
+    return counted
+
+
+def test_at_gpt2s_shapes_a_layer_takes_5_or_6_launches_at_batch_1() -> None:
+    engine = FusedEngine(make_model(SMALL), make_limits(SMALL))
+    engine._processors = 132
+    assert engine.launches(1, 1, 32).per_layer == 5
+    assert engine.launches(1, 1, 1024).per_layer == 6  # a long context is split, and joined
