@@ -75,7 +75,8 @@ def assert_nothing_is_held(llm: LLM) -> None:
     llm.core.scheduler.check_integrity()
 
 
-ENGINE_OPTIONS = [{"engine": name} for name in ENGINES if name != "native"] + [
+TORCH = [name for name, spec in ENGINES.items() if name != "native" and spec.unavailable() is None]
+ENGINE_OPTIONS = [{"engine": name} for name in TORCH] + [
     pytest.param({"engine": "native"} | more, marks=needs_native, id="-".join(["native", *map(str, more.values())]))
     for more in (
         {},

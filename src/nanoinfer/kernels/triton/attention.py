@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import INTERPRETED, MAX_ROWS, Pages
+from .products import INTERPRETED, MAX_ROWS, Pages, dot
 from .tiles import (
     ATTENTION_BLOCK_T,
     ATTENTION_STAGES,
@@ -66,10 +66,7 @@ def attend_part(
         if BLOCK_Q == 1:
             score = tl.sum(k.to(tl.float32) * query.to(tl.float32), 1)[None, :]
         else:
-            if WIDEN:
-                score = tl.dot(query.to(k.dtype).to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
-            else:
-                score = tl.dot(query.to(k.dtype), tl.trans(k), input_precision="ieee")
+            score = dot(query.to(k.dtype), tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_T), tl.float32), WIDEN)
         seen = (t[None, :] <= position[:, None]) & (t < last)[None, :]
         score = tl.where(seen, score * scale, float("-inf"))
         higher = tl.maximum(largest, tl.max(score, 1))
@@ -81,10 +78,7 @@ def attend_part(
         if BLOCK_Q == 1:
             acc += tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
         else:
-            if WIDEN:
-                acc = tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), acc, input_precision="ieee")
-            else:
-                acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+            acc = dot(p.to(v.dtype), v, acc, WIDEN)
         largest = higher
     if SPLITS == 1:
         y = acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -108,18 +108,23 @@ def load_rows(x, gain, shift, mean, rstd, cols, num_rows, K: tl.constexpr, BLOCK
 
 
 @triton.jit
+def dot(a, b, acc, WIDEN: tl.constexpr):
+    """acc + a @ b, without TF32; in float32 where there is no other type to do it in: the products are exact there."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
 def multiply_add(acc, a, w, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr):
     """One turn: products kept apart, (BLOCK_N, BLOCK_K), for one row; a dot, (16, BLOCK_N), for more."""
     if BLOCK_M == 1:
         acc += w.to(tl.float32) * a
     else:
         if WIDEN:
-            a = a.to(OPERAND).to(tl.float32)
-            w = w.to(tl.float32).to(OPERAND).to(tl.float32)
-        else:
-            a = a.to(OPERAND)
-            w = w.to(OPERAND)
-        acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+            w = w.to(tl.float32)  # numpy would take an integer's bits for a bfloat16
+        acc = dot(a.to(OPERAND), tl.trans(w.to(OPERAND)), acc, WIDEN)
     return acc
 
 
@@ -128,6 +133,69 @@ def each_of_group(of_groups, COUNT: tl.constexpr):
     """(N, G) -> (N, G * COUNT): a group's value for each of its members."""
     wide = tl.broadcast_to(of_groups[:, :, None], (of_groups.shape[0], of_groups.shape[1], COUNT))
     return tl.reshape(wide, (of_groups.shape[0], of_groups.shape[1] * COUNT))
+
+
+@triton.jit
+def sum_dense(
+    x, w, gain, shift, mean, rstd, rows, num_rows, first, last,
+    K: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Inputs first..last of the weights of `rows`, in whole values."""
+    if BLOCK_M == 1:
+        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(first, tl.minimum(last, K), BLOCK_K, num_stages=STAGES):
+        cols = start + tl.arange(0, BLOCK_K)
+        at = w + rows[:, None] * K + cols[None, :]
+        if K % BLOCK_K == 0:
+            tile = tl.load(at)
+        else:
+            tile = tl.load(at, mask=(cols < K)[None, :], other=0)
+        a = load_rows(x, gain, shift, mean, rstd, cols, num_rows, K, BLOCK_M)
+        acc = multiply_add(acc, a, tile, OPERAND, BLOCK_M, WIDEN)
+    return acc
+
+
+@triton.jit
+def sum_packed(
+    x, w, scale, zero, gain, shift, mean, rstd, rows, num_rows, first, last,
+    K: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Inputs first..last of the weights of `rows`, in codes of 4 bits."""
+    HALF: tl.constexpr = GROUP // 2
+    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+    BYTES: tl.constexpr = BLOCK_K // 2
+    if BLOCK_M == 1:
+        acc = tl.zeros((BLOCK_N, BYTES), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(first // 2, tl.minimum(last, GROUPS * GROUP) // 2, BYTES, num_stages=STAGES):
+        places = start + tl.arange(0, BYTES)  # bytes of a row: each holds a code of either half of its group
+        group = places // HALF
+        groups = start // HALF + tl.arange(0, BYTES // HALF)
+        at = w + rows[:, None] * (GROUPS * HALF) + places[None, :]
+        about = rows[:, None] * GROUPS + groups[None, :]
+        if K % BLOCK_K == 0:
+            packed = tl.load(at)
+            step = tl.load(scale + about)
+            origin = tl.load(zero + about)
+        else:
+            packed = tl.load(at, mask=(group < GROUPS)[None, :], other=0)
+            step = tl.load(scale + about, mask=(groups < GROUPS)[None, :], other=0.0)
+            origin = tl.load(zero + about, mask=(groups < GROUPS)[None, :], other=0)
+        step = each_of_group(step.to(tl.float32), HALF)
+        origin = each_of_group(origin.to(tl.float32), HALF)
+        low = ((packed & 15).to(tl.float32) - origin) * step
+        high = ((packed >> 4).to(tl.float32) - origin) * step
+        cols = group * GROUP + places % HALF
+        a = load_rows(x, gain, shift, mean, rstd, cols, num_rows, K, BLOCK_M)
+        acc = multiply_add(acc, a, low, OPERAND, BLOCK_M, WIDEN)
+        a = load_rows(x, gain, shift, mean, rstd, cols + HALF, num_rows, K, BLOCK_M)
+        acc = multiply_add(acc, a, high, OPERAND, BLOCK_M, WIDEN)
+    return acc
 
 
 @triton.jit
@@ -145,52 +213,15 @@ def accumulate(
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     first = split * SHARE
     if GROUP == 0:
-        last = tl.minimum(first + SHARE, K)
-        if BLOCK_M == 1:
-            acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-        else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-            cols = start + tl.arange(0, BLOCK_K)
-            at = w + rows[:, None] * K + cols[None, :]
-            if K % BLOCK_K == 0:
-                tile = tl.load(at)
-            else:
-                tile = tl.load(at, mask=(cols < K)[None, :], other=0)
-            a = load_rows(x, gain, shift, mean, rstd, cols, num_rows, K, BLOCK_M)
-            acc = multiply_add(acc, a, tile, OPERAND, BLOCK_M, WIDEN)
+        acc = sum_dense(
+            x, w, gain, shift, mean, rstd, rows, num_rows, first, first + SHARE,
+            K, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WIDEN,
+        )  # fmt: skip
     else:
-        HALF: tl.constexpr = GROUP // 2
-        GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-        BYTES: tl.constexpr = BLOCK_K // 2
-        if BLOCK_M == 1:
-            acc = tl.zeros((BLOCK_N, BYTES), tl.float32)
-        else:
-            acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        last = tl.minimum(first + SHARE, GROUPS * GROUP)
-        for start in tl.range(first // 2, last // 2, BYTES, num_stages=STAGES):
-            places = start + tl.arange(0, BYTES)  # bytes of a row: each holds a code of either half of its group
-            group = places // HALF
-            groups = start // HALF + tl.arange(0, BYTES // HALF)
-            at = w + rows[:, None] * (GROUPS * HALF) + places[None, :]
-            about = rows[:, None] * GROUPS + groups[None, :]
-            if K % BLOCK_K == 0:
-                packed = tl.load(at)
-                step = tl.load(scale + about)
-                origin = tl.load(zero + about)
-            else:
-                packed = tl.load(at, mask=(group < GROUPS)[None, :], other=0)
-                step = tl.load(scale + about, mask=(groups < GROUPS)[None, :], other=0.0)
-                origin = tl.load(zero + about, mask=(groups < GROUPS)[None, :], other=0)
-            step = each_of_group(step.to(tl.float32), HALF)
-            origin = each_of_group(origin.to(tl.float32), HALF)
-            low = ((packed & 15).to(tl.float32) - origin) * step
-            high = ((packed >> 4).to(tl.float32) - origin) * step
-            cols = group * GROUP + places % HALF
-            a = load_rows(x, gain, shift, mean, rstd, cols, num_rows, K, BLOCK_M)
-            acc = multiply_add(acc, a, low, OPERAND, BLOCK_M, WIDEN)
-            a = load_rows(x, gain, shift, mean, rstd, cols + HALF, num_rows, K, BLOCK_M)
-            acc = multiply_add(acc, a, high, OPERAND, BLOCK_M, WIDEN)
+        acc = sum_packed(
+            x, w, scale, zero, gain, shift, mean, rstd, rows, num_rows, first, first + SHARE,
+            K, GROUP, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WIDEN,
+        )  # fmt: skip
     if BLOCK_M == 1:
         acc = tl.sum(acc, 1)[None, :]
     if (GROUP == 0) and (scale is not None):

@@ -36,11 +36,20 @@ class Tile:
     """Programs that share the inputs of an output."""
 
 
-# bits of a weight -> (block_k, num_warps, num_stages); 16 KB a turn at most: several programs fit a multiprocessor
-ONE_ROW = {32: (256, 4, 3), 16: (512, 4, 3), 8: (512, 4, 3), 4: (512, 4, 3)}
-ROWS = {32: (32, 4, 3), 16: (128, 4, 4), 8: (128, 4, 4), 4: (256, 4, 3)}
-ONE_ROW_BLOCK_N = (16, 8, 4)
-ROWS_BLOCK_N = (64, 32, 16)
+# bits of a weight -> (block_n choices, block_k, num_warps, num_stages); 16 KB a turn at most: several programs fit a
+# multiprocessor. 8 outputs at 4 bits: with 16 the sums of one row take all registers.
+ONE_ROW = {
+    32: ((16, 8, 4), 256, 4, 3),
+    16: ((16, 8, 4), 512, 4, 3),
+    8: ((16, 8, 4), 512, 4, 3),
+    4: ((8, 4), 1024, 4, 3),
+}
+ROWS = {
+    32: ((64, 32, 16), 32, 4, 3),
+    16: ((64, 32, 16), 128, 4, 4),
+    8: ((64, 32, 16), 128, 4, 4),
+    4: ((64, 32, 16), 256, 4, 3),
+}
 MAX_SPLITS = 4
 MIN_SPLIT_BYTES = 1 << 22
 """Weights of fewer bytes are not worth a second launch."""
@@ -65,8 +74,7 @@ def product_tile(n: int, k: int, rows: int, bits: int, processors: int) -> Tile:
 
     product_tile(768, 768, 1, 16, 132) -> block_n 4: 192 programs for 132 multiprocessors
     """
-    block_k, num_warps, num_stages = (ONE_ROW if rows == 1 else ROWS)[bits]
-    choices = ONE_ROW_BLOCK_N if rows == 1 else ROWS_BLOCK_N
+    choices, block_k, num_warps, num_stages = (ONE_ROW if rows == 1 else ROWS)[bits]
     block_n = next((b for b in choices if -(-n // b) >= processors), choices[-1])
     block_k = min(block_k, max(_power_of_two(k), 64))
     num_splits, programs = 1, -(-n // block_n)

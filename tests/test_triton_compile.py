@@ -1,0 +1,52 @@
+"""The Triton kernels compiled for GPUs that are not here, at GPT-2's shapes: registers, memory, and how they load.
+
+In a process of its own each: where there is no device, this one runs kernels in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+SHARED_BYTES = {75: 64 << 10, 80: 99 << 10, 90: 99 << 10}
+"""8.0 and 9.0 have more; 8.6, 8.9 and 12.0 do not."""
+CASES = [(90, "bfloat16,int4", "768"), (80, "float32,int8", "1600"), (75, "float16", "768")]
+
+
+def compiled(capability: int, formats: str, widths: str) -> list[dict[str, Any]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_triton.py")
+    run = subprocess.run(
+        [sys.executable, script, str(capability), formats, widths], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("capability, formats, widths", CASES)
+def test_kernels_compile_and_stream(capability: int, formats: str, widths: str) -> None:
+    kernels = compiled(capability, formats, widths)
+    names = {k["kernel"] for k in kernels}
+    assert names >= {"product_kernel", "attention_kernel", "join_parts_kernel", "embed_kernel", "norm_kernel"}
+    for k in kernels:
+        operations: dict[str, int] = k["operations"]
+        assert k["local_bytes"] == 0, k  # nothing spills
+        assert not [op for op in operations if op.startswith(("LDL", "STL"))], k
+        assert k["shared_bytes"] <= SHARED_BYTES[capability], k
+        if k["kernel"] in ("product_kernel", "attention_kernel"):
+            loads = {op: n for op, n in operations.items() if op.startswith(("LDG.", "LDGSTS."))}
+            wide = sum(n for op, n in loads.items() if ".128" in op)
+            bytewise = sum(n for op, n in loads.items() if ".U8" in op or ".U16" in op)
+            assert wide >= 3, k  # weights, keys and values: 16 bytes at a time
+            assert bytewise <= 16, k  # scales and zero points, one a group
+        if k["kernel"] == "product_kernel" and k["format"] != "float32":
+            tensor_cores = any(op.startswith("HMMA") for op in operations)
+            assert tensor_cores == (k["rows"] > 1), k
