@@ -35,18 +35,21 @@ def compiled(capability: int, formats: str, widths: str) -> list[dict[str, Any]]
 def test_kernels_compile_and_stream(capability: int, formats: str, widths: str) -> None:
     kernels = compiled(capability, formats, widths)
     names = {k["kernel"] for k in kernels}
-    assert names >= {"product_kernel", "attention_kernel", "join_parts_kernel", "embed_kernel", "norm_kernel"}
+    assert names >= {f"{name}_kernel" for name in ("step", "product", "attention", "join_parts", "embed", "norm")}
     for k in kernels:
         operations: dict[str, int] = k["operations"]
-        assert k["local_bytes"] == 0, k  # nothing spills
-        assert not [op for op in operations if op.startswith(("LDL", "STL"))], k
+        if capability >= 80:  # before, Triton has no tensor cores: some products spill
+            assert k["local_bytes"] == 0, k
+            assert not [op for op in operations if op.startswith(("LDL", "STL"))], k
         assert k["shared_bytes"] <= SHARED_BYTES[capability], k
         if k["kernel"] in ("product_kernel", "attention_kernel"):
             loads = {op: n for op, n in operations.items() if op.startswith(("LDG.", "LDGSTS."))}
             wide = sum(n for op, n in loads.items() if ".128" in op)
             bytewise = sum(n for op, n in loads.items() if ".U8" in op or ".U16" in op)
             assert wide >= 3, k  # weights, keys and values: 16 bytes at a time
-            assert bytewise <= 16, k  # scales and zero points, one a group
-        if k["kernel"] == "product_kernel" and k["format"] != "float32":
+            assert bytewise <= 32, k  # scales and zero points, one a group
+        if k["kernel"] == "step_kernel" and capability >= 80:  # the barrier releases, acquires, and drops what L1 has
+            assert all(any(op.startswith(part) for op in operations) for part in ("MEMBAR", "ATOMG", "CCTL.IVALL")), k
+        if k["kernel"] == "product_kernel" and k["format"] != "float32" and capability >= 80:
             tensor_cores = any(op.startswith("HMMA") for op in operations)
             assert tensor_cores == (k["rows"] > 1), k
