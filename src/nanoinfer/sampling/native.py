@@ -5,7 +5,8 @@ the results and the errors of `sampler.sample`, which stays the definition. test
 the two equal.
 
 Covered: float32 logits on the CPU, every sampling parameter. Not covered: other devices and dtypes, and
-installations without the extension (NANOINFER_NO_NATIVE=1); `choose_sampler` gives the reference for them.
+installations without the extension (NANOINFER_NO_NATIVE=1); `choose_sampler` gives the fused sampler (fused.py) or the
+reference for them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoinfer.checks import require_choice
+from nanoinfer.sampling import fused
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
@@ -35,9 +38,32 @@ def available() -> bool:
     return hasattr(_native, "sample_rows")
 
 
-def choose_sampler(device: torch.device) -> Callable[[Tensor, Sequence[SamplerRow]], list[Sampled]]:
-    """Return the sampler for logits on `device`: the native one where it can be, else the reference."""
-    if device.type != "cpu":
+Sampler = Callable[[Tensor, Sequence[SamplerRow]], list[Sampled]]
+
+
+def choose_sampler(device: torch.device, prefer: str = "auto") -> Sampler:
+    """Return the sampler for logits on `device`.
+
+    Args:
+        device: where the logits are.
+        prefer: "auto": the native sampler on CPUs, the fused one on CUDA, the reference where those cannot be;
+            "reference"; or "flashinfer": FlashInfer's kernels, whose tokens are not the reference's.
+
+    Raises:
+        NanoinferError: prefer is none of these, or asks for what is not here.
+    """
+    require_choice("prefer", prefer, ("auto", "reference", "flashinfer"))
+    if prefer == "flashinfer":
+        from nanoinfer.sampling import flashinfer
+
+        return flashinfer.choose(device)
+    if prefer == "reference":
+        why_not: str | None = "asked for"
+    elif device.type == "cuda":
+        if (why_not := fused.why_unavailable()) is None:
+            log.debug("sampler: fused (the logits are on %s)", device)
+            return fused.Sample()
+    elif device.type != "cpu":
         why_not = f"the logits are on {device}"
     elif not available():
         why_not = "built without the native extension"

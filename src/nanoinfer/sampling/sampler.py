@@ -172,12 +172,8 @@ def filtered_weights(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         logits: (B, V) float32, any device; not changed.
         rows: B rows.
     """
-    logits = _adjust(logits.double(), rows)
-    largest = logits.amax(-1, keepdim=True)
-    _require_finite(largest)
+    logits = _scaled(logits, rows)
     V, params, device = logits.shape[-1], [row.params for row in rows], logits.device
-    # Subtracting the largest first keeps tiny temperatures finite.
-    logits = (logits - largest) / _column([p.temperature or 1.0 for p in params], device)
     if any(p.top_k for p in params):
         logits = filters.top_k(logits, torch.tensor([min(p.top_k, V) for p in params], device=device))
     if any(p.top_p < 1 for p in params):
@@ -191,6 +187,20 @@ def filtered_weights(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
             weights[i] = 0.0
             weights[i, best] = 1.0
     return weights
+
+
+def probabilities(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Return each row's probabilities at its temperature, before top-k, top-p and min-p: (B, V) float64."""
+    return _scaled(logits, rows).softmax(-1)
+
+
+def _scaled(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Return (B, V) float64: how far adjusted logits lie from the row's largest, in units of the temperature."""
+    logits = _adjust(logits.double(), rows)
+    largest = logits.amax(-1, keepdim=True)
+    _require_finite(largest)
+    # Subtracting the largest first keeps tiny temperatures finite.
+    return (logits - largest) / _column([row.params.temperature or 1.0 for row in rows], logits.device)
 
 
 def _column(values: list[float], device: torch.device) -> Tensor:

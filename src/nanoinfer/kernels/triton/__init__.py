@@ -5,6 +5,7 @@
     attention.py   attention over the cache, split over the context
     rows.py        embedding sum, final layer norm
     persistent.py  a whole step in one launch
+    sampler.py     the next token of each row, without a sort (borders: sampler_search.py)
 
 Where there is no device, `TRITON_INTERPRET=1` (set before triton is imported) runs them on the CPU, in Python: that is
 how the tests check their values.

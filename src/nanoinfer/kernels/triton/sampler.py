@@ -1,0 +1,321 @@
+"""Drawing tokens on a GPU without a sort: penalties, filters and the inverse transform, in three kernels.
+
+    find_largest  (parts x rows)  penalties, bias, min_tokens; the largest logit of each part of each row
+    weigh         (parts x rows)  y = (largest - logit) / temperature, weight exp(-y); only rows that are not greedy
+    draw          (rows)          the filters' borders, the uniform, the token; moves the row's state on
+
+A part is BLOCK tokens, so that one row alone keeps many multiprocessors busy with what is long (reading the logits,
+float64 exponentials), while `draw` works on sums and minima of parts and groups, and on the few tokens that can count.
+A greedy row that changes no logit is one pass over float32 numbers.
+
+Exactness: every decision is made in float64 on the values that the reference sampler decides on, by counting and
+adding, with ties kept together. What may differ is the last bit of an exp or of a sum. No atomics: the same row gives
+the same token every time, in every batch. Products are not contracted with sums (enable_fp_fusion=False at the
+launch), since the penalties would get another last bit.
+
+Philox4x32-10 is Triton's own (tl.philox); the counter and the 53 bits are those of the reference's uniform.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .sampler_search import BLOCK as BLOCK
+from .sampler_search import GROUP as GROUP
+from .sampler_search import INF, WEIGHTLESS, border_of, ids_of, least_with, list_groups
+
+MAX_BIAS = tl.constexpr(512)
+"""Most entries of logit_bias a seat has room for; a power of two."""
+MAX_ENDS = tl.constexpr(64)
+"""Most end tokens a seat has room for; a power of two."""
+NOT_FINITE = tl.constexpr(-1)
+"""The token of a row whose largest logit is not finite."""
+
+# The words of a seat: int64, or the bits of a float64.
+SEED, SAMPLE, POSITION, PENALISED, TOP_K, MIN_TOKENS, NUM_ENDS, NUM_BIAS = (tl.constexpr(i) for i in range(8))
+TEMPERATURE, TOP_P, FARTHEST, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(i) for i in range(8, 14))
+NUM_WORDS = tl.constexpr(16)
+LIST_SIZE = tl.constexpr(MAX_ENDS.value + 2 * MAX_BIAS.value)
+"""Words of a seat's lists: end tokens, bias ids, bias values."""
+NO_ID = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def real(words, name: tl.constexpr):
+    """A float64 of a seat's words."""
+    return tl.load(words + name).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def excludes_ends(words):
+    """Whether min_tokens keeps the row from its end tokens."""
+    return (tl.load(words + MIN_TOKENS) > tl.load(words + POSITION)) & (tl.load(words + NUM_ENDS) > 0)
+
+
+@triton.jit
+def is_changed(words):
+    """Whether anything but the temperature changes the row's logits."""
+    return (tl.load(words + PENALISED) != 0) | (tl.load(words + NUM_BIAS) > 0) | excludes_ends(words)
+
+
+@triton.jit
+def is_filtered(words, V):
+    """Whether a filter takes tokens out."""
+    k = tl.load(words + TOP_K)
+    return ((k > 0) & (k < V)) | (real(words, TOP_P) < 1.0) | (real(words, FARTHEST) < INF)
+
+
+@triton.jit
+def penalised(logits, state, words, ids, mask):
+    """Logits of some tokens after the penalties, float64, in the reference's order of operations."""
+    x = tl.load(logits + ids, mask=mask, other=-INF).to(tl.float64)
+    if tl.load(words + PENALISED) != 0:
+        seen = tl.load(state + ids, mask=mask, other=0).to(tl.int32)  # < 0: in the prompt; low 15 bits: times drawn
+        count = (seen & 0x7FFF).to(tl.float64)
+        repetition = real(words, REPETITION)
+        x = tl.where(seen != 0, tl.where(x > 0, x / repetition, x * repetition), x)
+        x = x - real(words, PRESENCE) * tl.minimum(count, 1.0) - real(words, FREQUENCY) * count
+    return x
+
+
+@triton.jit
+def find_largest(
+    logits, stride, seats, wanted, words, lists, state,
+    values, largest, best, V, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write each part's largest logit (NaN if it has one) and where it is first; changed rows' logits to `values`.
+
+    Args:
+        logits: (B, V' >= V) float32, rows `stride` apart.
+        seats: (B,) int64.
+        wanted: (B,) bool.
+        words: (num_seats, NUM_WORDS) int64.
+        lists: (num_seats, LIST_SIZE) int64.
+        state: (num_seats, V) int16: how often each token was drawn, and in the sign bit whether the prompt has it.
+        values: (B, PARTS * BLOCK) float64, scratch.
+        largest: (B, parts) float64, row by row PARTS apart.
+        best: (B, parts) int32, likewise.
+        PARTS: parts of a row, rounded up to a power of two.
+    """
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(wanted + row) != 0:
+        seat = tl.load(seats + row)
+        words += seat * NUM_WORDS
+        logits += row * stride
+        ids = part * BLOCK + tl.arange(0, BLOCK)
+        inside = ids < V
+        if is_changed(words):
+            state += seat * V
+            lists += seat * LIST_SIZE
+            values += row * (PARTS * BLOCK)
+            tl.store(values + ids, penalised(logits, state, words, ids, inside))
+            tl.debug_barrier()  # what follows overwrites some of them
+            i = tl.arange(0, MAX_BIAS)
+            listed = i < tl.load(words + NUM_BIAS)
+            at = tl.load(lists + MAX_ENDS + i, mask=listed, other=-1)
+            here = listed & (at // BLOCK == part)
+            bias = tl.load(lists + MAX_ENDS + MAX_BIAS + i, mask=here, other=0).to(tl.float64, bitcast=True)
+            tl.store(values + at, penalised(logits, state, words, at, here) + bias, mask=here)
+            tl.debug_barrier()
+            if excludes_ends(words):
+                j = tl.arange(0, MAX_ENDS)
+                end = tl.load(lists + j, mask=j < tl.load(words + NUM_ENDS), other=-1)
+                tl.store(values + end, tl.full((MAX_ENDS,), -INF, tl.float64), mask=(end >= 0) & (end // BLOCK == part))
+            tl.debug_barrier()
+            x = tl.load(values + ids)
+            most = tl.max(x, 0)
+            at_first = tl.min(tl.where(x == most, ids, NO_ID), 0)
+            bad = tl.max((x != x).to(tl.int32), 0)
+        else:
+            plain = tl.load(logits + ids, mask=inside, other=-INF)
+            top = tl.max(plain, 0)
+            most = top.to(tl.float64)
+            at_first = tl.min(tl.where(plain == top, ids, NO_ID), 0)
+            bad = tl.max((plain != plain).to(tl.int32), 0)
+        tl.store(largest + row * PARTS + part, tl.where(bad != 0, float("nan"), most))
+        tl.store(best + row * PARTS + part, at_first)
+
+
+@triton.jit
+def largest_of(largest, best, num_parts, PARTS: tl.constexpr):
+    """The row's largest logit (infinite if any is NaN), and where it is first."""
+    part = tl.arange(0, PARTS)
+    x = tl.load(largest + part, mask=part < num_parts, other=-INF)
+    most = tl.max(tl.where(x == x, x, INF), 0)
+    at = tl.load(best + part, mask=part < num_parts, other=NO_ID)
+    return most, tl.min(tl.where(x == most, at, NO_ID), 0)
+
+
+@triton.jit
+def distances(
+    logits,
+    values,
+    changed,
+    largest,
+    temperature,
+    ids,
+    V,
+):
+    """How far tokens lie below the largest, in units of the temperature; infinite past the vocabulary."""
+    if changed:  # noqa: SIM108 - Triton would load both
+        x = tl.load(values + ids)
+    else:
+        x = tl.load(logits + ids, mask=ids < V, other=-INF).to(tl.float64)
+    return tl.where(ids < V, (largest - x) / temperature, INF)
+
+
+@triton.jit
+def weigh(
+    logits, stride, seats, wanted, words,
+    values, largest, best, weights, nearest, sums, V, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write the sum of each part's weights; for rows with a filter y, the weights and each group's least y, too.
+
+    Args:
+        values: (B, PARTS * BLOCK) float64: changed rows' logits; y takes their place in filtered rows.
+        weights: (B, PARTS * BLOCK) float64.
+        nearest: (B, PARTS * BLOCK / GROUP) float64.
+        sums: (B, PARTS) float64.
+        The others are those of `find_largest`.
+    """
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if tl.load(wanted + row) != 0:
+        words += tl.load(seats + row) * NUM_WORDS
+        temperature = real(words, TEMPERATURE)
+        most, _ = largest_of(largest + row * PARTS, best + row * PARTS, tl.num_programs(0), PARTS)
+        if (temperature > 0) & (most > -INF) & (most < INF):
+            values += row * (PARTS * BLOCK)
+            ids = part * BLOCK + tl.arange(0, BLOCK)
+            y = distances(logits + row * stride, values, is_changed(words), most, temperature, ids, V)
+            w = tl.exp(-y)
+            tl.store(sums + row * PARTS + part, tl.sum(w, 0))
+            if is_filtered(words, V):
+                tl.debug_barrier()  # all have read the logits that y replaces
+                tl.store(values + ids, y)
+                tl.store(weights + row * (PARTS * BLOCK) + ids, w)
+                group = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+                least = tl.min(tl.reshape(y, (BLOCK // GROUP, GROUP)), 1)
+                tl.store(nearest + row * (PARTS * (BLOCK // GROUP)) + group, least)
+
+
+@triton.jit
+def uniform(words):
+    """The token's random number in [0, 1): Philox4x32-10 of (position, sample) under the seed, 53 bits."""
+    position, sample = tl.load(words + POSITION), tl.load(words + SAMPLE)
+    first, second, _, _ = tl.philox(
+        tl.load(words + SEED),
+        position.to(tl.uint32), (position >> 32).to(tl.uint32), sample.to(tl.uint32), (sample >> 32).to(tl.uint32),
+    )  # fmt: skip
+    return (((first >> 5).to(tl.int64) << 26) | (second >> 6).to(tl.int64)).to(tl.float64) * (2.0**-53)
+
+
+@triton.jit
+def first_past(sums, before, target, SIZE: tl.constexpr):
+    """The first index, of those with a weight, whose running sum (from `before`) exceeds the target.
+
+    Where a sum wavers in its last bit and none exceeds it: the last with a weight.
+    """
+    i = tl.arange(0, SIZE)
+    at = tl.min(tl.where((before + tl.cumsum(sums, 0) > target) & (sums > 0), i, SIZE), 0)
+    return tl.where(at < SIZE, at, tl.max(tl.where(sums > 0, i, 0), 0))
+
+
+@triton.jit
+def filter_border(
+    words,
+    values,
+    weights,
+    nearest,
+    groups,
+    total,
+    V,
+    N: tl.constexpr,
+):
+    """The border of all filters: tokens with y <= border are kept. `total` is the weight of all tokens."""
+    k, p = tl.load(words + TOP_K), real(words, TOP_P)
+    high = total * 0.0 + WEIGHTLESS
+    if (k > 0) & (k < V):
+        high = least_with(nearest, k, high, N)  # so many groups hold at least so many tokens
+        high = border_of(values, weights, nearest, groups, k.to(tl.float64), high, True, N)
+        if p < 1.0:
+            num_groups = list_groups(nearest, groups, high, N)
+            total = total * 0.0
+            for chunk in range(tl.cdiv(num_groups, BLOCK // GROUP)):
+                ids = ids_of(groups, num_groups, chunk)
+                y = tl.load(values + ids, mask=ids >= 0, other=INF)
+                w = tl.load(weights + ids, mask=ids >= 0, other=0.0)
+                total += tl.sum(tl.where(y <= high, w, 0.0), 0)
+    high = tl.minimum(high, real(words, FARTHEST))
+    if p < 1.0:
+        # All tokens beyond y weigh at most V exp(-y); where that is less than 1 - p of the total, none is kept.
+        rest = 1.0 - p - 1e-12  # far more than the rounding of the sums
+        if rest > 0.0:
+            high = tl.minimum(high, tl.maximum(0.0 - tl.log(rest * total / V), 0.0))
+        high = border_of(values, weights, nearest, groups, p * total, high, False, N)
+    return high
+
+
+@triton.jit
+def draw(
+    logits, stride, seats, wanted, words, state, values, largest, best,
+    weights, nearest, groups, sums, tokens, V, num_parts, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write each wanted row's token, count it, and move the row's position on.
+
+    Args:
+        groups: (B, PARTS * BLOCK / GROUP) int32, scratch.
+        tokens: (B,) int64: the token, or NOT_FINITE (then the state stays as it is).
+        num_parts: parts of a row that `find_largest` and `weigh` were launched for.
+        The others are those of `weigh` and `find_largest`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(wanted + row) != 0:
+        seat = tl.load(seats + row)
+        words += seat * NUM_WORDS
+        most, token = largest_of(largest + row * PARTS, best + row * PARTS, num_parts, PARTS)
+        if (most > -INF) & (most < INF):
+            temperature = real(words, TEMPERATURE)
+            if temperature > 0:
+                logits += row * stride
+                values += row * (PARTS * BLOCK)
+                weights += row * (PARTS * BLOCK)
+                sums += row * PARTS
+                part = tl.arange(0, PARTS)
+                partial = tl.load(sums + part, mask=part < num_parts, other=0.0)
+                total = tl.sum(partial, 0)
+                if is_filtered(words, V):
+                    N: tl.constexpr = PARTS * (BLOCK // GROUP)
+                    nearest += row * N
+                    groups += row * N
+                    border = filter_border(words, values, weights, nearest, groups, total, V, N)
+                    num_groups = list_groups(nearest, groups, border, N)
+                    num_chunks = tl.cdiv(num_groups, BLOCK // GROUP)
+                    for chunk in range(num_chunks):
+                        ids = ids_of(groups, num_groups, chunk)
+                        y = tl.load(values + ids, mask=ids >= 0, other=INF)
+                        w = tl.load(weights + ids, mask=ids >= 0, other=0.0)
+                        tl.store(sums + chunk, tl.sum(tl.where(y <= border, w, 0.0), 0))
+                    tl.debug_barrier()
+                    partial = tl.load(sums + part, mask=part < num_chunks, other=0.0)
+                    target = uniform(words) * tl.sum(partial, 0)
+                    at = first_past(partial, 0.0, target, PARTS)
+                    ids = ids_of(groups, num_groups, at)
+                    y = tl.load(values + ids, mask=ids >= 0, other=INF)
+                    w = tl.load(weights + ids, mask=ids >= 0, other=0.0)
+                    w = tl.where(y <= border, w, 0.0)
+                else:
+                    target = uniform(words) * total
+                    at = first_past(partial, 0.0, target, PARTS)
+                    ids = at * BLOCK + tl.arange(0, BLOCK)
+                    w = tl.exp(-distances(logits, values, is_changed(words), most, temperature, ids, V))
+                before = tl.sum(tl.where(part < at, partial, 0.0), 0)
+                within = first_past(w, before, target, BLOCK)
+                token = tl.sum(tl.where(tl.arange(0, BLOCK) == within, ids, 0), 0)
+            tl.store(tokens + row, token.to(tl.int64))
+            tl.store(words + POSITION, tl.load(words + POSITION) + 1)
+            if tl.load(words + PENALISED) != 0:
+                count = state + seat * V + token
+                tl.store(count, (tl.load(count) + 1).to(tl.int16))
+        else:
+            tl.store(tokens + row, tl.full((), NOT_FINITE, tl.int64))

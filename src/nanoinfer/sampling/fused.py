@@ -1,0 +1,304 @@
+"""The sampler on the GPU (kernels/triton/sampler.py): the reference's tokens without its sort, and without the host.
+
+A text sits down on a seat: its parameters and the counts of its tokens go to the device once. From then on `draw` needs
+nothing from the host. It reads logits, draws, counts what it drew and moves the positions on, all in launches whose
+shapes and addresses do not depend on data: a CUDA graph can hold it, and the drawn tokens can feed the next step before
+the host has seen them.
+
+Covered: what `FusedSampler.covers` does not refuse; the numbers are those of the reference, see docs/sampling.md.
+Not covered: log-probabilities (`Sample` finds them apart), logit_bias of more than 512 tokens, min_tokens with more
+than 64 end tokens, counted penalties on texts of more than 32,767 tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.sampling import sampler as reference
+from nanoinfer.sampling.sampler import Sampled, SamplerRow
+
+MAX_COUNT = 2**15 - 1
+"""Times that one token of one text can be counted: 15 bits."""
+SCRATCH_ROWS = 128
+"""Rows drawn at a time: enough to fill a GPU, few enough that what they compare stays in its cache."""
+NUM_WARPS = {"find_largest": 4, "weigh": 4, "draw": 8}
+"""Of each kernel. With 16, `draw` has too few registers for its work."""
+NOT_FINITE = -1
+"""What `FusedSampler.draw` gives for a row whose largest logit is not finite."""
+
+
+def why_unavailable() -> str | None:
+    """Return why the kernels cannot be used, or None."""
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+class FusedSampler:
+    """Seats for texts, and the kernels that draw their next tokens. Not thread-safe; one stream at a time.
+
+    Device memory: 2 bytes a seat and token for the counts (101 KB for GPT-2's 50,257; 51 MB for 512 seats), 8.8 KB a
+    seat for parameters, and scratch of 16 bytes a token for each of at most 128 rows (105 MB for GPT-2). All of it is
+    allocated here, so that a captured graph stays valid.
+
+    Args:
+        num_seats: texts that are drawn for at the same time.
+        vocab_size: tokens that may be drawn: V.
+        device: where the logits are; a CPU works where Triton interprets (TRITON_INTERPRET=1), for tests.
+
+    Raises:
+        NanoinferError: triton is not installed.
+    """
+
+    def __init__(self, num_seats: int, vocab_size: int, device: torch.device) -> None:
+        if why_not := why_unavailable():
+            raise NanoinferError(f"the fused sampler: {why_not}: pip install 'nanoinfer[gpu]', or use the reference")
+        from nanoinfer.kernels.triton import sampler as kernels
+
+        self._kernels = kernels
+        self.num_seats, self.vocab_size, self.device = num_seats, vocab_size, device
+        block, group = kernels.BLOCK.value, kernels.GROUP.value
+        self._num_parts = -(-vocab_size // block)
+        self._parts = max(2, 1 << (self._num_parts - 1).bit_length())  # of a row in memory; kernels want powers of two
+        rows, width = min(num_seats, SCRATCH_ROWS), self._parts * block
+
+        def make(*shape: int, dtype: torch.dtype = torch.float64, fill: float = 0) -> Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
+        # Per seat.
+        self._words = make(num_seats, kernels.NUM_WORDS.value, dtype=torch.int64)
+        self._lists = make(num_seats, kernels.LIST_SIZE.value, dtype=torch.int64)
+        self._state = make(num_seats, vocab_size, dtype=torch.int16)
+        # Per row of a launch.
+        self._rows = rows
+        self._largest = make(rows, self._parts)
+        self._best = make(rows, self._parts, dtype=torch.int32)
+        self._sums = make(rows, self._parts)
+        self._values = make(rows, width)
+        self._weights = make(rows, width)
+        self._nearest = make(rows, width // group, fill=math.inf)  # of groups past the vocabulary, for good
+        self._groups = make(rows, width // group, dtype=torch.int32)
+
+    def covers(self, row: SamplerRow) -> str | None:
+        """Return why the row cannot be drawn here, or None."""
+        if row.params.logprobs is not None:
+            return f"logprobs={row.params.logprobs}: the fused sampler keeps none"
+        return self._why_not_drawn(row)
+
+    def _why_not_drawn(self, row: SamplerRow) -> str | None:
+        """Return why the row's tokens cannot be drawn here; its log-probabilities are another matter."""
+        p, bias, ends = row.params, row.params.logit_bias or {}, row.end_token_ids if row.params.min_tokens else ()
+        max_bias, max_ends = self._kernels.MAX_BIAS.value, self._kernels.MAX_ENDS.value
+        if len(bias) > max_bias:
+            return f"logit_bias has {len(bias)} entries: the fused sampler has room for {max_bias}"
+        if len(ends) > max_ends:
+            return f"min_tokens with {len(ends)} end tokens: the fused sampler has room for {max_ends}"
+        if max((*bias, *ends), default=0) >= self.vocab_size:
+            return f"token {max((*bias, *ends))} of logit_bias or the end tokens is not below {self.vocab_size}"
+        if _is_penalised(row) and max(p.max_tokens, row.num_output_tokens) > MAX_COUNT:
+            return f"max_tokens={p.max_tokens} with penalties: the fused sampler counts to {MAX_COUNT}"
+        return None
+
+    def seat(self, seat: int, row: SamplerRow) -> None:
+        """Seat a text, in place of the one that sat there: the next token drawn for the seat is the row's next.
+
+        Uploads parameters, position and the tokens so far, without waiting for the device; the row is not kept.
+
+        Raises:
+            NanoinferError: there is no such seat, or the row is not covered.
+        """
+        if not 0 <= seat < self.num_seats:
+            raise NanoinferError(f"seat={seat} is not one of the fused sampler's {self.num_seats}: make it larger")
+        if why_not := self.covers(row):
+            raise NanoinferError(f"{why_not}: use the reference sampler")
+        self._seat_all([row], seat)
+
+    def _seat_all(self, rows: Sequence[SamplerRow], first: int = 0) -> None:
+        """Seat several texts, on `first` and the seats after it, with one upload of their words."""
+        _upload(self._words[first : first + len(rows)], np.stack([self._words_of(row) for row in rows]))
+        for seat, row in enumerate(rows, start=first):
+            if row.params.logit_bias or reference.excludes_end_tokens(row):
+                _upload(self._lists[seat], self._lists_of(row))
+            if _is_penalised(row):
+                ids, counts = self._state_of(row)
+                self._state[seat].zero_()
+                self._state[seat].scatter_(0, _on(self.device, ids), _on(self.device, counts))
+
+    def draw(self, logits: Tensor, seats: Tensor, wanted: Tensor) -> Tensor:
+        """Draw the next token of each wanted row, count it, and move its seat's position on.
+
+        Args:
+            logits: (B, V') float32, V' >= vocab_size, columns next to each other; not changed. Columns past
+                vocab_size are never drawn.
+            seats: (B,) int64, the seat of each row; a wanted row's seat is taken, and stands here only once.
+            wanted: (B,) bool; other rows change nothing.
+
+        Returns:
+            (B,) int64 token ids; -1 for a row whose largest logit is not finite, anything for one that is not wanted.
+            All on the device; the host waits for nothing.
+
+        Raises:
+            NanoinferError: the logits do not fit.
+        """
+        B = logits.shape[0]
+        if not seats.shape == wanted.shape == (B,) or not (seats.is_contiguous() and wanted.is_contiguous()):
+            raise NanoinferError(
+                f"seats {tuple(seats.shape)}, wanted {tuple(wanted.shape)}: give one each for {B} rows"
+            )
+        if logits.dtype != torch.float32 or logits.shape[-1] < self.vocab_size or logits.stride(-1) != 1:
+            raise NanoinferError(
+                f"logits of shape {tuple(logits.shape)}, {logits.dtype}, strides {logits.stride()}: the fused sampler"
+                f" reads float32, {self.vocab_size} or more columns that are neighbours"
+            )
+        tokens = torch.empty(B, dtype=torch.int64, device=self.device)
+        for begin in range(0, B, self._rows):
+            part = slice(begin, begin + self._rows)
+            self._launch(logits[part], seats[part], wanted[part], tokens[part])
+        return tokens
+
+    def _launch(self, logits: Tensor, seats: Tensor, wanted: Tensor, tokens: Tensor) -> None:
+        k, B, stride = self._kernels, logits.shape[0], logits.stride(0)
+        V, parts, num_parts = self.vocab_size, self._parts, self._num_parts
+        rows = (logits, stride, seats, wanted, self._words)
+        # A product and a sum must not become one operation: the reference rounds both.
+        exact: dict[str, Any] = {"PARTS": parts, "enable_fp_fusion": False}
+        k.find_largest[num_parts, B](
+            *rows,
+            self._lists,
+            self._state,
+            self._values,
+            self._largest,
+            self._best,
+            V,
+            **exact,
+            num_warps=NUM_WARPS["find_largest"],
+        )
+        k.weigh[num_parts, B](
+            *rows, self._values, self._largest, self._best, self._weights, self._nearest, self._sums, V,
+            **exact, num_warps=NUM_WARPS["weigh"],
+        )  # fmt: skip
+        k.draw[B,](
+            *rows, self._state, self._values, self._largest, self._best, self._weights, self._nearest, self._groups,
+            self._sums, tokens, V, num_parts, **exact, num_warps=NUM_WARPS["draw"],
+        )  # fmt: skip
+
+    def _words_of(self, row: SamplerRow) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """A seat's words, in the order of the constants in kernels/triton/sampler.py."""
+        k, p = self._kernels, row.params
+        words = np.zeros(k.NUM_WORDS.value, np.int64)
+        for name, integer in (
+            (k.SAMPLE, row.sample_index),
+            (k.POSITION, row.num_output_tokens),
+            (k.PENALISED, _is_penalised(row)),
+            (k.TOP_K, min(p.top_k, self.vocab_size)),
+            (k.MIN_TOKENS, p.min_tokens),
+            (k.NUM_ENDS, len(row.end_token_ids) if p.min_tokens else 0),
+            (k.NUM_BIAS, len(p.logit_bias or ())),
+        ):
+            words[name.value] = integer
+        words.view(np.uint64)[k.SEED.value] = row.seed
+        for name, value in (
+            (k.TEMPERATURE, p.temperature),
+            (k.TOP_P, p.top_p),
+            (k.FARTHEST, abs(math.log(p.min_p)) if p.min_p else math.inf),
+            (k.REPETITION, p.repetition_penalty),
+            (k.PRESENCE, p.presence_penalty),
+            (k.FREQUENCY, p.frequency_penalty),
+        ):
+            words.view(np.float64)[name.value] = value
+        return words
+
+    def _lists_of(self, row: SamplerRow) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """A seat's end tokens, bias ids and bias values."""
+        max_ends, max_bias = self._kernels.MAX_ENDS.value, self._kernels.MAX_BIAS.value
+        lists, ends, bias = np.zeros(max_ends + 2 * max_bias, np.int64), row.end_token_ids, row.params.logit_bias or {}
+        if row.params.min_tokens:
+            lists[: len(ends)] = ends
+        lists[max_ends : max_ends + len(bias)] = list(bias)
+        values = max_ends + max_bias
+        lists.view(np.float64)[values : values + len(bias)] = list(bias.values())
+        return lists
+
+    def _state_of(self, row: SamplerRow) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Tokens of a text, and for each how often it was generated, less 2**15 if the prompt has it."""
+        counts = Counter(i for i in row.output_token_ids if i < self.vocab_size)
+        for token in {i for i in row.prompt_token_ids if i < self.vocab_size}:
+            counts[token] -= MAX_COUNT + 1
+        return np.array(list(counts.keys()), np.int64), np.array(list(counts.values()), np.int16)
+
+
+def _is_penalised(row: SamplerRow) -> bool:
+    p = row.params
+    return p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
+
+
+def _on(device: torch.device, array: np.ndarray[Any, Any]) -> Tensor:
+    """Copy an array to the device without waiting for it; pinned memory is kept until the copy is made."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _upload(to: Tensor, array: np.ndarray[Any, Any]) -> None:
+    host = torch.from_numpy(array)
+    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
+
+
+class Sample:
+    """`sampler.sample` on the GPU: the same signature, results and errors; parameters go up at every call.
+
+    For steps that come back to the host for every token anyway. Rows that the kernels do not cover are drawn by the
+    reference; log-probabilities are the reference's.
+    """
+
+    def __init__(self) -> None:
+        self._fused: FusedSampler | None = None
+
+    def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+        """Draw the next token of each row.
+
+        Args:
+            logits: (B, V) float32 on a GPU; not changed.
+            rows: B rows.
+
+        Raises:
+            NanoinferError: a row's logits are not finite (the model overflowed).
+        """
+        if not rows:
+            return []
+        B, V = logits.shape
+        fused = self._fused_for(B, V, logits.device)
+        by_reference = [i for i, row in enumerate(rows) if fused._why_not_drawn(row)]
+        by_kernels = [i for i in range(B) if i not in {*by_reference}]
+        tokens = [NOT_FINITE] * B
+        if by_kernels:
+            readable = logits if logits.stride(-1) == 1 else logits.contiguous()
+            part = readable if len(by_kernels) == B else readable[by_kernels]
+            fused._seat_all([rows[i] for i in by_kernels])
+            seats = torch.arange(len(by_kernels), device=logits.device)
+            drawn = fused.draw(part, seats, torch.ones_like(seats, dtype=torch.bool)).tolist()
+            if NOT_FINITE in drawn:
+                return reference.sample(logits, rows)  # raises, in its own words
+            for i, token in zip(by_kernels, drawn, strict=True):
+                tokens[i] = token
+        if by_reference:
+            drawn = reference.sample(logits[by_reference], [rows[i] for i in by_reference])
+            for i, sampled in zip(by_reference, drawn, strict=True):
+                tokens[i] = sampled.token_id
+        return [
+            Sampled(token, reference.find_logprobs(logits[i], token, row.params.logprobs))
+            for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
+        ]
+
+    def _fused_for(self, B: int, V: int, device: torch.device) -> FusedSampler:
+        """The kernels' seats, made anew when there are too few, or for another vocabulary or device."""
+        fused = self._fused
+        if fused is None or (fused.vocab_size, fused.device) != (V, device) or fused.num_seats < B:
+            fused = self._fused = FusedSampler(1 << (B - 1).bit_length(), V, device)
+        return fused
