@@ -1,9 +1,9 @@
 """The samplers on a GPU: microseconds to draw one token for each row of GPT-2's vocabulary, checked before it is timed.
 
-Run: python benchmarks/fused_sampler.py [--json] [--rows 1 8 64 512]        (exit code 2 without CUDA, 1 if tokens differ)
+Run: python benchmarks/fused_sampler.py [--json] [--rows 1 8 64 512]    (exit code 2 without CUDA, 1 if tokens differ)
 
-fused: `FusedSampler.draw` in a CUDA graph, the seats already taken: what a step on the device pays. call: `Sample`, which
-uploads all parameters and waits for the tokens. reference: the sorting sampler on the same device, waiting likewise.
+fused: `FusedSampler.draw` in a CUDA graph, the seats already taken: what a step on the device pays. call: `Sample`,
+which uploads all parameters and waits for the tokens. reference: the sorting sampler on the same device, likewise.
 flashinfer: where it is installed; its tokens are others, so it is timed unchecked. Medians, by CUDA events.
 """
 

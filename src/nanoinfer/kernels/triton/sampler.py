@@ -222,6 +222,15 @@ def first_past(sums, before, target, SIZE: tl.constexpr):
 
 
 @triton.jit
+def kept_weights(values, weights, groups, num_groups, chunk, border):
+    """The token ids of a chunk of the listed groups, and their weights, 0 beyond the border."""
+    ids = ids_of(groups, num_groups, chunk)
+    y = tl.load(values + ids, mask=ids >= 0, other=INF)
+    w = tl.load(weights + ids, mask=ids >= 0, other=0.0)
+    return ids, tl.where(y <= border, w, 0.0)
+
+
+@triton.jit
 def filter_border(
     words,
     values,
@@ -242,10 +251,8 @@ def filter_border(
             num_groups = list_groups(nearest, groups, high, N)
             total = total * 0.0
             for chunk in range(tl.cdiv(num_groups, BLOCK // GROUP)):
-                ids = ids_of(groups, num_groups, chunk)
-                y = tl.load(values + ids, mask=ids >= 0, other=INF)
-                w = tl.load(weights + ids, mask=ids >= 0, other=0.0)
-                total += tl.sum(tl.where(y <= high, w, 0.0), 0)
+                _, w = kept_weights(values, weights, groups, num_groups, chunk, high)
+                total += tl.sum(w, 0)
     high = tl.minimum(high, real(words, FARTHEST))
     if p < 1.0:
         # All tokens beyond y weigh at most V exp(-y); where that is less than 1 - p of the total, none is kept.
@@ -292,18 +299,13 @@ def draw(
                     num_groups = list_groups(nearest, groups, border, N)
                     num_chunks = tl.cdiv(num_groups, BLOCK // GROUP)
                     for chunk in range(num_chunks):
-                        ids = ids_of(groups, num_groups, chunk)
-                        y = tl.load(values + ids, mask=ids >= 0, other=INF)
-                        w = tl.load(weights + ids, mask=ids >= 0, other=0.0)
-                        tl.store(sums + chunk, tl.sum(tl.where(y <= border, w, 0.0), 0))
+                        _, w = kept_weights(values, weights, groups, num_groups, chunk, border)
+                        tl.store(sums + chunk, tl.sum(w, 0))
                     tl.debug_barrier()
                     partial = tl.load(sums + part, mask=part < num_chunks, other=0.0)
                     target = uniform(words) * tl.sum(partial, 0)
                     at = first_past(partial, 0.0, target, PARTS)
-                    ids = ids_of(groups, num_groups, at)
-                    y = tl.load(values + ids, mask=ids >= 0, other=INF)
-                    w = tl.load(weights + ids, mask=ids >= 0, other=0.0)
-                    w = tl.where(y <= border, w, 0.0)
+                    ids, w = kept_weights(values, weights, groups, num_groups, at, border)
                 else:
                     target = uniform(words) * total
                     at = first_past(partial, 0.0, target, PARTS)
