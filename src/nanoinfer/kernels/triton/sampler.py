@@ -250,9 +250,11 @@ def filter_border(
         if p < 1.0:
             num_groups = list_groups(nearest, groups, high, N)
             total = total * 0.0
-            for chunk in range(tl.cdiv(num_groups, BLOCK // GROUP)):
+            chunk = num_groups * 0
+            while chunk < tl.cdiv(num_groups, BLOCK // GROUP):
                 _, w = kept_weights(values, weights, groups, num_groups, chunk, high)
                 total += tl.sum(w, 0)
+                chunk += 1
     high = tl.minimum(high, real(words, FARTHEST))
     if p < 1.0:
         # All tokens beyond y weigh at most V exp(-y); where that is less than 1 - p of the total, none is kept.
@@ -298,9 +300,11 @@ def draw(
                     border = filter_border(words, values, weights, nearest, groups, total, V, N)
                     num_groups = list_groups(nearest, groups, border, N)
                     num_chunks = tl.cdiv(num_groups, BLOCK // GROUP)
-                    for chunk in range(num_chunks):
+                    chunk = num_groups * 0
+                    while chunk < num_chunks:
                         _, w = kept_weights(values, weights, groups, num_groups, chunk, border)
                         tl.store(sums + chunk, tl.sum(w, 0))
+                        chunk += 1
                     tl.debug_barrier()
                     partial = tl.load(sums + part, mask=part < num_chunks, other=0.0)
                     target = uniform(words) * tl.sum(partial, 0)

@@ -117,7 +117,8 @@ def border_of(
         borders = pivots(low, high, turn)
         mass = tl.zeros((PIVOTS,), tl.float64)
         least, most = high * 0.0 + INF, high * 0.0 - 1.0
-        for chunk in range(tl.cdiv(num_groups, BLOCK // GROUP)):
+        chunk = num_groups * 0  # no range(): its bound must be a number of the host in the interpreter of Triton 3.6
+        while chunk < tl.cdiv(num_groups, BLOCK // GROUP):
             ids = ids_of(groups, num_groups, chunk)
             y = tl.load(values + ids, mask=ids >= 0, other=INF)
             up_to = y[:, None] <= borders[None, :]
@@ -129,6 +130,7 @@ def border_of(
             inside = (y > low) & (y <= high)
             least = tl.minimum(least, tl.min(tl.where(inside, y, INF), 0))
             most = tl.maximum(most, tl.max(tl.where(inside, y, -1.0), 0))
+            chunk += 1
         several = least < most
         if several:
             high = tl.min(tl.where(mass >= goal, borders, high), 0)
