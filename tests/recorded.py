@@ -19,6 +19,17 @@ from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 
+aten = torch.ops.aten
+WAITS = {
+    aten._local_scalar_dense.default: "the host reads a value",
+    aten.nonzero.default: "a shape depends on values",
+    aten.masked_select.default: "a shape depends on values",
+    aten.where.Scalar: "numbers are copied to the device",
+    aten.where.ScalarOther: "a number is copied to the device",
+    aten.where.ScalarSelf: "a number is copied to the device",
+}
+"""What makes the host wait on a real device, and so cannot stand in a graph."""
+
 
 class _Tape(TorchDispatchMode):
     """Notes every operation, and what it would overwrite."""
@@ -30,7 +41,7 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for the device in a recording"
+        assert func not in WAITS, f"{func} in a recording: {WAITS[func]}"
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.overwritten.append((value, value.clone()))

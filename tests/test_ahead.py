@@ -51,11 +51,11 @@ class TorchSampler:
     def draw(self, logits: Tensor, seats: Tensor, wanted: Tensor) -> Tensor:
         largest = logits.max(-1, keepdim=True)
         t = self.temperature[seats][:, None]
-        weights = ((logits.double() - largest.values) / torch.where(t > 0, t, 1.0)).exp()
+        weights = ((logits.double() - largest.values) / t.masked_fill(t == 0, 1.0)).exp()
         u = self.uniforms[seats, self.position[seats].clamp(max=self.most - 1)][:, None]
         drawn = torch.where(t[:, 0] > 0, inverse_transform(weights, u), largest.indices[:, 0])
         self.position.index_add_(0, seats, wanted.long())
-        return torch.where(largest.values[:, 0].isfinite(), drawn, -1)
+        return drawn.masked_fill(~largest.values[:, 0].isfinite(), -1)
 
 
 def make_core(gpt: GPT, *, recorded: bool = True, ahead: bool = True, chunk: int = 2048) -> Core:

@@ -265,7 +265,7 @@ def test_kernel_launches_are_counted_on_a_gpu(tiny_folder: Path) -> None:
 # The benchmark's five parts --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", HERE)
+@pytest.mark.parametrize("engine", [name for name in HERE if name != "compiled"])
 def test_breakdown_has_five_parts_of_100_percent(tiny_folder: Path, engine: str) -> None:
     llm = LLM(str(tiny_folder), engine=engine, device="cpu", max_num_seqs=2)
     before = marks(llm)
@@ -274,6 +274,12 @@ def test_breakdown_has_five_parts_of_100_percent(tiny_folder: Path, engine: str)
     assert sum(percent.values()) == pytest.approx(100)
     assert all(0 < value < 100 for value in percent.values())
     assert marks(llm) == before
+
+
+def test_a_compiled_block_cannot_be_told_apart(tiny_folder: Path) -> None:
+    llm = LLM(str(tiny_folder), engine="compiled", device="cpu", max_num_seqs=2)
+    with pytest.raises(NanoinferError, match="the parts of its time are not known"):
+        breakdown_percent(llm, batch=2, prompt_tokens=8)
 
 
 class Opaque:

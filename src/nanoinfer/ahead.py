@@ -13,17 +13,21 @@ speculation, and requests that the sampler refuses or whose samples have not for
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
-from nanoinfer.engines.base import Pending, RunsAhead, StepBatch
+from nanoinfer.engines.base import Engine, Pending, RunsAhead, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling.sampler import SamplerRow, not_finite
 from nanoinfer.scheduling.scheduler import Work, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+log = logging.getLogger("nanoinfer")
 
 
 class DeviceSampler(Protocol):
@@ -128,6 +132,25 @@ class Ahead:
         """Free what was kept for a sequence that has ended."""
         if (seat := self._seats.pop(sequence, None)) is not None:
             self._free.append(seat.number)
+
+
+def run_ahead(engine: Engine, vocab_size: int, device: torch.device) -> Ahead | None:
+    """Return what launches steps ahead of the host, or None where nothing can (said in the log).
+
+    Args:
+        engine: may be `RunsAhead`.
+        vocab_size: tokens that may be drawn.
+        device: the engine's.
+    """
+    if device.type != "cuda" or not hasattr(engine, "step"):
+        return None  # on a CPU there is nothing to run ahead of
+    from nanoinfer.sampling import fused
+
+    if (why_not := fused.why_unavailable()) is not None:
+        log.warning("every token is waited for: the sampler on the device cannot run: %s", why_not)
+        return None
+    sampler = fused.FusedSampler(engine.limits.max_num_seqs, vocab_size, device)
+    return Ahead(cast(RunsAhead, engine), sampler)
 
 
 def _forked(request: Request) -> bool:

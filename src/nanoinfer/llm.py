@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from nanoinfer.ahead import run_ahead
 from nanoinfer.checks import show
 from nanoinfer.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.core import Core
@@ -106,7 +107,8 @@ class LLM:
         limits = self.engine.limits
         scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
         sampler = choose_sampler(self.device)
-        self.core = Core(self.engine, scheduler, sampler, self.tokenizer, self._vocab_size)
+        ahead = run_ahead(self.engine, self._vocab_size, self.device)
+        self.core = Core(self.engine, scheduler, sampler, self.tokenizer, self._vocab_size, ahead=ahead)
         self._drafts.start(self.engine)
         self.set_draft(draft, speculate_k=speculate_k, speculate_rule=speculate_rule)
 

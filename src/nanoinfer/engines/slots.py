@@ -182,15 +182,17 @@ class SlotEngine(Sequences):
     def _compute(self, inputs: Inputs, shape: Shape, draw: Draw | None) -> Output:
         """Compute a step from tensors alone: no value is read by the host, no shape depends on one."""
         i = torch.arange(shape.tokens, device=self.device)
-        pos = torch.where(i < inputs.count[:, None], inputs.start[:, None] + i, self.limits.block_size)  # (R, n)
+        # masked_fill, not where: a number given to `where` is copied to the device, and that waits
+        pos = (inputs.start[:, None] + i).masked_fill(i >= inputs.count[:, None], self.limits.block_size)  # (R, n)
         idx = torch.where(inputs.given < 0, self._last[inputs.slots][:, None], inputs.given)
         hidden = self._forward(Step(idx, pos, inputs.slots, shape.context, shape.dense))  # (R, n, C)
         logits = tokens = None
         if draw is not None:
             final = hidden[torch.arange(shape.rows, device=self.device), (inputs.count - 1).clamp(min=0)]  # (R, C)
             wanted = inputs.wanted != 0
-            tokens = draw(self._head(final), inputs.seats, wanted)
-            self._last[torch.where(wanted, inputs.slots, self.limits.max_num_seqs)] = tokens.clamp(min=0)
+            tokens = draw(self._head(final), inputs.seats.contiguous(), wanted)
+            owner = inputs.slots.masked_fill(~wanted, self.limits.max_num_seqs)
+            self._last[owner] = tokens.clamp(min=0)
         elif shape.tokens <= HEAD_TOKENS:
             logits = self._head(hidden.flatten(0, 1))
         inputs.start.add_(inputs.count)
@@ -202,7 +204,9 @@ class SlotEngine(Sequences):
         """Return the final hidden states, (R, n, C), having stored the new keys and values."""
         parts = self.model.transformer
         x = parts["wte"](step.idx) + parts["wpe"](step.pos.clamp(max=self.limits.block_size - 1))
-        mask = (torch.arange(step.context, device=self.device) <= step.pos[..., None])[:, None]  # (R, 1, n, context)
+        unseen = torch.arange(step.context, device=self.device) > step.pos[..., None]  # (R, n, context)
+        mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
+        mask = mask.masked_fill_(unseen, float("-inf"))[:, None]  # added to the scores of all layers and heads
         for layer, block in enumerate(self.model.blocks):
             x = self._block(block, x, self._cache.k[layer], self._cache.v[layer], step, mask)
         return parts["ln_f"](x)  # type: ignore[no-any-return]

@@ -158,7 +158,7 @@ def distances(
     V,
 ):
     """How far tokens lie below the largest, in units of the temperature; infinite past the vocabulary."""
-    if changed:  # noqa: SIM108 - Triton would load both
+    if changed:
         x = tl.load(values + ids)
     else:
         x = tl.load(logits + ids, mask=ids < V, other=-INF).to(tl.float64)
