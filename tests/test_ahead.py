@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from conftest import TINY, make_limits, make_model
-from nanoinfer import NanoinferError, SamplingParams
+from conftest import TINY, make_folder, make_limits, make_model
+from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.ahead import Ahead
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.core import Core
@@ -17,12 +18,14 @@ from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.slots import SlotEngine
 from nanoinfer.models.gpt import GPT
+from nanoinfer.sampling.fused import FusedSampler
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import SamplerRow, inverse_transform, sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from recorded import FakeRecorder
-from test_engines import BATCHES, GREEDY, V, generate, naive_greedy, prompt
+from test_engines import BATCHES, DEVICES, GREEDY, V, generate, naive_greedy, prompt
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 WARM = SamplingParams(max_tokens=14, temperature=1.0)
 
 
@@ -192,3 +195,43 @@ def test_steps_refuse_what_they_cannot_mean() -> None:
     engine.extend(StepBatch([a], [3], [1], [0]))
     with pytest.raises(NanoinferError, match="that step drew none"):
         engine.step(StepBatch([a], [-1], [1], [1]), draw, [0])
+
+
+CONTROLS = [
+    SamplingParams(max_tokens=9, temperature=0.9, top_p=0.8, repetition_penalty=1.3),
+    SamplingParams(max_tokens=12, temperature=1.2, top_k=9, presence_penalty=0.5, frequency_penalty=0.7, n=2),
+    SamplingParams(max_tokens=7, temperature=0, frequency_penalty=1.5),
+    SamplingParams(max_tokens=5, temperature=1.0, min_p=0.1, logit_bias={4: 3.0}),
+    SamplingParams(max_tokens=4, temperature=1.0, logprobs=2),  # read at once: the sampler keeps no log-probabilities
+    SamplingParams(max_tokens=11, temperature=1.0, stop_token_ids=(5, 6, 7), min_tokens=6),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_fused_sampler_draws_what_the_reference_draws(device: str) -> None:
+    """Everything together, six requests on four seats: texts that sit down late find no counts of those before."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    gpt = make_model().to(device)
+    limits = make_limits(gpt.config, 4)
+    engine = CudaGraphEngine(gpt, limits) if device == "cuda" else SlotEngine(gpt, limits)
+    config = SchedulerConfig(4, limits.block_size, limits.max_num_cached_tokens)
+    sampler = FusedSampler(4, V, torch.device(device))
+    core = Core(engine, Scheduler(config), sample, None, V, ahead=Ahead(engine, sampler))
+    prompts = [prompt(n, i) for i, n in enumerate((3, 7, 5, 9, 2, 12))]
+    expected = generate(make_core(gpt, recorded=False, ahead=False), prompts, CONTROLS)
+    assert generate(core, prompts, CONTROLS) == expected
+    ahead = generate(core, prompts[:4], [replace(q, n=1) for q in CONTROLS[:4]])  # all on the device
+    assert [texts[0] for texts in ahead] == [texts[0] for texts in expected[:4]]
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_an_llm_runs_ahead_on_a_gpu(tmp_path: Path) -> None:
+    folder = str(make_folder(tmp_path / "m"))
+    params = [SamplingParams(max_tokens=20, temperature=t, top_k=20, seed=1) for t in (0.0, 0.9)]
+    expected = LLM(folder, engine="static", dtype="float32").generate(["Go", "To be"], params)
+    for engine in ("cuda_graph", "triton"):
+        llm = LLM(folder, engine=engine, dtype="float32")
+        assert llm.core._ahead is not None
+        found = llm.generate(["Go", "To be"], params)
+        assert [o.outputs[0].text for o in found] == [o.outputs[0].text for o in expected]

@@ -24,6 +24,7 @@ MAX_HOPS = 8
 # Level -> what it may not import, at any depth of its own code.
 FORBIDDEN = {
     "scheduling": ("torch", "numpy", "nanoinfer.engines", "nanoinfer.models", "nanoinfer.sampling", "nanoinfer.core"),
+    "kv": ("nanoinfer.engines", "nanoinfer.models", "nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core"),
     "engines": ("nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
     "sampling": ("nanoinfer.engines", "nanoinfer.scheduling", "nanoinfer.models", "nanoinfer.core"),
     "models": ("nanoinfer.engines", "nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
