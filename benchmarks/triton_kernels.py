@@ -4,8 +4,9 @@
 
 Products of GPT-2 (768) and GPT-2 XL (1600) with everything fused into them, against F.linear of the same dtype alone
 (quantized weights: against bfloat16), and attention over 1,023 tokens against scaled_dot_product_attention. Weights
-take turns, more of them than the second-level cache holds, as the layers of a model do. Results are checked before
-anything is timed. GB/s = bytes of weights (or keys and values) / median time of a launch in a CUDA graph.
+take turns, more of them than the second-level cache holds, as the layers of a model do. Whole decode steps at batch
+1, in launches and in one persistent launch, against `cuda_graph`'s. Results are checked before anything is timed.
+GB/s = bytes of weights (or keys and values) / median time of a launch in a CUDA graph.
 
 The sizes to tune by this are the table of src/nanoinfer/kernels/triton/tiles.py.
 """
@@ -16,6 +17,7 @@ import argparse
 import json
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +112,67 @@ def attention_row(heads: int, rows: int, new: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def step_row(model: str, persistent: bool, device: str = "cuda", num_steps: int = 200) -> dict[str, Any]:
+    """A decode step at batch 1 of engine `triton`, against one of `cuda_graph`: tokens are compared, then timed."""
+    from nanoinfer.engines.base import EngineLimits
+    from nanoinfer.engines.cuda_graph import CudaGraphEngine
+    from nanoinfer.engines.fused import FusedEngine
+    from nanoinfer.models.checkpoints.load import load_model
+
+    dtype = torch.bfloat16
+    loaded = load_model(model, dtype=dtype)
+    config, weights = loaded.config, loaded.take()
+    limits = EngineLimits(1, config.block_size, config.block_size)
+    reference = CudaGraphEngine(weights.gpt(torch.device(device)), limits)
+    fused = FusedEngine(weights.gpt(torch.device(device)), limits, persistent=persistent)
+    first, last = (logits_after(engine) for engine in (reference, fused))
+    what = f"{'persistent' if persistent else 'fused'} step of {model}"
+    check(last, first.double(), dtype, what)
+    theirs, ours = (step_microseconds(engine, num_steps) for engine in (reference, fused))
+    num_bytes = dtype.itemsize * (
+        sum(p.numel() for p in reference.model.parameters()) - config.block_size * config.n_embd
+    )
+    return {
+        "kernel": "persistent step" if persistent else "step", "format": "bfloat16", "n": config.n_layer,
+        "k": config.n_embd, "rows": 1, "us": ours, "torch_us": theirs, "gb_per_sec": num_bytes / ours / 1e3,
+        "torch_gb_per_sec": num_bytes / theirs / 1e3,
+    }  # fmt: skip
+
+
+def logits_after(engine: Any) -> torch.Tensor:
+    """Return the logits of the fourth token after a prompt: a first step, one that is recorded, and a replay."""
+    from nanoinfer.engines.base import StepBatch
+
+    handle = engine.open()
+    engine.extend(StepBatch([handle], list(range(1, 18)), [17], [0]))
+    for token in (5, 6, 7, 8):
+        logits = engine.extend(StepBatch([handle], [token], [1], [1])).clone()
+    engine.close(handle)
+    return logits
+
+
+def step_microseconds(engine: Any, num_steps: int) -> float:
+    """Return the time of a greedy step that runs ahead, the mean over `num_steps`."""
+    from nanoinfer.engines.base import PENDING, StepBatch
+
+    def largest(logits: torch.Tensor, seats: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return logits.argmax(-1)
+
+    handle = engine.open()
+    engine.step(StepBatch([handle], [1, 2, 3], [3], [1]), largest, [0])
+    batch = StepBatch([handle], [PENDING], [1], [1])
+    for _ in range(4):
+        drawn = engine.step(batch, largest, [0])
+    drawn.read()
+    start = time.perf_counter()
+    for _ in range(num_steps):
+        drawn = engine.step(batch, largest, [0])
+    drawn.read()
+    elapsed = time.perf_counter() - start
+    engine.close(handle)
+    return 1e6 * elapsed / num_steps
+
+
 def main() -> int:
     """Measure, and print a table, or one JSON document."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -119,11 +182,15 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: these kernels can only be timed on one", file=sys.stderr)
         return 2
+    from nanoinfer.config import PRESETS
+
     rows = []
     for C in arguments.width:
         shapes = ((3 * C, C), (C, C), (4 * C, C), (C, 4 * C), (50257, C))
         rows += [product_row(name, n, k, m) for name in FORMATS for n, k in shapes for m in ROWS]
         rows += [attention_row(C // 64, *shape) for shape in ((1, 1), (1, 5), (16, 1))]
+    presets = [name for name, config in PRESETS.items() if config.n_embd in arguments.width]
+    rows += [step_row(f"random:{name}", persistent) for name in presets for persistent in (False, True)]
     if arguments.json:
         print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
         return 0
