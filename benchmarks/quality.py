@@ -1,8 +1,9 @@
 """What reduced precision does to a model's words: perplexity and distance from float32 on held-out text.
 
 Every configuration of the native engine sees the same tokens as the reference (float32 on engine `static`), in
-windows of the context length that do not overlap, and gives its whole distribution at every position. Printed for
-each: perplexity, its difference from the reference's, the mean Kullback-Leibler divergence KL(reference, this) in
+windows of the context length that do not overlap, and gives its whole distribution at every position. So do the
+weight formats of engine `triton`: their values take the place of the weights in `static`, which needs no GPU. Printed
+for each: perplexity, its difference from the reference's, the mean Kullback-Leibler divergence KL(reference, this) in
 nats per token, how often the most likely token is the same, and the bytes of the packed weights.
 
 Run: python benchmarks/quality.py TEXT [--model shakespeare] [--model wide:shakespeare:gpt2] [--tokens N]
@@ -16,7 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ import torch
 from nanoinfer import LLM
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.errors import NanoinferError
+from nanoinfer.kernels.triton.quantize import Weight, dequantize, pack_int4, pack_int8
+from nanoinfer.models.gpt import GPT
 from nanoinfer.training.config import TrainConfig
 from nanoinfer.training.data import split_texts
 
@@ -40,6 +43,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "int8, int8 keys and values": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "int4": {"quantization": "int4"},
 }
+
+VALUES = {"int8 of triton": pack_int8, "int4 of triton": pack_int4}
+"""Formats that are judged by what their weights stand for."""
 
 
 @dataclass
@@ -109,12 +115,27 @@ def weight_bytes(engine: Engine) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
+def round_weights(model: GPT, pack: Callable[[torch.Tensor], Weight]) -> int:
+    """Put what packed weights stand for in the place of a model's linear weights; return the bytes of the packed."""
+    num_bytes = 0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            weight = pack(module.weight.data)
+            module.weight = torch.nn.Parameter(dequantize(weight), requires_grad=False)  # the embedding keeps its own
+            num_bytes += weight.num_bytes()
+    return num_bytes
+
+
 def measure(model: str, text: str, max_tokens: int | None, threads: int | None) -> list[str]:
     """Return the lines of one model's section."""
     common: dict[str, Any] = {"max_num_seqs": 1}
     native = common | {"engine": "native", "threads": threads}
     llms = {"reference": LLM(model, **common, **REFERENCE)}
     llms |= {name: LLM(model, **native, **options) for name, options in CONFIGURATIONS.items()}
+    sizes = {name: weight_bytes(llm.engine) for name, llm in llms.items()}
+    for name, pack in VALUES.items():
+        llms[name] = LLM(model, **common, **REFERENCE)
+        sizes[name] = round_weights(llms[name].engine.model, pack)  # type: ignore[attr-defined]
     first = llms["reference"]
     texts = windows(first.encode(text), first.config.block_size, max_tokens)
     if not texts or len(texts[0]) < 2:
@@ -136,7 +157,7 @@ def measure(model: str, text: str, max_tokens: int | None, threads: int | None) 
         d = (t.loss - reference.loss) / n
         spread = torch.tensor(t.per_window).std().item() * math.sqrt(len(texts)) / n if len(texts) > 1 else math.nan
         lines.append(
-            f"| {name} | {weight_bytes(llms[name].engine) / 1e6:.1f} | {math.exp(t.loss / n):.4f} |"
+            f"| {name} | {sizes[name] / 1e6:.1f} | {math.exp(t.loss / n):.4f} |"
             f" {100 * math.expm1(d):+.3f}% (± {200 * spread:.3f}) | {t.divergence / n:.6f} |"
             f" {100 * t.num_same_top / n:.2f}% |"
         )

@@ -369,6 +369,7 @@ def test_limits_follow_the_memory_given(tmp_path: Path) -> None:
     text = 32 * TINY.kv_bytes_per_token(4)  # one full-length text
     slots = LLM(folder, engine="static", kv_cache_memory=3 * text + 1).engine.limits
     assert (slots.max_num_seqs, slots.max_num_cached_tokens) == (3, 96)
+    assert LLM(folder, engine="compiled", kv_cache_memory=3 * text + 1).engine.limits.max_num_seqs == 2  # and padding
     shared = LLM(folder, engine="dynamic", max_num_seqs=10, kv_cache_memory=3 * text).engine.limits
     assert (shared.max_num_seqs, shared.max_num_cached_tokens) == (10, 96)
     assert make_limits(max_num_seqs=64) == LLM(folder, engine="recompute").engine.limits

@@ -76,7 +76,7 @@ def test_a_table_for_a_model(
         r[0]: r
         for r in re.findall(r"^\| (\S.*?) \| (\S+) \| (\S+) \| (\S+)% \(.*?\) \| (\S+) \| (\S+)% \|$", out, re.M)
     }
-    assert list(rows) == list(quality.CONFIGURATIONS)
+    assert list(rows) == [*quality.CONFIGURATIONS, *quality.VALUES]
     assert math.isclose(float(rows["float32"][4]), 0, abs_tol=1e-5)
     assert float(rows["float32"][5]) == 100
     assert float(rows["float32"][4]) <= float(rows["int8"][4]) < float(rows["int4"][4])

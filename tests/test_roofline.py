@@ -237,8 +237,8 @@ def test_memory_held_is_the_model_and_the_engines_cache(tiny_folder: Path, dtype
     model = make_model().to(getattr(torch, dtype))
     engine = StaticEngine(model, make_limits(max_num_seqs=4))
     assert memory["weight_bytes"] == sum(p.nbytes for p in model.parameters())
-    assert memory["kv_cache_bytes"] == engine._k.nbytes + engine._v.nbytes
-    assert memory["kv_cache_layer_bytes"] == engine._k[0].nbytes + engine._v[0].nbytes
+    assert memory["kv_cache_bytes"] == engine._cache.k.nbytes + engine._cache.v.nbytes
+    assert memory["kv_cache_layer_bytes"] == engine._cache.k[0].nbytes + engine._cache.v[0].nbytes
     assert memory["fits"] is True
     assert answer("gpt2-xl", Question(device="t4", batch=64))["memory"]["fits"] is False
 

@@ -52,8 +52,8 @@ def needs(case: Case, config: ModelConfig, weights: int) -> list[int]:
     if case.device == "cpu":
         return [PROCESS_BYTES + 2 * weights + tokens * config.kv_bytes_per_token(4)]
     size = 4 if case.dtype == "float32" else 2
-    if case.contestant in ENGINES and ENGINES[case.contestant].memory == "slots":
-        tokens = case.batch * (config.block_size + 1)  # reserved, used or not
+    if case.contestant in ENGINES and ENGINES[case.contestant].has_slots:
+        tokens = case.batch * ENGINES[case.contestant].slot_tokens(config.block_size)  # reserved, used or not
     logits = 4 * case.batch * config.vocab_size * 4  # and what a sampler makes of them
     held = CONTEXT_BYTES + weights * size // 4 + tokens * config.kv_bytes_per_token(size) + logits
     return [2 * PROCESS_BYTES + 2 * weights, held]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.engines.base import Engine, EngineLimits
+from nanoinfer.engines.buckets import with_padding
 from nanoinfer.errors import NanoinferError
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class EngineSpec:
     dtypes: tuple[str, ...] = DTYPES
     quantizations: tuple[str, ...] = ()
     memory: str = "tokens"
-    """What keys and values take: "none", "tokens" (grows with the text), "slots" (a full text each) or "blocks" (of one
-    pool, of KV_BLOCK tokens)."""
+    """What keys and values take: "none", "tokens" (grows with the text), "slots" (a full text each), "padded slots"
+    (and room for padding) or "blocks" (of one pool, of KV_BLOCK tokens)."""
     options: tuple[str, ...] = ()
     """Fields of EngineConfig that the engine takes beside the model and its limits."""
     module: str | None = None
@@ -50,6 +51,15 @@ class EngineSpec:
     """Whether it needs the native extension, and takes the weights one at a time instead of a model."""
     preferred: bool = True
     """Whether `auto` takes it where another engine does what is asked for, too."""
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether it reserves memory for a full text of each sequence."""
+        return self.memory in ("slots", "padded slots")
+
+    def slot_tokens(self, block_size: int) -> int:
+        """Return the tokens that a sequence's slot has memory for."""
+        return with_padding(block_size) if self.memory == "padded slots" else block_size
 
     def unavailable(self) -> str | None:
         """Return why this engine cannot run on this machine, or None."""
@@ -88,7 +98,7 @@ ENGINES: dict[str, EngineSpec] = {
             "compiled",
             "compile the step over static shapes",
             "nanoinfer.engines.compiled:CompiledEngine",
-            memory="slots",
+            memory="padded slots",
             preferred=False,  # a shape's first step takes seconds
         ),
         EngineSpec(
@@ -96,7 +106,7 @@ ENGINES: dict[str, EngineSpec] = {
             "capture the step once, replay it; tokens and positions stay on the device",
             "nanoinfer.engines.cuda_graph:CudaGraphEngine",
             devices=("cuda",),
-            memory="slots",
+            memory="padded slots",
             options=("graph_memory",),
         ),
         EngineSpec(
@@ -105,7 +115,7 @@ ENGINES: dict[str, EngineSpec] = {
             "nanoinfer.engines.fused:FusedEngine",
             devices=("cuda",),
             quantizations=("int8", "int4"),
-            memory="slots",
+            memory="padded slots",
             options=("quantization", "graph_memory"),
             module="triton",
             preferred=False,  # until it has been measured
@@ -213,15 +223,16 @@ def plan_limits(
         return _plan_blocks(model, config, {4: "float32", 2: "bfloat16"}[bytes_per_value], wanted, device)
     per_token = model.kv_bytes_per_token(bytes_per_value)
     budget = _budget(config, device)
-    fitting = budget // (per_token * model.block_size)  # full-length texts
-    needed = config.max_num_seqs or 1 if spec.memory == "slots" else 1
+    full = per_token * spec.slot_tokens(model.block_size)
+    fitting = budget // full  # full-length texts
+    needed = config.max_num_seqs or 1 if spec.has_slots else 1
     if config.kv_cache_memory is not None and fitting < needed:
         raise NanoinferError(
             f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for {needed} sequences of"
-            f" {model.block_size} tokens ({needed * per_token * model.block_size:,} bytes): raise it, or lower"
+            f" {model.block_size} tokens ({needed * full:,} bytes): raise it, or lower"
             " max_num_seqs"
         )
-    if spec.memory == "slots":
+    if spec.has_slots:
         count = config.max_num_seqs or max(1, min(wanted, fitting))
         return EngineLimits(count, model.block_size, count * model.block_size)
     tokens = min(wanted * model.block_size, max(model.block_size, budget // per_token))

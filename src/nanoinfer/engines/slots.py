@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nanoinfer.engines import buckets
 from nanoinfer.engines.base import PENDING, Draw, EngineLimits, Handle, StepBatch
-from nanoinfer.engines.buckets import Call, Room, Shape
+from nanoinfer.engines.buckets import Call, Room, Shape, with_padding
 from nanoinfer.engines.sequences import Sequences
 from nanoinfer.engines.torch_engine import lay_out
 from nanoinfer.engines.transfers import Drawing, Inputs, pick
@@ -88,7 +88,7 @@ class SlotEngine(Sequences):
         self.model = model
         self.device = model.lm_head.weight.device
         self.dtype = model.lm_head.weight.dtype
-        columns = -(-(limits.block_size + 1) // 16) * 16  # one for padding, and rows of a multiple of 16
+        columns = with_padding(limits.block_size)
         self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)
         self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=self.device)
         """The token drawn last in each slot; one more for rows that draw nothing."""

@@ -89,9 +89,10 @@ class Ours:
     def kv_cache_bytes(self) -> int | None:
         """Return the size of the keys and values that the engine has reserved; None where they come and go."""
         spec, limits = ENGINES[self._llm.engine_name], self._llm.engine.limits
-        if spec.memory != "slots":
+        if not spec.has_slots:
             return None
-        return limits.max_num_cached_tokens * self._llm.config.kv_bytes_per_token(self._llm.dtype.itemsize)
+        tokens = limits.max_num_seqs * spec.slot_tokens(limits.block_size)
+        return tokens * self._llm.config.kv_bytes_per_token(self._llm.dtype.itemsize)
 
 
 def _spread(arrivals: list[float], now: float, num_tokens: int) -> list[float]:
