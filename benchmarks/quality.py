@@ -39,8 +39,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "float16": {"dtype": "float16"},
+    "int8, float32 keys and values": {"quantization": "int8", "kv_cache_dtype": "float32"},
     "int8": {"quantization": "int8"},
-    "int8, int8 keys and values": {"quantization": "int8", "kv_cache_dtype": "int8"},
     "int4": {"quantization": "int4"},
 }
 
