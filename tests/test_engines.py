@@ -6,6 +6,7 @@ for every token. Adding an engine to the registry adds it to every test here.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.engines.compiled import CompiledEngine, RunBlock
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
-from nanoinfer.engines.devices import supported_dtypes
+from nanoinfer.engines.devices import resolve_dtype, supported_dtypes
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.gpt import GPT
 from nanoinfer.sampling.sampler import sample
@@ -373,3 +374,31 @@ def test_limits_follow_the_memory_given(tmp_path: Path) -> None:
     shared = LLM(folder, engine="dynamic", max_num_seqs=10, kv_cache_memory=3 * text).engine.limits
     assert (shared.max_num_seqs, shared.max_num_cached_tokens) == (10, 96)
     assert make_limits(max_num_seqs=64) == LLM(folder, engine="recompute").engine.limits
+
+
+def test_a_chip_without_bfloat16_gets_float16_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    device = torch.device("cuda", 0)
+    assert resolve_dtype("auto", device) == torch.float16
+    with pytest.raises(
+        NanoinferError, match="dtype='bfloat16' is not supported on cuda:0: use one of float32"
+    ):
+        resolve_dtype("bfloat16", device)
+
+
+def test_auto_goes_down_where_a_rung_is_missing_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = ENGINES["cuda_graph"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cuda = torch.device("cuda", 0)
+    assert registry.resolve(EngineConfig(), cuda, torch.float16) is spec
+    missing = replace(spec, module="no_such_package")
+    monkeypatch.setitem(ENGINES, "cuda_graph", missing)
+    assert registry.resolve(EngineConfig(), cuda, torch.float16).name == "static"
+    assert "engine=auto: not cuda_graph: no_such_package is not installed: pip install nanoinfer[gpu]" in caplog.text
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # neither Triton nor the extension
+    with pytest.raises(NanoinferError, match="engine='triton' cannot run: triton is not installed"):
+        registry.resolve(EngineConfig(engine="triton"), cuda, torch.float16)
+    with pytest.raises(NanoinferError, match="no engine does quantization='int8' with dtype=float16 on cuda:0"):
+        registry.resolve(EngineConfig(quantization="int8"), cuda, torch.float16)
