@@ -46,7 +46,7 @@ def engines(
 
     table = Table(box=box.SIMPLE)
     for column in ("engine", "here", "devices", "dtypes", "quantization", "the one idea"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=column == "engine")
     for row in rows:
         missing = ", ".join(row["missing_devices"])
         table.add_row(

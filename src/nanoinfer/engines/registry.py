@@ -111,7 +111,7 @@ ENGINES: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             "triton",
-            "few fused kernels a layer: norm, product, bias, activation and store in one launch",
+            "few fused kernels a layer; weights in 16, 8 or 4 bits",
             "nanoinfer.engines.fused:FusedEngine",
             devices=("cuda",),
             quantizations=("int8", "int4"),
