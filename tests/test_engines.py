@@ -27,6 +27,7 @@ from nanoinfer.engines.compiled import CompiledEngine, RunBlock
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.devices import resolve_dtype, supported_dtypes
 from nanoinfer.engines.registry import ENGINES
+from nanoinfer.engines.torch_engine import attention_of_any_length
 from nanoinfer.models.gpt import GPT
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -402,3 +403,13 @@ def test_auto_goes_down_where_a_rung_is_missing_and_says_why(
         registry.resolve(EngineConfig(engine="triton"), cuda, torch.float16)
     with pytest.raises(NanoinferError, match="no engine does quantization='int8' with dtype=float16 on cuda:0"):
         registry.resolve(EngineConfig(quantization="int8"), cuda, torch.float16)
+
+
+def test_attention_over_lengths_that_are_always_new_is_not_planned() -> None:
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with attention_of_any_length(torch.device("cuda")):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert torch.backends.cuda.math_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -7,10 +7,12 @@ in one row of N tokens, so that matrix products see no padding, and attention pe
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoinfer.engines.base import EngineLimits, StepBatch
 from nanoinfer.engines.sequences import Sequences
@@ -42,7 +44,8 @@ class TorchEngine(Sequences):
         if not batch.handles:
             self._hidden = self._hidden[:0]
             return torch.empty(0, self.config.vocab_size, device=self.device)
-        self._hidden = self._run(batch)  # (sum(num_logits), C)
+        with attention_of_any_length(self.device):
+            self._hidden = self._run(batch)  # (sum(num_logits), C)
         self._advance(batch)
         return self.model.lm_head(self._hidden).float()  # type: ignore[no-any-return]
 
@@ -70,6 +73,16 @@ class TorchEngine(Sequences):
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
         """Return attention for one step over flat (N, H, D) queries; it also stores the new keys and values."""
         raise NotImplementedError
+
+
+def attention_of_any_length(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which attention on a GPU does without cuDNN.
+
+    torch prefers it on an H100, where it plans every new shape for some 30 ms on the host; here any step's may be new.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def lay_out(model: GPT) -> None:
