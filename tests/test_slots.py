@@ -14,7 +14,7 @@ from nanoinfer.engines.base import PENDING, EngineLimits, StepBatch
 from nanoinfer.engines.buckets import Call, Room, Shape, plan, round_up
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
-from nanoinfer.engines.graphs import Graphs
+from nanoinfer.engines.graphs import CudaRecorder, Graphs
 from nanoinfer.engines.slots import SlotEngine, Step
 from nanoinfer.models.gpt import GPT
 from recorded import FakeRecorder
@@ -151,6 +151,19 @@ def test_an_error_that_is_not_about_memory_is_raised() -> None:
         graphs.run("a", lambda: None)
 
 
+@pytest.mark.parametrize(
+    "words", ["CUDA error: out of memory\nmore", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"]
+)
+def test_memory_that_runs_out_elsewhere_than_for_a_tensor_is_known_by_its_words(words: str) -> None:
+    class Full(FakeRecorder):
+        def record(self, compute: object) -> object:  # type: ignore[override]
+            raise RuntimeError(words)
+
+    graphs: Graphs[int] = Graphs(Full(), 1)  # type: ignore[arg-type]
+    assert [graphs.run("a", lambda: 7) for _ in range(3)] == [7, 7, 7]
+    assert len(graphs) == 0
+
+
 def test_blocks_are_compiled_once_for_each_shape_and_never_for_a_length() -> None:
     """Two layers, prompts of many lengths, batches that share a bucket: each shape of a decode step compiles once."""
     gpt, counter = make_model(), CompileCounter()
@@ -219,3 +232,39 @@ def test_a_real_graph_replays_at_any_position() -> None:
     for _ in range(2):
         torch.testing.assert_close(run(engine, prompt(20)), expected, atol=1e-4, rtol=1e-4)
     assert len(engine.graphs) == 1
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_real_recording_without_memory_leaves_the_device_as_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    device = torch.device("cuda", 0)
+    x, stream = torch.zeros(1, device=device), torch.cuda.current_stream()
+
+    def compute() -> None:
+        x.add_(1)
+        if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**50, device=device)
+
+    graphs: Graphs[None] = Graphs(CudaRecorder(device), 2**30)
+    for _ in range(3):
+        graphs.run("a", compute)
+    assert "the device has no memory for another" in caplog.text
+    assert torch.cuda.current_stream() == stream
+    assert x.item() == 3
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_others_can_record_after_an_engine_has() -> None:
+    """Engines record in inference mode, others outside of it; the generator's tensors are everyone's."""
+    x = torch.zeros(1, device="cuda")
+    graphs: Graphs[Tensor] = Graphs(CudaRecorder(x.device), 2**30)
+    with torch.inference_mode():
+        for _ in range(3):
+            graphs.run("a", lambda: x.add_(1))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.add_(1)
+    graph.replay()
+    assert x.item() == 4
+    assert len(graphs) == 1

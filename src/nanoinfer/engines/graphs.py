@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from functools import cache
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -20,6 +21,9 @@ import torch
 log = logging.getLogger("nanoinfer")
 
 T = TypeVar("T")
+
+NO_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What torch says when the driver or cuBLAS had no memory."""
 
 
 class Recorder(Protocol):
@@ -31,7 +35,7 @@ class Recorder(Protocol):
         Recording does not do the work, only a replay does.
 
         Raises:
-            RuntimeError: torch.OutOfMemoryError, or an error in whose context there is one.
+            RuntimeError: memory ran out, or did so in the error's context: see `_out_of_memory`.
         """
         ...
 
@@ -49,14 +53,28 @@ class CudaRecorder:
 
     def record(self, compute: Callable[[], T]) -> tuple[Callable[[], object], T]:
         """Record a graph: kernels are not run, memory is taken from the shared pool."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
+        graph, mode = torch.cuda.CUDAGraph(), torch.is_inference_mode_enabled()
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.stream(torch.cuda.current_stream()),  # where a recording that fails would not come back to
+            torch.inference_mode(False),  # a recording begins by writing to tensors that it shares with all others
+            torch.cuda.graph(graph, pool=self._pool, stream=_side_stream(self._device)),
+            torch.inference_mode(mode),
+        ):
             result = compute()
         return graph.replay, result
 
     def num_bytes(self) -> int:
-        """Return the bytes that torch has reserved on the device."""
+        """Return the bytes that torch has reserved on the device, less those that it would give back."""
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()  # a recording begins with that, too: what it takes would be set off against it
         return torch.cuda.memory_reserved(self._device)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream to record on: libraries keep workspaces by stream, and torch's own is on one device only."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Graphs(Generic[T]):
@@ -121,7 +139,12 @@ class Graphs(Generic[T]):
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
-    """Return whether memory ran out: leaving a recording that failed may raise an error of its own."""
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+    """Return whether memory ran out: for a tensor, a library or the graph itself, which only says so in words.
+
+    Leaving a recording that failed may raise an error of its own; the cause is then its context.
+    """
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY):
+            return True
         error = error.__context__
-    return error is not None
+    return False
