@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from conftest import TINY, make_limits, make_model
-from nanoinfer import NanoinferError
+from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.engines import transfers
 from nanoinfer.engines.base import PENDING, EngineLimits, StepBatch
 from nanoinfer.engines.buckets import Call, Room, Shape, plan, round_up
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import CudaRecorder, Graphs
-from nanoinfer.engines.slots import SlotEngine, Step
+from nanoinfer.engines.slots import Output, SlotEngine, Step
 from nanoinfer.models.gpt import GPT
 from recorded import FakeRecorder
 from test_ahead import TorchSampler
@@ -164,6 +167,26 @@ def test_memory_that_runs_out_elsewhere_than_for_a_tensor_is_known_by_its_words(
     assert len(graphs) == 0
 
 
+def test_a_step_that_is_interrupted_leaves_no_position_behind() -> None:
+    """The device has moved on, and the host did not get to note it: the same step is another one now."""
+
+    class Interrupted(SlotEngine):
+        def _execute(self, key: tuple[Shape, bool], compute: Callable[[], Output]) -> Output:
+            super()._execute(key, compute)
+            raise KeyboardInterrupt
+
+    gpt = make_model()
+    engine, expected = SlotEngine(gpt, make_limits()), gpt(torch.tensor([prompt(4)]))[0]
+    handle = engine.open()
+    engine.extend(StepBatch([handle], prompt(4)[:3], [3], [0]))
+    step = StepBatch([handle], prompt(4)[3:], [1], [1])
+    engine.__class__ = Interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.extend(step)
+    engine.__class__ = SlotEngine
+    torch.testing.assert_close(engine.extend(step), expected[3:], atol=1e-4, rtol=1e-4)
+
+
 def test_blocks_are_compiled_once_for_each_shape_and_never_for_a_length() -> None:
     """Two layers, prompts of many lengths, batches that share a bucket: each shape of a decode step compiles once."""
     gpt, counter = make_model(), CompileCounter()
@@ -268,3 +291,15 @@ def test_others_can_record_after_an_engine_has() -> None:
     graph.replay()
     assert x.item() == 4
     assert len(graphs) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+@pytest.mark.parametrize("engine", ["static", "compiled", "cuda_graph", "triton"])
+def test_a_device_that_is_not_the_current_one(tiny_folder: Path, engine: str) -> None:
+    expected = LLM(str(tiny_folder), engine="recompute", device="cpu").generate("abc", SamplingParams(temperature=0))
+    for device in ("cuda:0", "cuda:1"):
+        llm = LLM(str(tiny_folder), engine=engine, device=device, dtype="float32")
+        for _ in range(2):
+            made = llm.generate("abc", SamplingParams(temperature=0))
+            assert made[0].outputs[0].token_ids == expected[0].outputs[0].token_ids

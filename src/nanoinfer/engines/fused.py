@@ -143,18 +143,20 @@ class FusedEngine(CudaGraphEngine):
         if (layer := self._layers.get(block)) is None:
             return super()._block(block, x, k, v, step, mask)
         empty = block.attn.c_attn.weight
-        for name, weight in self._weights.items():
-            block.get_submodule(name).weight = _frozen(dequantize(weight.layer(layer), self.dtype))
-        out = super()._block(block, x, k, v, step, mask)
-        for name in self._weights:
-            block.get_submodule(name).weight = empty
-        return out
+        try:
+            for name, weight in self._weights.items():
+                block.get_submodule(name).weight = _frozen(dequantize(weight.layer(layer), self.dtype))
+            return super()._block(block, x, k, v, step, mask)
+        finally:  # also where a recording has no memory: these weights are in its pool
+            for name in self._weights:
+                block.get_submodule(name).weight = empty
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Return the logits, (M, V) float32, of hidden states, (M, C)."""
         if 0 < len(hidden) <= MAX_ROWS:
             logits = torch.empty(len(hidden), self.config.vocab_size, device=self.device)
-            product(hidden.contiguous(), self._head_weight, logits)
+            with torch.cuda.device_of(hidden):  # type: ignore[no-untyped-call]
+                product(hidden.contiguous(), self._head_weight, logits)
             return logits
         return F.linear(hidden, dequantize(self._head_weight, self.dtype)).float()
 

@@ -161,7 +161,12 @@ class SlotEngine(Sequences):
         if inputs is None:
             inputs = self._inputs[shape.rows, shape.tokens] = Inputs(shape.rows, shape.tokens, self.device)
         inputs.put(self._rows(call, batch, seats))
-        out = self._execute((shape, draw is not None), lambda: self._compute(inputs, shape, draw))
+        try:
+            with torch.cuda.device_of(self._last):  # type: ignore[no-untyped-call]  # Triton's is the current device
+                out = self._execute((shape, draw is not None), lambda: self._compute(inputs, shape, draw))
+        except BaseException:
+            inputs.forget()
+            raise
         inputs.advanced()
         return out
 

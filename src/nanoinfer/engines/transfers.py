@@ -15,20 +15,26 @@ class Inputs:
 
     def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
         self._table = torch.zeros(rows, tokens + 5, dtype=torch.int64, device=device)
-        self._have = [[0] * (tokens + 5) for _ in range(rows)]  # what the table holds, less the padding's tokens
+        # What the table holds, less the padding's tokens; None: unknown.
+        self._have: list[list[int]] | None = [[0] * (tokens + 5) for _ in range(rows)]
         self.given = self._table[:, :tokens]
         self.start, self.count, self.slots, self.wanted, self.seats = self._table[:, tokens:].unbind(1)
 
     def put(self, want: list[list[int]]) -> None:
         """Make the table hold `want`: given, start, count, slot, wanted, seat of each row."""
         if want != self._have:
+            self.forget()
             self._table.copy_(upload(want, self._table.device))
             self._have = want
 
     def advanced(self) -> None:
         """Note that a call has added count to start."""
-        for row in self._have:
+        for row in self._have or ():
             row[-5] += row[-4]
+
+    def forget(self) -> None:
+        """Note that nobody knows whether a call has: it was interrupted."""
+        self._have = None
 
 
 class Drawing:
@@ -44,7 +50,7 @@ class Drawing:
         here.copy_(tokens, non_blocking=True)
         if tokens.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(tokens.device))  # not of the current device
             self._events.append(event)
         self._parts.append((here, rows))
 

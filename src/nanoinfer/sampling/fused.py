@@ -160,7 +160,8 @@ class FusedSampler:
         tokens = torch.empty(B, dtype=torch.int64, device=self.device)
         for begin in range(0, B, self._rows):
             part = slice(begin, begin + self._rows)
-            self._launch(logits[part], seats[part], wanted[part], tokens[part])
+            with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton's is the current device
+                self._launch(logits[part], seats[part], wanted[part], tokens[part])
         return tokens
 
     def _launch(self, logits: Tensor, seats: Tensor, wanted: Tensor, tokens: Tensor) -> None:

@@ -7,6 +7,8 @@
     persistent.py  a whole step in one launch
     sampler.py     the next token of each row, without a sort (borders: sampler_search.py)
 
+Kernels are launched on the current device: it must be the one of the tensors.
+
 Where there is no device, `TRITON_INTERPRET=1` (set before triton is imported) runs them on the CPU, in Python: that is
 how the tests check their values.
 """
