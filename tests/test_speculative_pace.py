@@ -18,6 +18,7 @@ from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.scheduling.sequence import Sequence as Text
 from nanoinfer.scheduling.text import OutputText
+from nanoinfer.speculative import costs
 from nanoinfer.speculative.base import Ask
 from nanoinfer.speculative.costs import SIZES, StepTimes, measure_steps
 from nanoinfer.speculative.pace import MAX_K, Outcome, Pace, Trust, Wish
@@ -314,6 +315,22 @@ def test_measuring_ends_with_the_context_and_the_time(block_size: int, budget_se
     engine = Timed(clock, CURVES["flat"], block_size)
     time_steps(engine, clock, 256, budget_sec)
     assert max(engine.sizes) == largest
+
+
+def test_what_a_gpu_needs_to_warm_up_is_neither_measured_nor_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Captures(Timed):
+        """Compiles in the first run of each size, captures in the second."""
+
+        def extend(self, batch: StepBatch) -> None:
+            super().extend(batch)
+            self._clock[0] += {1: 9.0, 2: 0.3}.get(self.sizes.count(batch.num_new[0]), 0.0)
+
+    monkeypatch.setattr(costs, "_wait", lambda logits: True)
+    clock = [0.0]
+    engine = Captures(clock, CURVES["slow rise"])
+    times = time_steps(engine, clock, 20, budget_sec=2.0)
+    assert max(engine.sizes) == 20
+    assert [times(n) for n in (1, 8, 20)] == pytest.approx([CURVES["slow rise"](n) for n in (1, 8, 20)])
 
 
 def test_measuring_that_is_interrupted_closes_its_sequence() -> None:

@@ -10,11 +10,14 @@ import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import cast
 
 from nanoinfer.engines.base import Engine, StepBatch
 
 SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 RUNS = 3
+DEVICE_WARM_UPS = 2
+"""Runs of a size that say nothing on a GPU: in the first kernels are compiled or planned, in the second captured."""
 BUDGET_SEC = 1.0
 
 
@@ -50,32 +53,38 @@ def measure_steps(
         engine: with room for one more sequence, which is closed again.
         max_tokens: largest step of interest; fewer when the context or the time runs out.
         clock: seconds.
-        budget_sec: no larger size is begun after this.
+        budget_sec: no larger size is begun after this; what a GPU needs to warm up does not count.
     """
     handle = engine.open()
     measured: dict[int, float] = {}
-    started = clock()
+    started, warming_sec = clock(), 0.0
     try:
         for n in SIZES:
-            if measured and (n > min(max_tokens, engine.limits.block_size) or clock() - started > budget_sec):
+            spent = clock() - started - warming_sec
+            if measured and (n > min(max_tokens, engine.limits.block_size) or spent > budget_sec):
                 break
-            runs = []
-            for _ in range(RUNS + (n == 1)):
+            runs: list[float] = []
+            warm_ups = int(n == 1)  # the very first one
+            while len(runs) < warm_ups + RUNS:
                 batch = StepBatch()
                 batch.add(handle, [0] * n, num_logits=n)
                 before = clock()
-                _wait(engine.extend(batch))
+                if _wait(engine.extend(batch)):
+                    warm_ups = DEVICE_WARM_UPS
                 runs.append(clock() - before)
                 engine.truncate(handle, 0)
-            measured[n] = statistics.median(runs[-RUNS:])  # the very first one warms up
+            warming_sec += sum(runs[:warm_ups]) if warm_ups == DEVICE_WARM_UPS else 0.0
+            measured[n] = statistics.median(runs[-RUNS:])
     finally:
         engine.close(handle)
     return StepTimes(measured)
 
 
-def _wait(logits: object) -> None:
-    """Return when a device has computed what was asked of it."""
-    if getattr(logits, "is_cuda", False):
-        import torch
+def _wait(logits: object) -> bool:
+    """Return when a device has computed what was asked of it; whether there is one."""
+    if not getattr(logits, "is_cuda", False):
+        return False
+    import torch
 
-        torch.cuda.synchronize()
+    torch.cuda.synchronize(cast(torch.Tensor, logits).device)
+    return True
