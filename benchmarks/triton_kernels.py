@@ -30,6 +30,8 @@ CACHE_BYTES = 200e6
 """More than the second-level cache of any GPU here: copies of a weight are used in turns until they exceed it."""
 ROUNDS, CONTEXT = 25, 1023
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+STEP_TOLERANCE = 5e-2
+"""Of a whole step in bfloat16, whose residual stream `cuda_graph` rounds twice a layer: 0.017 in 48 layers."""
 
 
 def microseconds(call: Callable[[int], object], turns: int) -> float:
@@ -51,11 +53,11 @@ def microseconds(call: Callable[[int], object], turns: int) -> float:
     return statistics.median(times)
 
 
-def check(out: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+def check(out: torch.Tensor, expected: torch.Tensor, tolerance: float, what: str) -> None:
     """Exit with 1 where a kernel is wrong: its time would mean nothing."""
     error = ((out.double() - expected).norm() / expected.norm()).item()
-    if not error < TOLERANCE[dtype]:
-        sys.exit(f"{what}: relative error {error:.2g} exceeds {TOLERANCE[dtype]}: nothing was timed")
+    if not error < tolerance:
+        sys.exit(f"{what}: relative error {error:.2g} exceeds {tolerance}: nothing was timed")
 
 
 def product_row(name: str, n: int, k: int, rows: int) -> dict[str, Any]:
@@ -72,7 +74,7 @@ def product_row(name: str, n: int, k: int, rows: int) -> dict[str, Any]:
     x, bias = torch.randn(rows, k, device="cuda", dtype=dtype), torch.randn(n, device="cuda", dtype=dtype)
     out = torch.empty(rows, n, device="cuda", dtype=dtype)
     product(x, packed, out, None, Epilogue(bias))
-    check(out, x.double() @ dequantize(packed).double().T + bias, dtype, f"{name} ({n}, {k}) x {rows}")
+    check(out, x.double() @ dequantize(packed).double().T + bias, TOLERANCE[dtype], f"{name} ({n}, {k}) x {rows}")
     ours = microseconds(lambda i: product(x, weights[i], out, None, Epilogue(bias)), turns)
     theirs = microseconds(lambda i: F.linear(x, plain[i], bias), turns)
     return {
@@ -103,7 +105,8 @@ def attention_row(heads: int, rows: int, new: int) -> dict[str, Any]:
         return F.scaled_dot_product_attention(queries.to(kind), k, v, attn_mask=mask if new > 1 else None)
 
     attention(q, pages[0], CONTEXT + 1, out)
-    check(out, reference(0, torch.float64).transpose(1, 2).reshape(out.shape), dtype, f"attention {rows} x {new}")
+    expected = reference(0, torch.float64).transpose(1, 2).reshape(out.shape)
+    check(out, expected, TOLERANCE[dtype], f"attention {rows} x {new}")
     ours = microseconds(lambda i: attention(q, pages[i], CONTEXT + 1, out), turns)
     theirs = microseconds(reference, turns)
     return {
@@ -127,7 +130,7 @@ def step_row(model: str, persistent: bool, device: str = "cuda", num_steps: int 
     fused = FusedEngine(weights.gpt(torch.device(device)), limits, persistent=persistent)
     first, last = (logits_after(engine) for engine in (reference, fused))
     what = f"{'persistent' if persistent else 'fused'} step of {model}"
-    check(last, first.double(), dtype, what)
+    check(last, first.double(), STEP_TOLERANCE, what)
     theirs, ours = (step_microseconds(engine, num_steps) for engine in (reference, fused))
     num_bytes = dtype.itemsize * (
         sum(p.numel() for p in reference.model.parameters()) - config.block_size * config.n_embd
@@ -158,18 +161,17 @@ def step_microseconds(engine: Any, num_steps: int) -> float:
     def largest(logits: torch.Tensor, seats: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return logits.argmax(-1)
 
-    handle = engine.open()
-    engine.step(StepBatch([handle], [1, 2, 3], [3], [1]), largest, [0])
-    batch = StepBatch([handle], [PENDING], [1], [1])
-    for _ in range(4):
-        drawn = engine.step(batch, largest, [0])
-    drawn.read()
-    start = time.perf_counter()
-    for _ in range(num_steps):
-        drawn = engine.step(batch, largest, [0])
-    drawn.read()
-    elapsed = time.perf_counter() - start
-    engine.close(handle)
+    elapsed = 0.0
+    for _ in range(2):  # the second time no length is new: nothing is compiled or captured
+        handle = engine.open()
+        engine.step(StepBatch([handle], [1, 2, 3], [3], [1]), largest, [0]).read()
+        batch = StepBatch([handle], [PENDING], [1], [1])
+        start = time.perf_counter()
+        for _ in range(num_steps):
+            drawn = engine.step(batch, largest, [0])
+        drawn.read()
+        elapsed = time.perf_counter() - start
+        engine.close(handle)
     return 1e6 * elapsed / num_steps
 
 
