@@ -381,9 +381,7 @@ def test_a_chip_without_bfloat16_gets_float16_and_says_so(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     device = torch.device("cuda", 0)
     assert resolve_dtype("auto", device) == torch.float16
-    with pytest.raises(
-        NanoinferError, match="dtype='bfloat16' is not supported on cuda:0: use one of float32"
-    ):
+    with pytest.raises(NanoinferError, match="dtype='bfloat16' is not supported on cuda:0: use one of float32"):
         resolve_dtype("bfloat16", device)
 
 
