@@ -357,6 +357,10 @@ def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> N
         ({"kv_cache_dtype": "float8"}, "kv_cache_dtype='float8' is unknown"),
         ({"kv_cache_dtype": "int8", "engine": "static"}, "kv_cache_dtype='int8' is not supported"),
         ({"threads": 0}, "threads=0"),
+        ({"graph_memory": -1}, "graph_memory=-1"),
+        ({"graph_memory": 5, "engine": "static"}, "graph_memory=5 is not supported"),
+        ({"sampler": "fast"}, "sampler='fast' is unknown: use one of auto, reference, flashinfer"),
+        ({"sampler": "flashinfer", "device": "cpu"}, "sampler='flashinfer' cannot run: the logits are on cpu"),
         ({"threads": 2, "engine": "static"}, "threads=2 is not supported"),
     ],
 )

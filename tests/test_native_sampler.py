@@ -381,7 +381,7 @@ def test_cpus_sample_natively_and_other_devices_do_not(tiny_folder: Path) -> Non
     assert native.choose_sampler(torch.device("cpu")) is native.sample
     assert native.choose_sampler(torch.device("mps")) is sampler.sample
     assert native.choose_sampler(torch.device("cpu"), "reference") is sampler.sample
-    refuses(lambda: native.choose_sampler(torch.device("cpu"), "fast"), "prefer='fast'", "flashinfer")
+    refuses(lambda: native.choose_sampler(torch.device("cpu"), "fast"), "sampler='fast'", "flashinfer")
     assert LLM(str(tiny_folder), device="cpu").core._sampler is native.sample
 
 

@@ -14,6 +14,7 @@ ACTIVATIONS = ("gelu_new", "gelu")
 DTYPES = ("float32", "bfloat16", "float16")
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 RULES = ("reproduce", "reject")
+SAMPLERS = ("auto", "reference", "flashinfer")
 MIB = 1 << 20
 
 
@@ -114,10 +115,13 @@ class EngineConfig:
     """CPU threads of the native engine; None is as many as this process may use."""
     graph_memory: int | None = None
     """Bytes that captured CUDA graphs may take; None is an eighth of the free memory."""
+    sampler: str = "auto"
+    """Who draws tokens: auto (the fastest that draws the reference's), reference, or flashinfer (tokens of its own)."""
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, ("auto", *DTYPES))
         require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *CACHE_DTYPES))
+        require_choice("sampler", self.sampler, SAMPLERS)
         if self.threads is not None:
             require_int("threads", self.threads, 1, 1024)
         if self.max_num_seqs is not None:

@@ -53,6 +53,8 @@ class LLM:
         kv_cache_dtype: float32, bfloat16, int8 or auto, where the engine offers a choice.
         threads: CPU threads of the native engine; None: as many as this process may use.
         graph_memory: bytes that captured CUDA graphs may take; None: an eighth of the free memory.
+        sampler: auto; reference (PyTorch, float64, with a sort: the definition of the others); or flashinfer, whose
+            kernels draw from the same distribution with random numbers of their own (CUDA only, if installed).
         seed: for random:<preset> weights.
         draft: who proposes tokens that the model verifies several at a time: prompt-lookup, a model with the same
             tokenizer (shakespeare-draft), a draft head (shakespeare-head), self:int8, self:int4, self:<layers>, or
@@ -78,6 +80,7 @@ class LLM:
         kv_cache_dtype: str = "auto",
         threads: int | None = None,
         graph_memory: int | None = None,
+        sampler: str = "auto",
         seed: int = 0,
         draft: str | None = None,
         speculate_k: str | int = "auto",
@@ -85,11 +88,13 @@ class LLM:
     ) -> None:
         speculation = SpeculationConfig(draft, speculate_k, speculate_rule)
         config = EngineConfig(
-            engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, kv_cache_dtype, threads, graph_memory
-        )
+            engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, kv_cache_dtype, threads, graph_memory,
+            sampler,
+        )  # fmt: skip
         self.device = resolve_device(config.device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         spec = registry.resolve(config, self.device, self.dtype)
+        draw = choose_sampler(self.device, config.sampler)
         loaded = load_model(model, dtype=self.dtype, seed=seed, tokenizer=tokenizer)
         self.model_name = loaded.name
         self.config = loaded.config
@@ -106,9 +111,8 @@ class LLM:
         self.engine = registry.build(spec, loaded.take(), config, self.device)
         limits = self.engine.limits
         scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
-        sampler = choose_sampler(self.device)
-        ahead = run_ahead(self.engine, self._vocab_size, self.device)
-        self.core = Core(self.engine, scheduler, sampler, self.tokenizer, self._vocab_size, ahead=ahead)
+        ahead = run_ahead(self.engine, self._vocab_size, self.device) if config.sampler == "auto" else None
+        self.core = Core(self.engine, scheduler, draw, self.tokenizer, self._vocab_size, ahead=ahead)
         self._drafts.start(self.engine)
         self.set_draft(draft, speculate_k=speculate_k, speculate_rule=speculate_rule)
 

@@ -1,4 +1,4 @@
-"""FlashInfer's sampling kernels, for those who ask for them: `choose_sampler(device, "flashinfer")`.
+"""FlashInfer's sampling kernels, for those who ask for them: `LLM(..., sampler="flashinfer")`.
 
 They draw from the same distribution by rejection, without a sort, with random numbers of their own: their tokens are
 not the reference's, and a request's text depends on what was drawn before it. So they are never chosen unasked.
@@ -40,7 +40,7 @@ def choose(device: torch.device, seed: int = 0) -> FlashInferSample:
         NanoinferError: it cannot be had here.
     """
     if why_not := why_unavailable(device):
-        raise NanoinferError(f"the flashinfer sampler: {why_not}; or use the sampler that is chosen unasked")
+        raise NanoinferError(f"sampler='flashinfer' cannot run: {why_not}; or use sampler=auto")
     return FlashInferSample(importlib.import_module("flashinfer.sampling"), device, seed)
 
 

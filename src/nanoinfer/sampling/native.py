@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.checks import require_choice
+from nanoinfer.config import SAMPLERS
 from nanoinfer.sampling import fused
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.rng import uniform
@@ -52,7 +53,7 @@ def choose_sampler(device: torch.device, prefer: str = "auto") -> Sampler:
     Raises:
         NanoinferError: prefer is none of these, or asks for what is not here.
     """
-    require_choice("prefer", prefer, ("auto", "reference", "flashinfer"))
+    require_choice("sampler", prefer, SAMPLERS)
     if prefer == "flashinfer":
         from nanoinfer.sampling import flashinfer
 
