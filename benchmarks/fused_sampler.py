@@ -20,22 +20,13 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from sampler import SAMPLERS as SETTINGS
+from sampler import V
 
 from nanoinfer import SamplingParams
 from nanoinfer.sampling import flashinfer, fused, sampler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
-
-V = 50257
-PENALTIES: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "temperature": {"temperature": 0.8},
-    "top-k": {"temperature": 0.8, "top_k": 50},
-    "top-p": {"temperature": 0.8, "top_p": 0.95},
-    "top-p, flat": {"temperature": 3.0, "top_p": 0.95},
-    "all controls": {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02, **PENALTIES},
-}
 
 
 def make_rows(params: SamplingParams, B: int, generator: torch.Generator) -> list[Sequence]:

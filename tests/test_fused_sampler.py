@@ -27,9 +27,10 @@ from conftest import refuses
 from nanoinfer.sampling import flashinfer, fused, native, sampler
 from nanoinfer.sampling.fused import FusedSampler, Sample
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.sampling.rng import uniform, uniform_reference
+from nanoinfer.sampling.rng import uniform_reference
 from nanoinfer.scheduling.sequence import Sequence
-from test_native_sampler import CONTROLS, GPT2_V, LOGITS, outcome, random_row, tokens_within_rounding
+from test_native_sampler import CONTROLS, GPT2_V, LOGITS, random_row
+from test_native_sampler import agree as with_the_reference
 from test_sampler import make_row
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, where a temperature of 1e-300 divides
@@ -54,18 +55,8 @@ def sample() -> Sample:
 
 
 def agree(sample: Sample, logits: Tensor, rows: list[Sequence], device: torch.device) -> int:
-    """Assert that both draw the same; return how many rows needed the oracle."""
-    before = logits.clone()
-    expected, drawn = outcome(sampler.sample, logits, rows), outcome(sample, logits.to(device), rows)
-    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
-    if isinstance(expected, str) or isinstance(drawn, str):
-        assert drawn == expected
-        return 0
-    different = [i for i, (a, b) in enumerate(zip(drawn, expected, strict=True)) if a != b]
-    for i in different:
-        u = uniform(seed=rows[i].seed, sample=rows[i].sample_index, position=rows[i].num_output_tokens)
-        assert drawn[i].token_id in tokens_within_rounding(logits[i], rows[i], u), rows[i].params
-    return len(different)
+    """Assert that the kernels draw what the reference does; return how many rows needed the oracle."""
+    return with_the_reference(logits, rows, draw=lambda logits, rows: sample(logits.to(device), rows))
 
 
 # The same tokens ----------------------------------------------------------------------------------------------

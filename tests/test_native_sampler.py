@@ -62,10 +62,12 @@ def tokens_within_rounding(logits: Tensor, row: Sequence, u: float) -> set[int]:
     return tokens
 
 
-def agree(logits: Tensor, rows: list[Sequence], uniforms: list[float] | None = None) -> int:
-    """Assert that both samplers draw the same; return how many rows needed the oracle."""
+def agree(
+    logits: Tensor, rows: list[Sequence], uniforms: list[float] | None = None, draw: native.Sampler = native.sample
+) -> int:
+    """Assert that `draw` draws what the reference does; return how many rows needed the oracle."""
     before = logits.clone()
-    expected, drawn = outcome(sampler.sample, logits, rows), outcome(native.sample, logits, rows)
+    expected, drawn = outcome(sampler.sample, logits, rows), outcome(draw, logits, rows)
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
     if isinstance(expected, str) or isinstance(drawn, str):
         assert drawn == expected

@@ -86,12 +86,11 @@ class Graphs(Generic[T]):
     Args:
         recorder: of the device.
         memory_limit: bytes that all recordings may take; what comes after that runs without one.
-        setting: what to raise, for the message about it.
     """
 
-    def __init__(self, recorder: Recorder, memory_limit: int, setting: str = "graph_memory") -> None:
+    def __init__(self, recorder: Recorder, memory_limit: int) -> None:
         self._recorder = recorder
-        self._limit, self._setting = memory_limit, setting
+        self._limit = memory_limit
         self._seen: set[Hashable] = set()
         self._recorded: dict[Hashable, tuple[Callable[[], object], T]] = {}
         self._full = False
@@ -130,7 +129,7 @@ class Graphs(Generic[T]):
             return False
         self.num_bytes += max(0, self._recorder.num_bytes() - before)
         if self.num_bytes >= self._limit:
-            self._stop(f"the limit is {self._setting}={self._limit:,}: raise it if steps of other sizes are slow")
+            self._stop(f"the limit is graph_memory={self._limit:,}: raise it if steps of other sizes are slow")
         return True
 
     def _stop(self, why: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Inputs:
-    """The tensors that calls of (R, n) tokens read: see above. One table, so that an upload is one copy."""
+    """The tensors that calls of (R, n) tokens read (see slots.py). One table, so that an upload is one copy."""
 
     def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
         self._table = torch.zeros(rows, tokens + 5, dtype=torch.int64, device=device)
