@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -225,10 +226,54 @@ def test_a_config_without_model_type_is_refused(tiny_folder: Path) -> None:
     refuses(lambda: load_folder(tiny_folder), "model_type")
 
 
-@pytest.mark.parametrize("value,expected", [(3, 3), ([4, 5], 4), ([], None), (None, None), (50256, None)])
-def test_special_tokens(tiny_folder: Path, value: object, expected: int | None) -> None:
+END_TOKENS: list[tuple[object, tuple[int, ...]]] = [
+    (3, (3,)),
+    ([5, 4, 5], (5, 4)),
+    ([], ()),
+    (None, ()),
+    (50256, ()),  # GPT2Config's default, outside this vocabulary
+    ([50256, 7], (7,)),
+]
+
+
+@pytest.mark.parametrize("value,expected", END_TOKENS)
+def test_all_end_tokens_are_kept(tiny_folder: Path, value: object, expected: tuple[int, ...]) -> None:
     edit_config(tiny_folder, eos_token_id=value)
-    assert load_folder(tiny_folder)[1].eos_token_id == expected
+    assert load_folder(tiny_folder)[1].eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "content,expected",
+    [({"eos_token_id": [8, 9]}, (8, 9)), ({"eos_token_id": 8}, (8,)), ({"eos_token_id": None}, (3,)), ({}, (3,))],
+)
+def test_generation_config_says_which_tokens_end(tiny_folder: Path, content: object, expected: object) -> None:
+    edit_config(tiny_folder, eos_token_id=3)
+    (tiny_folder / "generation_config.json").write_text(json.dumps(content))
+    assert load_folder(tiny_folder)[1].eos_token_ids == expected
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "a"}', '{"eos_token_id": [-1]}', "[" * 10**6])
+def test_a_broken_generation_config_is_named(tiny_folder: Path, content: str) -> None:
+    (tiny_folder / "generation_config.json").write_text(content)
+    refuses(lambda: load_folder(tiny_folder), "generation_config.json")
+
+
+@pytest.mark.parametrize("ids", [(), (3,), (3, 5)])
+def test_end_tokens_are_saved_and_read_back(tmp_path: Path, ids: tuple[int, ...]) -> None:
+    save(make_model(replace(TINY, eos_token_ids=ids)), tmp_path)
+    assert load_folder(tmp_path)[1].eos_token_ids == ids
+    theirs = GPT2Config.from_pretrained(tmp_path).eos_token_id
+    assert theirs == {0: None, 1: 3, 2: [3, 5]}[len(ids)]
+
+
+def test_each_end_token_ends_a_sequence(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0)
+    free = LLM(str(make_folder(tmp_path / "free"))).generate([[5, 9, 2]], params)[0].outputs[0].token_ids
+    for ids in ((free[3], 58), (58, free[3])):
+        config = replace(TINY, eos_token_ids=ids)
+        out = LLM(str(make_folder(tmp_path / "two", config))).generate([[5, 9, 2]], params)[0].outputs[0]
+        assert out.finish_reason == "stop"
+        assert out.token_ids == free[: free.index(free[3]) + 1]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"3", b'"gpt2"', b"null", b"{", b"\xff\xfe\x00", b"[" * 100_000])
@@ -273,12 +318,30 @@ def test_truncated_weights(tiny_folder: Path, keep: float) -> None:
     refuses(lambda: load_folder(tiny_folder), "model.safetensors")
 
 
-def test_a_file_that_is_replaced_while_it_is_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mapped anew from tensor to tensor, it would be half of one model and half of another."""
-    monkeypatch.setattr("nanoinfer.models.checkpoints.huggingface.MAP_BYTES", 0)
+def test_a_file_that_is_replaced_while_it_is_read(tiny_folder: Path) -> None:
+    """Opened anew from tensor to tensor, it would be half of one model and half of another."""
     weights = iter(open_folder(tiny_folder))
     assert torch.equal(next(weights)[1], make_model().transformer["wte"].weight)
     save(make_model(seed=1), tiny_folder)
+    wanted = dict(make_model().named_parameters())
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights)
+
+
+@pytest.mark.parametrize("size", [0, 100, 2000])
+def test_a_file_cut_short_while_it_is_read(tiny_folder: Path, size: int) -> None:
+    """Mapped, it would end the process with SIGBUS."""
+    weights = iter(open_folder(tiny_folder))
+    next(weights)
+    os.truncate(tiny_folder / "model.safetensors", size)
+    refuses(lambda: list(weights), "model.safetensors", "was changed while it was read")
+
+
+def test_a_file_written_over_while_it_is_read(tiny_folder: Path) -> None:
+    weights = iter(open_folder(tiny_folder))
+    next(weights)
+    path = tiny_folder / "model.safetensors"
+    with path.open("r+b") as f:
+        f.write(bytes(path.stat().st_size))
     refuses(lambda: list(weights), "model.safetensors", "was changed while it was read")
 
 

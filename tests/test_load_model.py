@@ -67,7 +67,7 @@ def cached(cache: Path, repo_id: str, seed: int) -> Path:
 def test_presets_are_gpt2(preset: str, parameters: int, n_layer: int, n_head: int, n_embd: int) -> None:
     config = PRESETS[preset]
     assert (config.n_layer, config.n_head, config.n_embd) == (n_layer, n_head, n_embd)
-    assert (config.vocab_size, config.block_size, config.eos_token_id) == (50257, 1024, 50256)
+    assert (config.vocab_size, config.block_size, config.eos_token_ids) == (50257, 1024, (50256,))
     assert (config.activation, config.bias, config.tie_word_embeddings) == ("gelu_new", True, True)
     with torch.device("meta"):
         assert GPT(config).num_parameters() == parameters

@@ -74,9 +74,9 @@ def make_core(engine: Engine, drafter: Drafter, k: int | None, **limits: int) ->
 
 
 def generate(
-    core: Core, prompts: list[list[int]], params: list[SamplingParams], eos: int | None = None
+    core: Core, prompts: list[list[int]], params: list[SamplingParams], eos: tuple[int, ...] = ()
 ) -> list[object]:
-    requests = [core.add(None, p, q, seed=7, eos_token_id=eos) for p, q in zip(prompts, params, strict=True)]
+    requests = [core.add(None, p, q, seed=7, end_token_ids=eos) for p, q in zip(prompts, params, strict=True)]
     while core.unfinished:
         core.step()
         core.scheduler.check_integrity()
@@ -87,7 +87,7 @@ def generate(
 
 
 def plain(
-    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], eos: int | None = None
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], eos: tuple[int, ...] = ()
 ) -> list[object]:
     c = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, engine.limits.max_num_cached_tokens)
     return generate(Core(engine, Scheduler(c), sample, CharTokenizer(CHARS), V), prompts, params, eos)
@@ -162,7 +162,7 @@ def test_the_same_seed_gives_the_same_text_with_speculation_on_or_off(
     engine = make_engine("native" if ENGINES["native"].unavailable() is None else "static", make_model())
     prompts = [prompt(n, i) for i, n in enumerate((5, 1, 12, 20))]
     core = make_core(engine, make_drafter(kind, "static"), k)
-    assert generate(core, prompts, [params] * 4, eos=11) == plain(engine, prompts, [params] * 4, eos=11)
+    assert generate(core, prompts, [params] * 4, eos=(11,)) == plain(engine, prompts, [params] * 4, eos=(11,))
 
 
 @pytest.mark.parametrize("num_right", range(6))
