@@ -193,7 +193,7 @@ def test_what_is_counted() -> None:
     start = prompt(4)
     text = naive_greedy(make_model(), start, 13)
     core = make_core(engine, Scripted({tuple(start): text}, lambda i: (3, 0, 2)[i % 3]), 3)
-    request = core.add(None, start, replace(GREEDY, max_tokens=13), 0, None)
+    request = core.add(None, start, replace(GREEDY, max_tokens=13), 0, ())
     pieces = [d.num_tokens for _ in range(6) for d in core.step()]
     # the prompt gives 1; then 0 right, 2, 3, 0, 2 of 3 and, with 1 token to come, of none
     assert pieces == [1, 1, 3, 4, 1, 3]
@@ -206,8 +206,8 @@ def test_nothing_is_left_behind_when_a_request_is_cancelled_between_two_bursts()
     gpt = make_model()
     engine, drafter = make_engine("static", gpt), make_drafter("itself", "static")
     core = make_core(engine, drafter, 4)
-    first, other = core.add(None, prompt(5), replace(GREEDY, max_tokens=20), 0, None), prompt(9, 1)
-    second = core.add(None, other, replace(GREEDY, max_tokens=15), 0, None)
+    first, other = core.add(None, prompt(5), replace(GREEDY, max_tokens=20), 0, ()), prompt(9, 1)
+    second = core.add(None, other, replace(GREEDY, max_tokens=15), 0, ())
     for _ in range(3):
         core.step()
     core.abort(first)
@@ -231,7 +231,7 @@ def test_a_drafter_that_fails_ends_what_runs_and_nothing_else() -> None:
     gpt = make_model()
     engine = make_engine("static", gpt)
     core = make_core(engine, Broken({}, lambda i: 0), 2)
-    request = core.add(None, prompt(3), GREEDY, 0, None)
+    request = core.add(None, prompt(3), GREEDY, 0, ())
     core.step()
     with pytest.raises(RuntimeError, match="the drafter broke"):
         core.step()
