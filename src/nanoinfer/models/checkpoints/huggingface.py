@@ -83,7 +83,7 @@ def open_folder(folder: Path, dtype: torch.dtype | None = None) -> Weights:
 
     config = hf_config.read(folder / "config.json")
     stored: dict[str, StoredTensor] = {}
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         for key, tensor in _tensors(path).items():
             if key.endswith(_BUFFERS):
                 continue
@@ -106,7 +106,7 @@ def _our_name(key: str) -> str:
     return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Return the files of weights in a folder: one, or those that the index names."""
     for name in ("model.safetensors", "model.safetensors.index.json", PICKLED):
         if (path := folder / name).is_file():
