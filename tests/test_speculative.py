@@ -173,13 +173,13 @@ def test_every_place_of_rejection_and_every_end_inside_a_burst(num_right: int, e
     first = prompt(6, 2)
     whole = naive_greedy(make_model(), first, 26)
     for end in range(1, 14):
-        params, eos, start = replace(GREEDY, max_tokens=26), None, first
+        params, eos, start = replace(GREEDY, max_tokens=26), tuple[int, ...](), first
         if ends == "max_tokens":
             params = replace(params, max_tokens=end)
         elif ends == "stop":
             params = replace(params, stop=(CHARS[whole[end]],))
         elif ends == "eos":
-            eos = whole[end]
+            eos = (whole[end],)
         else:
             start = [*first, *whole[:end]]
         text = whole[end:] if ends == "context" else whole

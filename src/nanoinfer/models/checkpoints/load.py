@@ -59,7 +59,7 @@ class LoadedModel:
     def take(self) -> Weights:
         """Return the weights and forget them, so that they are gone as soon as the caller needs them no more.
 
-        Without this a mapped file may stay until the next collection of cycles: an error that the Hub's library
+        Without this the file may stay open until the next collection of cycles: an error that the Hub's library
         caught keeps all frames up to the caller's alive, and what they hold.
         """
         weights = self.weights

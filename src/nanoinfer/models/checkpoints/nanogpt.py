@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from nanoinfer.models.gpt import GPT
 
-MAX_META_BYTES = 4 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes; every character that Unicode assigns fits
+MAX_META_BYTES = 4 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, ModelConfig, str | None]:
