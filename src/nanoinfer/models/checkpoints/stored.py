@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """The dtypes that weights may have: 8 bits and fewer mean nothing without their scales."""
+_PIECE = 1 << 18  # numbers that are converted at a time: they stay in the cache
 MAX_HEADER_BYTES = 16 << 20  # GPT-2 XL's has 60 KB
 _DTYPES = {
     "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I8": "int8", "U8": "uint8",
@@ -53,17 +54,26 @@ class StoredTensor:
         """Return the transpose of a matrix."""
         return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
 
-    def read(self) -> torch.Tensor:
+    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return its numbers, in memory of their own and in the order of the file.
+
+        Args:
+            dtype: None is the stored one. Numbers of another are converted a piece at a time.
 
         Raises:
             NanoinferError: the file was changed since it was opened.
         """
         import torch
 
-        buffer = torch.empty(span(self.shape, self.strides), dtype=getattr(torch, self.dtype))
-        self.file.read_into(self.start, buffer.view(torch.uint8).numpy().data)
-        return buffer.as_strided(self.shape, self.strides)
+        stored: torch.dtype = getattr(torch, self.dtype)
+        numbers = torch.empty(span(self.shape, self.strides), dtype=dtype or stored)
+        piece = numbers if numbers.dtype == stored else torch.empty(min(len(numbers), _PIECE), dtype=stored)
+        for begin in range(0, len(numbers), max(1, len(piece))):
+            part = piece[: len(numbers) - begin]
+            self.file.read_into(self.start + begin * part.itemsize, part.view(torch.uint8).numpy().data)
+            if piece is not numbers:
+                numbers[begin : begin + len(part)] = part
+        return numbers.as_strided(self.shape, self.strides)
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

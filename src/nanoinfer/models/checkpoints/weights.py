@@ -104,7 +104,7 @@ def check(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, 
         raise NanoinferError(
             f"{source}: tie_word_embeddings=True, but lm_head.weight differs from wte.weight: set it to false"
         )
-    return Weights(config, dtype, lambda: ((name, stored[name].read()) for name in wanted))
+    return Weights(config, dtype, lambda: ((name, stored[name].read(dtype)) for name in wanted))
 
 
 def _equal(a: StoredTensor, b: StoredTensor) -> bool:
