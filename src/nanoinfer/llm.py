@@ -238,8 +238,7 @@ class LLM:
 
     @property
     def _end_token_ids(self) -> tuple[int, ...]:
-        eos = self.config.eos_token_id
-        return (eos,) if eos is not None and eos < self._vocab_size else ()
+        return tuple(t for t in self.config.eos_token_ids if t < self._vocab_size)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids; an empty one is the model's start token.
