@@ -23,6 +23,7 @@ from nanoinfer.outputs import (
     RequestOutput,
     SpeculationMetrics,
 )
+from nanoinfer.processes import StepLock
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
 from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
@@ -75,6 +76,7 @@ class Core:
         self._ahead = ahead
         self._flight: Flight | None = None
         self._next_id = 0
+        self._lock = StepLock()
         self._logprobs: WeakKeyDictionary[Sequence, list[dict[int, Logprob]]] = WeakKeyDictionary()
 
     def add(
@@ -118,19 +120,20 @@ class Core:
         time. An error of the engine, the sampler or the drafter ends all running requests (they are closed) and is
         raised.
         """
-        try:
-            flight, self._flight = self._flight, None
-            if self._ahead is not None and self.speculator is None and self._ahead.may_run():
-                self._flight = self._launch(self._ahead)
-            elif flight is None:
-                work = self.scheduler.schedule()
-                return self._finish(work, self._run(work))
-            return self._finish(flight.work, self._read(flight)) if flight is not None else []
-        except BaseException:
-            self._flight = None
-            for request in {s.request: None for s in self.scheduler.running}:
-                self.abort(request)
-            raise
+        with self._lock:
+            try:
+                flight, self._flight = self._flight, None
+                if self._ahead is not None and self.speculator is None and self._ahead.may_run():
+                    self._flight = self._launch(self._ahead)
+                elif flight is None:
+                    work = self.scheduler.schedule()
+                    return self._finish(work, self._run(work))
+                return self._finish(flight.work, self._read(flight)) if flight is not None else []
+            except BaseException:
+                self._flight = None
+                for request in {s.request: None for s in self.scheduler.running}:
+                    self.abort(request)
+                raise
 
     def _finish(self, work: list[Work], tokens: list[list[int]]) -> list[Delta]:
         """Add the drawn tokens to their texts, close those that ended, and return what each text gained."""

@@ -25,6 +25,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import Delta, RequestOutput, Score
+from nanoinfer.processes import computing
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -66,6 +67,7 @@ class LLM:
         NanoinferError: no such model, engine, device or draft, a broken file, or not enough memory.
     """
 
+    @computing()
     def __init__(
         self,
         model: str,
@@ -349,6 +351,7 @@ class LLM:
         characters = len(text) if isinstance(text, str) else None
         return Score(len(ids) - 1, characters, total, math.exp(min(-total / (len(ids) - 1), 700.0)))
 
+    @computing()
     def _score_window(self, ids: list[int], first: int) -> float:
         """Return the log-likelihood of ids[first:] given what is before each, in nats."""
         import torch
