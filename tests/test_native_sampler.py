@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import random
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -259,10 +261,14 @@ def test_rows_that_are_not_finite_are_the_references_error(params: SamplingParam
     rows = [make_row(params), make_row(params)]
     refuses(lambda: native.sample(logits, rows), "the model's largest logit is", "dtype=float32")
     assert outcome(native.sample, logits, rows) == outcome(sampler.sample, logits, rows)
-    with pytest.raises(ValueError, match=r"row 1: the largest logit is (nan|-?inf)"):
-        native._native.sample_rows(logits=logits, rows=[None, native._native.SampleOptions(uniform=0.5)])
-    with pytest.raises(ValueError, match="row 1"):
-        native._native.sample_rows(logits=logits, rows=[None, None])
+
+
+@pytest.mark.parametrize("bad", [[0, NAN, 1], [NAN, INF, 0], [-INF] * 3, [0, INF, 1]], ids=str)
+def test_the_extension_reports_every_row_that_is_not_finite(bad: list[float]) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], bad, [3.0, 1.0, 2.0], bad])
+    options = native._native.SampleOptions(uniform=0.5, top_k=1)
+    for rows in ([None] * 4, [options] * 4, [None, options] * 2, [options, None] * 2):
+        assert native._native.sample_rows(logits=logits, rows=rows) == [2, -1, 0, -1]
 
 
 @pytest.mark.parametrize("V", [3, 100, 5000])
@@ -333,6 +339,41 @@ def test_options_that_do_not_fit_the_logits_are_refused() -> None:
     with pytest.raises(TypeError):
         sample_rows(logits, [None, None])
     assert sample_rows(logits=logits[:0], rows=[]) == []
+
+
+# Logits that change meanwhile --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("V", [300, 5000, GPT2_V])
+def test_logits_that_change_while_they_are_read(V: int) -> None:
+    """Any token of the row, or -1: no search, sort or index may run past the row."""
+    logits = np.zeros((1, V), np.float32)
+    generator = np.random.default_rng(V)
+    states = [generator.standard_normal(V).astype(np.float32) * scale for scale in (1e-3, 1, 30, 1e38)]
+    states += [np.full(V, value, np.float32) for value in (NAN, INF, -INF, 7.0)]
+    options = [{}, {"top_k": 5}, {"top_k": V // 2}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 99, "top_p": 0.5}]
+    rows = [None, *(native._native.SampleOptions(uniform=0.999, **given) for given in options)]
+    rows += [native._native.SampleOptions(uniform=0.5, temperature=0.0, bias_ids=[3], bias_values=[1.0])]
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            for state in states:
+                np.copyto(logits, state)
+
+    writers = [threading.Thread(target=write) for _ in range(2)]
+    for thread in writers:
+        thread.start()
+    try:
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            for row in rows:
+                (token,) = native._native.sample_rows(logits=logits, rows=[row])
+                assert -1 <= token < V
+    finally:
+        done.set()
+        for thread in writers:
+            thread.join()
 
 
 # Memory -----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nanoinfer import processes  # noqa: F401  (what happens at a fork and at exit)
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling.params import SamplingParams
 

@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from nanoinfer import isolation, request_outputs
+from nanoinfer import isolation, processes, request_outputs
 from nanoinfer.ahead import Ahead, Flight
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
@@ -87,12 +87,10 @@ class Core:
         self._ids = itertools.count()
         self._logprobs = Logprobs(tokenizer)
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
-        self._lock = threading.Lock()
-        self._process = os.getpid()
+        self._lock = processes.step_lock()
+        self._generation = processes.generation()
         self._waiting: set[int] = set()  # threads that wait for the lock
-        self._clean = (
-            True  # whether engine and scheduler agree; False within an operation, and after one was interrupted
-        )
+        self._clean = True  # engine and scheduler agree; False within an operation, and after one was interrupted
         self._cancelled: deque[Request] = deque()
 
     # Requests --------------------------------------------------------------------------------------------
@@ -226,12 +224,12 @@ class Core:
                     return result
             self.step()
 
-    def _turn(self) -> threading.Lock:
+    def _turn(self) -> AbstractContextManager[object]:
         """Return the lock that every operation holds, having noted that this thread wants it."""
-        if self._process != os.getpid():  # in a forked child: a thread that held the lock has stayed behind
-            self._process, self._lock, self._waiting = os.getpid(), threading.Lock(), set()
+        if self._generation != processes.generation():  # a forked child: a thread that held the lock stayed behind
+            self._generation, self._lock, self._waiting = processes.generation(), processes.step_lock(), set()
         self._waiting.add(threading.get_ident())
-        return self._lock
+        return self._lock if not processes.is_exiting() else nullcontext()
 
     def _settle(self) -> None:
         """Begin an operation: repair what an interrupted one left, and end the requests that were cancelled."""

@@ -25,6 +25,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import RequestOutput, Score
+from nanoinfer.processes import computing
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -67,6 +68,7 @@ class LLM:
         NanoinferError: no such model, engine, device or draft, a broken file, or not enough memory.
     """
 
+    @computing()
     def __init__(
         self,
         model: str,

@@ -77,7 +77,7 @@ void test_draws(Test& t) {
       const Floats logits = random(V, seed + 1000, 3.0f);
       const SampleOptions options = some_options(seed, V);
       const std::int32_t expected = reference(logits, options);
-      tokens.push_back(sample_row(logits.data(), V, options, scratch).token);
+      tokens.push_back(sample_row(logits.data(), V, options, scratch));
       t.check(tokens.back() == expected, "draw %u of %d tokens is %d, must be %d", seed, V, tokens.back(), expected);
     }
   t.bits("tokens", tokens.data(), tokens.size() * sizeof tokens[0]);
@@ -87,10 +87,10 @@ void test_largest(Test& t) {
   SamplerScratch scratch;
   Floats logits = random(1000, 1);
   logits[700] = logits[300] = 50;
-  t.check(argmax_row(logits.data(), 1000, scratch).token == 300, "argmax is not the first of equals");
+  t.check(argmax_row(logits.data(), 1000, scratch) == 300, "argmax is not the first of equals");
   logits[500] = NAN;
-  t.check(argmax_row(logits.data(), 1000, scratch).token == -1, "argmax does not see a NaN");
-  t.check(sample_row(logits.data(), 1000, {}, scratch).token == -1, "the sampler does not see a NaN");
+  t.check(argmax_row(logits.data(), 1000, scratch) == -1, "argmax does not see a NaN");
+  t.check(sample_row(logits.data(), 1000, {}, scratch) == -1, "the sampler does not see a NaN");
 }
 
 // Random123 (Salmon et al. 2011), tests/kat_vectors, philox4x32 with 10 rounds.

@@ -14,8 +14,13 @@ def resolve_device(name: str) -> torch.device:
     """Return the device for a name: cpu, cuda, cuda:N, or auto (cuda where there is one).
 
     Raises:
-        NanoinferError: this machine has no such device.
+        NanoinferError: this machine has no such device, or this process cannot use it.
     """
+    if name != "cpu" and torch.cuda._is_in_bad_fork():
+        raise NanoinferError(
+            f"device={name!r}: this process was forked from one that had used CUDA: start it with multiprocessing's"
+            " method spawn, or use device=cpu"
+        )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         return torch.device("cuda:0" if count else "cpu")

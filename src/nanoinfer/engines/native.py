@@ -70,7 +70,7 @@ class NativeEngine(Sequences):
                 threads=threads or environment.num_cpus(),
                 isa=environment.isa(),
             )
-        except ValueError as e:
+        except (ValueError, RuntimeError) as e:  # RuntimeError: threads cannot be created
             raise NanoinferError(f"engine=native: {e}") from None
         except MemoryError:
             raise NanoinferError(
@@ -103,7 +103,7 @@ class NativeEngine(Sequences):
                 num_logits=batch.num_logits,
                 logits=self._logits[:count],
             )
-        except RuntimeError as e:  # in a forked child
+        except RuntimeError as e:  # a forked child cannot create the threads, or the parent was in a step
             raise NanoinferError(f"engine=native: {e}") from None
         self._num_logits = count
         self._advance(batch)
@@ -133,7 +133,10 @@ class NativeEngine(Sequences):
         self._decoder.close(self._handles.pop(handle))
 
     def _reset(self) -> None:
-        self._decoder.clear()
+        try:
+            self._decoder.clear()
+        except RuntimeError as e:  # a forked child, and the parent was in a step
+            raise NanoinferError(f"engine=native: {e}") from None
         self._handles.clear()
 
 

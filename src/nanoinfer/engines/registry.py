@@ -12,6 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nanoinfer import processes
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.engines.base import Engine, EngineLimits
 from nanoinfer.engines.buckets import with_padding
@@ -195,6 +196,12 @@ def build(
     Raises:
         NanoinferError: the keys and values do not fit the memory.
     """
+    if processes.generation() and not spec.native and device.type == "cpu":
+        log.warning(
+            "engine=%s: PyTorch computes with one thread, because this process was forked and has none of the others:"
+            " start it with multiprocessing's method spawn, or use engine=native",
+            spec.name,
+        )
     module, _, name = spec.target.partition(":")
     model = weights if spec.native else weights.gpt(device)
     if limits is None:

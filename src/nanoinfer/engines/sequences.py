@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from nanoinfer import processes
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
 from nanoinfer.errors import NanoinferError
@@ -17,11 +18,15 @@ class Sequences:
         limits: what the engine may hold.
     """
 
+    survives_fork = True
+    """Whether a forked child can use the parent's engine: not where it is on a GPU."""
+
     def __init__(self, config: ModelConfig, limits: EngineLimits) -> None:
         self.config = config
         self.limits = limits
         self._lengths: dict[Handle, int] = {}
         self._next_handle = 0
+        self._generation = processes.generation()
 
     def open(self) -> Handle:
         """Return an empty sequence."""
@@ -82,6 +87,11 @@ class Sequences:
 
     def _check(self, batch: StepBatch) -> None:
         """Raise NanoinferError unless the batch makes sense, before anything is changed."""
+        if not self.survives_fork and self._generation != processes.generation():
+            raise NanoinferError(
+                "this process was forked from the one that made the engine, whose GPU memory it cannot use: load the"
+                " model in the process that uses it, started with multiprocessing's method spawn"
+            )
         handles, num_new, num_logits = batch.handles, batch.num_new, batch.num_logits
         if not len(handles) == len(num_new) == len(num_logits) or len(set(handles)) != len(handles):
             raise NanoinferError(

@@ -87,6 +87,7 @@ class SlotEngine(Sequences):
         super().__init__(model.config, limits)
         self.model = model
         self.device = model.lm_head.weight.device
+        self.survives_fork = self.device.type == "cpu"
         self.dtype = model.lm_head.weight.dtype
         columns = with_padding(limits.block_size)
         self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)

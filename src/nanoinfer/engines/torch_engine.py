@@ -32,6 +32,7 @@ class TorchEngine(Sequences):
         self.model = model
         self.device = model.lm_head.weight.device
         self.dtype = model.lm_head.weight.dtype
+        self.survives_fork = self.device.type == "cpu"
         self._hidden = torch.empty(0, model.config.n_embd, device=self.device, dtype=self.dtype)  # of the last step
         lay_out(model)
 

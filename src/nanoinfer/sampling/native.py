@@ -89,10 +89,9 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
         return []
     readable = logits if logits.stride(-1) == 1 else logits.contiguous()
     options = [None if reference.is_plain(row) else _options(row, logits.shape[-1]) for row in rows]
-    try:
-        tokens: list[int] = _native.sample_rows(logits=readable.detach().numpy(), rows=options)
-    except _native.NotFiniteError:
-        return reference.sample(logits, rows)  # raises, in its own words
+    tokens: list[int] = _native.sample_rows(logits=readable.detach().numpy(), rows=options)
+    if min(tokens) < 0:  # the largest logit of a row is not finite
+        return reference.sample(logits, rows)  # raises an error that says so
     return [
         Sampled(token, reference.find_logprobs(logits[i], token, row.params.logprobs))
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True))

@@ -12,10 +12,12 @@
 
 #include "arrays.h"
 #include "decoder.h"
+#include "gil.h"
 #include "isa.h"
 #include "memory.h"
 #include "names.h"
-#include "team.h"
+#include "process.h"
+#include "thread_pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -25,18 +27,18 @@ namespace {
 
 using Writable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// A decoder and a lock: Python threads may call at the same time, and extend gives up the interpreter's lock.
+// A decoder and a lock: Python threads may call at the same time, and a step does not hold the interpreter's lock.
 class Guarded {
  public:
   Guarded(const DecoderShape& shape, const DecoderOptions& options) : decoder_(shape, options) {}
 
   void load(const std::string& name, const float* values, std::int64_t rows, std::int64_t columns) {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     const std::lock_guard lock(mutex_);
     decoder_.load(name, values, rows, columns);
   }
   void extend(const Step& step, Writable logits) {
-    const nb::gil_scoped_release nogil;
+    const ReleasedGil nogil;
     const std::lock_guard lock(mutex_);
     const std::int64_t wanted = decoder_.check(step);
     if (static_cast<std::int64_t>(logits.shape(0)) != wanted ||
@@ -47,7 +49,7 @@ class Guarded {
   }
   void hidden(Writable out) {
     const std::lock_guard lock(mutex_);
-    const std::vector<float>& from = decoder_.finals();
+    const std::vector<float>& from = decoder_.final_hidden();
     const std::size_t columns = decoder_.shape().n_embd;
     if (out.shape(1) != columns || out.shape(0) != from.size() / columns)
       throw std::invalid_argument("out must be (" + std::to_string(from.size() / columns) + ", " +
@@ -62,22 +64,23 @@ class Guarded {
 
  private:
   Decoder decoder_;
-  std::mutex mutex_;
+  ProcessMutex mutex_;
 };
 
 // A buffer to measure reading with.
 class ReadBuffer {
  public:
   ReadBuffer(std::int64_t num_bytes, int threads, const std::string& isa, bool huge_pages)
-      : kernels_(kernels_for(isa)), team_(checked_threads(threads)), memory_(checked_size(num_bytes), huge_pages) {
+      : kernels_(kernels_for(isa)), threads_(ThreadPool::shared(checked_threads(threads))), memory_(checked_size(num_bytes), huge_pages) {
     std::memset(memory_.data(), 1, memory_.size());  // every page real
   }
   std::uint64_t read() {
-    const nb::gil_scoped_release nogil;
-    std::vector<std::uint64_t> sums(team_.size());
+    const ReleasedGil nogil;
+    ThreadPool& threads = ThreadPool::current(threads_);
+    std::vector<std::uint64_t> sums(threads.size());
     const std::int64_t lines = memory_.size() / 256;
-    team_.run([&](int rank) {
-      const Share mine = share_of(lines, rank, team_.size());
+    threads.run([&](int rank) {
+      const Range mine = range_of(lines, rank, threads.size());
       sums[rank] = kernels_.read(memory_.data() + mine.begin * 256, (mine.end - mine.begin) * 256);
     });
     std::uint64_t total = 0;
@@ -95,7 +98,7 @@ class ReadBuffer {
     return n;
   }
   const Kernels& kernels_;
-  Team team_;
+  std::shared_ptr<ThreadPool> threads_;
   Buffer memory_;
 };
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "gil.h"
 #include "sampler.h"
 
 namespace nb = nanobind;
@@ -19,11 +20,6 @@ namespace nanoinfer {
 namespace {
 
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
-
-// A row that has no largest logit: the model's fault, not the caller's, so it has a type of its own.
-struct NotFinite : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 std::string show(double value) { return nb::repr(nb::float_(value)).c_str(); }
 
@@ -136,30 +132,23 @@ nb::list sample_rows(const Logits& logits, const nb::list& rows) {
     owners.push_back(std::move(row));
   }
 
-  std::vector<SampleResult> results(B);
+  std::vector<std::int32_t> tokens(B);
   {
-    nb::gil_scoped_release unlocked;
+    const ReleasedGil nogil;
     thread_local SamplerScratch scratch;  // kept from call to call, so that no token allocates
     for (std::size_t i = 0; i < B; ++i) {
       const float* row = logits.data() + static_cast<std::int64_t>(i) * logits.stride(0);
-      results[i] = options[i] ? sample_row(row, V, *options[i], scratch) : argmax_row(row, V, scratch);
-      if (results[i].token < 0) break;
+      tokens[i] = options[i] ? sample_row(row, V, *options[i], scratch) : argmax_row(row, V, scratch);
     }
   }
-  nb::list tokens;
-  for (std::size_t i = 0; i < B; ++i) {
-    if (results[i].token < 0) {
-      throw NotFinite("row " + std::to_string(i) + ": the largest logit is " + show(results[i].largest));
-    }
-    tokens.append(results[i].token);
-  }
-  return tokens;
+  nb::list list;
+  for (const std::int32_t token : tokens) list.append(token);
+  return list;
 }
 
 }  // namespace
 
 void bind_sampler(nb::module_& m) {
-  nb::exception<NotFinite>(m, "NotFiniteError", PyExc_ValueError);
   nb::class_<SampleOptions>(
       m, "SampleOptions",
       "How one row is sampled, in SamplingParams' names. It cannot be changed.\n\n"
@@ -186,9 +175,9 @@ void bind_sampler(nb::module_& m) {
         "    logits: (B, V) float32 on the CPU, the logits of a row side by side, rows any distance apart.\n"
         "        Not copied, not changed.\n"
         "    rows: a list of B SampleOptions; None takes the first largest raw logit.\n\n"
-        "Returns: a list of B token ids. The interpreter lock is released meanwhile.\n"
-        "Raises: NotFiniteError (a ValueError) that names the first row whose largest logit is NaN or\n"
-        "    infinite; ValueError for ids, lengths or strides that do not fit; TypeError for other arrays.");
+        "Returns: a list of B token ids, -1 for each row whose largest logit is NaN or infinite (a NaN anywhere in a\n"
+        "    row counts as its largest). The interpreter lock is released meanwhile.\n"
+        "Raises: ValueError for ids, lengths or strides that do not fit; TypeError for other arrays.");
 }
 
 }  // namespace nanoinfer

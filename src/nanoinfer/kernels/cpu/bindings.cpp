@@ -16,6 +16,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // what a daemon thread holds when the interpreter exits is no leak
   m.doc() = "Native CPU code of nanoinfer.";
   m.def("uniform", &nanoinfer::philox_uniform, nb::kw_only(), "seed"_a, "sample"_a, "position"_a,
         "The uniform in [0, 1) of one token: Philox4x32-10 keyed by (seed, sample, position).\n\n"

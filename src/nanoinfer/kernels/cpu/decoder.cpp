@@ -43,8 +43,8 @@ std::int64_t num_blocks(const DecoderShape& s, const DecoderOptions& o) {
 Decoder::Decoder(const DecoderShape& shape, const DecoderOptions& options)
     : kernels_(kernels_for(options.isa)),
       cache_({options.cache, checked(shape, options).n_layer, shape.n_head, shape.head_dim()}, num_blocks(shape, options)),
-      team_(Team::shared(options.threads)),
-      pass_((model_.shape = shape, model_.type = options.weights, model_), kernels_, cache_, *team_) {
+      threads_(ThreadPool::shared(options.threads)),
+      pass_((model_.shape = shape, model_.type = options.weights, model_), kernels_, cache_, options.threads) {
   const std::int64_t C = shape.n_embd;
   model_.layers.resize(shape.n_layer);
   model_.wpe.resize(shape.block_size * C);
@@ -116,8 +116,9 @@ void Decoder::load(const std::string& name, const float* values, std::int64_t ro
 }
 
 void Decoder::pack(Matrix& m, const float* values) {
-  team_->run([&](int rank) {
-    const Share mine = share_of(m.panels, rank, team_->size());
+  ThreadPool& threads = ThreadPool::current(threads_);
+  threads.run([&](int rank) {
+    const Range mine = range_of(m.panels, rank, threads.size());
     for (std::int64_t p = mine.begin; p < mine.end; ++p)
       pack_panel(m.type, values, m.out, m.in, p, const_cast<std::uint8_t*>(m.data) + p * m.panel_bytes,
                  const_cast<float*>(m.scale) + p * kPanel);
@@ -165,6 +166,7 @@ std::int64_t Decoder::check(const Step& s) const {
 
 void Decoder::extend(const Step& step, float* logits) {
   check(step);
+  ThreadPool& threads = ThreadPool::current(threads_);
   std::vector<Row> rows;
   rows.reserve(step.token_ids.size());
   std::int64_t logit = 0;
@@ -175,7 +177,7 @@ void Decoder::extend(const Step& step, float* logits) {
                       j >= n - step.num_logits[i] ? logit++ : -1});
     cache_.append(step.handles[i], n);  // the one place where positions advance
   }
-  pass_.run(rows, logits, logits_stride());
+  pass_.run(threads, rows, logits, logits_stride());
 }
 
 }  // namespace nanoinfer

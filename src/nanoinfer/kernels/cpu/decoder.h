@@ -2,6 +2,7 @@
 // what the kernels do and cache.h for where keys and values live.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -10,7 +11,7 @@
 #include "forward.h"
 #include "isa.h"
 #include "memory.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace nanoinfer {
 
@@ -31,7 +32,8 @@ struct Step {
 
 class Decoder {
  public:
-  // Throws std::invalid_argument for sizes that make no sense, std::bad_alloc.
+  // Throws std::invalid_argument for sizes that make no sense, std::bad_alloc, and std::runtime_error where the system
+  // does not give as many threads.
   Decoder(const DecoderShape& shape, const DecoderOptions& options);
 
   // Give one tensor by its name in the checkpoint ("transformer.h.0.attn.c_attn.weight"), row-major float32; a
@@ -43,7 +45,7 @@ class Decoder {
   Cache& cache() { return cache_; }
   const DecoderShape& shape() const { return model_.shape; }
   const char* isa() const { return kernels_.name; }
-  int threads() const { return team_->size(); }
+  int threads() const { return threads_->size(); }
   std::int64_t logits_stride() const;  // vocab_size, padded to whole panels
   const PartSeconds& part_seconds() const { return pass_.part_seconds(); }
   std::size_t weight_bytes() const { return weights_.size(); }
@@ -53,7 +55,7 @@ class Decoder {
   void extend(const Step& step, float* logits);
   std::int64_t check(const Step& step) const;  // the same checks; returns sum(num_logits)
   // (sum(num_logits), n_embd) of the last step: the final hidden states that its logits were made from.
-  const std::vector<float>& finals() const { return pass_.finals(); }
+  const std::vector<float>& final_hidden() const { return pass_.final_hidden(); }
 
  private:
   struct Slot {  // where a tensor of the checkpoint goes
@@ -74,8 +76,8 @@ class Decoder {
   Buffer weights_;
   std::size_t placed_ = 0;
   Cache cache_;
-  std::shared_ptr<Team> team_;
-  Pass pass_;
+  std::shared_ptr<ThreadPool> threads_;
+  ForwardPass pass_;
 };
 
 }  // namespace nanoinfer

@@ -14,8 +14,8 @@ std::int64_t padded(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel;
 
 }  // namespace
 
-Pass::Pass(const ModelWeights& model, const Kernels& kernels, Cache& cache, Team& team)
-    : model_(model), kernels_(kernels), cache_(cache), team_(team) {
+ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads)
+    : model_(model), kernels_(kernels), cache_(cache) {
   const DecoderShape& s = model.shape;
   x_stride_ = padded(s.n_embd);
   qkv_stride_ = padded(3 * s.n_embd);
@@ -23,7 +23,7 @@ Pass::Pass(const ModelWeights& model, const Kernels& kernels, Cache& cache, Team
   scratch_stride_ = padded(std::max({kQueryTile * (s.block_size + kBlock), s.n_embd, s.mlp_dim}));
   prepared_stride_ = std::max(prepared_bytes(model.type, s.n_embd), prepared_bytes(model.type, s.mlp_dim));
   head_stride_ = prepared_bytes(model.type, s.n_embd);
-  const std::int64_t floats = kMaxRows * (2 * x_stride_ + qkv_stride_ + hidden_stride_) + team.size() * scratch_stride_;
+  const std::int64_t floats = kMaxRows * (2 * x_stride_ + qkv_stride_ + hidden_stride_) + num_threads * scratch_stride_;
   memory_ = Buffer(floats * sizeof(float) + kMaxRows * prepared_stride_);
   float* at = reinterpret_cast<float*>(memory_.data());
   const auto take = [&at](std::int64_t n) { return std::exchange(at, at + n); };
@@ -31,36 +31,37 @@ Pass::Pass(const ModelWeights& model, const Kernels& kernels, Cache& cache, Team
   attended_ = take(kMaxRows * x_stride_);
   qkv_ = take(kMaxRows * qkv_stride_);
   hidden_ = take(kMaxRows * hidden_stride_);
-  scratch_ = take(team.size() * scratch_stride_);
+  scratch_ = take(num_threads * scratch_stride_);
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
   next_item_ = std::make_unique<std::atomic<std::int64_t>[]>(s.n_layer);
 }
 
-void Pass::run(const std::vector<Row>& rows, float* logits, std::int64_t logits_stride) {
+void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* logits, std::int64_t logits_stride) {
+  threads_ = &threads;
   const std::int64_t total = static_cast<std::int64_t>(rows.size());
   num_logits_ = std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.logit >= 0; });
   head_rows_.resize(num_logits_ * head_stride_);
-  finals_.resize(num_logits_ * model_.shape.n_embd);
+  final_hidden_.resize(num_logits_ * model_.shape.n_embd);
   for (std::int64_t row = 0; row < total; row += kMaxRows) {
     select(rows.data() + row, std::min(kMaxRows, total - row));
     const bool last = row + kMaxRows >= total;
     mark_ = Clock::now();
-    team_.run([&](int rank) {
+    threads.run([&](int rank) {
       embed(rank);
       for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) layer(l, rank);
       finish(rank);
       if (last && num_logits_) {
         const Matrix& w = model_.lm_head;
         const MatmulTask task{&w, head_rows_.data(), head_stride_, num_logits_, logits, logits_stride, Epilogue::store};
-        const Share mine = share(w.panels, rank);
+        const Range mine = range(w.panels, rank);
         kernels_.matmul(task, mine.begin, mine.end);
-        meet(&PartSeconds::head, rank);
+        timed_barrier(&PartSeconds::head, rank);
       }
     });
   }
 }
 
-void Pass::select(const Row* rows, std::int64_t count) {
+void ForwardPass::select(const Row* rows, std::int64_t count) {
   rows_ = rows;
   num_rows_ = count;
   items_.clear();
@@ -76,9 +77,9 @@ void Pass::select(const Row* rows, std::int64_t count) {
   for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) next_item_[l].store(0, std::memory_order_relaxed);
 }
 
-void Pass::embed(int rank) {
+void ForwardPass::embed(int rank) {
   const std::int64_t C = model_.shape.n_embd;
-  const Share mine = share(num_rows_, rank);
+  const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r) {
     float* x = x_ + r * x_stride_;
     unpack_row(model_.wte, rows_[r].token, x);
@@ -88,66 +89,66 @@ void Pass::embed(int rank) {
 }
 
 // The threads wait for each other, because what comes next reads what all of them wrote; the time since the last
-// meeting belongs to `part`.
-void Pass::meet(double PartSeconds::*part, int rank) {
-  team_.barrier();
+// barrier belongs to `part`.
+void ForwardPass::timed_barrier(double PartSeconds::*part, int rank) {
+  threads_->barrier();
   if (rank != 0) return;
   const Clock::time_point now = Clock::now();
   seconds_.*part += std::chrono::duration<double>(now - mark_).count();
   mark_ = now;
 }
 
-void Pass::layer(std::int64_t index, int rank) {
+void ForwardPass::layer(std::int64_t index, int rank) {
   const LayerWeights& w = model_.layers[index];
   const Epilogue gelu = model_.shape.gelu_tanh ? Epilogue::gelu_tanh : Epilogue::gelu_erf;
   norm(w.ln_1, w.c_attn, rank);
-  meet(&PartSeconds::others, rank);
+  timed_barrier(&PartSeconds::others, rank);
   multiply(w.c_attn, qkv_, qkv_stride_, Epilogue::store, rank);
-  meet(&PartSeconds::products, rank);
+  timed_barrier(&PartSeconds::products, rank);
   store(index, rank);
-  meet(&PartSeconds::attention, rank);
+  timed_barrier(&PartSeconds::attention, rank);
   attend(index, rank);
-  meet(&PartSeconds::attention, rank);
+  timed_barrier(&PartSeconds::attention, rank);
   prepare(attended_, x_stride_, w.c_proj, rank);
-  meet(&PartSeconds::others, rank);
+  timed_barrier(&PartSeconds::others, rank);
   multiply(w.c_proj, x_, x_stride_, Epilogue::add, rank);
-  meet(&PartSeconds::products, rank);
+  timed_barrier(&PartSeconds::products, rank);
   norm(w.ln_2, w.c_fc, rank);
-  meet(&PartSeconds::others, rank);
+  timed_barrier(&PartSeconds::others, rank);
   multiply(w.c_fc, hidden_, hidden_stride_, gelu, rank);
-  meet(&PartSeconds::products, rank);
+  timed_barrier(&PartSeconds::products, rank);
   prepare(hidden_, hidden_stride_, w.mlp_proj, rank);
-  meet(&PartSeconds::others, rank);
+  timed_barrier(&PartSeconds::others, rank);
   multiply(w.mlp_proj, x_, x_stride_, Epilogue::add, rank);
-  meet(&PartSeconds::products, rank);
+  timed_barrier(&PartSeconds::products, rank);
 }
 
 // Layer norm of x, in the form that the next product reads.
-void Pass::norm(const std::vector<float>& weights, const Matrix& next, int rank) {
+void ForwardPass::norm(const std::vector<float>& weights, const Matrix& next, int rank) {
   const std::int64_t C = model_.shape.n_embd;
   float* y = scratch_ + rank * scratch_stride_;
-  const Share mine = share(num_rows_, rank);
+  const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r) {
     kernels_.layer_norm(x_ + r * x_stride_, weights.data(), weights.data() + C, C, model_.shape.epsilon, y);
     kernels_.prepare(next.type, y, C, next.depth, r, num_rows_, prepared_stride_, prepared_);
   }
 }
 
-void Pass::prepare(const float* from, std::int64_t stride, const Matrix& next, int rank) {
-  const Share mine = share(num_rows_, rank);
+void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& next, int rank) {
+  const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r)
     kernels_.prepare(next.type, from + r * stride, next.in, next.depth, r, num_rows_, prepared_stride_, prepared_);
 }
 
-void Pass::multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, int rank) {
+void ForwardPass::multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, int rank) {
   const MatmulTask task{&w, prepared_, prepared_stride_, num_rows_, y, stride, epilogue};
-  const Share mine = share(w.panels, rank);
+  const Range mine = range(w.panels, rank);
   kernels_.matmul(task, mine.begin, mine.end);
 }
 
-void Pass::store(std::int64_t layer, int rank) {
+void ForwardPass::store(std::int64_t layer, int rank) {
   const DecoderShape& s = model_.shape;
-  const Share mine = share(num_rows_, rank);
+  const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r)
     for (std::int64_t h = 0; h < s.n_head; ++h) {
       const float* k = qkv_ + r * qkv_stride_ + s.n_embd + h * s.head_dim();
@@ -157,7 +158,7 @@ void Pass::store(std::int64_t layer, int rank) {
 }
 
 // Items differ in length, so threads take the next one when they are free; who computes an item does not change it.
-void Pass::attend(std::int64_t layer, int rank) {
+void ForwardPass::attend(std::int64_t layer, int rank) {
   const DecoderShape& s = model_.shape;
   const CacheShape& shape = cache_.shape();
   const std::int64_t count = static_cast<std::int64_t>(items_.size());
@@ -170,18 +171,18 @@ void Pass::attend(std::int64_t layer, int rank) {
   }
 }
 
-void Pass::finish(int rank) {
+void ForwardPass::finish(int rank) {
   const std::int64_t C = model_.shape.n_embd;
   const Matrix& w = model_.lm_head;
-  const Share mine = share(num_rows_, rank);
+  const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r)
     if (rows_[r].logit >= 0) {
       const float* norm = model_.ln_f.data();
-      float* y = finals_.data() + rows_[r].logit * C;
+      float* y = final_hidden_.data() + rows_[r].logit * C;
       kernels_.layer_norm(x_ + r * x_stride_, norm, norm + C, C, model_.shape.epsilon, y);
       kernels_.prepare(w.type, y, C, w.depth, rows_[r].logit, num_logits_, head_stride_, head_rows_.data());
     }
-  meet(&PartSeconds::others, rank);
+  timed_barrier(&PartSeconds::others, rank);
 }
 
 }  // namespace nanoinfer

@@ -1,4 +1,4 @@
-// One pass of some rows through the model: what the threads of the team do between handing in tokens and getting
+// One pass of some rows through the model: what the threads of the pool do between handing in tokens and getting
 // logits. A row is one new token of one sequence; rows of all sequences go through the matrix products together.
 #pragma once
 
@@ -11,7 +11,7 @@
 #include "cache.h"
 #include "kernels.h"
 #include "memory.h"
-#include "team.h"
+#include "thread_pool.h"
 
 namespace nanoinfer {
 
@@ -51,15 +51,15 @@ struct PartSeconds {
 // buffers would grow; weights are read again for the next ones, which at this many rows costs little.
 constexpr std::int64_t kMaxRows = 256;
 
-class Pass {
+class ForwardPass {
  public:
-  Pass(const ModelWeights& model, const Kernels& kernels, Cache& cache, Team& team);
+  ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads);
 
-  // Run rows, whose sequences already count them, through the model. The rows that want logits leave their final
-  // hidden state behind; the last call of a step multiplies them all with the output head.
-  void run(const std::vector<Row>& rows, float* logits, std::int64_t logits_stride);
+  // Run rows, whose sequences already count them, through the model, on a pool of num_threads threads. The rows that
+  // want logits leave their final hidden state behind; when all rows are done, the output head multiplies these.
+  void run(ThreadPool& threads, const std::vector<Row>& rows, float* logits, std::int64_t logits_stride);
   // (rows that wanted logits, n_embd) of the last step: what the output head read, before it was rounded.
-  const std::vector<float>& finals() const { return finals_; }
+  const std::vector<float>& final_hidden() const { return final_hidden_; }
   const PartSeconds& part_seconds() const { return seconds_; }
 
  private:
@@ -77,20 +77,20 @@ class Pass {
   void store(std::int64_t layer, int rank);
   void attend(std::int64_t layer, int rank);
   void finish(int rank);
-  void meet(double PartSeconds::*part, int rank);
-  Share share(std::int64_t count, int rank) const { return share_of(count, rank, team_.size()); }
+  void timed_barrier(double PartSeconds::*part, int rank);
+  Range range(std::int64_t count, int rank) const { return range_of(count, rank, threads_->size()); }
 
   const ModelWeights& model_;
   const Kernels& kernels_;
   Cache& cache_;
-  Team& team_;
+  ThreadPool* threads_ = nullptr;  // during `run`
   std::int64_t x_stride_, qkv_stride_, hidden_stride_, scratch_stride_;  // in floats
   std::size_t prepared_stride_, head_stride_;                            // in bytes
   Buffer memory_;
   float *x_, *qkv_, *attended_, *hidden_, *scratch_;  // (kMaxRows, stride); scratch: one a thread
   std::uint8_t* prepared_;                            // (kMaxRows, prepared_stride_)
   std::vector<std::uint8_t> head_rows_;               // (rows that want logits, head_stride_), prepared
-  std::vector<float> finals_;                         // the same rows, (rows, n_embd)
+  std::vector<float> final_hidden_;                         // the same rows, (rows, n_embd)
   const Row* rows_ = nullptr;
   std::int64_t num_rows_ = 0, num_logits_ = 0;
   std::vector<Item> items_;

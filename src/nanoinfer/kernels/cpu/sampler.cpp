@@ -26,10 +26,9 @@ class RowSampler {
   void patch();
   // Find the largest logit; return whether it is finite.
   bool find_largest();
-  double largest() const { return largest_; }
-  // The first largest logit.
+  // The first largest logit; -1 where the row no longer holds it.
   std::int32_t best() const;
-  // The inverse transform of the uniform, over what the filters keep.
+  // The inverse transform of the uniform, over what the filters keep; -1 where the row no longer holds any of it.
   std::int32_t draw();
 
  private:
@@ -127,11 +126,12 @@ std::int32_t RowSampler::best() const {
   // Floats are compared, not their keys: -0 and +0 are equals.
   for (std::int32_t b = 0; b < num_blocks(V_, kBlock); ++b) {
     if (to_float(s_.maxima[b]) != largest_) continue;
-    std::int32_t i = b * kBlock;
-    while (row_[i] != largest_) ++i;
-    return std::min(first, i);
+    const std::int32_t end = std::min(V_, (b + 1) * kBlock);
+    for (std::int32_t i = b * kBlock; i < end; ++i) {
+      if (row_[i] == largest_) return std::min(first, i);
+    }
   }
-  return first;
+  return first < V_ ? first : -1;
 }
 
 // 3. Borders: a token is kept when its z is not below one -------------------------------------------------
@@ -179,8 +179,9 @@ double RowSampler::top_k_border(std::int32_t k) {
     if (to_float(s_.maxima[b]) < border) continue;
     const std::int32_t end = std::min(V_, (b + 1) * kBlock);
     for (std::int32_t i = b * kBlock; i < end; ++i) {
-      values[n] = row_[i];
-      n += row_[i] >= border ? 1 : 0;
+      const float logit = read_once(row_ + i);
+      values[n] = logit;
+      n += logit >= border ? 1 : 0;
     }
   }
   for (const Patch& p : s_.patches) {
@@ -218,11 +219,13 @@ void RowSampler::gather(double border) {
     if (to_float(s_.maxima[b]) < lowest) continue;
     const std::int32_t end = std::min(V_, (b + 1) * kBlock);
     for (std::int32_t i = b * kBlock; i < end; ++i) {
+      const float logit = read_once(row_ + i);
       ids[n] = i;
-      n += row_[i] >= lowest ? 1 : 0;
+      scaled[n] = logit;
+      n += logit >= lowest ? 1 : 0;
     }
   }
-  scale_all(row_, ids, n, largest_, options_.temperature, scaled);
+  scale_all(scaled, n, largest_, options_.temperature);
 
   s_.near.clear();
   for (const Patch& p : s_.patches) {
@@ -283,7 +286,8 @@ double RowSampler::sampled_border(double weight) {
   if (V_ < 4 * kSample) return kExcluded;
   const std::int32_t step = V_ / kSample;
   double* sample = s_.values.data();
-  for (std::int32_t i = 0; i < kSample; ++i) sample[i] = z(row_[i * step]);
+  for (std::int32_t i = 0; i < kSample; ++i) sample[i] = row_[i * step];
+  scale_all(sample, kSample, largest_, options_.temperature);
   std::sort(sample, sample + kSample);
   exp_all(sample, kSample, s_.weights.data());
   double below = 0.0;
@@ -296,6 +300,7 @@ double RowSampler::sampled_border(double weight) {
 
 // Running sums in vocabulary order, as the reference adds them.
 std::int32_t RowSampler::draw_from_gathered() {
+  if (num_gathered_ == 0) return -1;
   double total = 0.0;
   for (std::int32_t i = 0; i < num_gathered_; ++i) total += s_.weights[i];
   const double wanted = options_.uniform * total;
@@ -375,22 +380,21 @@ void SamplerScratch::reserve(std::int32_t V) {
   place.assign(size, 0);  // last: a failed allocation before it leaves the scratch as small as it was
 }
 
-SampleResult argmax_row(const float* logits, std::int32_t V, SamplerScratch& scratch) {
+std::int32_t argmax_row(const float* logits, std::int32_t V, SamplerScratch& scratch) {
   static const SampleOptions kNothing;
   scratch.reserve(V);
   scratch.patches.clear();
   RowSampler sampler(logits, V, kNothing, scratch);
-  if (!sampler.find_largest()) return {-1, sampler.largest()};
-  return {sampler.best(), sampler.largest()};
+  return sampler.find_largest() ? sampler.best() : -1;
 }
 
-SampleResult sample_row(const float* logits, std::int32_t V, const SampleOptions& options,
+std::int32_t sample_row(const float* logits, std::int32_t V, const SampleOptions& options,
                         SamplerScratch& scratch) {
   scratch.reserve(V);
   RowSampler sampler(logits, V, options, scratch);
   sampler.patch();
-  if (!sampler.find_largest()) return {-1, sampler.largest()};
-  return {options.temperature == 0 ? sampler.best() : sampler.draw(), sampler.largest()};
+  if (!sampler.find_largest()) return -1;
+  return options.temperature == 0 ? sampler.best() : sampler.draw();
 }
 
 }  // namespace nanoinfer

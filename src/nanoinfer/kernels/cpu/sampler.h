@@ -17,6 +17,9 @@
 // differ from the reference is the last bit of an exp or of a sum; it moves a token only where the uniform
 // (or top_p) falls that close to a border of the running sum.
 //
+// Bounds. Another thread may write the logits while they are read here: the token is then any or -1, but no loop and no
+// index runs past the row. What is compared and then kept is read once (`read_once`), what is sorted holds no NaN.
+//
 // Files: sampler_passes (vectorised loops), sampler_nucleus (top_p), sampler (one draw), bind_sampler.
 // Not here: randomness (the uniform is an argument), log-probabilities, threads (one scratch for each).
 #pragma once
@@ -43,12 +46,6 @@ struct SampleOptions {
   std::vector<std::int32_t> bias_ids;    // below the vocabulary's size, as are excluded_ids
   std::vector<double> bias_values;       // one for each of bias_ids
   std::vector<std::int32_t> excluded_ids;
-};
-
-// The drawn token, or -1: the largest logit is not finite, and there is none to draw.
-struct SampleResult {
-  std::int32_t token;
-  double largest;  // after penalties and bias; NaN where any logit is NaN
 };
 
 // A token whose logit the options change.
@@ -80,11 +77,12 @@ struct SamplerScratch {
   void reserve(std::int32_t V);
 };
 
-// The first largest of V raw logits, V >= 1.
-SampleResult argmax_row(const float* logits, std::int32_t V, SamplerScratch& scratch);
+// The first largest of V raw logits, V >= 1; -1 where the largest is not finite (or any logit is NaN).
+std::int32_t argmax_row(const float* logits, std::int32_t V, SamplerScratch& scratch);
 
-// The token that `options` draw from V logits, V >= 1. Nothing is changed but the scratch.
-SampleResult sample_row(const float* logits, std::int32_t V, const SampleOptions& options,
+// The token that `options` draw from V logits, V >= 1; -1 where the largest, after penalties and bias, is not finite (or
+// any logit is NaN). Nothing is changed but the scratch.
+std::int32_t sample_row(const float* logits, std::int32_t V, const SampleOptions& options,
                         SamplerScratch& scratch);
 
 }  // namespace nanoinfer

@@ -18,9 +18,10 @@ double narrow(const double* z, const double* weights, std::int32_t n, double p, 
   constexpr std::int32_t kMany = 1024, kBins = 1024;
   double before = 0.0, scale = 0.0;
   std::int32_t bin = 0;
-  // Larger z, smaller bin; equal z, equal bin.
+  // Larger z, smaller bin; equal z, equal bin. In [0, kBins) whatever z is.
   const auto bin_of = [&scale](double z) {
-    return std::min(static_cast<std::int32_t>(-z * scale), kBins - 1);
+    const double bin = -z * scale;
+    return bin < kBins ? bin > 0 ? static_cast<std::int32_t>(bin) : 0 : kBins - 1;
   };
   if (n > kMany) {
     const double lowest = *std::min_element(z, z + n);

@@ -58,9 +58,11 @@ NANOINFER_CLONES void exp_all(const double* z, std::int32_t n, double* weights) 
   for (std::int32_t i = 0; i < n; ++i) weights[i] = exp_nonpositive(z[i]);
 }
 
-NANOINFER_CLONES void scale_all(const float* x, const std::int32_t* ids, std::int32_t n, double largest,
-                                double temperature, double* z) {
-  for (std::int32_t i = 0; i < n; ++i) z[i] = (static_cast<double>(x[ids[i]]) - largest) / temperature;
+NANOINFER_CLONES void scale_all(double* z, std::int32_t n, double largest, double temperature) {
+  for (std::int32_t i = 0; i < n; ++i) {
+    const double scaled = (z[i] - largest) / temperature;
+    z[i] = scaled < 0 ? scaled : 0.0;
+  }
 }
 
 NANOINFER_CLONES void weigh_block(const float* x, std::int32_t n, double largest, double temperature,

@@ -62,10 +62,13 @@ NANOINFER_INLINE double exp_nonpositive(double x) {
   y = y * r + 1.0;
   // y * 2^n in two factors: below 2^-1022 doubles are subnormal, and 2^n itself would be out of range.
   const bool small = x < -700.0;
-  const std::int64_t biased = std::bit_cast<std::int64_t>(shifted) + (small ? 1023 + 128 : 1023);
-  const double power = std::bit_cast<double>(static_cast<std::uint64_t>(biased) << 52);
+  const std::uint64_t biased = std::bit_cast<std::uint64_t>(shifted) + (small ? 1023 + 128 : 1023);
+  const double power = std::bit_cast<double>(biased << 52);
   return y * power * (small ? 0x1p-128 : 1.0);
 }
+
+// A logit that is compared and kept: one read, so that the number kept is the one compared.
+NANOINFER_INLINE float read_once(const float* x) { return *static_cast<const volatile float*>(x); }
 
 // Write the largest key of each block of V logits; return whether all are numbers (infinities are).
 bool block_maxima(const float* x, std::int32_t V, std::int32_t* maxima);
@@ -73,9 +76,8 @@ bool block_maxima(const float* x, std::int32_t V, std::int32_t* maxima);
 // How many of V logits are at or above the border.
 std::int32_t count_at_least(const float* x, std::int32_t V, float border);
 
-// z[i] = (x[ids[i]] - largest) / temperature for n tokens.
-void scale_all(const float* x, const std::int32_t* ids, std::int32_t n, double largest, double temperature,
-               double* z);
+// Replace n logits by z = (logit - largest) / temperature, or by 0 where that is not below 0.
+void scale_all(double* z, std::int32_t n, double largest, double temperature);
 
 // weights[i] = exp(z[i]), z <= 0, for n tokens.
 void exp_all(const double* z, std::int32_t n, double* weights);

@@ -1,0 +1,46 @@
+// What a forked process inherits: memory, but none of the threads and none of what they would have done next.
+//
+// A lock that another thread held at the fork is never released in the child, and a std::thread of the parent names no
+// thread there. So whatever owns threads or a lock records the process that it belongs to.
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdint>
+#include <stdexcept>
+
+namespace nanoinfer {
+
+// Tells a process from those that it was forked from: 1 in the first, 2 in its children, and so on. Unlike a process
+// id it is never reused, and reading it is no system call.
+inline std::atomic<std::uint32_t> forks_and_one{1};
+inline const int counting_forks = pthread_atfork(nullptr, nullptr, [] { forks_and_one.fetch_add(1); });
+inline std::uint32_t process_generation() { return forks_and_one.load(std::memory_order_relaxed); }
+
+// A mutex whose holder is known by its process: where std::mutex would wait forever in a forked child, lock() throws.
+class ProcessMutex {
+ public:
+  // Throws std::runtime_error where a thread of the parent process held it at the fork: what it protects was being
+  // changed then.
+  void lock() {
+    const std::uint32_t own = process_generation();
+    std::uint32_t holder = 0;
+    while (!holder_.compare_exchange_weak(holder, own, std::memory_order_acquire, std::memory_order_relaxed)) {
+      if (holder == own) holder_.wait(holder, std::memory_order_relaxed);
+      else if (holder != 0)
+        throw std::runtime_error("this process was forked while another thread was using the engine: make the engine in"
+                                 " the process that uses it");
+      holder = 0;
+    }
+  }
+  void unlock() {
+    holder_.store(0, std::memory_order_release);
+    holder_.notify_one();
+  }
+
+ private:
+  std::atomic<std::uint32_t> holder_{0};  // generation of the process that holds it, 0: none
+};
+
+}  // namespace nanoinfer

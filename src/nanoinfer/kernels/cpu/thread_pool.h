@@ -1,0 +1,183 @@
+// A pool of threads that run one function together, with barriers inside it.
+//
+// A step of the decoder is about a hundred operations of a few microseconds. Starting and joining threads for each
+// (fork-join) costs more than many of them; here threads start once, a step is handed to them once, and between
+// operations they wait at a barrier that spins. The caller is thread 0. Idle threads spin for a moment, because
+// the next token usually follows, and then sleep until they are called.
+//
+// Decoders share a pool: with one each, the threads of the one that has just finished (a draft model) would spin on the
+// cores that the other's (the target's) need, and be put off them by the system only milliseconds later.
+//
+// A pool belongs to the process that made it. A forked child makes another one (`current`); the parent's, whose
+// threads it does not have, is neither used nor taken apart there.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "process.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace nanoinfer {
+
+class ThreadPool {
+ public:
+  // Throws std::runtime_error where the system does not give as many threads.
+  explicit ThreadPool(int size) : size_(size), generation_of_process_(process_generation()) {
+    workers_.reserve(size - 1);
+    try {
+      for (int rank = 1; rank < size; ++rank) workers_.emplace_back([this, rank] { work(rank); });
+    } catch (const std::exception& error) {
+      const std::size_t created = workers_.size();
+      stop();
+      throw std::runtime_error("threads=" + std::to_string(size) + ": only " + std::to_string(created) +
+                               " threads could be created beside the caller's (" + error.what() +
+                               "): use a smaller threads=N, or raise this process's limits on threads and address space");
+    }
+  }
+  ~ThreadPool() {
+    if (is_inherited()) new std::vector<std::thread>(std::move(workers_));  // leaked: they name no thread of this process
+    else stop();
+  }
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  // The process's pool of this size, made by the first caller and destroyed with the last holder. A pool of one never
+  // waits for other threads, so pools of one are not shared.
+  static std::shared_ptr<ThreadPool> shared(int size) {
+    if (size == 1) return std::make_shared<ThreadPool>(1);
+    Registry& registry = Registry::of_this_process();
+    const std::lock_guard lock(registry.mutex);
+    std::weak_ptr<ThreadPool>& slot = registry.pools[size];
+    std::shared_ptr<ThreadPool> pool = slot.lock();
+    if (pool == nullptr) slot = pool = std::make_shared<ThreadPool>(size);
+    return pool;
+  }
+
+  // `pool`, replaced by one of this process where it was inherited from another by a fork.
+  static ThreadPool& current(std::shared_ptr<ThreadPool>& pool) {
+    if (pool->is_inherited()) pool = shared(pool->size());
+    return *pool;
+  }
+
+  int size() const { return size_; }
+
+  // Call body(rank) on every thread of the pool, 0 <= rank < size; return when all are done. The body must not
+  // throw. Callers at the same time take turns. The pool must be of this process.
+  template <class Body>
+  void run(Body&& body) {
+    const std::lock_guard turn(turn_);
+    if (size_ > 1) {
+      call_ = [](void* b, int rank) { (*static_cast<std::remove_reference_t<Body>*>(b))(rank); };
+      body_ = &body;
+      running_.store(size_ - 1, std::memory_order_relaxed);
+      generation_.fetch_add(1);
+      generation_.notify_all();
+    }
+    body(0);
+    for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) pause(spins);
+  }
+
+  // Wait inside a body until every thread of the pool is here.
+  void barrier() {
+    if (size_ == 1) return;
+    const std::uint32_t phase = phase_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      arrived_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) pause(spins);
+  }
+
+ private:
+  static constexpr int kSpins = 20000;       // of an idle thread before it sleeps: some hundred microseconds
+  static constexpr int kPolite = 2000;       // of a waiting thread before it offers its core to others
+
+  // The shared pools of one process. Never destroyed: at the end of a process a thread may still be in a step.
+  struct Registry {
+    const std::uint32_t generation = process_generation();
+    std::mutex mutex;
+    std::map<int, std::weak_ptr<ThreadPool>> pools;
+
+    // A forked child leaves its parent's alone: its mutex may be held there.
+    static Registry& of_this_process() {
+      static std::atomic<Registry*> current{nullptr};
+      Registry* found = current.load(std::memory_order_acquire);
+      while (found == nullptr || found->generation != process_generation()) {
+        auto own = std::make_unique<Registry>();
+        if (current.compare_exchange_strong(found, own.get(), std::memory_order_acq_rel)) found = own.release();
+      }
+      return *found;
+    }
+  };
+
+  bool is_inherited() const { return generation_of_process_ != process_generation(); }
+
+  void stop() {
+    stop_.store(true);
+    generation_.fetch_add(1);
+    generation_.notify_all();
+    for (std::thread& t : workers_) t.join();
+  }
+
+  static void pause(int spins) {
+    if (spins > kPolite) return std::this_thread::yield();  // more threads than cores: let the late one run
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  void work(int rank) {
+    std::uint32_t seen = 0;
+    while (true) {
+      int spins = 0;
+      while (generation_.load(std::memory_order_acquire) == seen) {
+        if (++spins < kSpins) pause(0);
+        else generation_.wait(seen, std::memory_order_acquire);
+      }
+      ++seen;
+      if (stop_.load()) return;
+      call_(body_, rank);
+      running_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  const int size_;
+  const std::uint32_t generation_of_process_;
+  std::mutex turn_;
+  void (*call_)(void*, int) = nullptr;
+  void* body_ = nullptr;
+  std::atomic<bool> stop_{false};
+  // Each on a cache line of its own: threads spin on one while others change another.
+  alignas(64) std::atomic<std::uint32_t> generation_{0};  // of calls
+  alignas(64) std::atomic<int> running_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<std::uint32_t> phase_{0};
+  std::vector<std::thread> workers_;
+};
+
+// The part [begin, end) of a number of things that one thread works on.
+struct Range {
+  std::int64_t begin, end;
+};
+inline Range range_of(std::int64_t count, int rank, int size) {
+  return {count * rank / size, count * (rank + 1) / size};
+}
+
+}  // namespace nanoinfer
