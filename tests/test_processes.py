@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -146,9 +147,7 @@ assert in_child(lambda: tokens(load()) != expected) == 0
 
 
 @pytest.mark.parametrize("engine", [("native", "1"), ("native", "2"), ("static",)], ids=" ".join)
-def test_a_fork_in_the_middle_of_another_threads_step_works_or_is_an_error(
-    engine: tuple[str, ...], tiny_folder: Path
-) -> None:
+def test_a_fork_within_another_threads_step_works_or_is_an_error(engine: tuple[str, ...], tiny_folder: Path) -> None:
     need(engine[0])
     run(LOADED + BUSY, str(tiny_folder), *engine)
 
@@ -229,7 +228,7 @@ def test_the_exit_waits_for_a_step_and_lets_no_other_begin(monkeypatch: pytest.M
         with lock:
             log.append("never")
 
-    monkeypatch.setattr(processes, "_locks", {lock})
+    monkeypatch.setattr(processes, "_locks", [weakref.ref(lock)])
     monkeypatch.setattr(processes, "_is_exiting", False)
     threading.Thread(target=work, daemon=True).start()
     inside.wait()

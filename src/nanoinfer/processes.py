@@ -20,12 +20,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from weakref import WeakSet
+from weakref import ref
 
 EXIT_WAIT_SEC = 30.0
 """How long the exit waits for running steps."""
 
-_locks: WeakSet[threading.Lock] = WeakSet()
+_locks: list[ref[threading.Lock]] = []
 _generation = 0
 _is_exiting = False
 
@@ -35,11 +35,10 @@ def step_lock() -> threading.Lock:
 
     A plain lock: Python handles no signal between taking it and the block of its `with`, nor before its release.
     """
-    if _is_exiting and threading.current_thread() is not threading.main_thread():
-        while True:
-            time.sleep(3600)
     lock = threading.Lock()
-    _locks.add(lock)
+    _locks.append(ref(lock, _locks.remove))
+    while _is_exiting and threading.current_thread() is not threading.main_thread():  # too late for the exit to see it
+        time.sleep(3600)
     return lock
 
 
@@ -74,8 +73,9 @@ def _at_exit() -> None:
     global _is_exiting
     _is_exiting = True
     end = time.monotonic() + EXIT_WAIT_SEC
-    for lock in list(_locks):
-        lock.acquire(timeout=max(0.0, end - time.monotonic()))
+    for lock in [r() for r in _locks.copy()]:
+        if lock is not None:
+            lock.acquire(timeout=max(0.0, end - time.monotonic()))
 
 
 atexit.register(_at_exit)
