@@ -25,6 +25,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import Delta, RequestOutput, Score
+from nanoinfer.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -33,7 +34,6 @@ from nanoinfer.speculative.build import Drafts, Target
 
 log = logging.getLogger("nanoinfer")
 
-Prompt = str | Sequence[int]
 SCORE_CHUNK = 128  # positions whose logits are held at a time: 26 MB at GPT-2's vocabulary
 
 
@@ -142,7 +142,8 @@ class LLM:
         """Generate for one prompt or several; return their outputs in the order given.
 
         Args:
-            prompts: a string or a list of token ids, or a list of such.
+            prompts: a string, a list of token ids, or a dict {"prompt": ...} or {"prompt_token_ids": ...}; or a
+                list of such.
             params: for all prompts, or one for each; None is SamplingParams().
 
         Raises:
@@ -217,7 +218,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         """Check and queue all requests, or none."""
-        many: list[Prompt] = self._as_list(prompts)
+        many = as_list(prompts)
         if isinstance(params, SamplingParams) or params is None:
             each = [params or SamplingParams()] * len(many)
         else:
@@ -226,28 +227,16 @@ class LLM:
             raise NanoinferError(f"{len(many)} prompts, but {len(each)} SamplingParams: give one, or one for each")
         requests: list[Request] = []
         try:
-            for prompt, p in zip(many, each, strict=True):
-                requests.append(self._add(prompt, p))
+            for i, (prompt, p) in enumerate(zip(many, each, strict=True)):
+                with numbered(i, len(many)):
+                    requests.append(self._add(prompt, p))
         except BaseException:
             for request in requests:
                 self.core.abort(request)
             raise
         return requests
 
-    @staticmethod
-    def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        """ "a" -> ["a"];  [1, 2] -> [[1, 2]];  ["a", [1, 2]] -> itself."""
-        if isinstance(prompts, str):
-            return [prompts]
-        try:
-            many = list(prompts)
-        except TypeError:
-            raise NanoinferError(f"prompt={prompts!r} is neither a string nor a list of token ids") from None
-        if many and all(isinstance(p, int) for p in many):
-            return [many]  # type: ignore[list-item]
-        return many  # type: ignore[return-value]
-
-    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _add(self, prompt: str | list[int], params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"params={params!r} is not a SamplingParams")
         token_ids = self.encode(prompt)
@@ -274,17 +263,13 @@ class LLM:
             NanoinferError: text without a tokenizer, ids outside the vocabulary, or an empty prompt for a
                 model with no start token.
         """
-        if isinstance(prompt, str):
+        token_ids = as_prompt(prompt)
+        if isinstance(token_ids, str):
             if self.tokenizer is None:
                 raise NanoinferError(self._no_tokenizer_reason)
-            token_ids = self.tokenizer.encode(prompt)
-        else:
-            try:
-                token_ids = list(prompt)
-            except TypeError:
-                raise NanoinferError(f"prompt={prompt!r} is neither a string nor a list of token ids") from None
+            token_ids = self.tokenizer.encode(token_ids)
         for t in token_ids:
-            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size:
+            if not 0 <= t < self.config.vocab_size:
                 raise NanoinferError(f"token id {show(t)} is not an integer in [0, {self.config.vocab_size - 1}]")
         if not token_ids:
             if self.config.bos_token_id is None:
@@ -323,7 +308,7 @@ class LLM:
         so that every token sees at least block_size - stride tokens of context.
 
         Args:
-            texts: a string or a list of token ids, or a list of such.
+            texts: as the prompts of `generate`.
             stride: 1 to block_size tokens; None is half the context length.
 
         Raises:
@@ -333,9 +318,13 @@ class LLM:
         stride = max(1, block_size // 2) if stride is None else stride
         if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride <= block_size:
             raise NanoinferError(f"stride={show(stride)} is not an integer in [1, {block_size}] (the context length)")
-        return [self._score(text, stride) for text in self._as_list(texts)]
+        scores = []
+        for i, text in enumerate(many := as_list(texts)):
+            with numbered(i, len(many)):
+                scores.append(self._score(text, stride))
+        return scores
 
-    def _score(self, text: Prompt, stride: int) -> Score:
+    def _score(self, text: str | list[int], stride: int) -> Score:
         ids = self.encode(text)
         if len(ids) < 2:
             raise NanoinferError(f"a text of {len(ids)} tokens cannot be scored: the first has no context; give two")

@@ -13,7 +13,8 @@ import torch
 from nanoinfer.bench import spans as sp
 from nanoinfer.bench.case import Case, make_work
 from nanoinfer.errors import NanoinferError
-from nanoinfer.llm import LLM, Prompt
+from nanoinfer.llm import LLM
+from nanoinfer.prompts import Prompt
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling.params import SamplingParams
 
