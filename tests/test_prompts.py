@@ -114,7 +114,7 @@ def test_an_error_of_one_prompt_among_several_says_which(llm: LLM) -> None:
     refuses(lambda: llm.generate(prompts, GREEDY), "prompt 17 of 52: ", "33 tokens")
     refuses(lambda: llm.generate(["Go", [99]], GREEDY), "prompt 2 of 2: token id 99 is not an integer in [0, 58]")
     refuses(lambda: llm.score(["Go", "", "a"]), "prompt 2 of 3: ")
-    with pytest.raises(ValueError, match="^(?!prompt 1 of 1)"):
+    with pytest.raises(ValueError, match=r"^(?!prompt 1 of 1)"):
         llm.generate(["a" * 33], GREEDY)
     assert not llm.core.unfinished
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from nanoinfer.ahead import run_ahead
@@ -300,7 +300,13 @@ class LLM:
 
     # Scoring ---------------------------------------------------------------------------------------------
 
-    def score(self, texts: Prompt | Sequence[Prompt], *, stride: int | None = None) -> list[Score]:
+    def score(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        stride: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Score]:
         """Return how likely the model finds each text: log-likelihood and perplexity.
 
         The first token has no context and is not scored. A text longer than the context length is scored in
@@ -310,6 +316,7 @@ class LLM:
         Args:
             texts: as the prompts of `generate`.
             stride: 1 to block_size tokens; None is half the context length.
+            progress: called after each window with the tokens scored and the tokens of the text.
 
         Raises:
             NanoinferError: a text of fewer than two tokens, or a bad stride.
@@ -321,10 +328,10 @@ class LLM:
         scores = []
         for i, text in enumerate(many := as_list(texts)):
             with numbered(i, len(many)):
-                scores.append(self._score(text, stride))
+                scores.append(self._score(text, stride, progress))
         return scores
 
-    def _score(self, text: str | list[int], stride: int) -> Score:
+    def _score(self, text: str | list[int], stride: int, progress: Callable[[int, int], None] | None) -> Score:
         ids = self.encode(text)
         if len(ids) < 2:
             raise NanoinferError(f"a text of {len(ids)} tokens cannot be scored: the first has no context; give two")
@@ -335,6 +342,8 @@ class LLM:
             start = max(0, end - 1 - self.config.block_size)
             total += self._score_window(ids[start:end], scored - start)
             scored = end
+            if progress is not None:
+                progress(scored, len(ids))
         characters = len(text) if isinstance(text, str) else None
         return Score(len(ids) - 1, characters, total, math.exp(min(-total / (len(ids) - 1), 700.0)))
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.checks import require_int
+from nanoinfer.checks import require_int, show
 from nanoinfer.config import PRESETS, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import tokenizers
@@ -150,9 +150,10 @@ def split_wide(name: str) -> tuple[str, ModelConfig]:
         NanoinferError: a part is missing, or there is no such preset.
     """
     source, _, preset = name.removeprefix("wide:").rpartition(":")
-    if not source or preset not in PRESETS:
+    if not source or preset not in PRESETS or source.startswith("wide:"):
         raise NanoinferError(
-            f"model {name!r}: a widened model is wide:<model>:<preset>, with a preset of {', '.join(PRESETS)}"
+            f"model {show(name)}: a widened model is wide:<model>:<preset>, with a model that is not itself"
+            f" widened, and a preset of {', '.join(PRESETS)}"
         )
     return source, PRESETS[preset]
 
