@@ -29,8 +29,8 @@ SLOW = os.environ.get("NANOINFER_TEST_SLOW") == "1"
 DIGITS = "9" * 5000
 VALUES = (
     "", " ", "-1", "0", "1", "nan", "-inf", "1e999", "9" * 400, DIGITS, "0x10", "\u0661", "\x1b[31mred\x07\n\x9b2J",
-    "\udcff\udc80", "a" * 100_000, "../" * 2000, "/dev/full", "-", "--", "=", "None", "wide:" * 3000 + "shakespeare:gpt2",
-    "random:" + "\u202egpt2", "cuda:" + DIGITS, "1" + "e" * 3000, "9GiB" * 500, "\\x", "{}", "%s%n",
+    "\udcff\udc80", "a" * 100_000, "../" * 2000, "/dev/null", "-", "--", "=", "None", "random:" + "\u202egpt2",
+    "wide:" * 3000 + "shakespeare:gpt2", "cuda:" + DIGITS, "1" + "e" * 3000, "9GiB" * 500, "\\x", "{}", "%s%n",
 )  # fmt: skip
 PAIRS = [
     (command, option, value)
@@ -129,7 +129,7 @@ def test_hostile_options(group: int, call: Callable[..., Any], folder: Path, tmp
         (["--graph-memory", DIGITS + "GB"], "is not a size"),
         (["--speculate-k", DIGITS], "is neither auto nor an integer in [1, 64]"),
         (["--token-ids", DIGITS], "is not a list of integers"),
-        (["--model", "wide:" * 3000 + "shakespeare" + ":gpt2" * 3000], "a model that is not itself widened"),
+        (["--model", "wide:" * 3000 + "shakespeare" + ":gpt2" * 3000], "widened at most twice"),
     ],
 )
 def test_numbers_and_names_without_end(call: Callable[..., Any], folder: Path, arguments: Any, message: str) -> None:
@@ -202,9 +202,7 @@ ROOFLINE = ("roofline", "gpt2", "--device", "t4")
         (">&-", ("--help",), 1, "standard output cannot be written: Bad file descriptor"),
         (">/dev/full", ROOFLINE, 1, "standard output cannot be written: No space left on device"),
         (">/dev/full", ("--version",), 1, "standard output cannot be written: No space left on device"),
-        (">/dev/full", ("engines", "--json"), 1, "standard output cannot be written: No space left on device"),
         (">/dev/full", ("generate", "Go", "--max-tokens", "2"), 1, "No space left on device"),
-        ("<&- >&- ", ("engines",), 1, "standard output cannot be written: Bad file descriptor"),
         ("2>&-", ("generate", "-m", "no such"), 2, ""),
         ("2>/dev/full", ("generate", "-m", "no such"), 2, ""),
         ("2>&-", ROOFLINE, 0, ""),
@@ -240,11 +238,14 @@ def test_characters_that_stdout_cannot_show_are_escaped(changes: dict[str, str],
     [
         {"NANOINFER_ISA": DIGITS},
         {"NANOINFER_ISA": "\x1b[31m\n"},
-        {"TERM": "dumb", "COLUMNS": "1", "LINES": "0"},
-        {"COLUMNS": DIGITS, "TERM": "\x1b[31m"},
-        {"HOME": "/nonexistent", "XDG_CACHE_HOME": "/dev/full", "TMPDIR": "/nonexistent"},
-        {"PYTHONIOENCODING": "utf-16"},
-        {"NO_COLOR": "1", "FORCE_COLOR": "1"},
+        {
+            "TERM": "dumb",
+            "COLUMNS": "1",
+            "HOME": "/nonexistent",
+            "XDG_CACHE_HOME": "/dev/full",
+            "TMPDIR": "/nonexistent",
+        },
+        {"COLUMNS": DIGITS, "TERM": "\x1b[31m", "PYTHONIOENCODING": "utf-16", "NO_COLOR": "1", "FORCE_COLOR": "1"},
     ],
     ids=lambda c: "_".join(c),
 )
@@ -257,7 +258,7 @@ def test_environments(changes: dict[str, str], folder: Path) -> None:
 
 
 def test_without_a_home(folder: Path) -> None:
-    for arguments in (ROOFLINE, ("generate", "Go", "-m", "~nobody-there/x"), ("generate", "Go", "-m", "~/x")):
+    for arguments in (ROOFLINE, ("generate", "Go", "-m", "~nobody-there/x")):
         done = subprocess.run(
             [sys.executable, "-m", "nanoinfer", *arguments],
             capture_output=True, env={"PATH": os.environ["PATH"]}, timeout=60, check=False,
@@ -285,7 +286,7 @@ def interrupt(delay: float, *arguments: str) -> tuple[int, str]:
     return child.returncode, err.decode()
 
 
-@pytest.mark.parametrize("i", range(200 if SLOW else 12))
+@pytest.mark.parametrize("i", range(200 if SLOW else 9))
 def test_an_early_interrupt_is_quiet(i: int, folder: Path) -> None:
     arguments = ROOFLINE if i % 3 else ("generate", "Go", "-m", str(folder / "tiny"), "--max-tokens", "2")
     code, err = interrupt(random.Random(i).uniform(0.0, 0.4 if i % 3 else 2.0), *arguments)
