@@ -6,18 +6,23 @@ in one line), 2 bad input or something this machine cannot do, 130 interrupted.
 
 from __future__ import annotations
 
-import atexit
-import signal
 import sys
+
+from nanoinfer.cli.interrupts import Interrupts
 
 
 def main() -> None:
     """Run the command line and exit with its code. Ctrl-C is handled from here on, during imports too."""
+    interrupts = Interrupts()
     try:
-        from nanoinfer.cli.app import run
+        with interrupts:
+            from nanoinfer.cli.app import run
 
-        code = run(sys.argv[1:])
+            code = run(sys.argv[1:])
     except KeyboardInterrupt:
         code = 130
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while Python shuts down: no traceback
+    except Exception:
+        if not interrupts.seen:
+            raise
+        code = 130
     sys.exit(code)
