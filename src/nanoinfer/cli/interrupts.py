@@ -10,6 +10,7 @@ import _thread
 import atexit
 import signal
 import sys
+import threading
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,8 @@ class Interrupts:
 
     def _unraisable(self, args: UnraisableHookArgs) -> None:
         if issubclass(args.exc_type, KeyboardInterrupt):
-            _thread.interrupt_main()
+            again = threading.Timer(0.01, _thread.interrupt_main)  # later: raised here, it would be forgotten too
+            again.daemon = True
+            again.start()
         else:
             self._hook(args)
