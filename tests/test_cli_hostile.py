@@ -273,7 +273,7 @@ MARKED = "import sys, os; from nanoinfer.cli import main; sys.argv[0] = 'nanoinf
 
 
 def interrupt(delay: float, *arguments: str) -> tuple[int, str]:
-    """Send Ctrl-C `delay` seconds after `main` is about to be called, which takes a millisecond; return the exit code and stderr."""
+    """Send Ctrl-C `delay` seconds after the call of `main`; return the exit code and stderr."""
     child = subprocess.Popen(
         [sys.executable, "-c", MARKED, *arguments],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(),
