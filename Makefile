@@ -24,7 +24,7 @@ demo: .venv/installed
 	@$(BIN)/nanoinfer generate "ROMEO:" --echo --max-tokens 200 --temperature 0.8 --top-k 100 --seed 4
 	@echo
 	@echo "== the ladder: every engine says the same words =="
-	@$(BIN)/python benchmarks/ladder.py
+	@TORCH_LOGS=-all $(BIN)/python benchmarks/ladder.py
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,7 +29,7 @@ BAD: dict[str, list[Any]] = {
     "seed": [-1, 2**64, 1.0, True, "0", NAN],
     "n": [0, -1, 65537, 1.0, True, None, "2"],
     "stop": ["", [""], ["a", ""], [1], 7, 0, False, b"\n", [None]],
-    "stop_token_ids": [[-1], [1.0], ["a"], [True], "a", 7, 0, False, [None], np.array([5, 6])],
+    "stop_token_ids": [[-1], [1.0], ["a"], [True], "a", 7, 0, False, [None], np.array([0.5])],
     "ignore_eos": [0, 1, None, "yes", 0.0],
     "min_tokens": [-1, 1.0, True, None, 129],
     "logprobs": [-1, 1001, 1.0, True, "5"],
@@ -162,3 +163,16 @@ def test_any_mix_of_junk_is_accepted_or_a_nanoinfer_error(values: dict[str, Any]
     assert all(isinstance(t, int) and t >= 0 for t in params.stop_token_ids)
     assert 0 < params.top_p <= 1
     assert math.isfinite(params.temperature)
+
+
+def test_numbers_of_numpy_and_torch_are_kept_as_pythons() -> None:
+    params = SamplingParams(
+        max_tokens=np.int32(5), seed=np.uint64(2**63), top_k=torch.tensor(3), temperature=np.float32(0.5),  # type: ignore[arg-type]
+        stop_token_ids=np.array([5, 6]), logit_bias={np.int64(7): np.float32(1.5)}, logprobs=np.int8(2),  # type: ignore[arg-type, dict-item]
+    )  # fmt: skip
+    assert params == SamplingParams(
+        max_tokens=5, seed=2**63, top_k=3, temperature=0.5, stop_token_ids=(5, 6), logit_bias={7: 1.5}, logprobs=2
+    )
+    for value in (params.max_tokens, params.seed, params.top_k, *params.stop_token_ids, *(params.logit_bias or {})):
+        assert type(value) is int
+    assert type(params.temperature) is float

@@ -22,8 +22,10 @@ def block(language: str) -> str:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder; README's own command has written play.txt into it, which others read."""
     folder = tmp_path_factory.mktemp("home")
-    (folder / "play.txt").write_text("To be, or not to be: that is the question.\n" * 60)
+    (writes,) = [line for line in COMMANDS if "tee play.txt" in line]
+    subprocess.run(writes, shell=True, cwd=folder, env=environment(folder), capture_output=True, check=True)
     return folder
 
 

@@ -1,10 +1,12 @@
 """Range checks for every number that comes from outside, with one-line messages.
 
 require_int("max_tokens", -3, 1)  ->  NanoinferError: max_tokens=-3 is not an integer >= 1
+require_int("max_tokens", numpy.int64(3), 1)  ->  3
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,23 +22,66 @@ def show(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def require_int(name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise NanoinferError unless `value` is an int (not a bool) in [low, high]."""
-    limit = f">= {low}" if high is None else f"in [{low}, {high}]"
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+def printable(text: str) -> str:
+    """Escape what a terminal obeys instead of showing: "\\x1b[31m" -> the eight characters \\x1b[31m; also newlines."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def plain(value: Any) -> Any:
+    """Return the Python value of a NumPy scalar or array, or of a tensor; other values are returned as they are."""
+    if isinstance(value, memoryview) or not callable(tolist := getattr(value, "tolist", None)):
+        return value
+    return tolist()
+
+
+def as_int(value: Any) -> int | None:
+    """Return an integer of any type as an int; None for a bool or anything else."""
+    value = plain(value)
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def require_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return `value` as an int; raise NanoinferError unless it is an integer (not a bool) in [low, high]."""
+    number = as_int(value)
+    if number is None or number < low or (high is not None and number > high):
+        limit = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise NanoinferError(f"{name}={show(value)} is not an integer {limit}")
+    return number
 
 
 def require_float(
     name: str, value: Any, low: float, high: float, *, low_open: bool = False, high_open: bool = False
-) -> None:
-    """Raise NanoinferError unless `value` is a finite number in the interval; `*_open` excludes an end."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-    ok = ok and (low < value if low_open else low <= value)  # False for NaN
-    ok = ok and (value < high if high_open else value <= high)
+) -> float:
+    """Return `value` as an int or a float; raise NanoinferError unless it is finite and in the interval.
+
+    `low_open` and `high_open` exclude an end.
+    """
+    number = plain(value)
+    ok = isinstance(number, (int, float)) and not isinstance(number, bool)
+    ok = ok and (low < number if low_open else low <= number)  # False for NaN
+    ok = ok and (number < high if high_open else number <= high)
     if not ok:
         interval = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
         raise NanoinferError(f"{name}={show(value)} is not a finite number in {interval}")
+    result: float = number
+    return result
+
+
+def keep_int(config: Any, name: str, low: int, high: int | None = None, *, optional: bool = False) -> None:
+    """Check an integer field of a frozen dataclass and store it as an int; `optional` admits None."""
+    if (value := getattr(config, name)) is not None or not optional:
+        object.__setattr__(config, name, require_int(name, value, low, high))
+
+
+def keep_float(config: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+    """Check a field of a frozen dataclass that is a finite number; store it as a Python number."""
+    number = require_float(name, getattr(config, name), low, high, low_open=low_open)
+    object.__setattr__(config, name, number)
 
 
 def require_bool(name: str, value: Any) -> None:

@@ -6,8 +6,9 @@ No tensor library is imported here: the scheduler and the command line's `--help
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from nanoinfer.checks import require_bool, require_choice, require_float, require_int, show
+from nanoinfer.checks import keep_int, require_bool, require_choice, require_float, require_int, show
 from nanoinfer.errors import NanoinferError
 
 ACTIVATIONS = ("gelu_new", "gelu")
@@ -125,14 +126,10 @@ class EngineConfig:
         require_choice("dtype", self.dtype, ("auto", *DTYPES))
         require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *CACHE_DTYPES))
         require_choice("sampler", self.sampler, SAMPLERS)
-        if self.threads is not None:
-            require_int("threads", self.threads, 1, 1024)
-        if self.max_num_seqs is not None:
-            require_int("max_num_seqs", self.max_num_seqs, 1, 65536)
-        if self.kv_cache_memory is not None:
-            require_int("kv_cache_memory", self.kv_cache_memory, 1)
-        if self.graph_memory is not None:
-            require_int("graph_memory", self.graph_memory, 0)
+        keep_int(self, "threads", 1, 1024, optional=True)
+        keep_int(self, "max_num_seqs", 1, 65536, optional=True)
+        keep_int(self, "kv_cache_memory", 1, optional=True)
+        keep_int(self, "graph_memory", 0, optional=True)
 
 
 @dataclass(frozen=True)
@@ -149,13 +146,13 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):
             raise NanoinferError(f"draft={show(self.draft)} is neither a name nor None")
-        k = self.speculate_k
-        if isinstance(k, str) and k.isdecimal():
+        k: Any = self.speculate_k
+        if isinstance(k, str) and k.isdecimal() and len(k) <= 100:  # Python refuses to parse more than 4,300 digits
             object.__setattr__(self, "speculate_k", k := int(k))
         if k != "auto":
             if isinstance(k, str):
                 raise NanoinferError(f"speculate_k={show(k)} is neither auto nor an integer in [1, 64]")
-            require_int("speculate_k", k, 1, 64)
+            keep_int(self, "speculate_k", 1, 64)
         require_choice("speculate_rule", self.speculate_rule, RULES)
 
     @property
@@ -178,8 +175,7 @@ class SchedulerConfig:
     """Tokens that one step may process; longer prompts are fed in chunks."""
 
     def __post_init__(self) -> None:
-        require_int("max_num_seqs", self.max_num_seqs, 1)
-        require_int("block_size", self.block_size, 1)
-        require_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        if self.max_num_cached_tokens is not None:
-            require_int("max_num_cached_tokens", self.max_num_cached_tokens, 1)
+        keep_int(self, "max_num_seqs", 1)
+        keep_int(self, "block_size", 1)
+        keep_int(self, "max_num_batched_tokens", 1)
+        keep_int(self, "max_num_cached_tokens", 1, optional=True)

@@ -1,7 +1,7 @@
 """The errors that nanoinfer raises on purpose.
 
 Every message is one line that names the thing, its value, the limit and the remedy. The command line
-prints it without a traceback and exits with code 2.
+prints it without a traceback and exits with code 2, or with 1 for a ResultError.
 """
 
 from __future__ import annotations
@@ -9,6 +9,10 @@ from __future__ import annotations
 
 class NanoinferError(ValueError):
     """Bad input, a missing or broken file, or something that this machine cannot do."""
+
+
+class ResultError(NanoinferError):
+    """The input was good, and what was computed from it is not: numbers that are not finite."""
 
 
 def one_line(error: BaseException) -> str:

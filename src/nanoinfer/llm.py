@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from nanoinfer.ahead import run_ahead
@@ -21,11 +21,12 @@ from nanoinfer.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import RequestOutput, Score
 from nanoinfer.processes import computing
+from nanoinfer.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -35,7 +36,6 @@ from nanoinfer.streams import OutputStream, Ownership, TextStream
 
 log = logging.getLogger("nanoinfer")
 
-Prompt = str | Sequence[int]
 SCORE_CHUNK = 128  # positions whose logits are held at a time: 26 MB at GPT-2's vocabulary
 
 
@@ -151,7 +151,8 @@ class LLM:
         "error" and says why in `error`.
 
         Args:
-            prompts: a string or a list of token ids, or a list of such.
+            prompts: a string, a list of token ids, or a dict {"prompt": ...} or {"prompt_token_ids": ...}; or a
+                list of such.
             params: for all prompts, or one for each; None is SamplingParams().
 
         Raises:
@@ -201,29 +202,20 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         """Check all requests and return them; they are not queued yet."""
-        many: list[Prompt] = self._as_list(prompts)
+        many = as_list(prompts)
         if isinstance(params, SamplingParams) or params is None:
             each = [params or SamplingParams()] * len(many)
         else:
             each = list(params)
         if len(each) != len(many):
             raise NanoinferError(f"{len(many)} prompts, but {len(each)} SamplingParams: give one, or one for each")
-        return [self._make(prompt, p) for prompt, p in zip(many, each, strict=True)]
+        requests = []
+        for i, (prompt, p) in enumerate(zip(many, each, strict=True)):
+            with numbered(i, len(many)):
+                requests.append(self._make(prompt, p))
+        return requests
 
-    @staticmethod
-    def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        """ "a" -> ["a"];  [1, 2] -> [[1, 2]];  ["a", [1, 2]] -> itself."""
-        if isinstance(prompts, str):
-            return [prompts]
-        try:
-            many = list(prompts)
-        except TypeError:
-            raise NanoinferError(f"prompt={prompts!r} is neither a string nor a list of token ids") from None
-        if many and all(isinstance(p, int) for p in many):
-            return [many]  # type: ignore[list-item]
-        return many  # type: ignore[return-value]
-
-    def _make(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _make(self, prompt: str | list[int], params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"params={params!r} is not a SamplingParams")
         token_ids = self.encode(prompt)
@@ -249,17 +241,13 @@ class LLM:
             NanoinferError: text without a tokenizer, ids outside the vocabulary, or an empty prompt for a
                 model with no start token.
         """
-        if isinstance(prompt, str):
+        token_ids = as_prompt(prompt)
+        if isinstance(token_ids, str):
             if self.tokenizer is None:
                 raise NanoinferError(self._no_tokenizer_reason)
-            token_ids = self.tokenizer.encode(prompt)
-        else:
-            try:
-                token_ids = list(prompt)
-            except TypeError:
-                raise NanoinferError(f"prompt={prompt!r} is neither a string nor a list of token ids") from None
+            token_ids = self.tokenizer.encode(token_ids)
         for t in token_ids:
-            if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < self.config.vocab_size:
+            if not 0 <= t < self.config.vocab_size:
                 raise NanoinferError(f"token id {show(t)} is not an integer in [0, {self.config.vocab_size - 1}]")
         if not token_ids:
             if self.config.bos_token_id is None:
@@ -290,7 +278,13 @@ class LLM:
 
     # Scoring ---------------------------------------------------------------------------------------------
 
-    def score(self, texts: Prompt | Sequence[Prompt], *, stride: int | None = None) -> list[Score]:
+    def score(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        stride: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[Score]:
         """Return how likely the model finds each text: log-likelihood and perplexity.
 
         The first token has no context and is not scored. A text longer than the context length is scored in
@@ -298,8 +292,9 @@ class LLM:
         so that every token sees at least block_size - stride tokens of context.
 
         Args:
-            texts: a string or a list of token ids, or a list of such.
+            texts: as the prompts of `generate`.
             stride: 1 to block_size tokens; None is half the context length.
+            progress: called after each window with the tokens scored and the tokens of the text.
 
         Raises:
             NanoinferError: a text of fewer than two tokens, or a bad stride.
@@ -308,10 +303,13 @@ class LLM:
         stride = max(1, block_size // 2) if stride is None else stride
         if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride <= block_size:
             raise NanoinferError(f"stride={show(stride)} is not an integer in [1, {block_size}] (the context length)")
-        many = self._as_list(texts)
-        return [self._score(text, stride, f"text {i + 1} of {len(many)}") for i, text in enumerate(many)]
+        scores = []
+        for i, text in enumerate(many := as_list(texts)):
+            with numbered(i, len(many)):
+                scores.append(self._score(text, stride, progress))
+        return scores
 
-    def _score(self, text: Prompt, stride: int, which: str) -> Score:
+    def _score(self, text: str | list[int], stride: int, progress: Callable[[int, int], None] | None) -> Score:
         ids = self.encode(text)
         if len(ids) < 2:
             raise NanoinferError(f"a text of {len(ids)} tokens cannot be scored: the first has no context; give two")
@@ -323,11 +321,13 @@ class LLM:
             window, first = ids[start:end], scored - start
             total += self.core.use_engine(len(window), partial(_log_likelihood, ids=window, first=first))
             if not math.isfinite(total):
-                raise NanoinferError(
-                    f"{which}: the log-likelihood of its first {end} tokens is {total}: the model's arithmetic"
-                    " overflowed; use dtype=float32, and check the weights"
+                raise ResultError(
+                    f"the log-likelihood of its first {end} tokens is {total}: the model's arithmetic overflowed; use"
+                    " dtype=float32, and check the weights"
                 )
             scored = end
+            if progress is not None:
+                progress(scored, len(ids))
         characters = len(text) if isinstance(text, str) else None
         return Score(len(ids) - 1, characters, total, math.exp(min(-total / (len(ids) - 1), 700.0)))
 

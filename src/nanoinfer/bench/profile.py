@@ -28,7 +28,8 @@ from nanoinfer.bench import spans as sp
 from nanoinfer.bench.launches import Launches, count, is_launch
 from nanoinfer.bench.recording import new_job, random_prompts, require_tokens
 from nanoinfer.errors import NanoinferError
-from nanoinfer.llm import LLM, Prompt
+from nanoinfer.llm import LLM
+from nanoinfer.prompts import Prompt
 from nanoinfer.sampling.params import SamplingParams
 
 OTHERS = "everything else"

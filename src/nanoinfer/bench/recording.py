@@ -13,8 +13,9 @@ import torch
 from nanoinfer.bench import spans as sp
 from nanoinfer.bench.case import Case, make_work
 from nanoinfer.errors import NanoinferError
-from nanoinfer.llm import LLM, Prompt
+from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.prompts import Prompt
 from nanoinfer.sampling.params import SamplingParams
 
 WARMUP_TOKENS = 4

@@ -17,8 +17,10 @@ from typing import Annotated
 
 import typer
 
+from nanoinfer.bench.results import to_json
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.cli.options import flags
+from nanoinfer.cli.terminal import finite_json
 
 
 @flags(Plan, "plan", short={"model": "-m", "output": "-o"})
@@ -29,10 +31,9 @@ def bench(
 ) -> None:
     """Measure engines and peers: checked, interleaved, and beside the physical limit."""
     results, interrupted = run(plan, command="nanoinfer " + " ".join(sys.argv[1:]))
+    text = finite_json([json.loads(to_json(r)) for r in results])
     if as_json:
-        from nanoinfer.bench.results import to_json
-
-        print(json.dumps([json.loads(to_json(r)) for r in results]))
+        print(text)
     else:
         from rich.console import Console
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 
 from nanoinfer import environment
+from nanoinfer.cli.terminal import print_json
 
 
 def engines(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
 ) -> None:
     """List the engines, slowest first, and what each can do here."""
     import torch
@@ -38,30 +38,22 @@ def engines(
             }
         )
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows, indent=2)
         return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE)
-    for column in ("engine", "here", "devices", "dtypes", "quantization", "the one idea"):
-        table.add_column(column, no_wrap=column == "engine")
     for row in rows:
-        missing = ", ".join(row["missing_devices"])
-        table.add_row(
-            row["name"],
-            "yes" if row["available"] else f"no: {row['why_not']}",
-            ", ".join(row["devices"]) + (f" (not here: {missing})" if missing else ""),
-            " ".join(row["dtypes"]),
-            " ".join(row["quantizations"]) or "none",
-            row["idea"],
-        )
-    Console(width=None).print(table)
+        print(f"{row['name']:<11} {_abilities(row) if row['available'] else 'not here: ' + row['why_not']}")
+        print(f"{'':<11} {row['idea']}")
     threads = torch.get_num_threads()
     gpu = f"CUDA: {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no CUDA device"
     print(f"torch {torch.__version__}, {threads} CPU threads, {gpu}")
     print(f"native extension: {_native()}")
+
+
+def _abilities(row: dict[str, Any]) -> str:
+    """Return where an engine runs on this machine, and its types of weights: "cpu: float32 bfloat16, int8"."""
+    types = " ".join([*row["dtypes"], *row["quantizations"]])
+    missing = f" (not here: {', '.join(row['missing_devices'])})" if row["missing_devices"] else ""
+    return f"{', '.join(row['devices'])}: {types}{missing}"
 
 
 def _native() -> str:

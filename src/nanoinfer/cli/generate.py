@@ -4,6 +4,7 @@ Examples:
     nanoinfer generate "O Romeo,"                                  (the built-in model, streamed)
     nanoinfer generate "O Romeo," "To be" --n 2 --temperature 0.8 --top-k 50 --seed 1
     nanoinfer generate --model gpt2 --file prompt.txt --max-tokens 200
+    nanoinfer generate --file prompts.txt --lines --json           (a prompt a line)
     echo "Once upon a time" | nanoinfer generate --model path/to/ckpt.pt --overflow slide
     nanoinfer generate "O Romeo," --draft shakespeare-draft --temperature 0      (the same words, in fewer steps)
     nanoinfer generate "To be" --json | jq .outputs[0].text        (one JSON object a line and prompt)
@@ -12,7 +13,6 @@ Examples:
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +21,9 @@ from typing import Annotated, Any
 import typer
 
 from nanoinfer.cli.options import flags
+from nanoinfer.cli.terminal import complain, print_json
 from nanoinfer.config import EngineConfig, SpeculationConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling.params import SamplingParams
 
@@ -44,13 +45,20 @@ TokenizerFlag = Annotated[
 @flags(SamplingParams, "params", skip=("logit_bias",))
 def generate(
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="Prompts; without any, the prompt is read from stdin.")
+        list[str] | None,
+        typer.Argument(
+            help="Prompts. Without any and without --file, stdin is one prompt, less one newline at its end."
+        ),
     ] = None,
     model: ModelFlag = "shakespeare",
     tokenizer: TokenizerFlag = None,
     file: Annotated[
-        list[Path] | None, typer.Option("--file", "-f", help="File whose text is a prompt; several may be given.")
+        list[Path] | None,
+        typer.Option("--file", "-f", help="File whose whole text is one prompt, as it is; several may be given."),
     ] = None,
+    lines: Annotated[
+        bool, typer.Option("--lines", help="Each line of the files or of stdin is a prompt; an empty line is one too.")
+    ] = False,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Prompts are token ids: '15496 11 995'.")] = False,
     logit_bias: Annotated[
         list[str] | None, typer.Option(help="Added to the logits of these token ids: TOKEN_ID=BIAS; may be repeated.")
@@ -65,7 +73,7 @@ def generate(
     params: SamplingParams,
 ) -> None:
     """Generate text from prompts, streamed as it is made."""
-    texts = _read_prompts(prompts or [], file or [])
+    texts = _read_prompts(prompts or [], file or [], lines)
     if logit_bias:
         params = dataclasses.replace(params, logit_bias=_parse_bias(logit_bias))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
@@ -76,34 +84,64 @@ def generate(
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises: says why there is no text to print
     ids, stream = llm.stream_outputs(given, params)
+    errors = _Errors(ids)
     if as_json:
         for output in stream:
             if isinstance(output, RequestOutput):
-                print(json.dumps(dataclasses.asdict(output), ensure_ascii=False), flush=True)
-        return
+                _print_output(output, errors)
+    else:
 
-    def before(i: int, k: int) -> str:
-        return _heading(texts[i], i, k, len(texts), params.n) + (texts[i] if echo else "")
+        def before(i: int, k: int) -> str:
+            return _heading(texts[i], i, k, len(texts), params.n) + (texts[i] if echo else "")
 
-    _InOrder(ids, params.n, before).run(stream)
+        _InOrder(ids, params.n, before).run(errors.watch(stream))
+    errors.report()
 
 
-def _read_prompts(arguments: list[str], files: list[Path]) -> list[str]:
+def _read_prompts(arguments: list[str], files: list[Path], lines: bool) -> list[str]:
     """Return the prompts: arguments, then files; stdin when there is neither."""
-    texts = list(arguments)
+    texts = []
     for path in files:
         try:
             texts.append(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as e:
             raise NanoinferError(f"prompt file {path} cannot be read as UTF-8 text: {e}") from None
-    if not texts:
-        if sys.stdin.isatty():
-            raise NanoinferError("no prompt: give one as an argument, with --file, or on stdin")
-        try:
-            texts.append(sys.stdin.buffer.read().decode("utf-8"))
-        except UnicodeDecodeError as e:
-            raise NanoinferError(f"stdin is not UTF-8 text: {e}") from None
-    return texts
+    if lines and arguments and not files:
+        raise NanoinferError("--lines needs --file or prompts on stdin: a prompt among the arguments is one prompt")
+    if not arguments and not files:
+        text = _read_stdin()
+        texts.append(text if lines else _without_newline(text))
+    if lines:
+        texts = [line for text in texts for line in split_lines(text)]
+        if not texts and not arguments:
+            raise NanoinferError("--lines: there is no line, so there is no prompt")
+    return arguments + texts
+
+
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        raise NanoinferError("no prompt: give one as an argument, with --file, or on stdin")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise NanoinferError(f"stdin is not UTF-8 text: {e}") from None
+    except OSError as e:
+        raise NanoinferError(
+            f"stdin cannot be read: {e.strerror}: give a prompt as an argument or with --file"
+        ) from None
+
+
+def _without_newline(text: str) -> str:
+    r""" "a\n\n" -> "a\n"; "a\r\n" -> "a"."""
+    return text[: -2 if text.endswith("\r\n") else -1] if text.endswith("\n") else text
+
+
+def split_lines(text: str) -> list[str]:
+    r""" "a\n\nb\r\n" -> ["a", "", "b"]: only \n and \r\n end a line; str.splitlines knows ten more ends."""
+    lines = text.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
 
 
 def _parse_ids(text: str) -> list[int]:
@@ -131,6 +169,46 @@ def _heading(prompt: str, i: int, k: int, num_prompts: int, n: int) -> str:
     parts = [f"prompt {i + 1} of {num_prompts}"] if num_prompts > 1 else []
     parts += [f"text {k + 1} of {n}"] if n > 1 else []
     return f"--- {', '.join(parts)}: {prompt[:40]!r}\n" if parts else ""
+
+
+def _print_output(output: RequestOutput, errors: _Errors) -> None:
+    """Print one request's output as JSON, unless a number in it is not finite; note what failed."""
+    for completion in output.outputs:
+        if completion.error is not None:
+            errors.add(output.request_id, completion.index, completion.error)
+    try:
+        print_json(dataclasses.asdict(output))
+    except ResultError as e:
+        errors.add(output.request_id, 0, str(e))
+
+
+class _Errors:
+    """The requests that failed, reported when the others have been printed."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+        self._messages: dict[tuple[int, int], str] = {}
+
+    def add(self, request_id: int, index: int, message: str) -> None:
+        """Note that a text failed."""
+        self._messages.setdefault((self._ids.index(request_id), index), message)
+
+    def watch(self, stream: Iterator[Delta | RequestOutput]) -> Iterator[Delta | RequestOutput]:
+        """Yield from a stream, noting the failures in it."""
+        for item in stream:
+            if isinstance(item, Delta) and item.error is not None:
+                self.add(item.request_id, item.index, item.error)
+            yield item
+
+    def report(self) -> None:
+        """Print a line for each request that failed, and end with exit code 1 if one did."""
+        said: set[tuple[int, str]] = set()
+        for (i, _), message in sorted(self._messages.items()):
+            if (i, message) not in said:
+                complain(f"prompt {i + 1} of {len(self._ids)}: {message}" if len(self._ids) > 1 else message)
+            said.add((i, message))
+        if self._messages:
+            raise typer.Exit(1)
 
 
 class _InOrder:

@@ -18,6 +18,15 @@ from typing import Annotated, Any
 
 import typer
 
+from nanoinfer.cli.values import parse_size, size_units, unescape
+
+# Fields whose flags are written differently than in Python: how to read one, its metavar, what to add to the help.
+_WRITTEN: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "kv_cache_memory": (parse_size, "SIZE", f"Units: {size_units()}."),
+    "graph_memory": (parse_size, "SIZE", f"Units: {size_units()}."),
+    "stop": (unescape, "TEXT", r"Escapes: \n, \r, \t, \\, \xNN, \uNNNN. May be repeated."),
+}
+
 
 def field_docs(cls: type) -> dict[str, str]:
     """Return the string under each field of a dataclass: {"max_tokens": "Most tokens to generate."}."""
@@ -78,7 +87,14 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, doc: str, short: str | 
     if short is not None:
         names.append(short)
     default: Any = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-    option = typer.Option(*names, help=doc, show_default=default not in (inspect.Parameter.empty, None, ()))
+    parser, metavar, note = _WRITTEN.get(field.name, (None, None, ""))
+    option = typer.Option(
+        *names,
+        help=f"{doc} {note}".strip(),
+        show_default=default not in (inspect.Parameter.empty, None, ()),
+        parser=parser,
+        metavar=metavar,
+    )
     kind = _flag_type(hint)
     if typing.get_origin(kind) is list and default is not inspect.Parameter.empty:
         default = list(default)

@@ -10,7 +10,6 @@ Examples:
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,6 +22,7 @@ import typer
 from nanoinfer.checks import require_int
 from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
+from nanoinfer.cli.terminal import finite_json
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling.params import SamplingParams
@@ -71,8 +71,9 @@ def profile(
         llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config))
         given = random_prompts(llm, 1, num_prompt_tokens) if prompt is None else prompt
         result = run(llm, given, params, decode_only=decode_only, trace=partial)
+    text = finite_json(dataclasses.asdict(result))
     if as_json:
-        print(json.dumps(dataclasses.asdict(result)))
+        print(text)
     else:
         _show(result)
 

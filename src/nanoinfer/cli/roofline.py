@@ -9,12 +9,12 @@ Examples:
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanoinfer.cli.options import flags
+from nanoinfer.cli.terminal import finite_json
 from nanoinfer.roofline.report import Question, answer
 
 if TYPE_CHECKING:
@@ -40,10 +40,11 @@ def roofline(
 ) -> None:
     """Print FLOPs, bytes moved and the time limits that follow, of a model on a device."""
     result = answer(model, question)
+    text = finite_json(result, indent=2)
     if as_json:
-        print(json.dumps(result, indent=2))
-        return
-    _show(result)
+        print(text)
+    else:
+        _show(result)
 
 
 def _show(r: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoinfer.cli.options import flags
+from nanoinfer.errors import ResultError
 from nanoinfer.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def train(
     if run.step:
         print(f"resuming at step {run.step} of {config.max_steps}", file=sys.stderr)
     best = loop.train(run, _reporter(run.step, config.max_steps, run.val_chars_per_token))
+    if not math.isfinite(best):
+        raise ResultError(f"training diverged: the best validation loss is {best}: use a smaller --learning-rate")
     bits = best / run.val_chars_per_token / math.log(2)
     made = "model" if config.draft_head is None else "draft head"
     what = "validation loss" if target is None else f"KL divergence from {target} on validation text"
@@ -113,7 +116,7 @@ class _reporter:
             bits = progress.val_loss / self._chars_per_token / math.log(2)
             self._console.print(
                 f"step {progress.step}/{self._total}  loss {progress.loss:.4f}  val {progress.val_loss:.4f}"
-                f"  ({bits:.4f} bits/char)  best {progress.best_val_loss:.4f}  {progress.tokens_per_sec:,.0f} tok/s",
+                f" ({bits:.4f} bits/char)  {progress.tokens_per_sec:,.0f} tok/s",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
         if progress.step == self._total:

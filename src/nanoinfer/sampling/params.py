@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.checks import require_bool, require_choice, require_float, require_int, show
+from nanoinfer.checks import keep_float, keep_int, require_bool, require_choice, require_float, require_int, show
 from nanoinfer.errors import NanoinferError
 
 MAX_LOGPROBS = 1000
@@ -63,40 +63,42 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._accept_bare_values()
-        require_int("max_tokens", self.max_tokens, 1)
-        require_float("temperature", self.temperature, 0.0, 1e6)
-        require_int("top_k", self.top_k, 0)
-        require_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        require_float("min_p", self.min_p, 0.0, 1.0)
-        require_float("presence_penalty", self.presence_penalty, -1e3, 1e3)
-        require_float("frequency_penalty", self.frequency_penalty, -1e3, 1e3)
-        require_float("repetition_penalty", self.repetition_penalty, 1e-3, 1e3)  # no logit overflows
-        if self.seed is not None:
-            require_int("seed", self.seed, 0, 2**64 - 1)
-        require_int("n", self.n, 1, 65536)
+        keep_int(self, "max_tokens", 1)
+        keep_float(self, "temperature", 0.0, 1e6)
+        keep_int(self, "top_k", 0)
+        keep_float(self, "top_p", 0.0, 1.0, low_open=True)
+        keep_float(self, "min_p", 0.0, 1.0)
+        keep_float(self, "presence_penalty", -1e3, 1e3)
+        keep_float(self, "frequency_penalty", -1e3, 1e3)
+        keep_float(self, "repetition_penalty", 1e-3, 1e3)  # no logit overflows
+        keep_int(self, "seed", 0, 2**64 - 1, optional=True)
+        keep_int(self, "n", 1, 65536)
         require_bool("ignore_eos", self.ignore_eos)
-        require_int("min_tokens", self.min_tokens, 0)
+        keep_int(self, "min_tokens", 0)
         if self.min_tokens > self.max_tokens:
             raise NanoinferError(
                 f"min_tokens={show(self.min_tokens)} is more than max_tokens={show(self.max_tokens)}: raise max_tokens"
             )
-        if self.logprobs is not None:
-            require_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        keep_int(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
         require_choice("overflow", self.overflow, OVERFLOWS)
-        if self.slide_stride is not None:
-            require_int("slide_stride", self.slide_stride, 1)
-            if self.overflow != "slide":
-                raise NanoinferError(
-                    f"slide_stride={show(self.slide_stride)} needs overflow='slide', not {self.overflow!r}"
-                )
+        keep_int(self, "slide_stride", 1, optional=True)
+        if self.slide_stride is not None and self.overflow != "slide":
+            raise NanoinferError(
+                f"slide_stride={show(self.slide_stride)} needs overflow='slide', not {self.overflow!r}"
+            )
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise NanoinferError(f"stop={show(text)} is not a non-empty string")
-        for token_id in self.stop_token_ids:
-            require_int("stop_token_ids", token_id, 0)
-        for token_id, bias in (self.logit_bias or {}).items():
-            require_int("logit_bias token id", token_id, 0)
-            require_float(f"logit_bias[{show(token_id)}]", bias, -1e6, 1e6)
+        ids = tuple(require_int("stop_token_ids", token_id, 0) for token_id in self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
+        if self.logit_bias is not None:
+            biases = {
+                require_int("logit_bias token id", token_id, 0): require_float(
+                    f"logit_bias[{show(token_id)}]", bias, -1e6, 1e6
+                )
+                for token_id, bias in self.logit_bias.items()
+            }
+            object.__setattr__(self, "logit_bias", biases)
 
     def _accept_bare_values(self) -> None:
         """Take what vLLM takes: stop="x" for stop=["x"], lists for tuples, None for "none"."""

@@ -90,7 +90,7 @@ class TrainConfig:
                 f"draft_head={self.draft_head!r} trains a head for that model, from scratch: leave out distill and init"
             )
         require_int("vocab_size", self.vocab_size, 256, 1 << 20)
-        require_int("warmup_steps", self.warmup_steps, 0)
+        require_int("warmup_steps", self.warmup_steps, 0, 2**31 - 1)
         require_int("seed", self.seed, 0, 2**31 - 1)
         require_bool("bias", self.bias)
         require_float("dropout", self.dropout, 0.0, 1.0, high_open=True)

@@ -174,9 +174,10 @@ def split_wide(name: str) -> tuple[str, ModelConfig]:
         NanoinferError: a part is missing, or there is no such preset.
     """
     source, _, preset = name.removeprefix("wide:").rpartition(":")
-    if not source or preset not in PRESETS:
+    if not source or preset not in PRESETS or source.startswith("wide:wide:"):
         raise NanoinferError(
-            f"model {name!r}: a widened model is wide:<model>:<preset>, with a preset of {', '.join(PRESETS)}"
+            f"model {show(name)}: a widened model is wide:<model>:<preset>, widened at most twice, with a preset"
+            f" of {', '.join(PRESETS)}"
         )
     return source, PRESETS[preset]
 

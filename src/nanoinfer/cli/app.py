@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -11,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from nanoinfer.cli import bench, engines, eval, generate, profile, roofline, train
-from nanoinfer.errors import NanoinferError
+from nanoinfer.cli import bench, engines, eval, generate, profile, roofline, terminal, train
+from nanoinfer.errors import NanoinferError, ResultError
 
 # typer carries its own copy of click from 0.20 on: name the base class through typer, whichever it is.
 _ClickException: Any = typer.BadParameter.__mro__[2]
@@ -20,7 +18,6 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 app = typer.Typer(
     name="nanoinfer",
     help="Text from GPT-2-family models, on every rung of the optimisation ladder.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -48,39 +45,54 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Text from GPT-2-family models, on every rung of the optimisation ladder."""
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
-def main() -> None:
-    """Run the command line and exit with its code."""
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="nanoinfer: %(message)s")
-    command: Any = typer.main.get_command(app)
-    code = 0
-    try:  # not app(): it would turn a closed pipe and Ctrl-C into exit codes of its own
-        with command.make_context("nanoinfer", sys.argv[1:]) as context:
-            command.invoke(context)
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit code. Whatever happens outside of this program is one line on stderr."""
+    terminal.prepare()
+    code = 1
+    try:
+        code = _invoke(arguments)
         sys.stdout.flush()
-    except typer.Exit as e:
-        code = e.exit_code
-    except _ClickException as e:
-        code = _complain(e.format_message(), e.exit_code)
-    except NanoinferError as e:
-        code = _complain(str(e), 2)
-    except MemoryError:
-        code = _complain("out of memory: use a smaller model, fewer sequences or a smaller --kv-cache-memory", 1)
-    except KeyboardInterrupt:
-        code = 130
-    except BrokenPipeError:  # the reader of a pipe (head, less) has gone: nothing more to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.exit(code)
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"nanoinfer: error: {message}", file=sys.stderr)
+    except BrokenPipeError:  # the reader of a pipe (head, less) has gone: nothing more to print
+        code = 0 if code < 2 else code
+        terminal.drop_stdout()
+    except OSError as e:
+        code = 1
+        terminal.complain(terminal.describe(e))
+        terminal.drop_stdout()
     return code
+
+
+def _invoke(arguments: list[str]) -> int:
+    """Run a sub-command; turn its errors into one line and an exit code."""
+    command: Any = typer.main.get_command(app)
+    try:  # not app(): it would turn a closed pipe and Ctrl-C into exit codes of its own
+        with command.make_context("nanoinfer", arguments) as context:
+            command.invoke(context)
+    except typer.Exit as e:
+        return int(e.exit_code)
+    except _ClickException as e:
+        message, code = e.format_message(), e.exit_code
+    except ResultError as e:
+        message, code = str(e), 1
+    except NanoinferError as e:
+        message, code = str(e), 2
+    except MemoryError:
+        message, code = "out of memory: use a smaller model, fewer sequences or a smaller --kv-cache-memory", 1
+    except KeyboardInterrupt:
+        return 130
+    else:
+        return 0
+    terminal.complain(message)
+    return int(code)

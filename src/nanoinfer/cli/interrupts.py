@@ -1,0 +1,50 @@
+"""Ctrl-C as KeyboardInterrupt that nothing swallows: imports and destructors of other packages do.
+
+NumPy's import inside torch's is an example: torch catches what it raises and goes on, and NumPy cannot be imported a
+second time. In a destructor or a weak reference's callback Python prints the interrupt and forgets it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import signal
+import sys
+import threading
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+
+class Interrupts:
+    """A context in which Ctrl-C is remembered, and raised again where Python would forget it."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        """Whether Ctrl-C was pressed: an exception that follows is its consequence."""
+
+    def __enter__(self) -> Interrupts:
+        self._handler, self._hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+        if self._handler is signal.default_int_handler:  # not where the shell has it ignored (nohup)
+            signal.signal(signal.SIGINT, self._interrupt)
+            sys.unraisablehook = self._unraisable
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)  # while Python shuts down: no traceback
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+        sys.unraisablehook = self._hook
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+    def _unraisable(self, args: UnraisableHookArgs) -> None:
+        if issubclass(args.exc_type, KeyboardInterrupt):
+            again = threading.Timer(0.01, _thread.interrupt_main)  # later: raised here, it would be forgotten too
+            again.daemon = True
+            again.start()
+        else:
+            self._hook(args)

@@ -1,0 +1,98 @@
+"""Standard streams: made usable whatever they are, and written so that nothing from outside commands the terminal.
+
+A stream may be closed, full, a pipe whose reader has gone, or unable to show a character. Generated text goes to
+stdout as it is; messages go to stderr with control characters escaped, one line each.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import logging
+import os
+import sys
+import warnings
+from contextlib import suppress
+from typing import Any
+
+from nanoinfer.checks import printable
+from nanoinfer.errors import ResultError
+
+MAX_MESSAGE = 1000  # characters; of a longer message the middle is left out
+# For each standard stream the mode of its stand-in. Reading a closed stdin and writing a closed stdout fail, as in
+# other programs; messages for a closed stderr are lost. The stand-in holds the descriptor, so that no file gets it.
+_STREAMS = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
+_STREAM_ERRORS = (errno.EBADF, errno.EIO, errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+
+
+def prepare() -> None:
+    """Make stdin, stdout and stderr usable, and leave the log to this package's warnings and to errors."""
+    for name, mode, flags in _STREAMS:
+        if getattr(sys, name) is None:  # Python's way to say that it was closed at the start
+            setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine("nanoinfer: %(message)s"))
+    handler.addFilter(lambda r: r.name.partition(".")[0] == "nanoinfer" or r.levelno >= logging.ERROR)
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    os.environ.setdefault("TORCH_LOGS", "-all")  # errors only; read when torch is imported
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+
+
+class _OneLine(logging.Formatter):
+    """Escapes control characters and newlines in a record's message."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+
+def complain(message: str) -> None:
+    """Print an error on stderr, in one line."""
+    message = printable(message)
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
+    with suppress(OSError):  # a full or closed stderr: the exit code still tells
+        print(f"nanoinfer: error: {message}", file=sys.stderr, flush=True)
+
+
+def describe(error: OSError) -> str:
+    """Return one line for an error of the operating system that no command has named: most are of stdout."""
+    reason = error.strerror or str(error) or type(error).__name__
+    if error.filename is not None:
+        return (
+            f"{os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else error.filename}: {reason}"
+        )
+    return f"standard output cannot be written: {reason}" if error.errno in _STREAM_ERRORS else reason
+
+
+def drop_stdout() -> None:
+    """Send what is left in stdout's buffer nowhere: Python would try to write it again at exit, and complain."""
+    with suppress(OSError):  # a captured stream has no descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def print_json(document: Any, *, indent: int | None = None) -> None:
+    """Print a JSON document on stdout. Raises ResultError as `finite_json` does; nothing is printed then."""
+    print(finite_json(document, indent=indent), flush=True)
+
+
+def finite_json(document: Any, *, indent: int | None = None) -> str:
+    """Return a document as JSON.
+
+    Raises:
+        ResultError: a number in it is not finite: JSON has no name for it, and it is no result.
+    """
+    try:
+        return json.dumps(document, indent=indent, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise ResultError(
+            "a number in the result is not finite (nan or infinity), so the result is not printed: the model's"
+            " weights or its dtype overflow; try --dtype float32"
+        ) from None

@@ -1,0 +1,103 @@
+"""Prompts in every form that users give them -> a list, each a string or a list of token ids.
+
+as_list("To be")                                    ->  ["To be"]
+as_list([39, 15])                                   ->  [[39, 15]]
+as_list(["To be", {"prompt_token_ids": [39, 15]}])  ->  ["To be", [39, 15]]
+
+Token ids may be any integers (Python's, NumPy's, PyTorch's), in a list, a tuple, an array or a tensor; a 2-D array is
+several prompts. The dicts are vLLM's. What only looks like a list of prompts is refused: bytes iterate as integers,
+a dict as its keys, a set in no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from numbers import Number
+from typing import Any
+
+from nanoinfer.checks import as_int, plain, show
+from nanoinfer.errors import NanoinferError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_DICT_KEYS = ("prompt", "prompt_token_ids")
+
+
+def as_list(prompts: Prompt | Iterable[Prompt]) -> list[str | list[int]]:
+    """Return one prompt or several as a list of prompts.
+
+    Raises:
+        NanoinferError: one of them has no form of a prompt; among several, the message says which.
+    """
+    prompts = plain(prompts)
+    if isinstance(prompts, (str, Mapping)):
+        return [as_prompt(prompts)]
+    many = _items(prompts)
+    if many and all(isinstance(item, Number) for item in many):
+        return [_token_ids(many)]
+    made = []
+    for i, item in enumerate(many):
+        with numbered(i, len(many)):
+            made.append(as_prompt(item))
+    return made
+
+
+def as_prompt(prompt: Prompt) -> str | list[int]:
+    """Return one prompt as a string or a list of token ids. Raises NanoinferError for any other form."""
+    prompt = plain(prompt)
+    if isinstance(prompt, Mapping):
+        return _from_dict(prompt)
+    if isinstance(prompt, str):
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as e:
+            raise NanoinferError(
+                f"the prompt's character {e.start}, {prompt[e.start]!r}, is half a surrogate pair: give UTF-8 text"
+            ) from None
+        return prompt
+    return _token_ids(_items(prompt))
+
+
+@contextmanager
+def numbered(i: int, count: int) -> Iterator[None]:
+    """Begin the message of an error with the number of the prompt, where there are several: "prompt 17 of 52: ..."."""
+    try:
+        yield
+    except NanoinferError as e:
+        if count == 1:
+            raise
+        raise type(e)(f"prompt {i + 1} of {count}: {e}") from None
+
+
+def _items(value: Any) -> list[Any]:
+    """Return the items of a list, a tuple or another iterable that has an order, as Python's values."""
+    if isinstance(value, (bytes, bytearray, memoryview, Set, Mapping)) or not isinstance(value, Iterable):
+        raise NanoinferError(
+            f"prompt={show(value)} is neither a string nor a list of token ids, nor a dict with one of"
+            f" {' and '.join(_DICT_KEYS)}"
+        )
+    return [plain(item) for item in value]
+
+
+def _from_dict(prompt: Mapping[str, Any]) -> str | list[int]:
+    for key in prompt:
+        if key not in _DICT_KEYS:
+            raise NanoinferError(f"prompt: the key {show(key)} is unknown: use one of {', '.join(_DICT_KEYS)}")
+    if len(prompt) != 1:
+        raise NanoinferError(f"prompt={show(dict(prompt))}: give one of {' and '.join(_DICT_KEYS)}")
+    ((key, value),) = prompt.items()
+    value = plain(value)
+    if isinstance(value, str) is not (key == "prompt") or isinstance(value, Mapping):
+        raise NanoinferError(f"{key}={show(value)} is not {'a string' if key == 'prompt' else 'a list of token ids'}")
+    return as_prompt(value)
+
+
+def _token_ids(items: list[Any]) -> list[int]:
+    if all(type(item) is int for item in items):
+        return items
+    ids = []
+    for item in items:
+        if (token_id := as_int(item)) is None:
+            raise NanoinferError(f"token id {show(item)} is not an integer")
+        ids.append(token_id)
+    return ids
