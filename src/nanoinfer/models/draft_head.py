@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from nanoinfer.checks import require_int, show
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import write_atomically
 from nanoinfer.models.checkpoints.load import BUILTIN
 
 if TYPE_CHECKING:
@@ -190,8 +191,6 @@ def save(head: RecurrentHead, folder: Path, dtype: torch.dtype | None = None) ->
         NanoinferError: the folder cannot be written.
     """
     from safetensors.torch import save as to_bytes
-
-    from nanoinfer.models.checkpoints.huggingface import write_atomically
 
     tensors = {name: p.detach().to("cpu", dtype or p.dtype).contiguous() for name, p in head.state_dict().items()}
     try:

@@ -7,12 +7,12 @@ prefix, tied and untied heads. Not covered: `pytorch_model.bin` (a pickle; conve
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import write_atomically
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.weights import CONV1D, Weights, check
 
@@ -202,17 +202,3 @@ def save(model: GPT, folder: Path, tokenizer_json: str | None = None, dtype: tor
             write_atomically(folder / name, content)
     except OSError as e:
         raise NanoinferError(f"{folder} cannot be written: {e.strerror}: choose another folder") from None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path`: readers, and a crash at any time, see the old file or the new one."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        with open(partial, "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(partial, path)
-    except BaseException:  # disk full, interrupted, or `path` is a folder: do not leave half a file behind
-        partial.unlink(missing_ok=True)
-        raise
