@@ -437,7 +437,7 @@ def test_resuming_gives_the_same_weights(config: TrainConfig, tmp_path: Path) ->
     assert [p.loss for p in run(cut, resume=True)] == [p.loss for p in history[20:]]
     one, other = (Path(c.out) / "draft_head.safetensors" for c in (whole, cut))
     assert one.read_bytes() == other.read_bytes()
-    refuses(lambda: run(cut), "already holds training_state.pt")
+    refuses(lambda: run(cut), "already holds training.state")
     refuses(lambda: run(replace(cut, head_hidden=32), resume=True), "head_hidden=64, not 32")
 
 

@@ -19,7 +19,7 @@ import typer
 from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.files import read_text
 
 
 @flags(EngineConfig, "engine_config")
@@ -36,10 +36,7 @@ def evaluate(
     engine_config: EngineConfig,
 ) -> None:
     """Print how well a model predicts a text: perplexity, and bits per character."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise NanoinferError(f"file {file} cannot be read as UTF-8 text: {e}") from None
+    text = read_text(file)
 
     from nanoinfer.llm import LLM
 

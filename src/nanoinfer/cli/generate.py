@@ -23,6 +23,7 @@ import typer
 from nanoinfer.cli.options import flags
 from nanoinfer.config import EngineConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import read_text
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling.params import SamplingParams
 
@@ -92,10 +93,7 @@ def _read_prompts(arguments: list[str], files: list[Path]) -> list[str]:
     """Return the prompts: arguments, then files; stdin when there is neither."""
     texts = list(arguments)
     for path in files:
-        try:
-            texts.append(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as e:
-            raise NanoinferError(f"prompt file {path} cannot be read as UTF-8 text: {e}") from None
+        texts.append(read_text(path, "a prompt"))
     if not texts:
         if sys.stdin.isatty():
             raise NanoinferError("no prompt: give one as an argument, with --file, or on stdin")
