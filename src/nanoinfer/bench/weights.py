@@ -75,9 +75,13 @@ def shared_folder() -> Iterator[Path]:
     """A temporary folder that is removed when this process is done with it and all that `hold` it have ended."""
     folder = Path(tempfile.mkdtemp(prefix="nanoinfer-bench-"))
     lock = hold(folder)
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    command = [sys.executable, "-I", "-S", "-c", _REMOVE, str(folder)]
-    remover = subprocess.Popen(command, **quiet, start_new_session=True)  # Ctrl-C is not for it
+    remover = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _REMOVE, str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is not for it
+    )
     try:
         yield folder
     finally:
