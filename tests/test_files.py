@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from conftest import refuses
 from nanoinfer import files
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, open_regular, parse_json, read_at, read_json, read_limited, read_text
+from nanoinfer.files import RegularFile, escaped, parse_json, read_json, read_limited, read_text
 
 
 def test_text_is_read_character_for_character(tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_text_that_is_not_utf8_names_the_byte(tmp_path: Path) -> None:
 def test_a_file_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t").write_bytes(b"12345")
     assert read_limited(tmp_path / "t", 5, "a config") == b"12345"
-    monkeypatch.setattr(os, "pread", None)  # a read would fail
+    monkeypatch.setattr(os, "preadv", None)  # a read would fail
     refuses(lambda: read_limited(tmp_path / "t", 4, "a config"), "5 bytes", "a config is 4")
 
 
@@ -40,10 +41,22 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, place: str) 
 
 def test_a_file_cut_short_after_its_size_was_checked(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(bytes(100))
-    with open_regular(tmp_path / "t", "a text") as (f, size):
-        os.truncate(tmp_path / "t", 50)
-        assert read_at(f, 10, 40, tmp_path / "t") == bytes(40)
-        refuses(lambda: read_at(f, 0, size, tmp_path / "t"), "was changed while it was read")
+    file = RegularFile(tmp_path / "t", "a text")
+    assert file.read(10, 40) == bytes(40)
+    os.truncate(tmp_path / "t", 50)
+    refuses(lambda: file.read(0, file.size), "was changed while it was read")
+    refuses(lambda: file.read(10, 10), "was changed while it was read")
+
+
+def test_a_file_is_closed_when_it_is_used_no_more(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(b"a")
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(100):
+        read_limited(tmp_path / "t", 5, "a text")
+        refuses(lambda: read_limited(tmp_path, 5, "a text"), "a folder")
+    gc.collect()  # the errors keep their frames
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(

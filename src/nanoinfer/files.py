@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from nanoinfer.errors import NanoinferError
 
@@ -36,9 +35,11 @@ def reason(error: BaseException) -> str:
     return escaped(" ".join(text.split()))
 
 
-@contextmanager
-def open_regular(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a regular file for reading; yield it, unbuffered, and its size in bytes.
+class RegularFile:
+    """A regular file, open for reading at any place; closed when it is used no more.
+
+    Bytes are copied out of it and never mapped: a map of a file that another process cuts short ends this one
+    with SIGBUS. A file that changes after it was opened is an error at the next read.
 
     Args:
         path: the file; symbolic links are followed.
@@ -47,36 +48,49 @@ def open_regular(path: Path, what: str) -> Iterator[tuple[BinaryIO, int]]:
     Raises:
         NanoinferError: the file is missing, not ours to read, or a folder, pipe or device.
     """
-    try:
-        f = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
-    except (OSError, ValueError) as e:  # ValueError: a null byte in the path
-        raise NanoinferError(f"{escaped(path)} cannot be read as {what}: {reason(e)}") from None
-    with f:
-        status = os.fstat(f.fileno())
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.path = path
+        self._fd = -1
+        try:  # O_NONBLOCK: opening a pipe would wait for somebody to write to it
+            self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except (OSError, ValueError) as e:  # ValueError: a null byte in the path
+            raise NanoinferError(f"{escaped(path)} cannot be read as {what}: {reason(e)}") from None
+        status = os.fstat(self._fd)
         if not stat.S_ISREG(status.st_mode):
             kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
             raise NanoinferError(f"{escaped(path)} is {kind}, not a file that can be read as {what}")
-        yield f, status.st_size
+        self.size = status.st_size
+        self._time = status.st_mtime_ns
 
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
 
-def read_at(f: BinaryIO, start: int, num_bytes: int, path: Path) -> bytes:
-    """Return bytes of an open file; the file's position does not matter.
+    def read(self, start: int, num_bytes: int) -> bytes:
+        """Return so many bytes, of which the caller has checked that they are not too many for memory.
 
-    Raises:
-        NanoinferError: the file ends before them: it was cut short after its size was checked.
-    """
-    content = bytearray()
-    while len(content) < num_bytes:
-        try:  # Linux returns at most 2 GiB at a time
-            piece = os.pread(f.fileno(), min(num_bytes - len(content), 1 << 30), start + len(content))
-        except OSError as e:
-            raise NanoinferError(f"{escaped(path)} cannot be read: {reason(e)}") from None
-        if not piece:
-            raise NanoinferError(f"{escaped(path)} was changed while it was read: load it again")
-        if len(piece) == num_bytes:
-            return piece
-        content += piece
-    return bytes(content)
+        Raises:
+            NanoinferError: the file ends before them, or was changed since it was opened.
+        """
+        content = bytearray(num_bytes)
+        self.read_into(start, memoryview(content))
+        return bytes(content)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill a buffer of bytes. Raises NanoinferError as `read`."""
+        done = 0
+        while done < len(buffer):
+            try:  # Linux reads at most 2 GiB at a time
+                count = os.preadv(self._fd, [buffer[done:]], start + done)
+            except OSError as e:
+                raise NanoinferError(f"{escaped(self.path)} cannot be read: {reason(e)}") from None
+            if not count:
+                break
+            done += count
+        status = os.fstat(self._fd)
+        if done < len(buffer) or (status.st_size, status.st_mtime_ns) != (self.size, self._time):
+            raise NanoinferError(f"{escaped(self.path)} was changed while it was read: load it again")
 
 
 def read_limited(path: Path, limit: int, what: str) -> bytes:
@@ -90,10 +104,10 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
     Raises:
         NanoinferError: the file is missing, no regular file, larger than the limit, or changes while it is read.
     """
-    with open_regular(path, what) as (f, size):
-        if size > limit:
-            raise NanoinferError(f"{escaped(path)} has {size} bytes; the limit for {what} is {limit}")
-        return read_at(f, 0, size, path)
+    file = RegularFile(path, what)
+    if file.size > limit:
+        raise NanoinferError(f"{escaped(path)} has {file.size} bytes; the limit for {what} is {limit}")
+    return file.read(0, file.size)
 
 
 def read_text(path: Path, what: str = "a text") -> str:
@@ -140,8 +154,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build an object; a key that stands twice has two meanings, and readers differ in which they take."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))
+        (twice, _), *_ = (Counter(k for k, _ in pairs) - Counter(list(made))).items()
         raise ValueError(f"the key {twice[:80]!r} stands twice")
     return made
 

@@ -134,7 +134,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     torch.manual_seed(config.seed)
     target = distill.load_target(config.distill, config.block_size) if config.distill is not None else None
     model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, saved, target)
-    eos = model.config.eos_token_id
+    eos = next(iter(model.config.eos_token_ids), None)
     val_tokens = data.encode_texts(tokenizer, val_texts, eos)
     run = Run(
         config,
