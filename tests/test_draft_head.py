@@ -334,8 +334,8 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
 
         return rewrite
 
-    breaks(lambda: (path / "draft_head.json").write_text("{"), "cannot be read as JSON")
-    breaks(lambda: (path / "draft_head.json").write_text("[" * 50000), "cannot be read as JSON")
+    breaks(lambda: (path / "draft_head.json").write_text("{"), "cannot be read as a draft head's config")
+    breaks(lambda: (path / "draft_head.json").write_text("[" * 50000), "cannot be read as a draft head's config")
     breaks(lambda: (path / "draft_head.json").write_text("[1]"), "a list", "n_hidden")
     breaks(lambda: (path / "draft_head.json").write_text(" " * 70000), "70000 bytes", "65536")
     breaks(lambda: (path / "draft_head.json").unlink(), "cannot be read")
