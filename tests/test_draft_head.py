@@ -349,7 +349,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     breaks(lambda: (path / "draft_head.safetensors").write_bytes(b"\xff" * 99), "draft_head.safetensors")
     breaks(weights(lambda t: t.pop("c_fc.bias")), "c_fc.bias is missing")
     breaks(weights(lambda t: t.update(more=torch.zeros(1))), "'more' has no place")
-    breaks(weights(lambda t: t.update({"c_fc.bias": torch.zeros(24, dtype=torch.int8)})), "c_fc.bias is int8")
+    breaks(weights(lambda t: t.update({"c_fc.bias": torch.zeros(24, dtype=torch.int8)})), "c_fc.bias is 'int8'")
     breaks(weights(lambda t: t["c_fc.bias"].fill_(float("nan"))), "c_fc.bias has values that are not finite")
     (tmp_path / "file").write_text("")
     refuses(lambda: draft_head.save(make_head(), tmp_path / "file" / "sub"), "cannot be written")
