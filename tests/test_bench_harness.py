@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +23,7 @@ from nanoinfer.bench.contestants import open_contestant
 from nanoinfer.bench.process import WorkerProcess
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.suites import SUITES
+from nanoinfer.bench.weights import shared_folder
 from nanoinfer.config import PRESETS
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
@@ -217,3 +221,66 @@ def test_results_are_shown_and_reported_without_measuring(tiny_folder: Path, tmp
     loaded, interrupted = run(again, "test", log=lambda _: pytest.fail("it measured"))
     assert (loaded, interrupted) == ([made, made], False)
     assert (tmp_path / "page" / "index.html").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
+@pytest.mark.parametrize("late", [False, True], ids=["before any worker", "while workers run"])
+def test_a_bench_that_is_killed_leaves_nothing(
+    tiny_folder: Path, tmp_path: Path, sign: signal.Signals, late: bool
+) -> None:
+    """Its models are in the temporary folder: they go when the last worker has seen that its harness is gone."""
+    folder, output = tmp_path / "temporary", tmp_path / "r.json"
+    folder.mkdir()
+    child = subprocess.Popen(
+        command(
+            "bench", "--model", tiny_folder, "--engine", "static", "--engine", "nanogpt", "--prompt-tokens", 8,
+            "--output-tokens", 4, "--output-tokens", 16, "--rounds", 1000, "--output", output,
+        ) if late else command("bench", "--model", tiny_folder, "--engine", "static", "--output", output),
+        stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=one_thread() | {"TMPDIR": str(folder)},
+    )  # fmt: skip
+    wait_for(lambda: any(folder.glob("*/model.safetensors")))
+    if late:
+        wait_for(lambda: "nanoinfer.bench.worker" in children(child.pid))
+        time.sleep(1)
+    child.send_signal(sign)
+    assert child.wait(timeout=60) != 0
+    wait_for(lambda: not any(folder.iterdir()))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it did not happen in a minute")
+
+
+def children(pid: int) -> str:
+    """The command lines of a process's children."""
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return " ".join(Path(f"/proc/{p}/cmdline").read_text() for p in pids)
+
+
+def test_a_bench_that_ends_leaves_nothing(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    for failing in (False, True):
+        with contextlib.suppress(RuntimeError), shared_folder() as folder:
+            (folder / "file").write_text("x")
+            if failing:
+                raise RuntimeError
+        assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_results_that_cannot_be_written_are_refused_before_measuring(tiny_folder: Path, tmp_path: Path) -> None:
+    def say(text: str) -> None:
+        raise AssertionError(text)
+
+    (tmp_path / "file").write_text("x")
+    inside, long = tmp_path / "file" / "r.json", tmp_path / ("x" * 255)
+    for path in (tmp_path, Path("/dev/null"), inside, long):
+        for option in ("output", "csv"):
+            plan = Plan(model=str(tiny_folder), engine=("static",), **{option: path})  # type: ignore[arg-type]
+            refuses(lambda p=plan: run(p, "test", log=say), str(path), "cannot be written")  # type: ignore[misc]
+    plan = Plan(model=str(tiny_folder), engine=("static",), report=inside)
+    refuses(lambda: run(plan, "test", log=say), str(inside), "cannot be written")

@@ -148,7 +148,10 @@ BAD = {
         "block_size=64 is more than the 32 of distill=",
     ),
     "train unwritable": (["train", "--data", "{text}", "--out", "{one}/sub"], "cannot be written"),
-    "train over a model": (["train", "--data", "{text}", "--out", "{tiny}"], "already holds model.safetensors"),
+    "train over a model": (
+        ["train", "--data", "{text}", "--out", "{tiny}"],
+        "holds config.json, which no training run",
+    ),
 }
 
 

@@ -334,8 +334,8 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
 
         return rewrite
 
-    breaks(lambda: (path / "draft_head.json").write_text("{"), "cannot be read as JSON")
-    breaks(lambda: (path / "draft_head.json").write_text("[" * 50000), "cannot be read as JSON")
+    breaks(lambda: (path / "draft_head.json").write_text("{"), "cannot be read as a draft head's config")
+    breaks(lambda: (path / "draft_head.json").write_text("[" * 50000), "cannot be read as a draft head's config")
     breaks(lambda: (path / "draft_head.json").write_text("[1]"), "a list", "n_hidden")
     breaks(lambda: (path / "draft_head.json").write_text(" " * 70000), "70000 bytes", "65536")
     breaks(lambda: (path / "draft_head.json").unlink(), "cannot be read")
@@ -345,11 +345,11 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     breaks(config(target=""), "target=''")
     breaks(config(vocabulary=7), "vocabulary=7")
     breaks(config(n_hidden=2**31 - 1), "c_fc.weight is [24, 32]", "[2147483647, 32]")  # nothing of it is allocated
-    breaks(lambda: (path / "draft_head.safetensors").unlink(), "no valid safetensors file")
-    breaks(lambda: (path / "draft_head.safetensors").write_bytes(b"\xff" * 99), "no valid safetensors file")
+    breaks(lambda: (path / "draft_head.safetensors").unlink(), "draft_head.safetensors")
+    breaks(lambda: (path / "draft_head.safetensors").write_bytes(b"\xff" * 99), "draft_head.safetensors")
     breaks(weights(lambda t: t.pop("c_fc.bias")), "c_fc.bias is missing")
     breaks(weights(lambda t: t.update(more=torch.zeros(1))), "'more' has no place")
-    breaks(weights(lambda t: t.update({"c_fc.bias": torch.zeros(24, dtype=torch.int8)})), "c_fc.bias is int8")
+    breaks(weights(lambda t: t.update({"c_fc.bias": torch.zeros(24, dtype=torch.int8)})), "c_fc.bias is 'int8'")
     breaks(weights(lambda t: t["c_fc.bias"].fill_(float("nan"))), "c_fc.bias has values that are not finite")
     (tmp_path / "file").write_text("")
     refuses(lambda: draft_head.save(make_head(), tmp_path / "file" / "sub"), "cannot be written")
@@ -437,7 +437,7 @@ def test_resuming_gives_the_same_weights(config: TrainConfig, tmp_path: Path) ->
     assert [p.loss for p in run(cut, resume=True)] == [p.loss for p in history[20:]]
     one, other = (Path(c.out) / "draft_head.safetensors" for c in (whole, cut))
     assert one.read_bytes() == other.read_bytes()
-    refuses(lambda: run(cut), "already holds training_state.pt")
+    refuses(lambda: run(cut), "already holds training.state")
     refuses(lambda: run(replace(cut, head_hidden=32), resume=True), "head_hidden=64, not 32")
 
 

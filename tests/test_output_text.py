@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -76,6 +77,42 @@ def test_any_text_in_any_tokens(text: str, stop: list[str], cuts: list[int], min
     final, shown, found = run(pieces, stop, min_tokens)
     assert (final, found) == (expected, expected_stop)
     assert "".join(shown) == final
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=8), min_size=1, max_size=4),
+    st.integers(0, 12),
+)
+@example(["aabaab", "aac"], ["aabaac"], 0)
+@example(["aa", "a", "a"], ["aaa"], 3)
+def test_what_is_held_back_is_the_longest_end_that_begins_a_stop_string(
+    pieces: list[str], stop: list[str], min_tokens: int
+) -> None:
+    final, shown, found = run([p.encode() for p in pieces], stop, min_tokens)
+    text, seen = "", ""
+    for piece, new in zip(pieces[: len(shown) - 1], shown[:-1], strict=False):
+        text, seen = text + piece, seen + new
+        held = max(
+            n for n in range(len(text) + 1) if any(len(s) > n and s.startswith(text[len(text) - n :]) for s in stop)
+        )
+        assert seen == text[: max(len(text) - held, len(seen) - len(new))]
+    assert (final, found) == cut("".join(pieces), stop, len("".join(pieces[: max(0, min_tokens - 1)])))
+
+
+def test_long_stop_strings_cost_time_linear_in_the_text() -> None:
+    """One of 4,000 characters took 2.4 ms for a token, in a text that keeps looking like the beginning of it."""
+    n = 16_000
+    text = OutputText(Pieces([b"aaaa", b"abab"]), ["a" * n + "c", "ab" * (n // 2) + "c", "x" * n])
+    start = time.process_time()
+    shown = []
+    for i in range(n):
+        assert text.push(i // (n // 2)) is None
+        shown.append(text.take(finished=False))
+    assert time.process_time() - start < 2.0  # 0.1 s; it was more than 20 s
+    assert "".join(shown) == "a" * (2 * n) + "ab" * (n // 2)
+    assert text.text == "a" * (2 * n) + "ab" * n
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class Core:
         request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)))
         request.arrival_sec = self._clock()
         for i in range(params.n):
-            stream = self._tokenizer.stream() if self._tokenizer else None
+            stream = self._tokenizer.stream(token_ids) if self._tokenizer else None
             text = OutputText(stream, params.stop)
             request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
         request.num_dropped_tokens = request.sequences[0].wanted_start

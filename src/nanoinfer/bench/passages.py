@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import read_text
 
 Passages = Sequence[Sequence[int]]
 
@@ -60,10 +61,7 @@ def _cut(model: str, text: Path) -> list[list[int]]:
     loaded = load_model(model)
     if loaded.tokenizer is None:
         raise NanoinferError(f"--text: {loaded.no_tokenizer_reason}")
-    try:
-        ids = loaded.tokenizer.encode(text.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as e:
-        raise NanoinferError(f"--text {text} cannot be read as UTF-8 text: {e}") from None
+    ids = loaded.tokenizer.encode(read_text(text, "--text"))
     if len(ids) < 2 * PASSAGE_TOKENS:
         raise NanoinferError(f"--text {text} has {len(ids)} tokens: give {2 * PASSAGE_TOKENS} or more")
     draw = random.Random(0)

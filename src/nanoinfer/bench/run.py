@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import sys
 import tempfile
 import time
@@ -187,9 +188,9 @@ def _check(plan: Plan, config: ModelConfig, engines: list[str], device: torch.de
         if name not in ENGINES and name not in PEERS:
             raise NanoinferError(f"engine={name!r} is unknown: use one of {', '.join([*ENGINES, *PEERS])}")
     jobs = [(name, _cases(plan, name, config, engines, str(device))) for name in plan.suite or (CUSTOM,)]
-    for path in (plan.output, plan.csv):
+    for path in (plan.output or plan.resume, plan.csv):
         if path is not None:
-            _check_writable(path.parent)
+            _check_writable(path.parent, path.name)
     if plan.report is not None:
         _check_writable(plan.report)
     return jobs
@@ -302,11 +303,14 @@ def _write(plan: Plan, results: Results) -> None:
         write_atomically(plan.csv, files.to_csv(results).encode())
 
 
-def _check_writable(folder: Path) -> None:
-    """Fail before anything is measured."""
+def _check_writable(folder: Path, name: str | None = None) -> None:
+    """Fail before anything is measured, where a folder, or a file of this name in it, cannot be written."""
+    path = folder if name is None else folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=f"{name or ''}."):  # not one without a name
             pass
     except OSError as e:
-        raise NanoinferError(f"{folder} cannot be written: {e.strerror}: choose another folder") from None
+        raise NanoinferError(f"{path} cannot be written: {e.strerror}: choose another place") from None
+    if name is not None and os.path.exists(path) and not os.path.isfile(path):
+        raise NanoinferError(f"{path} cannot be written: it is a folder or a device; name a file")

@@ -1,7 +1,17 @@
-"""The models that a call of `nanoinfer bench` measures: their shapes, and folders that all contestants load from."""
+"""The models that a call of `nanoinfer bench` measures: their shapes, and folders that all contestants load from.
+
+The folders are temporary. A process of its own removes each one when every process that uses it has ended, however
+it ended: a benchmark that is killed leaves nothing behind either.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -48,6 +58,43 @@ def _weights(model: str) -> Iterator[Path]:
     from nanoinfer.models.checkpoints import huggingface
     from nanoinfer.models.checkpoints.load import load_model
 
-    with tempfile.TemporaryDirectory(prefix="nanoinfer-bench-") as folder:
-        huggingface.save(load_model(model).gpt, Path(folder))
-        yield Path(folder)
+    with shared_folder() as folder:
+        huggingface.save(load_model(model).gpt, folder)
+        yield folder
+
+
+_REMOVE = """
+import fcntl, os, shutil, sys
+fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
+shutil.rmtree(sys.argv[1], ignore_errors=True)
+"""
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A temporary folder that is removed when this process is done with it and all that `hold` it have ended."""
+    folder = Path(tempfile.mkdtemp(prefix="nanoinfer-bench-"))
+    lock = hold(folder)
+    remover = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _REMOVE, str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is not for it
+    )
+    try:
+        yield folder
+    finally:
+        os.close(lock)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that still holds it: the remover waits for it
+            remover.wait(timeout=10)
+        if remover.poll() is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # the remover was killed, or could not lock
+
+
+def hold(folder: Path) -> int:
+    """Keep a shared folder until this process ends, or closes the descriptor that is returned."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor

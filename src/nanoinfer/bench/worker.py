@@ -29,6 +29,7 @@ from typing import Any
 from nanoinfer.bench import passages
 from nanoinfer.bench.case import Case, make_work
 from nanoinfer.bench.contestants import Contestant, open_contestant
+from nanoinfer.bench.weights import hold
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
 
@@ -76,6 +77,7 @@ class Worker:
 
     def _load(self, case: Case, weights: Path) -> dict[str, Any]:
         start = time.perf_counter()
+        hold(weights)
         self._vocab_size = hf_config.read(weights / "config.json").vocab_size
         self._passages = passages.read(weights)
         self._case, self._contestant = case, open_contestant(case, weights)

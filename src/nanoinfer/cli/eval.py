@@ -21,7 +21,8 @@ from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import print_json
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.errors import ResultError
+from nanoinfer.files import read_text
 
 
 @flags(EngineConfig, "engine_config")
@@ -38,10 +39,7 @@ def evaluate(
     engine_config: EngineConfig,
 ) -> None:
     """Print how well a model predicts a text: perplexity, and bits per character."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise NanoinferError(f"file {file} cannot be read as UTF-8 text: {e}") from None
+    text = read_text(file)
 
     from nanoinfer.llm import LLM
 

@@ -24,6 +24,7 @@ from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import complain, print_json
 from nanoinfer.config import EngineConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.files import read_text
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling.params import SamplingParams
 
@@ -102,10 +103,7 @@ def _read_prompts(arguments: list[str], files: list[Path], lines: bool) -> list[
     """Return the prompts: arguments, then files; stdin when there is neither."""
     texts = []
     for path in files:
-        try:
-            texts.append(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as e:
-            raise NanoinferError(f"prompt file {path} cannot be read as UTF-8 text: {e}") from None
+        texts.append(read_text(path, "a prompt"))
     if lines and arguments and not files:
         raise NanoinferError("--lines needs --file or prompts on stdin: a prompt among the arguments is one prompt")
     if not arguments and not files:

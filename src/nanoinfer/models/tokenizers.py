@@ -12,7 +12,6 @@ tokenizers that are Python code.
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,28 +21,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, parse_json, read_limited, reason
+from nanoinfer.models.text_streams import MISSING, CharStream, SuffixStream, TextStream, Utf8Stream, spelled
 from nanoinfer.models.tokenizer_limits import check_growth
 
 if TYPE_CHECKING:
     import tokenizers
 
 MAX_TOKENIZER_BYTES = 128 << 20  # GPT-2's tokenizer.json has 1.3 MB, the largest known 60
-
-
-class TextStream(Protocol):
-    """Turns the tokens of one sequence into text as they come."""
-
-    def push(self, token_id: int) -> str:
-        """Add a token; return the text that is now certain (maybe empty, never half a character).
-
-        Raises:
-            NanoinferError: the tokenizer has no token of this id.
-        """
-        ...
-
-    def flush(self) -> str:
-        """Return what is left at the end of the text; an unfinished character becomes U+FFFD."""
-        ...
 
 
 class Tokenizer(Protocol):
@@ -55,8 +39,16 @@ class Tokenizer(Protocol):
         """Return the token ids of `text`. Raises NanoinferError for text that has no tokens here."""
         ...
 
-    def stream(self) -> TextStream:
-        """Return a new stream for one sequence."""
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+        """Return a new stream for the tokens that follow a prompt.
+
+        Prompt text and streamed text make the text of all tokens, the space between two words included:
+
+            text of [▁the] = "the"    stream([▁the]).push(▁engine) = " engine"    text of [▁the, ▁engine] = "the engine"
+
+        Two exceptions. The text of a prompt that ends inside a character ends with U+FFFD, and the stream begins with
+        the whole character. A byte that makes complete characters before it invalid cannot take back what was emitted.
+        """
         ...
 
 
@@ -64,14 +56,6 @@ def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
     """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
     stream = tokenizer.stream()
     return "".join(map(stream.push, token_ids)) + stream.flush()
-
-
-MISSING = "\ufffd"
-"""What an id in a gap of the vocabulary is shown as: it has no text, but it can be drawn."""
-
-
-def _no_text(token_id: int, vocab_size: int) -> NanoinferError:
-    return NanoinferError(f"token id {token_id} has no text: the tokenizer has {vocab_size} tokens")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -83,20 +67,6 @@ def _byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(moved)}
-
-
-class _Utf8Stream:
-    """Stream for tokens that are byte strings: an incremental UTF-8 decoder holds the unfinished tail."""
-
-    def __init__(self, tokenizer: ByteLevelTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
-
-    def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
 
 
 class ByteLevelTokenizer:
@@ -123,27 +93,14 @@ class ByteLevelTokenizer:
     def _look_up(self, token_id: int) -> bytes:
         if token_id in self._special:
             return self._special[token_id].encode()
-        token = _token(self.core, token_id, self.vocab_size)
+        token = spelled(self.core, token_id, self.vocab_size)
         if token is None:
             return MISSING.encode()
         return b"".join(bytes([self._alphabet[c]]) if c in self._alphabet else c.encode() for c in token)
 
-    def stream(self) -> TextStream:
-        """Return a new stream for one sequence."""
-        return _Utf8Stream(self)
-
-
-class _CharStream:
-    def __init__(self, chars: Sequence[str]) -> None:
-        self._chars = chars
-
-    def push(self, token_id: int) -> str:
-        if not 0 <= token_id < len(self._chars):
-            raise _no_text(token_id, len(self._chars))
-        return self._chars[token_id]
-
-    def flush(self) -> str:
-        return ""
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+        """Return a new stream for the tokens that follow a prompt."""
+        return Utf8Stream(self.token_bytes, self.vocab_size, prompt_token_ids)
 
 
 class CharTokenizer:
@@ -172,51 +129,9 @@ class CharTokenizer:
                 " knows: leave it out, or use a model with a byte-level tokenizer"
             ) from None
 
-    def stream(self) -> TextStream:
-        """Return a new stream for one sequence."""
-        return _CharStream(self.chars)
-
-
-class _SuffixStream:
-    """Stream for any tokenizer: decode the last piece with and without the new tokens, emit the difference.
-
-    The idea of a piece as context is text-generation-inference's. A piece begins and ends between characters;
-    a context of so many tokens might begin inside one, and byte-fallback decoders then spoil the next ones
-    too. A tail that ends in U+FFFD may be an unfinished character and is held back, for at most `_HOLD` tokens.
-    """
-
-    _HOLD = 8
-
-    def __init__(self, tokenizer: GenericTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []  # of the last piece, then those whose text is not out yet
-        self._done = 0  # how many are the last piece's
-
-    def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.core.decode(ids, skip_special_tokens=False)
-        return text
-
-    def _difference(self) -> str:
-        before, after = self._decode(self._ids[: self._done]), self._decode(self._ids)
-        if after.startswith(before):
-            return after[len(before) :]
-        return self._decode(self._ids[self._done :])  # a broken byte spoils the whole bytes before it
-
-    def push(self, token_id: int) -> str:
-        if _token(self._tokenizer.core, token_id, self._tokenizer.vocab_size) is None:
-            return self.flush() + MISSING
-        self._ids.append(token_id)
-        text = self._difference()
-        if (not text or text.endswith("\ufffd")) and len(self._ids) - self._done < self._HOLD:
-            return ""
-        del self._ids[: self._done]
-        self._done = len(self._ids)
-        return text
-
-    def flush(self) -> str:
-        text = self._difference()
-        self._ids, self._done = [], 0
-        return text
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+        """Return a new stream for the tokens that follow a prompt."""
+        return CharStream(self.chars)
 
 
 class GenericTokenizer:
@@ -230,9 +145,9 @@ class GenericTokenizer:
         """Return the token ids of `text`."""
         return _encode(self.core, text)
 
-    def stream(self) -> TextStream:
-        """Return a new stream for one sequence."""
-        return _SuffixStream(self)
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+        """Return a new stream for the tokens that follow a prompt."""
+        return SuffixStream(self.core, self.vocab_size, prompt_token_ids)
 
 
 def _table_size(core: tokenizers.Tokenizer) -> int:
@@ -241,14 +156,6 @@ def _table_size(core: tokenizers.Tokenizer) -> int:
     if not ids:
         raise NanoinferError("the vocabulary is empty: a tokenizer needs at least one token")
     return 1 + max(ids)
-
-
-def _token(core: tokenizers.Tokenizer, token_id: int, vocab_size: int) -> str | None:
-    """Return a token as the vocabulary spells it, None for an id in a gap of it: 262 -> 'Ġthe'."""
-    if not 0 <= token_id < vocab_size:
-        raise _no_text(token_id, vocab_size)
-    token: str | None = core.id_to_token(token_id)
-    return token
 
 
 def _encode(core: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -10,6 +10,7 @@ next tokens decide:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 
@@ -25,6 +26,47 @@ class TokenStream(Protocol):
         ...
 
 
+@lru_cache(maxsize=64)
+def _borders(s: str) -> list[int]:
+    """Return for every k the length of the longest proper prefix of s[:k] that s[:k] also ends with.
+
+    The failure function of Knuth, Morris and Pratt (1977): "aab" -> [0, 0, 1, 0].
+    """
+    borders = [0, 0]
+    k = 0
+    for c in s[1:]:
+        while k and s[k] != c:
+            k = borders[k]
+        k += s[k] == c
+        borders.append(k)
+    return borders
+
+
+class _Match:
+    """How much of one stop string the end of a growing text matches. Amortised O(1) for each character."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        """Length of the longest end of the text that begins the stop string and is not all of it."""
+        self._borders = _borders(stop)
+
+    def push(self, piece: str) -> int | None:
+        """Add characters; return how many of them there are up to the end of the first match, if there is one."""
+        stop, borders, k, found = self.stop, self._borders, self.length, None
+        if not k and stop[0] not in piece:
+            return None
+        for i, c in enumerate(piece, 1):
+            while k and stop[k] != c:
+                k = borders[k]
+            k += stop[k] == c
+            if k == len(stop):
+                found = found or i
+                k = borders[k]
+        self.length = k
+        return found
+
+
 class OutputText:
     """Collects the text of one sequence and watches for stop strings.
 
@@ -35,8 +77,7 @@ class OutputText:
 
     def __init__(self, stream: TokenStream | None, stop: Sequence[str]) -> None:
         self._stream = stream
-        self._stop = tuple(stop)
-        self._longest = max(map(len, self._stop), default=0)
+        self._matches = [_Match(s) for s in stop]
         self.text = ""
         """The whole text so far, held-back end included."""
         self._shown = 0
@@ -62,14 +103,12 @@ class OutputText:
         """Add to the text; return the stop string that ends first in what is new, and cut the text before it."""
         old = len(self.text)
         self.text += piece
-        if not may_stop:
+        # Pushed whether or not a match counts: one that ends later may have begun already.
+        ends = [(end, -len(m.stop), m.stop) for m in self._matches if (end := m.push(piece)) is not None]
+        if not ends or not may_stop:
             return None
-        # A string that ends past `old` begins past `old - len(s)`; one that ended earlier was found or did not count.
-        found = [(at + len(s), at, s) for s in self._stop if (at := self.text.find(s, max(0, old - len(s) + 1))) >= 0]
-        if not found:
-            return None
-        _, at, stop = min(found)
-        self.text = self.text[:at]
+        end, _, stop = min(ends)  # of those that end together, the one that begins first
+        self.text = self.text[: old + end - len(stop)]
         return stop
 
     def take(self, *, finished: bool) -> str:
@@ -78,15 +117,8 @@ class OutputText:
         Args:
             finished: whether the text has ended, so that nothing need be held back.
         """
-        end = len(self.text) if finished else len(self.text) - self._held_back()
+        held_back = 0 if finished else max((m.length for m in self._matches), default=0)
+        end = len(self.text) - held_back
         piece = self.text[self._shown : end]
         self._shown = max(self._shown, end)
         return piece
-
-    def _held_back(self) -> int:
-        """Return the length of the longest end of the text that begins a stop string: "a\\n" -> 1."""
-        for length in range(min(self._longest - 1, len(self.text)), 0, -1):
-            end = self.text[-length:]
-            if any(s.startswith(end) for s in self._stop if len(s) > length):
-                return length
-        return 0

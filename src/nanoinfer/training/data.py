@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import read_text
 from nanoinfer.models import tokenizers
 from nanoinfer.models.tokenizers import CharTokenizer, Tokenizer
 
@@ -18,10 +19,7 @@ def read_texts(paths: Sequence[str]) -> list[str]:
     """Return the files' texts. Raises NanoinferError for a file that is missing, empty or not UTF-8."""
     texts = []
     for path in map(Path, paths):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise NanoinferError(f"data file {path} cannot be read as UTF-8 text: {e}") from None
+        text = read_text(path, "training data")
         if not text:
             raise NanoinferError(f"data file {path} is empty")
         texts.append(text)

@@ -22,9 +22,9 @@ from torch import Tensor
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.draft_head import DraftHeadConfig, RecurrentHead
-from nanoinfer.training import data, distill
+from nanoinfer.training import data, distill, state
 from nanoinfer.training.config import TrainConfig
-from nanoinfer.training.loop import Run, check_writable, make_optimizer, read_state
+from nanoinfer.training.loop import Run, check_writable, make_optimizer
 
 STEPS = 4  # tokens that the head is trained to look ahead
 
@@ -62,6 +62,14 @@ class HeadRun(Run):
         assert isinstance(self.model, RecurrentHead)
         draft_head.save(self.model, Path(self.config.out), getattr(torch, self.config.save_dtype))
 
+    def read(self) -> torch.nn.Module:
+        """Return the head that is in `out`."""
+        return draft_head.load(Path(self.config.out))
+
+    def files(self) -> dict[str, str]:
+        """Return nothing: a head has no tokenizer of its own."""
+        return {}
+
 
 @dataclass(frozen=True)
 class HeadLessons(distill.Lessons):
@@ -88,8 +96,11 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     if config.block_size <= STEPS:
         raise NanoinferError(f"block_size={config.block_size} is too short for a draft head: use {STEPS + 1} or more")
     device, out = resolve_device(config.device), Path(config.out)
-    state = read_state(out, config, resume)
-    texts = data.split_texts(data.read_texts(config.data), config.val_fraction)
+    saved = state.read_state(out, config, resume)
+    texts = data.read_texts(config.data)
+    digests = {"data": state.digest_texts(texts)}
+    state.check_digest(saved, "data", digests["data"], "other data")
+    parts = data.split_texts(texts, config.val_fraction)
     target = distill.load_target(config.draft_head, config.block_size, "draft_head")
     tokenizer, shape = target.tokenizer, target.config
     assert tokenizer is not None
@@ -100,12 +111,14 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     )
     head.init_weights(torch.Generator().manual_seed(config.seed))
     separator = next(iter(shape.eos_token_ids), None)
-    train, val = (data.encode_texts(tokenizer, some, separator) for some in texts)
+    train, val = (data.encode_texts(tokenizer, some, separator) for some in parts)
     first, held_out = (data.Batches(some, config.block_size, config.seed) for some in (train, val))
-    run = HeadRun(config, device, head.to(device), "", first, held_out, sum(map(len, texts[1])) / len(val))
-    run.optimizer = make_optimizer(run)
-    if state:
-        run.restore(state)
+    chars_per_token = sum(map(len, parts[1])) / len(val)
+    run = HeadRun(config, device, head.to(device), tokenizers.to_json(tokenizer), first, held_out, chars_per_token)
+    run.optimizer, run.digests = make_optimizer(run), digests
+    run.note_target(target.gpt, saved)
+    if saved is not None:
+        run.resume(saved)
     check_writable(out)
     gpt, dtype = target.gpt.to(device), getattr(torch, config.autocast)
     written = distill.write_texts(train, config.distill_tokens, config.block_size, config.seed, complete)
@@ -114,4 +127,6 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     for name, tokens in (("train", every), ("val", distill.windows(val, config.block_size))):
         lessons = distill.read(gpt, tokens, tokenizer.vocab_size, config.seed, dtype)
         setattr(run, name, HeadLessons(lessons.tokens, lessons.hidden, lessons.head, lessons.seed))
+    if saved is not None and saved.pending:
+        state.finish(run)
     return run

@@ -5,19 +5,17 @@ so a resumed run ends with the same weights as an uninterrupted one; validation 
 instead of sampling it; and the result is a Hugging Face folder.
 
 `out/` holds the model with the best validation loss so far (config.json, model.safetensors, tokenizer.json)
-and `training_state.pt`, from which `--resume` goes on.
+and `training.state`, from which `--resume` goes on (state.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
 import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +24,12 @@ import torch.nn.functional as F
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import write_atomically
-from nanoinfer.models import draft_head, tokenizers
+from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
-from nanoinfer.training import data, distill
+from nanoinfer.training import data, distill, state
 from nanoinfer.training.config import TrainConfig
-
-STATE = "training_state.pt"
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,10 @@ class Run:
     step: int = 0
     best_val_loss: float = math.inf
     optimizer: torch.optim.Optimizer | None = None
+    digests: dict[str, str] = field(default_factory=dict)
+    """Of the data, and of the target where there is one: a resumed run must have the same."""
+    saved_weights: str = ""
+    """Digest of the weights that were saved last."""
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the mean loss, nats per token, of inputs x, (B, T).
@@ -92,12 +91,23 @@ class Run:
         dtype = getattr(torch, self.config.save_dtype)
         huggingface.save(self.model, Path(self.config.out), self.tokenizer_json, dtype)
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state."""
-        assert self.optimizer is not None
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.best_val_loss = state["step"], state["best_val_loss"]
+    def read(self) -> torch.nn.Module:
+        """Return the model that is in `out`."""
+        return huggingface.load_folder(Path(self.config.out))[0]
+
+    def files(self) -> dict[str, str]:
+        """Return the files of the model in `out` that hold text, and what they hold."""
+        return {"tokenizer.json": self.tokenizer_json}
+
+    def note_target(self, target: GPT, saved: state.State | None) -> None:
+        """Note which weights the target has; a resumed run's must have had the same."""
+        self.digests["target"] = state.digest_weights(target, target, torch.float32)
+        state.check_digest(saved, "target", self.digests["target"], "another target")
+
+    def resume(self, saved: state.State) -> None:
+        """Go back to a saved state, checked whole, and check that the model in `out` belongs to it."""
+        state.restore(self, saved)
+        state.check_saved_model(self, saved)
 
 
 def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete | None = None) -> Run:
@@ -116,11 +126,14 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
 
     device = resolve_device(config.device)
     out = Path(config.out)
-    state = read_state(out, config, resume)
-    train_texts, val_texts = data.split_texts(data.read_texts(config.data), config.val_fraction)
+    saved = state.read_state(out, config, resume)
+    texts = data.read_texts(config.data)
+    digests = {"data": state.digest_texts(texts)}
+    state.check_digest(saved, "data", digests["data"], "other data")
+    train_texts, val_texts = data.split_texts(texts, config.val_fraction)
     torch.manual_seed(config.seed)
     target = distill.load_target(config.distill, config.block_size) if config.distill is not None else None
-    model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, out if state else None, target)
+    model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, saved, target)
     eos = next(iter(model.config.eos_token_ids), None)
     val_tokens = data.encode_texts(tokenizer, val_texts, eos)
     run = Run(
@@ -131,15 +144,20 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
         data.Batches(data.encode_texts(tokenizer, train_texts, eos), model.config.block_size, config.seed),
         data.Batches(val_tokens, model.config.block_size, config.seed),
         sum(map(len, val_texts)) / len(val_tokens),
+        digests=digests,
     )
     run.optimizer = make_optimizer(run)
-    if state:
-        run.restore(state)
+    if target is not None:
+        run.note_target(target.gpt, saved)
+    if saved is not None:
+        run.resume(saved)
     check_writable(out)
     if target is not None:
         source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
         distill.check_vocabularies(target, tokenizer, source)
         _ask_target(run, target.gpt, tokenizer.vocab_size, complete)
+    if saved is not None and saved.pending:
+        state.finish(run)
     return run
 
 
@@ -155,14 +173,14 @@ def _ask_target(run: Run, target: GPT, num_tokens: int, complete: distill.Comple
 
 
 def _start(
-    config: TrainConfig, train: list[str], val: list[str], saved: Path | None, target: LoadedModel | None
+    config: TrainConfig, train: list[str], val: list[str], saved: state.State | None, target: LoadedModel | None
 ) -> tuple[GPT, tokenizers.Tokenizer, str]:
     """Return the model to start from, its tokenizer, and the tokenizer's JSON."""
     if config.init != "scratch":
         return _start_from(config)
     if saved is not None:
-        text = (saved / "tokenizer.json").read_text(encoding="utf-8")
-        tokenizer = tokenizers.from_json(text, str(saved))
+        text = saved.tokenizer_json
+        tokenizer = tokenizers.from_json(text, str(saved.path))
     elif config.tokenizer in ("char", "bpe") and target is not None:
         assert target.tokenizer is not None
         tokenizer, text = target.tokenizer, tokenizers.to_json(target.tokenizer)
@@ -197,9 +215,9 @@ def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
             f"block_size={config.block_size} is more than the {loaded.config.block_size} of init={config.init!r}"
         )
     model = GPT(dataclasses.replace(loaded.config, block_size=config.block_size), config.dropout)
-    state = loaded.gpt.state_dict()
-    state["transformer.wpe.weight"] = state["transformer.wpe.weight"][: config.block_size]
-    model.load_state_dict(state)
+    weights = loaded.gpt.state_dict()
+    weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][: config.block_size]
+    model.load_state_dict(weights)
     return model, loaded.tokenizer, tokenizers.to_json(loaded.tokenizer)
 
 
@@ -252,7 +270,11 @@ def train(run: Run, report: Callable[[Progress], None]) -> float:
         val_loss = None
         if run.step % config.eval_interval == 0 or run.step == config.max_steps:
             val_loss = validate(run)
-            _save(run, val_loss)
+            if not math.isfinite(val_loss):
+                raise NanoinferError(f"validation loss is {val_loss} at step {run.step}: use a lower learning_rate")
+            improved = val_loss < run.best_val_loss
+            run.best_val_loss = min(val_loss, run.best_val_loss)
+            state.save(run, improved)
         report(Progress(run.step, train_loss, val_loss, run.best_val_loss, tokens_per_step / seconds))
     return run.best_val_loss
 
@@ -266,49 +288,6 @@ def validate(run: Run) -> float:
         total += run.loss(x, y).item() * x.numel()
         count += x.numel()
     return total / count
-
-
-def _save(run: Run, val_loss: float) -> None:
-    """Write the model if it is the best so far, and the state to resume from."""
-    assert run.optimizer is not None
-    out = Path(run.config.out)
-    if val_loss < run.best_val_loss:
-        run.best_val_loss = val_loss
-        run.write()
-    buffer = io.BytesIO()
-    state = {
-        "config": json.dumps(dataclasses.asdict(run.config)),
-        "model": run.model.state_dict(),
-        "optimizer": run.optimizer.state_dict(),
-        "step": run.step,
-        "best_val_loss": run.best_val_loss,
-    }
-    torch.save(state, buffer)
-    write_atomically(out / STATE, buffer.getvalue())
-
-
-def read_state(out: Path, config: TrainConfig, resume: bool) -> dict[str, Any] | None:
-    """Return the saved state when resuming; refuse to overwrite a run otherwise."""
-    path = out / STATE
-    if not resume:
-        for name in (STATE, "model.safetensors", draft_head.WEIGHTS):
-            if (out / name).exists():
-                raise NanoinferError(f"out={config.out} already holds {name}: add --resume, or choose another folder")
-        return None
-    if not path.is_file():
-        return None  # killed before the first interval ended: start over
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        saved = json.loads(state["config"])
-    except Exception as e:
-        raise NanoinferError(f"{path} is no training state: {' '.join(str(e).split())[:200]}") from None
-    now = json.loads(json.dumps(dataclasses.asdict(config)))
-    for name in now.keys() - {"out", "device", "data"}:
-        if saved.get(name) != now[name]:
-            raise NanoinferError(
-                f"{path} was made with {name}={saved.get(name)!r}, not {now[name]!r}: resume with the same settings"
-            )
-    return state
 
 
 def check_writable(out: Path) -> None:

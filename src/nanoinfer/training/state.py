@@ -1,0 +1,230 @@
+"""The state that a training run is resumed from, and the rule that a run replaces only files that it made.
+
+`training.state` is a safetensors file (not named so: other programs load every *.safetensors of a folder): the weights,
+Adam's moments, the tokenizer, and a JSON record of the settings, the step, and digests of the data and of the saved
+model. A save that improves the model writes three things, and a kill between any two of them loses nothing:
+
+    training.state.pending -> model files -> training.state.pending renamed to training.state
+
+A pending state that is there when a run resumes is complete, and the model files may not be: they are written again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nanoinfer.checks import show
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import parse_json, read_limited, read_text, reason, write_atomically
+from nanoinfer.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from nanoinfer.training.loop import Run
+
+STATE = "training.state"
+PENDING = "training.state.pending"
+_OLD = "training_state.pt"
+_MAX_BYTES = 64 << 30
+_MODEL_NAMES = ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "meta.pkl", "draft_head.json")
+_MODEL_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+_FREE = ("out", "device", "data")  # settings that may change: of the data, the content counts
+
+
+@dataclass(frozen=True)
+class State:
+    """A saved state as it was read: its settings are this run's, its tensors are not checked yet (`restore`)."""
+
+    path: Path
+    record: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def pending(self) -> bool:
+        """Whether the run was killed while it wrote the model."""
+        return self.path.name == PENDING
+
+    @property
+    def tokenizer_json(self) -> str:
+        """The run's tokenizer."""
+        return bytes(self.tensors["tokenizer_json"].numpy()).decode()
+
+
+def digest_texts(texts: Sequence[str]) -> str:
+    """Return a hash of texts: of what they hold, and of where each ends."""
+    digest = hashlib.sha256()
+    for text in texts:
+        content = text.encode()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def digest_weights(model: torch.nn.Module, like: torch.nn.Module, dtype: torch.dtype) -> str:
+    """Return a hash of the weights that `model` has under the names of `like`'s, in the dtype of the file."""
+    digest, found = hashlib.sha256(), dict(model.named_parameters())
+    for name, _ in like.named_parameters():
+        p = found[name].detach().to("cpu", dtype).contiguous()
+        digest.update(f"{name} {list(p.shape)}".encode())
+        digest.update(p.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def read_state(out: Path, config: TrainConfig, resume: bool) -> State | None:
+    """Return the state to resume from, or None to start in a folder without a model.
+
+    Raises:
+        NanoinferError: the folder holds a model and resume is False; it holds one that is no training run's; or the
+            state is broken, of an older version, or of other settings.
+    """
+    try:
+        names = sorted(os.listdir(out)) if os.path.lexists(out) else []
+    except OSError as e:
+        raise NanoinferError(f"out={out} cannot be written: {reason(e)}: choose another folder") from None
+    path = next((out / name for name in (PENDING, STATE) if name in names), None)
+    if path is None:
+        if _OLD in names:
+            raise NanoinferError(f"{out / _OLD} is of an older version and cannot be resumed: choose another folder")
+        if model := next((n for n in names if n in _MODEL_NAMES or n.endswith(_MODEL_SUFFIXES)), None):
+            raise NanoinferError(f"out={out} holds {model}, which no training run wrote there: choose another folder")
+        return None  # killed before the first interval ended: start over
+    if not resume:
+        raise NanoinferError(f"out={out} already holds {path.name}: add --resume, or choose another folder")
+    state = _read(path)
+    saved, now = state.record["config"], json.loads(json.dumps(dataclasses.asdict(config)))
+    for name in now.keys() - set(_FREE):
+        if saved.get(name) != now[name]:
+            raise NanoinferError(
+                f"{path} was made with {name}={show(saved.get(name))}, not {now[name]!r}: resume with the same settings"
+            )
+    return state
+
+
+def _read(path: Path) -> State:
+    """Return a state whose record has the right keys and types, and whose tokenizer is text."""
+    from safetensors.torch import load
+
+    content = read_limited(path, _MAX_BYTES, "a training state")
+    try:
+        tensors = load(content)
+        texts = {name: bytes(tensors[name].numpy()) for name in ("record", "tokenizer_json")}
+        record = parse_json(texts["record"], f"{path} is no training state")
+        for key, kind in {"config": dict, "step": int, "best_val_loss": float, "digests": dict, "weights": str}.items():
+            if type(record[key]) is not kind:
+                raise ValueError(f"{key} is a {type(record[key]).__name__}")
+        texts["tokenizer_json"].decode()
+    except NanoinferError:
+        raise
+    except Exception as e:  # not safetensors, a dtype that numpy lacks, missing keys: all mean the same
+        raise NanoinferError(f"{path} is no training state: {type(e).__name__}: {reason(e)}") from None
+    return State(path, record, tensors)
+
+
+def check_digest(state: State | None, name: str, digest: str, what: str) -> None:
+    """Raise NanoinferError if the run that left the state saw something else than this one does."""
+    if state is not None and state.record["digests"].get(name) != digest:
+        raise NanoinferError(f"{state.path} was made with {what}: resume with the same, or choose another folder")
+
+
+def restore(run: Run, state: State) -> None:
+    """Set a run back to its state, which must fit whole: all tensors, their shapes, dtypes, finite values."""
+    assert run.optimizer is not None
+    step, best = state.record["step"], state.record["best_val_loss"]
+    if not (1 <= step <= run.config.max_steps and math.isfinite(best)):
+        raise NanoinferError(f"{state.path} is no training state: step={show(step)}, best_val_loss={best}")
+    if state.tokenizer_json != run.tokenizer_json:
+        raise NanoinferError(f"{state.path} was made with another tokenizer: resume with the same one")
+    wanted = _tensors(run, fresh=True)
+    found = {n: t for n, t in state.tensors.items() if n not in ("record", "tokenizer_json")}
+    for name in sorted(wanted.keys() | found.keys()):
+        have, want = (_describe(some.get(name)) for some in (found, wanted))
+        if have != want:
+            raise NanoinferError(f"{state.path}: tensor {show(name)} is {have}, but the run's is {want}")
+        if not found[name].isfinite().all():
+            raise NanoinferError(f"{state.path}: tensor {name} has values that are not finite")
+    with torch.no_grad():
+        for name, p in run.model.named_parameters():
+            p.copy_(found[f"model.{name}"])
+    keys = ("step", "exp_avg", "exp_avg_sq")
+    moments = {i: {key: found[f"optimizer.{i}.{key}"] for key in keys} for i in range(len(_parameters(run)))}
+    run.optimizer.load_state_dict({"state": moments, "param_groups": run.optimizer.state_dict()["param_groups"]})
+    run.step, run.best_val_loss, run.saved_weights = step, best, state.record["weights"]
+
+
+def check_saved_model(run: Run, state: State) -> None:
+    """Raise NanoinferError unless the model in the run's folder is the one that the run wrote there."""
+    if state.pending:  # it was being written
+        return
+    out, dtype = Path(run.config.out), getattr(torch, run.config.save_dtype)
+    for name, text in run.files().items():
+        if read_text(out / name, "a part of the trained model") != text:
+            raise NanoinferError(f"{out / name} is not what the run wrote: put that back, or choose another folder")
+    try:
+        same = digest_weights(run.read(), run.model, dtype) == run.saved_weights
+    except KeyError:  # a model of another kind
+        same = False
+    if not same:
+        raise NanoinferError(f"{out} holds other weights than the run wrote: put them back, or choose another folder")
+
+
+def save(run: Run, improved: bool) -> None:
+    """Write the state, and the model where it is better than all before."""
+    out = Path(run.config.out)
+    if improved:
+        run.saved_weights = digest_weights(run.model, run.model, getattr(torch, run.config.save_dtype))
+    try:
+        write_atomically(out / (PENDING if improved else STATE), _to_bytes(run))
+        if improved:
+            finish(run)
+    except OSError as e:
+        raise NanoinferError(f"out={out} cannot be written: {reason(e)}: make room, and resume") from None
+
+
+def finish(run: Run) -> None:
+    """Write the model that belongs to the pending state, which becomes the state."""
+    out = Path(run.config.out)
+    run.write()
+    os.replace(out / PENDING, out / STATE)
+
+
+def _to_bytes(run: Run) -> bytes:
+    from safetensors.torch import save as to_bytes
+
+    record = {
+        "config": dataclasses.asdict(run.config),
+        "step": run.step,
+        "best_val_loss": run.best_val_loss,
+        "digests": run.digests,
+        "weights": run.saved_weights,
+    }
+    texts = {"record": json.dumps(record), "tokenizer_json": run.tokenizer_json}
+    tensors = {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
+    return to_bytes(tensors | {n: t.detach().to("cpu").contiguous() for n, t in _tensors(run).items()})
+
+
+def _describe(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _parameters(run: Run) -> list[torch.nn.Parameter]:
+    assert run.optimizer is not None
+    return [p for group in run.optimizer.param_groups for p in group["params"]]
+
+
+def _tensors(run: Run, fresh: bool = False) -> dict[str, Tensor]:
+    """Return what a state holds of the model and of Adam; `fresh`: as shapes, where Adam has not begun."""
+    tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in run.model.named_parameters()}
+    assert run.optimizer is not None
+    for i, p in enumerate(_parameters(run)):
+        moments = {"step": torch.zeros(()), "exp_avg": p, "exp_avg_sq": p} if fresh else run.optimizer.state[p]
+        tensors |= {f"optimizer.{i}.{key}": moments[key] for key in ("step", "exp_avg", "exp_avg_sq")}
+    return tensors
