@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.outputs import Logprob, RequestOutput
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.sampling.sampler import Sampled, sample
+from nanoinfer.sampling.sampler import Sampled, SamplerRow, sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
 
@@ -95,6 +95,13 @@ class TableEngine:
     def length(self, handle: Handle) -> int:
         return len(self.held[handle])
 
+    @property
+    def handles(self) -> Collection[Handle]:
+        return self.held.keys()
+
+    def reset(self) -> None:
+        self.held.clear()
+
 
 def make_core(
     table: Tensor = ALPHABET,
@@ -113,7 +120,7 @@ def make_core(
 
 def add(core: Core, prompt: str, params: SamplingParams = GREEDY, eos: str = "") -> Request:
     ids = [CHARS.index(c) for c in prompt]
-    return core.add(prompt, ids, params, params.seed or 0, CHARS.index(eos) if eos else None)
+    return core.add(prompt, ids, params, params.seed or 0, tuple(CHARS.index(c) for c in eos))
 
 
 def run(core: Core, *requests: Request) -> list[RequestOutput]:
@@ -189,7 +196,7 @@ def test_a_window_that_slides_is_fed_again() -> None:
 def test_without_a_tokenizer_there_are_token_ids_only() -> None:
     _, engine, clock = make_core()
     core = Core(engine, Scheduler(SchedulerConfig(4, 32)), sample, None, V, clock)
-    request = core.add(None, [0], SamplingParams(temperature=0.0, max_tokens=2, logprobs=0), 0, None)
+    request = core.add(None, [0], SamplingParams(temperature=0.0, max_tokens=2, logprobs=0), 0)
     (output,) = run(core, request)
     (o,) = output.outputs
     assert (output.prompt, o.text, o.token_ids, o.finish_reason) == (None, "", [1, 2], "length")
@@ -331,12 +338,11 @@ def test_abort_closes_every_handle(num_steps: int) -> None:
     assert run(core, other)[0].outputs[0].text == "defg"
 
 
-def failing_sampler(call: int) -> Callable[..., list[Sampled]]:
-    """The sampler, but for one call, which fails."""
-    calls = iter(range(1, 1000))
+def failing_sampler(position: int) -> Callable[..., list[Sampled]]:
+    """The sampler, but for the logits of one position, which are NaN."""
 
-    def draw(logits: Tensor, rows: list[object]) -> list[Sampled]:
-        return sample(logits * float("nan") if next(calls) == call else logits, rows)  # type: ignore[arg-type]
+    def draw(logits: Tensor, rows: list[SamplerRow]) -> list[Sampled]:
+        return sample(logits * float("nan") if rows[0].num_output_tokens == position else logits, rows)
 
     return draw
 
@@ -366,29 +372,68 @@ def test_after_a_failure_of_the_engine_nothing_is_open_and_others_run(
     assert engine.held == {}
 
 
-@pytest.mark.parametrize("call", [1, 3])
-def test_after_a_failure_of_the_sampler_nothing_is_open_and_others_run(call: int) -> None:
-    core, engine, _ = make_core(sampler=failing_sampler(call))
+@pytest.mark.parametrize("position", [0, 2])
+def test_a_step_whose_logits_are_not_finite_ends_its_sequences_with_an_error(position: int) -> None:
+    core, engine, _ = make_core(sampler=failing_sampler(position))
     request = add(core, "ab", SamplingParams(n=3, temperature=0.0, logprobs=1, max_tokens=9))
-    with pytest.raises(NanoinferError, match="largest logit is nan"):
-        run(core)
+    run(core)
     assert engine.held == {}
     kept = core.output(request).outputs
     assert [(o.text, o.finish_reason, len(o.logprobs or [])) for o in kept] == [
-        ("cde"[: call - 1], "abort", call - 1)
+        ("cde"[:position], "error", position)
     ] * 3
-    assert run(core, add(core, "c"))[0].outputs[0].text == "defg"
+    assert all("largest logit is nan" in (o.error or "") for o in kept)
 
 
-def test_after_a_failure_of_the_text_nothing_is_open_and_what_had_ended_has_ended() -> None:
-    """Token e has no text here: the first text ends in the same step, before the second one fails."""
+@pytest.mark.parametrize("num_before", [0, 2])
+def test_a_fault_of_one_sequence_is_its_own(num_before: int) -> None:
+    """Row h of the table is NaN: what reaches h ends there, everything else is as it is alone."""
+    table = RANDOM.clone()
+    table[7] = float("nan")
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, logit_bias={7: -100.0})
+    to_h = SamplingParams(temperature=0.0, max_tokens=6, logit_bias={7: 100.0})
+    core, engine, _ = make_core(table, max_num_seqs=8)
+    alone = [run(core, add(core, c, params))[0].outputs for c in "abcd"]
+    requests = [add(core, c, params) for c in "ab"]
+    for _ in range(num_before):
+        core.step()
+    bad = add(core, "a", to_h)
+    requests += [add(core, c, params) for c in "cd"]
+    while core.unfinished:
+        core.step()
+    outputs = [core.output(r) for r in (*requests, bad)]
+    assert [o.outputs for o in outputs[:4]] == alone
+    (failed,) = outputs[4].outputs
+    assert (failed.text, failed.finish_reason, failed.stop_reason) == ("h", "error", None)
+    assert failed.error is not None
+    assert "largest logit is nan" in failed.error
+    assert engine.held == {}
+
+
+def test_a_row_that_the_sampler_refuses_ends_alone() -> None:
+    def refusing(logits: Tensor, rows: list[Request]) -> list[Sampled]:
+        if any(row.seed == 13 for row in rows):
+            raise RuntimeError("no\nthirteen")
+        return sample(logits, rows)  # type: ignore[arg-type]
+
+    core, engine, _ = make_core(sampler=refusing)  # type: ignore[arg-type]
+    good, bad = add(core, "a"), add(core, "b", SamplingParams(temperature=0.0, seed=13))
+    first, second = (o.outputs[0] for o in run(core, good, bad))
+    assert (first.text, first.finish_reason, first.error) == ("bcde", "length", None)
+    assert (second.text, second.finish_reason, second.error) == ("", "error", "RuntimeError: no thirteen")
+    assert engine.held == {}
+
+
+def test_a_token_without_text_ends_its_own_sequence() -> None:
+    """Token e has no text here."""
     core, engine, clock = make_core(num_chars=4)
     ends, fails = add(core, "a", SamplingParams(temperature=0.0, max_tokens=2)), add(core, "c")
-    with pytest.raises(NanoinferError, match="has no text"):
-        run(core)
+    run(core)
     assert engine.held == {}
     clock.now += 1.0
     (ended,), (failed,) = core.output(ends).outputs, core.output(fails).outputs
-    assert (ended.text, ended.finish_reason, failed.text, failed.finish_reason) == ("bc", "length", "d", "abort")
+    assert (ended.text, ended.finish_reason, failed.text, failed.finish_reason) == ("bc", "length", "d", "error")
+    assert failed.error is not None
+    assert "has no text" in failed.error
     assert [core.output(r).metrics.total_sec for r in (ends, fails)] == [0.0, 0.0]
     assert run(core, add(core, "a", SamplingParams(temperature=0.0, max_tokens=3)))[0].outputs[0].text == "bcd"

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from nanoinfer import processes
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.dynamic import DynamicEngine
-from nanoinfer.errors import NanoinferError
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),
@@ -129,10 +127,9 @@ def test_forked_children_compile(tiny_folder: Path, tmp_path: Path) -> None:
 BUSY = """
 def work():
     try:
-        tokens(llm)
+        return 0 if tokens(llm) == expected else 9
     except NanoinferError as e:
-        return 7 if "was forked while another thread" in str(e) and chr(10) not in str(e) else 8
-    return 0
+        return 7 if "forked" in str(e) and chr(10) not in str(e) else 8
 def generate():
     while True:
         llm.generate("Go", SamplingParams(max_tokens=20))
@@ -142,13 +139,15 @@ for _ in range(12):
     time.sleep(0.01)
     start = time.monotonic()
     outcomes.add(in_child(work))
-assert outcomes <= {0, 7} and 7 in outcomes, outcomes
+assert outcomes <= {0, 7}, outcomes
 assert in_child(lambda: tokens(load()) != expected) == 0
 """
 
 
 @pytest.mark.parametrize("engine", [("native", "1"), ("native", "2"), ("static",)], ids=" ".join)
-def test_a_fork_in_the_middle_of_another_threads_step_is_an_error(engine: tuple[str, ...], tiny_folder: Path) -> None:
+def test_a_fork_in_the_middle_of_another_threads_step_works_or_is_an_error(
+    engine: tuple[str, ...], tiny_folder: Path
+) -> None:
     need(engine[0])
     run(LOADED + BUSY, str(tiny_folder), *engine)
 
@@ -211,47 +210,39 @@ def test_the_extension_alone_does_not_disturb_the_exit() -> None:
 
 
 def test_the_exit_waits_for_a_step_and_lets_no_other_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock, log = processes.StepLock(), []
+    lock, log = processes.step_lock(), []
     inside = threading.Event()
 
     def work() -> None:
-        with lock, lock:  # may be taken again
+        with lock:
             inside.set()
             time.sleep(0.1)
             log.append("done")
         with lock:
             log.append("never")
 
-    monkeypatch.setattr(processes.time, "sleep", lambda s, sleep=time.sleep: sleep(min(s, 1.0)))
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    monkeypatch.setattr(processes, "_locks", {lock})
+    monkeypatch.setattr(processes, "_is_exiting", False)
+    threading.Thread(target=work, daemon=True).start()
     inside.wait()
-    monkeypatch.setattr(processes, "_is_exiting", True)
     processes._at_exit()
     assert log == ["done"]
-    with lock, processes.computing():  # the main thread may go on
+    assert processes.is_exiting()  # the main thread may go on, without the lock
+    with processes.computing():
         pass
     time.sleep(0.05)
     assert log == ["done"]
-    assert not processes._busy
 
 
-def test_a_lock_that_another_thread_held_at_the_fork_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_has_one_thread_of_torch_and_another_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_generation", 0)
-    monkeypatch.setattr(processes, "_busy", {threading.get_ident() + 1: [held := processes.StepLock(), None]})
-    free: Any = processes.StepLock()
     threads = torch.get_num_threads()
     try:
         processes._after_fork_in_child()
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(threads)
-    with free:
-        pass
-    with pytest.raises(NanoinferError, match="forked while another thread"), held:
-        pass
     assert processes.generation() == 1
-    assert not processes._busy
 
 
 # Threads that cannot be created ---------------------------------------------------------------------------------

@@ -139,7 +139,8 @@ def test_requests_that_join_while_others_decode(draft: str, folders: dict[str, s
     waiting, requests = params * 3, []
     while waiting or llm.core.unfinished:
         if waiting:
-            requests.append(llm._add("To be or not to be", waiting.pop(0)))
+            requests.append(llm._make("To be or not to be", waiting.pop(0)))
+            llm.core.submit(requests[-1:])
         llm.core.step()
         llm.core.scheduler.check_integrity()
     made = [llm.core.output(r) for r in requests]
@@ -154,7 +155,7 @@ def test_a_stream_that_is_closed_leaves_nothing_behind(draft: str, num_pieces: i
     pieces = llm.stream("aa aa aa", params)
     for _ in range(num_pieces):
         next(pieces)
-    pieces.close()  # type: ignore[attr-defined]
+    pieces.close()
     assert_nothing_is_held(llm)
     assert (
         "".join(llm.stream("aa aa aa", params))

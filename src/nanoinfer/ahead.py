@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 from nanoinfer.engines.base import Engine, Pending, RunsAhead, StepBatch
-from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling.sampler import SamplerRow, not_finite
+from nanoinfer.sampling.sampler import SamplerRow
 from nanoinfer.scheduling.scheduler import Work, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 
@@ -56,15 +55,8 @@ class Flight:
     tokens: Pending
 
     def read(self) -> list[tuple[Sequence, int]]:
-        """Wait for the tokens; return them with the sequences that they are for.
-
-        Raises:
-            NanoinferError: the logits of a sequence that goes on were not finite.
-        """
-        found = list(zip(drawing(self.work), self.tokens.read(), strict=True))
-        if any(token < 0 for sequence, token in found if sequence.finish_reason is None):
-            raise NanoinferError(not_finite())
-        return found
+        """Wait for the tokens; return them with their sequences. A token < 0: the logits were not finite."""
+        return list(zip(drawing(self.work), self.tokens.read(), strict=True))
 
 
 @dataclass
@@ -132,6 +124,11 @@ class Ahead:
         """Free what was kept for a sequence that has ended."""
         if (seat := self._seats.pop(sequence, None)) is not None:
             self._free.append(seat.number)
+
+    def reset(self) -> None:
+        """Free what was kept for all sequences, also where an exception came in the middle of a call."""
+        self._seats.clear()
+        self._free = list(reversed(range(self._sampler.num_seats)))
 
 
 def run_ahead(engine: Engine, vocab_size: int, device: torch.device) -> Ahead | None:

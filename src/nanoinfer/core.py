@@ -2,56 +2,65 @@
 
 Here the scheduler's policy, the engine and the sampler meet; none of them knows the others. Everything
 that generates (the LLM class, streaming, later a server) drives this one loop.
+
+Requests do not disturb each other: what a step adds to a request is put into that request's own queue, and a fault of
+one sequence (logits that are not finite, a row that the sampler or the drafter refuses, a token without text) ends that
+sequence with finish_reason="error". An exception of the engine ends all running requests with it.
+
+A step holds a lock, so that several threads may use one core. An exception can come at any point of it, Ctrl-C
+included; what is half done then is not repaired but dropped: all running requests end, and engine, drafter and device
+sampler are reset. Where a second exception interrupts that, the next call does it again (`_settle`).
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from nanoinfer import isolation, processes, request_outputs
 from nanoinfer.ahead import Ahead, Flight
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
-from nanoinfer.models.tokenizers import decode
-from nanoinfer.outputs import (
-    CompletionOutput,
-    Delta,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    SpeculationMetrics,
-)
-from nanoinfer.processes import StepLock
+from nanoinfer.errors import one_line
+from nanoinfer.isolation import Faults
+from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.request_outputs import Logprobs
 from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.sampling.sampler import Sampled, SamplerRow
+from nanoinfer.sampling.sampler import Sampled, SamplerRow, not_finite
 from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative.speculator import Round, Speculator
-from nanoinfer.speculative.verify import draw
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nanoinfer.models.tokenizers import Tokenizer
 
+log = logging.getLogger("nanoinfer")
+
 Sampler = Callable[["Tensor", Seq[SamplerRow]], list[Sampled]]
+T = TypeVar("T")
+HAND_OVER_SEC = 1e-4  # a lock of Python's is not fair: a thread that steps in a loop must let the others have it
 
 
 class Core:
-    """Runs requests on an engine, any number at a time. Not thread-safe.
+    """Runs requests on an engine, any number at a time. May be used from several threads.
 
     Args:
-        engine: extends sequences.
-        scheduler: decides what runs.
-        sampler: draws tokens.
+        engine, scheduler, sampler: see their interfaces.
         tokenizer: makes text; None: token ids only.
         vocab_size: tokens that may be drawn: ids from here on have no text.
         clock: seconds; a fake one in tests.
-        speculator: proposes tokens to verify; None: every step draws one token. May be changed while nothing is
-            unfinished.
+        speculator: proposes tokens to verify; None: every step draws one token. A request keeps the one that is set
+            when it is made.
         ahead: launches steps before the last one's tokens are read; None: tokens are read at once.
     """
 
@@ -75,9 +84,58 @@ class Core:
         self.speculator = speculator
         self._ahead = ahead
         self._flight: Flight | None = None
-        self._next_id = 0
-        self._lock = StepLock()
-        self._logprobs: WeakKeyDictionary[Sequence, list[dict[int, Logprob]]] = WeakKeyDictionary()
+        self._ids = itertools.count()
+        self._logprobs = Logprobs(tokenizer)
+        self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
+        self._lock = processes.step_lock()
+        self._generation = processes.generation()
+        self._waiting: set[int] = set()  # threads that wait for the lock
+        self._clean = True  # engine and scheduler agree; False within an operation, and after one was interrupted
+        self._cancelled: deque[Request] = deque()
+
+    # Requests --------------------------------------------------------------------------------------------
+
+    def make(
+        self,
+        prompt: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        end_token_ids: tuple[int, ...] = (),
+    ) -> Request:
+        """Return a request that is not queued yet.
+
+        Args:
+            prompt: its text; None where token ids were given.
+            token_ids: the prompt, in range.
+            params: checked against the model by the caller.
+            seed: of its random numbers.
+            end_token_ids: the model's end-of-text tokens.
+
+        Raises:
+            NanoinferError: it can never run here (see `Scheduler.check`).
+        """
+        end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
+        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)))
+        request.arrival_sec = self._clock()
+        for i in range(params.n):
+            stream = self._tokenizer.stream() if self._tokenizer else None
+            text = OutputText(stream, params.stop)
+            request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
+        request.num_dropped_tokens = request.sequences[0].wanted_start
+        self.scheduler.check(request)
+        return request
+
+    def submit(self, requests: Seq[Request]) -> None:
+        """Queue requests. The caller cancels them when this is interrupted: some may be queued."""
+        with self._turn():
+            self._settle()
+            for request in requests:
+                if self.speculator is not None:
+                    self._speculators[request] = self.speculator
+                if self._ahead is not None:
+                    self._ahead.add(request)
+                self.scheduler.add(request)
 
     def add(
         self,
@@ -85,63 +143,155 @@ class Core:
         token_ids: list[int],
         params: SamplingParams,
         seed: int,
-        eos_token_id: int | None,
+        end_token_ids: tuple[int, ...] = (),
     ) -> Request:
-        """Queue a request, checked by the caller, and return it.
-
-        Raises:
-            NanoinferError: it can never run here (see `Scheduler.add`).
-        """
-        end = {*params.stop_token_ids}
-        if eos_token_id is not None and not params.ignore_eos:
-            end.add(eos_token_id)
-        request = Request(self._next_id, prompt, token_ids, params, seed, tuple(sorted(end)))
-        request.arrival_sec = self._clock()
-        for i in range(params.n):
-            stream = self._tokenizer.stream() if self._tokenizer else None
-            text = OutputText(stream, params.stop)
-            request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
-        request.num_dropped_tokens = request.sequences[0].wanted_start
-        self.scheduler.add(request)
-        if self._ahead is not None:
-            self._ahead.add(request)
-        self._next_id += 1
+        """Make a request, queue it and return it: see `make`."""
+        request = self.make(prompt, token_ids, params, seed, end_token_ids)
+        self.submit([request])
         return request
+
+    def cancel(self, requests: Seq[Request]) -> None:
+        """End requests before the next step. Takes no lock, so that a finalizer may call it at any point of a step."""
+        self._cancelled.extend(requests)
+
+    def abort(self, *requests: Request) -> None:
+        """End requests where they are, and free what they held. Their outputs keep what they have."""
+        self.cancel(requests)
+        with self._turn():
+            self._settle()
 
     @property
     def unfinished(self) -> bool:
         """Whether any request is waiting or running."""
-        return self.scheduler.unfinished
+        with self._turn():
+            self._settle()
+            return self.scheduler.unfinished
+
+    # The step --------------------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
-        """Run one step; return what it added, one delta for each text that drew.
+        """Run one step; return what it added, one delta for each sequence that drew; its request's queue gets it, too.
 
         Where the engine runs ahead, a step is launched and what the one before it drew is returned: nothing, the first
-        time. An error of the engine, the sampler or the drafter ends all running requests (they are closed) and is
-        raised.
+        time. Nothing is done where nothing is unfinished.
+
+        Raises:
+            Exception: of the engine. All running requests have ended with it and are closed.
         """
-        with self._lock:
+        with self._turn():
+            self._settle()
+            self._clean = False
             try:
+                deltas: list[Delta] = []
                 flight, self._flight = self._flight, None
-                if self._ahead is not None and self.speculator is None and self._ahead.may_run():
+                if self._ahead is not None and not self._speculates() and self._ahead.may_run():
                     self._flight = self._launch(self._ahead)
                 elif flight is None:
-                    work = self.scheduler.schedule()
-                    return self._finish(work, self._run(work))
-                return self._finish(flight.work, self._read(flight)) if flight is not None else []
-            except BaseException:
-                self._flight = None
-                for request in {s.request: None for s in self.scheduler.running}:
-                    self.abort(request)
+                    for speculator, work in self._parts(self.scheduler.schedule()):
+                        faults: Faults = {}
+                        deltas += self._finish(work, self._run(work, speculator, faults), faults)
+                if flight is not None:
+                    faults = {}
+                    deltas += self._finish(flight.work, self._read(flight, faults), faults)
+            except BaseException as e:
+                self._recover(e)
                 raise
+            self._clean = True
+        if self._waiting:
+            time.sleep(HAND_OVER_SEC)
+        return deltas
 
-    def _finish(self, work: list[Work], tokens: list[list[int]]) -> list[Delta]:
-        """Add the drawn tokens to their texts, close those that ended, and return what each text gained."""
+    def use_engine(self, num_tokens: int, use: Callable[[Engine], T]) -> T:
+        """Call `use` with the engine between two steps, and return what it returns.
+
+        Steps are run until a sequence of `num_tokens` tokens has room beside the running ones. `use` opens one at most,
+        and closes it.
+        """
+        while True:
+            with self._turn():
+                self._settle()
+                if self.scheduler.has_room(num_tokens):
+                    self._clean = False
+                    try:
+                        result = use(self.engine)
+                    except BaseException as e:
+                        owned = {s.handle for s in self.scheduler.running if s.handle is not None}
+                        if not isinstance(e, Exception) or set(self.engine.handles) != owned:
+                            self._recover(e)
+                        self._clean = True
+                        raise
+                    self._clean = True
+                    return result
+            self.step()
+
+    def _turn(self) -> AbstractContextManager[object]:
+        """Return the lock that every operation holds, having noted that this thread wants it."""
+        if self._generation != processes.generation():  # a forked child: a thread that held the lock stayed behind
+            self._generation, self._lock, self._waiting = processes.generation(), processes.step_lock(), set()
+        self._waiting.add(threading.get_ident())
+        return self._lock if not processes.is_exiting() else nullcontext()
+
+    def _settle(self) -> None:
+        """Begin an operation: repair what an interrupted one left, and end the requests that were cancelled."""
+        self._waiting.discard(threading.get_ident())
+        if not self._clean:
+            self._recover(None)
+        if not self._cancelled:
+            return
+        self._clean = False
+        try:
+            while self._cancelled:
+                request = self._cancelled[0]
+                self._close(self.scheduler.abort(request))
+                request.finished_sec = request.finished_sec or self._clock()  # one that waited held nothing to close
+                self._cancelled.popleft()
+        except BaseException as e:
+            self._recover(e)
+            raise
+        self._clean = True
+
+    def _recover(self, error: BaseException | None) -> None:
+        """End all running requests and free what they held, whatever state an exception left anything in."""
+        message = one_line(error) if isinstance(error, Exception) else None
+        now = self._clock()
+        for s in self.scheduler.abort_running(message):
+            s.handle = None
+            s.request.finished_sec = s.request.finished_sec or now
+        self._flight = None
+        self.engine.reset()
+        for speculator in {*self._speculators.values()}:
+            speculator.reset()
+        if self._ahead is not None:
+            self._ahead.reset()
+        self._clean = True
+
+    def _speculates(self) -> bool:
+        """Return whether an unfinished request has a speculator."""
+        return bool(self._speculators) and any(not r.finished for r in self._speculators)
+
+    def _parts(self, work: list[Work]) -> list[tuple[Speculator | None, list[Work]]]:
+        """Return the work by speculator: requests may have different ones where the draft was changed meanwhile."""
+        if not self._speculators:
+            return [(None, work)]
+        parts: dict[Speculator | None, list[Work]] = {}
+        for w in work:
+            parts.setdefault(self._speculators.get(w.sequence.request), []).append(w)
+        return list(parts.items())
+
+    def _finish(self, work: list[Work], tokens: list[list[int]], faults: Faults) -> list[Delta]:
+        """Add the drawn tokens to their sequences, close those that ended, and return what each gained."""
         before = [(s, s.num_output_tokens) for s in drawing(work) if s.finish_reason is None]
+        for s, error in faults.items():
+            cast(Sequence, s).abort(error)
         self._close(self.scheduler.postprocess(work, tokens))
         if not self.scheduler.unfinished:
-            self._flight = None  # of texts that ended meanwhile: nobody waits for its tokens
-        return [self._delta(s, n) for s, n in before]
+            self._flight = None  # all of its sequences have ended
+        deltas = []
+        for s, num_before in before:
+            deltas.append(request_outputs.delta(s, num_before))
+            if s.request.deltas is not None:
+                s.request.deltas.append(deltas[-1])
+        return deltas
 
     def _launch(self, ahead: Ahead) -> Flight | None:
         """Start the next step, where there is one before the last one's tokens are read."""
@@ -152,35 +302,44 @@ class Core:
         self.scheduler.defer(work)
         return flight
 
-    def _read(self, flight: Flight) -> list[list[int]]:
+    def _read(self, flight: Flight, faults: Faults) -> list[list[int]]:
         """Wait for a step's tokens."""
         found = flight.read()
         now = self._clock()
-        for s, _ in found:
+        for s, token in found:
             self._note_first(s, now)
-        return [[token] for _, token in found]
+            if token < 0 and s.finish_reason is None:
+                faults[s] = not_finite()
+        return [[token] if token >= 0 else [] for _, token in found]
 
     def _note_first(self, s: Sequence, now: float) -> None:
         if s.num_output_tokens == 0 and s.sample_index == 0:
             s.request.first_token_sec = now
 
-    def _run(self, work: list[Work]) -> list[list[int]]:
-        """Propose, feed the engine, fork siblings, draw; return the tokens of each sequence that draws."""
-        done = self.speculator.propose(work) if self.speculator is not None else Round()
+    def _run(self, work: list[Work], speculator: Speculator | None, faults: Faults) -> list[list[int]]:
+        """Propose, feed the engine, fork siblings, draw; return the tokens of each sequence that draws.
+
+        Args:
+            work: of the step.
+            speculator: of its requests.
+            faults: sequences that cannot go on are added, with the reason; they draw no tokens.
+        """
+        done = isolation.propose(speculator, work, faults) if speculator is not None else Round()
         start = self._clock()
         logits = self.engine.extend(self._batch(work, done))
-        kept = self._draw(work, done, logits)
+        kept = self._draw(work, done, logits, speculator.rule if speculator is not None else "reproduce", faults)
         tokens = [[drawn.token_id for drawn in some] for some in kept]
         now = self._clock()
         for s, some in zip(drawing(work), kept, strict=True):
-            self._note_first(s, now)
-            self._logprobs_of(s, some)
+            if some:
+                self._note_first(s, now)
+            self._logprobs.add(s, some)
             if (proposal := done.proposals.get(s)) is not None and len(some) <= len(proposal.token_ids):
                 handle = Handle(cast(int, s.handle))
                 num_wrong = len(proposal.token_ids) + 1 - len(some)
                 self.engine.truncate(handle, self.engine.length(handle) - num_wrong)
-        if self.speculator is not None:
-            self.speculator.learn(work, done, tokens, now - start, self.engine.hidden)
+        if speculator is not None:
+            speculator.learn(work, done, tokens, now - start, self.engine.hidden)
         return tokens
 
     def _batch(self, work: list[Work], done: Round) -> StepBatch:
@@ -199,7 +358,7 @@ class Core:
                 batch.add(Handle(s.handle), w.token_ids + [PENDING] * w.pending, num_logits=int(w.draws))
         return batch
 
-    def _draw(self, work: list[Work], done: Round, logits: Tensor) -> list[list[Sampled]]:
+    def _draw(self, work: list[Work], done: Round, logits: Tensor, rule: str, faults: Faults) -> list[list[Sampled]]:
         """Fork siblings and draw the tokens of each sequence from its rows; siblings draw from the same row."""
         rows: list[int] = []
         at = 0
@@ -216,34 +375,14 @@ class Core:
         if len(rows) > at:
             logits = logits[rows]
         groups = [(cast("SamplerRow", s), done.proposals.get(s)) for s in drawing(work)]
-        rule = self.speculator.rule if self.speculator is not None else "reproduce"
-        return draw(self._sampler, logits[:, : self._vocab_size], groups, rule=rule)
-
-    def _logprobs_of(self, sequence: Sequence, some: list[Sampled]) -> None:
-        described = [self._describe(drawn.logprobs) for drawn in some if drawn.logprobs is not None]
-        if described:
-            self._logprobs.setdefault(sequence, []).extend(described)
-
-    def _describe(self, logprobs: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
-        """Add each token's text."""
-        tokenizer = self._tokenizer
-        return {
-            token: Logprob(value, rank, decode(tokenizer, [token]) if tokenizer else None)
-            for token, (value, rank) in logprobs.items()
-        }
-
-    def _delta(self, sequence: Sequence, num_before: int) -> Delta:
-        ended = sequence.finish_reason is not None
-        text = sequence.text.take(finished=ended)
-        num_tokens = sequence.num_output_tokens - num_before
-        return Delta(sequence.request.request_id, sequence.sample_index, text, sequence.finish_reason, num_tokens)
+        return isolation.draw_tokens(self._sampler, logits[:, : self._vocab_size], groups, rule, faults)
 
     def _close(self, ended: list[Sequence]) -> None:
         """Free what ended sequences held, and note when their requests ended."""
         now = self._clock()
         for s in ended:
-            if self.speculator is not None:
-                self.speculator.forget(s)
+            if (speculator := self._speculators.get(s.request)) is not None:
+                speculator.forget(s)
             if self._ahead is not None:
                 self._ahead.forget(s)
             if s.handle is not None:
@@ -252,53 +391,8 @@ class Core:
             if s.request.finished:
                 s.request.finished_sec = now
 
-    def abort(self, request: Request) -> None:
-        """End a request where it is, and free what it held. Its texts keep what they have."""
-        self._close(self.scheduler.abort(request))
-        request.finished_sec = request.finished_sec or self._clock()  # one that waited held nothing to close
-
     def output(self, request: Request) -> RequestOutput:
-        """Return what has come of a request so far (finish_reason "" for texts that go on)."""
-        outputs = [self._completion(s) for s in request.sequences]
-        return RequestOutput(
-            request.request_id,
-            request.prompt,
-            request.prompt_token_ids,
-            outputs,
-            request.seed,
-            request.num_dropped_tokens,
-            self._metrics(request, [len(o.token_ids) for o in outputs]),
-        )
-
-    def _completion(self, s: Sequence) -> CompletionOutput:
-        logprobs = None
-        if cast(SamplingParams, s.params).logprobs is not None:  # tokens drawn past the end are no part of the text
-            logprobs = list(self._logprobs.get(s, ()))[: s.num_output_tokens]
-        token_ids = list(s.output_token_ids)
-        return CompletionOutput(s.sample_index, s.text.text, token_ids, s.finish_reason or "", s.stop_reason, logprobs)
-
-    def _metrics(self, request: Request, lengths: list[int]) -> RequestMetrics:
-        now = request.finished_sec or self._clock()
-        first = request.first_token_sec or now
-        longest = max(lengths)
-        return RequestMetrics(
-            num_prompt_tokens=len(request.prompt_token_ids),
-            num_output_tokens=sum(lengths),
-            ttft_sec=first - request.arrival_sec,
-            tpot_sec=(now - first) / (longest - 1) if longest > 1 else None,
-            total_sec=now - request.arrival_sec,
-            speculation=self._speculation(request),
-        )
-
-    def _speculation(self, request: Request) -> SpeculationMetrics | None:
-        if self.speculator is None:
-            return None
-        t = self.speculator.tally(request)
-        return SpeculationMetrics(
-            num_proposed=t.num_proposed,
-            num_accepted=t.num_accepted,
-            num_rejected=t.num_rejected,
-            num_verify_steps=t.num_verify_steps,
-            mean_accepted_length=t.num_accepted / t.num_verify_steps if t.num_verify_steps else None,
-            draft_share=t.draft_sec / (t.draft_sec + t.step_sec) if t.draft_sec + t.step_sec > 0 else 0.0,
-        )
+        """Return what a request has produced so far (finish_reason "" for sequences that are not finished)."""
+        speculator = self._speculators.get(request)
+        tally = speculator.tally(request) if speculator is not None else None
+        return request_outputs.output(request, self._logprobs, tally, self._clock())

@@ -11,26 +11,27 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from functools import partial
 
 from nanoinfer.ahead import run_ahead
 from nanoinfer.checks import show
 from nanoinfer.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.core import Core
 from nanoinfer.engines import registry
-from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.tokenizers import decode
-from nanoinfer.outputs import Delta, RequestOutput, Score
+from nanoinfer.outputs import RequestOutput, Score
 from nanoinfer.processes import computing
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.speculative.build import Drafts, Target
+from nanoinfer.streams import OutputStream, Ownership, TextStream
 
 log = logging.getLogger("nanoinfer")
 
@@ -39,7 +40,7 @@ SCORE_CHUNK = 128  # positions whose logits are held at a time: 26 MB at GPT-2's
 
 
 class LLM:
-    """A loaded model on an engine. Not thread-safe.
+    """A loaded model on an engine. Several threads may use it at the same time: each step is one thread's.
 
     Args:
         model: a built-in model (shakespeare), random:<preset>, a Hugging Face folder, a nanoGPT ckpt.pt, a Hub
@@ -121,18 +122,21 @@ class LLM:
     def set_draft(
         self, draft: str | None, *, speculate_k: str | int = "auto", speculate_rule: str = "reproduce"
     ) -> None:
-        """Decode from now on with another draft, or None. A draft that was used before is not loaded again.
+        """Decode the requests that come from now on with another draft, or None. Unfinished ones keep theirs.
 
-        kv_cache_memory bounds the model's cache and that of the draft given when the class was made; one that comes
-        later brings a cache of its own.
+        A draft that was used before is not loaded again. kv_cache_memory bounds the model's cache and that of the draft
+        given when the class was made; drafts set later allocate additional KV memory.
 
         Raises:
-            NanoinferError: as the class does; or requests are unfinished.
+            NanoinferError: as the class does.
         """
-        if self.core.unfinished:
-            raise NanoinferError("set_draft: requests are unfinished; a draft is for whole requests: finish them first")
         config = SpeculationConfig(draft, speculate_k, speculate_rule)
-        self.core.speculator = self._drafts.speculator(config) if draft is not None else None
+        if draft is None:
+            self.core.speculator = None
+        else:  # between two steps: the costs of steps of the engine are measured
+            self.core.speculator = self.core.use_engine(
+                self.config.block_size, lambda engine: self._drafts.speculator(config)
+            )
 
     # Generating ------------------------------------------------------------------------------------------
 
@@ -143,6 +147,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; return their outputs in the order given.
 
+        A fault of one request (its logits are not finite, ...) ends that request alone: its output has finish_reason
+        "error" and says why in `error`.
+
         Args:
             prompts: a string or a list of token ids, or a list of such.
             params: for all prompts, or one for each; None is SamplingParams().
@@ -150,75 +157,50 @@ class LLM:
         Raises:
             NanoinferError: a prompt or parameter is not usable; nothing has been generated then.
         """
-        requests = self._add_all(prompts, params)
-        with self._ending(requests):
+        requests = self._make_all(prompts, params)
+        with Ownership(self.core, requests):
+            self.core.submit(requests)
             while not all(r.finished for r in requests):
                 self.core.step()
         return [self.core.output(r) for r in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
         """Generate for one prompt (n=1) and yield its text as it is made, whole characters only.
 
-        Checks happen at the call, before the first piece is asked for. Closing the iterator early ends the
-        request.
+        Checks happen at the call, before the first piece is asked for. Closing or dropping the iterator ends the
+        request. Any number of iterators may be open and read in any order.
 
         Raises:
-            NanoinferError: the prompt or a parameter is not usable, n is not 1, or the model has no tokenizer.
+            NanoinferError: the prompt or a parameter is not usable, n is not 1, or the model has no tokenizer; from the
+                iterator: the request has failed.
         """
         params = params or SamplingParams()
         if params.n != 1:
             raise NanoinferError(f"n={params.n}: stream makes one text; use generate, or stream_outputs")
         if self.tokenizer is None:
             raise NanoinferError(self._no_tokenizer_reason)
-        requests = self._add_all([prompt], params)
-        return (delta.text for deltas in self._steps(requests) for delta in deltas if delta.text)
+        return TextStream(OutputStream(self.core, self._make_all([prompt], params)))
 
     def stream_outputs(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> tuple[list[int], Iterator[Delta | RequestOutput]]:
+    ) -> tuple[list[int], OutputStream]:
         """Generate for any number of prompts; yield each step's deltas, and each request's output when it ends.
 
         Returns:
-            the requests' ids in the order of the prompts, and the iterator. Closing or interrupting it ends
+            the requests' ids in the order of the prompts, and the iterator. Closing, dropping or interrupting it ends
             the requests that are unfinished.
         """
-        requests = self._add_all(prompts, params)
-        by_id = {r.request_id: r for r in requests}
-
-        def run() -> Iterator[Delta | RequestOutput]:
-            for deltas in self._steps(requests):
-                yield from deltas
-                for request_id in dict.fromkeys(d.request_id for d in deltas if d.finish_reason):
-                    if by_id[request_id].finished:
-                        yield self.core.output(by_id[request_id])
-
-        return list(by_id), run()
-
-    def _steps(self, requests: list[Request]) -> Iterator[list[Delta]]:
-        """Step until these requests have ended, yielding their deltas."""
-        ids = {r.request_id for r in requests}
-        with self._ending(requests):
-            while not all(r.finished for r in requests):
-                yield [d for d in self.core.step() if d.request_id in ids]
-
-    @contextmanager
-    def _ending(self, requests: list[Request]) -> Iterator[None]:
-        """Leave nothing behind: what is unfinished when the block is left, for whatever reason, is ended."""
-        try:
-            yield
-        finally:
-            for request in requests:
-                if not request.finished:
-                    self.core.abort(request)
+        requests = self._make_all(prompts, params)
+        return [r.request_id for r in requests], OutputStream(self.core, requests)
 
     # Requests --------------------------------------------------------------------------------------------
 
-    def _add_all(
+    def _make_all(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        """Check and queue all requests, or none."""
+        """Check all requests and return them; they are not queued yet."""
         many: list[Prompt] = self._as_list(prompts)
         if isinstance(params, SamplingParams) or params is None:
             each = [params or SamplingParams()] * len(many)
@@ -226,15 +208,7 @@ class LLM:
             each = list(params)
         if len(each) != len(many):
             raise NanoinferError(f"{len(many)} prompts, but {len(each)} SamplingParams: give one, or one for each")
-        requests: list[Request] = []
-        try:
-            for prompt, p in zip(many, each, strict=True):
-                requests.append(self._add(prompt, p))
-        except BaseException:
-            for request in requests:
-                self.core.abort(request)
-            raise
-        return requests
+        return [self._make(prompt, p) for prompt, p in zip(many, each, strict=True)]
 
     @staticmethod
     def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -249,14 +223,14 @@ class LLM:
             return [many]  # type: ignore[list-item]
         return many  # type: ignore[return-value]
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _make(self, prompt: Prompt, params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"params={params!r} is not a SamplingParams")
         token_ids = self.encode(prompt)
         self._check_params(params)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         text = prompt if isinstance(prompt, str) else None
-        request = self.core.add(text, token_ids, params, seed, self._eos_token_id)
+        request = self.core.make(text, token_ids, params, seed, self._end_token_ids)
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: its first %d are dropped (overflow=slide)",
@@ -265,9 +239,8 @@ class LLM:
         return request
 
     @property
-    def _eos_token_id(self) -> int | None:
-        eos = self.config.eos_token_id
-        return eos if eos is not None and eos < self._vocab_size else None
+    def _end_token_ids(self) -> tuple[int, ...]:
+        return tuple(t for t in self.config.eos_token_ids if t < self._vocab_size)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids; an empty one is the model's start token.
@@ -308,7 +281,7 @@ class LLM:
                     raise NanoinferError(
                         f"{name}: token id {show(token_id)} is not below the vocabulary's {self._vocab_size}"
                     )
-        if params.min_tokens and len({*params.stop_token_ids, self._eos_token_id} - {None}) >= self._vocab_size:
+        if params.min_tokens and len({*params.stop_token_ids, *self._end_token_ids}) >= self._vocab_size:
             raise NanoinferError(
                 f"min_tokens={params.min_tokens} excludes every token: all {self._vocab_size} are in stop_token_ids"
             )
@@ -335,9 +308,10 @@ class LLM:
         stride = max(1, block_size // 2) if stride is None else stride
         if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride <= block_size:
             raise NanoinferError(f"stride={show(stride)} is not an integer in [1, {block_size}] (the context length)")
-        return [self._score(text, stride) for text in self._as_list(texts)]
+        many = self._as_list(texts)
+        return [self._score(text, stride, f"text {i + 1} of {len(many)}") for i, text in enumerate(many)]
 
-    def _score(self, text: Prompt, stride: int) -> Score:
+    def _score(self, text: Prompt, stride: int, which: str) -> Score:
         ids = self.encode(text)
         if len(ids) < 2:
             raise NanoinferError(f"a text of {len(ids)} tokens cannot be scored: the first has no context; give two")
@@ -346,35 +320,41 @@ class LLM:
             # The window that scores ids[scored:end] begins as early as the context length allows.
             end = min(len(ids), scored + stride if scored > 1 else self.config.block_size + 1)
             start = max(0, end - 1 - self.config.block_size)
-            total += self._score_window(ids[start:end], scored - start)
+            window, first = ids[start:end], scored - start
+            total += self.core.use_engine(len(window), partial(_log_likelihood, ids=window, first=first))
+            if not math.isfinite(total):
+                raise NanoinferError(
+                    f"{which}: the log-likelihood of its first {end} tokens is {total}: the model's arithmetic"
+                    " overflowed; use dtype=float32, and check the weights"
+                )
             scored = end
         characters = len(text) if isinstance(text, str) else None
         return Score(len(ids) - 1, characters, total, math.exp(min(-total / (len(ids) - 1), 700.0)))
-
-    @computing()
-    def _score_window(self, ids: list[int], first: int) -> float:
-        """Return the log-likelihood of ids[first:] given what is before each, in nats."""
-        import torch
-
-        handle = self.engine.open()
-        try:
-            total = 0.0
-            for at in range(0, len(ids) - 1, SCORE_CHUNK):
-                inputs = ids[at : min(at + SCORE_CHUNK, len(ids) - 1)]
-                targets = ids[at + 1 : at + 1 + len(inputs)]
-                num_logits = min(len(inputs), max(0, at + 1 + len(inputs) - first))
-                batch = StepBatch()
-                batch.add(handle, inputs, num_logits)
-                logits = self.engine.extend(batch)
-                if num_logits:
-                    picked = torch.tensor(targets[-num_logits:], device=logits.device)[:, None]
-                    total += logits.double().log_softmax(-1).gather(-1, picked).sum().item()
-            return total
-        finally:
-            self.engine.close(handle)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids. Raises NanoinferError without a tokenizer."""
         if self.tokenizer is None:
             raise NanoinferError(self._no_tokenizer_reason)
         return decode(self.tokenizer, token_ids)
+
+
+def _log_likelihood(engine: Engine, ids: list[int], first: int) -> float:
+    """Return the log-likelihood of ids[first:] given what is before each, in nats."""
+    import torch
+
+    handle = engine.open()
+    try:
+        total = 0.0
+        for at in range(0, len(ids) - 1, SCORE_CHUNK):
+            inputs = ids[at : min(at + SCORE_CHUNK, len(ids) - 1)]
+            targets = ids[at + 1 : at + 1 + len(inputs)]
+            num_logits = min(len(inputs), max(0, at + 1 + len(inputs) - first))
+            batch = StepBatch()
+            batch.add(handle, inputs, num_logits)
+            logits = engine.extend(batch)
+            if num_logits:
+                picked = torch.tensor(targets[-num_logits:], device=logits.device)[:, None]
+                total += logits.double().log_softmax(-1).gather(-1, picked).sum().item()
+        return total
+    finally:
+        engine.close(handle)

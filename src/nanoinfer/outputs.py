@@ -28,11 +28,13 @@ class CompletionOutput:
     token_ids: list[int]
     """All generated tokens; an end token or the tokens of a stop string are among them."""
     finish_reason: str
-    """stop (end token or stop string), length (max_tokens or context), or abort."""
+    """stop (end token or stop string), length (max_tokens or context), abort, or error."""
     stop_reason: int | str | None = None
     """The token or string that ended it, for finish_reason stop."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token: token id -> Logprob, the drawn one first. None unless asked for."""
+    error: str | None = None
+    """What went wrong, in one line, for finish_reason error."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Delta:
     """Set when the text has ended."""
     num_tokens: int = 1
     """Tokens of the text that the step added: several where proposals were accepted."""
+    error: str | None = None
+    """What went wrong, in one line, for finish_reason error."""
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 Fork: the child has the parent's memory but only the thread that forked. torch's pools (OpenMP, MKL, the compiler's
 workers) would wait for threads that are not there, so in a child torch computes with one thread and uses no pool; a
-program may raise that with torch.set_num_threads where the parent had computed nothing. A step lock that another thread
-held at the fork is an error in the child.
+program may raise that with torch.set_num_threads where the parent had computed nothing.
 
 Exit: Python (before 3.14) ends a daemon thread as soon as it asks for the interpreter's lock, by unwinding its stack,
-and C++ code on that stack then aborts the process. So the exit waits for steps that are running, and threads that would
-start another one sleep.
+and C++ code on that stack then aborts the process. So the exit takes every step lock, which waits for the steps that
+are running, and keeps it: a thread that would start another step waits until the process is gone.
 
 This is the state of a process, and lives in this module: the one place of variables that change.
 """
@@ -21,55 +20,39 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from nanoinfer.errors import NanoinferError
+from weakref import WeakSet
 
 EXIT_WAIT_SEC = 30.0
 """How long the exit waits for running steps."""
 
-_busy: dict[int, list[StepLock | None]] = {}
-"""Thread -> the locks that it holds or waits for (None: `computing`)."""
+_locks: WeakSet[threading.Lock] = WeakSet()
 _generation = 0
 _is_exiting = False
 
 
-class StepLock:
-    """A lock around an engine and what belongs to it: one thread at a time, which may take it again.
+def step_lock() -> threading.Lock:
+    """Return a new lock to be held while an engine computes.
 
-    Raises:
-        NanoinferError: on entering, in a child that was forked while another thread held it.
+    A plain lock: Python handles no signal between taking it and the block of its `with`, nor before its release.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._is_lost = False
-
-    def __enter__(self) -> None:
-        if self._is_lost:
-            raise NanoinferError(
-                "this process was forked while another thread was using the engine: load the model in the process that"
-                " uses it"
-            )
-        _begin(self)
-        try:
-            self._lock.acquire()
-        except BaseException:
-            _end()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        _end()
+    if _is_exiting and threading.current_thread() is not threading.main_thread():
+        while True:
+            time.sleep(3600)
+    lock = threading.Lock()
+    _locks.add(lock)
+    return lock
 
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Mark a thread that computes without a step lock, so that the exit waits for it. Also a decorator."""
-    _begin(None)
-    try:
+    """Mark a thread that computes without an engine's lock, so that the exit waits for it. Also a decorator."""
+    with step_lock():
         yield
-    finally:
-        _end()
+
+
+def is_exiting() -> bool:
+    """Return whether this is the main thread after the exit took all locks: it may compute without one."""
+    return _is_exiting and threading.current_thread() is threading.main_thread()
 
 
 def generation() -> int:
@@ -77,32 +60,9 @@ def generation() -> int:
     return _generation
 
 
-def _begin(lock: StepLock | None) -> None:
-    thread = threading.get_ident()
-    held = _busy.setdefault(thread, [])
-    if _is_exiting and not held and threading.current_thread() is not threading.main_thread():
-        del _busy[thread]
-        while True:
-            time.sleep(3600)
-    held.append(lock)
-
-
-def _end() -> None:
-    thread = threading.get_ident()
-    held = _busy[thread]
-    held.pop()
-    if not held:
-        del _busy[thread]
-
-
 def _after_fork_in_child() -> None:
     global _generation
     _generation += 1
-    own = threading.get_ident()
-    for thread in [t for t in _busy if t != own]:
-        for lock in _busy.pop(thread):
-            if lock is not None:
-                lock._is_lost = True
     torch, inductor = (sys.modules.get(name) for name in ("torch", "torch._inductor.config"))
     if hasattr(torch, "set_num_threads"):  # not while torch is being imported
         torch.set_num_threads(1)  # type: ignore[union-attr]
@@ -113,9 +73,9 @@ def _after_fork_in_child() -> None:
 def _at_exit() -> None:
     global _is_exiting
     _is_exiting = True
-    own, end = threading.get_ident(), time.monotonic() + EXIT_WAIT_SEC
-    while any(thread != own for thread in list(_busy)) and time.monotonic() < end:
-        time.sleep(0.001)
+    end = time.monotonic() + EXIT_WAIT_SEC
+    for lock in list(_locks):
+        lock.acquire(timeout=max(0.0, end - time.monotonic()))
 
 
 atexit.register(_at_exit)

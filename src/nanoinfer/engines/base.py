@@ -14,7 +14,7 @@ without torch can take one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType, Protocol
 
@@ -112,6 +112,15 @@ class Engine(Protocol):
 
     def length(self, handle: Handle) -> int:
         """Return the number of tokens in a sequence."""
+        ...
+
+    @property
+    def handles(self) -> Collection[Handle]:
+        """The open sequences."""
+        ...
+
+    def reset(self) -> None:
+        """Close all sequences. Unlike the other calls it also works after an exception in the middle of one of them."""
         ...
 
 

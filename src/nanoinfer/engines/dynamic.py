@@ -63,3 +63,6 @@ class DynamicEngine(TorchEngine):
 
     def _close(self, handle: Handle) -> None:
         del self._kv[handle]
+
+    def _reset(self) -> None:
+        self._kv.clear()

@@ -132,6 +132,13 @@ class NativeEngine(Sequences):
     def _close(self, handle: Handle) -> None:
         self._decoder.close(self._handles.pop(handle))
 
+    def _reset(self) -> None:
+        try:
+            self._decoder.clear()
+        except RuntimeError as e:  # a forked child, and the parent was in a step
+            raise NanoinferError(f"engine=native: {e}") from None
+        self._handles.clear()
+
 
 def resolve_cache_dtype(kv_cache_dtype: str, dtype: str, quantization: str | None) -> str:
     """Return the type of keys and values: the one asked for, or for auto the one as wide as the weights.

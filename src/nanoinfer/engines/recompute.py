@@ -6,7 +6,8 @@ reference model. This is nanoGPT's `generate`, and the definition of correct for
 Why it stays: there is no state that could be wrong. When it does not pay: always, past a few tokens; the
 work of token t grows with t, so a text of T tokens costs O(T^2) instead of O(T).
 
-Sequences of unequal length are padded on the right: with causal attention no token sees the padding.
+Sequences of unequal length are padded on the right: with causal attention no token sees the padding. It repeats the
+sequence's own last token, because a masked value is still multiplied by 0, and 0 times a NaN of another token is NaN.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class RecomputeEngine(TorchEngine):
             self._tokens[h] + [next(new) for _ in range(n)] for h, n in zip(batch.handles, batch.num_new, strict=True)
         ]
         T = max(map(len, rows))
-        idx = torch.tensor([row + [0] * (T - len(row)) for row in rows], device=self.device)  # (B, T)
+        idx = torch.tensor([row + row[-1:] * (T - len(row)) for row in rows], device=self.device)  # (B, T)
         x = self.model.hidden(idx, torch.arange(T, device=self.device), causal_attention)  # (B, T, C)
         wanted = [
             i * T + t
@@ -53,3 +54,6 @@ class RecomputeEngine(TorchEngine):
 
     def _close(self, handle: Handle) -> None:
         del self._tokens[handle]
+
+    def _reset(self) -> None:
+        self._tokens.clear()

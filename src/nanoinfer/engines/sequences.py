@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from nanoinfer import processes
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
@@ -68,6 +70,16 @@ class Sequences:
         self._close(handle)
         del self._lengths[handle]
 
+    @property
+    def handles(self) -> Collection[Handle]:
+        """The open sequences."""
+        return self._lengths.keys()
+
+    def reset(self) -> None:
+        """Close all sequences, also where an exception came in the middle of a call."""
+        self._reset()
+        self._lengths.clear()
+
     def _advance(self, batch: StepBatch) -> None:
         """Count a step's tokens: the one place where positions advance."""
         for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
@@ -116,4 +128,7 @@ class Sequences:
         raise NotImplementedError
 
     def _close(self, handle: Handle) -> None:
+        raise NotImplementedError
+
+    def _reset(self) -> None:
         raise NotImplementedError

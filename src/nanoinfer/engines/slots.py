@@ -266,6 +266,12 @@ class SlotEngine(Sequences):
         self._last[target] = self._last[source]
         self._drew.discard(handle)
 
+    def _reset(self) -> None:
+        self._cache.reset()
+        self._drew.clear()
+        for inputs in self._inputs.values():
+            inputs.forget()
+
 
 def run_block(
     block: Block, x: Tensor, k: Tensor, v: Tensor, slots: Tensor, pos: Tensor, mask: Tensor, dense: bool

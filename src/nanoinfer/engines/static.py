@@ -100,3 +100,6 @@ class StaticEngine(TorchEngine):
 
     def _close(self, handle: Handle) -> None:
         self._cache.close(handle, self._lengths)
+
+    def _reset(self) -> None:
+        self._cache.reset()

@@ -77,6 +77,13 @@ class SlotCache:
         return last, hole
 
     @torch.inference_mode()
+    def reset(self) -> None:
+        """Free all slots."""
+        self._slots.clear()
+        self.k.zero_()
+        self.v.zero_()
+
+    @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy a slot's first tokens to another."""
         for cache in (self.k, self.v):

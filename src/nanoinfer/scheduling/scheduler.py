@@ -52,7 +52,6 @@ class Scheduler:
         self._capacity = config.max_num_cached_tokens or config.max_num_seqs * config.block_size
         self._waiting: deque[Request] = deque()
         self._running: list[Sequence] = []
-        self._reserved: dict[Request, int] = {}  # tokens that each admitted request may still grow to
         self._step = 0
 
     @property
@@ -66,11 +65,11 @@ class Scheduler:
         return list(self._running)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request that `check` has passed."""
+        self._waiting.append(request)
 
-        Raises:
-            NanoinferError: it could never be admitted, or its prompt does not fit the context.
-        """
+    def check(self, request: Request) -> None:
+        """Raise NanoinferError where a request could never be admitted, or its prompt does not fit the context."""
         params, config = request.params, self.config
         if params.n > config.max_num_seqs:
             raise NanoinferError(f"n={params.n} is more than max_num_seqs={config.max_num_seqs}: raise it, or lower n")
@@ -91,7 +90,6 @@ class Scheduler:
                 f"the request may grow to {need} cached tokens (n={params.n}), the cache holds {self._capacity}:"
                 " raise kv_cache_memory, or lower n or max_tokens"
             )
-        self._waiting.append(request)
 
     def _tokens_needed(self, request: Request) -> int:
         """Return the cached tokens that a request's sequences may grow to."""
@@ -120,15 +118,19 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting:
             request = self._waiting[0]
-            need = self._tokens_needed(request)
-            full = len(self._running) + len(request.sequences) > self.config.max_num_seqs
-            if full or sum(self._reserved.values()) + need > self._capacity:
+            if not self.has_room(self._tokens_needed(request), len(request.sequences)):
                 return
+            self._running += request.sequences  # before it leaves the queue: an interrupt must not lose it
             self._waiting.popleft()
-            self._reserved[request] = need
-            self._running += request.sequences
             for sequence in request.sequences:
                 sequence.last_draw_step = self._step
+
+    def has_room(self, num_tokens: int, num_seqs: int = 1) -> bool:
+        """Return whether more sequences fit beside the running ones, and the tokens that they may grow to."""
+        if len(self._running) + num_seqs > self.config.max_num_seqs:
+            return False
+        reserved = sum(self._tokens_needed(r) for r in {s.request for s in self._running})
+        return reserved + num_tokens <= self._capacity
 
     @staticmethod
     def _awaits_fork(sequence: Sequence) -> bool:
@@ -172,14 +174,17 @@ class Scheduler:
             work: from `schedule`.
             tokens: the tokens drawn for each sequence that drew (`drawing(work)` gives their order): one in
                 plain decoding, several when speculation verified them: the engine holds all but the last of
-                those. What follows a text's end is dropped.
+                those; none for a sequence that has ended meanwhile. What follows an output's end is dropped.
         """
         for sequence, drawn in zip(drawing(work), tokens, strict=True):
             sequence.num_pending = max(0, sequence.num_pending - 1)
             sequence.num_cached += len(drawn) - 1
-            for token in drawn:
-                if sequence.finish_reason is None:
-                    sequence.append(token)
+            try:
+                for token in drawn:
+                    if sequence.finish_reason is None:
+                        sequence.append(token)
+            except NanoinferError as e:  # the tokenizer has no text for the token
+                sequence.abort(str(e))
         return self.remove_finished()
 
     def remove_finished(self) -> list[Sequence]:
@@ -187,24 +192,29 @@ class Scheduler:
         ended = [s for s in self._running if s.finish_reason is not None]
         if ended:
             self._running = [s for s in self._running if s.finish_reason is None]
-            for request in {s.request: None for s in ended}:
-                if request.finished:
-                    del self._reserved[request]
         return ended
 
-    def abort(self, request: Request) -> list[Sequence]:
+    def abort(self, request: Request, error: str | None = None) -> list[Sequence]:
         """End a request wherever it is; return its sequences that were running."""
         for sequence in request.sequences:
-            sequence.abort()
+            sequence.abort(error)
         if request in self._waiting:
             self._waiting.remove(request)
         return self.remove_finished()
 
+    def abort_running(self, error: str | None = None) -> list[Sequence]:
+        """End all admitted requests, whatever state an exception left the lists in; return their sequences."""
+        ended = list(self._running)
+        for sequence in ended:
+            sequence.abort(error)
+        self._waiting = deque(r for r in self._waiting if not r.finished)
+        self._running = []
+        return ended
+
     def check_integrity(self) -> None:
         """Assert what must hold between steps; used in tests."""
         assert len(self._running) <= self.config.max_num_seqs
-        assert sum(self._reserved.values()) <= self._capacity
-        assert {s.request for s in self._running} == set(self._reserved)
+        assert sum(self._tokens_needed(r) for r in {s.request for s in self._running}) <= self._capacity
         for s in self._running:
             assert s.finish_reason is None
             assert 0 <= s.num_cached <= min(self.config.block_size, s.num_tokens - s.start)

@@ -5,11 +5,17 @@ One request makes n sequences (samples). The first is fed the prompt; its siblin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from nanoinfer.errors import NanoinferError
 from nanoinfer.scheduling.text import OutputText
+
+if TYPE_CHECKING:
+    from nanoinfer.outputs import Delta
 
 
 class RequestParams(Protocol):
@@ -74,6 +80,8 @@ class Request:
     """When its first token was drawn, on the caller's clock; 0 before."""
     finished_sec: float = 0.0
     """When its last text ended, on the caller's clock; 0 before."""
+    deltas: deque[Delta] | None = None
+    """Queue of what its sequences have produced and the caller has not read; None: the caller does not stream."""
 
     @property
     def finished(self) -> bool:
@@ -102,9 +110,11 @@ class Sequence:
     last_draw_step: int = 0
     """The step that last drew a token for it, or admitted it: the longest-waiting goes first."""
     finish_reason: str | None = None
-    """stop, length or abort, once it has ended."""
+    """stop, length, abort or error, once it has ended."""
     stop_reason: int | str | None = None
     """The token or string that ended it, for finish_reason stop."""
+    error: str | None = None
+    """What went wrong, for finish_reason error."""
 
     @property
     def params(self) -> RequestParams:
@@ -178,11 +188,16 @@ class Sequence:
         elif ends:
             self._finish("length", None)
 
-    def abort(self) -> None:
-        """End the text where it is."""
+    def abort(self, error: str | None = None) -> None:
+        """End the output where it is: finish_reason is abort, or error where one is given.
+
+        An exception may have left the text half-updated, so its end is taken where it can still be decoded.
+        """
         if self.finish_reason is None:
-            self.text.flush(may_stop=False)
-            self._finish("abort", None)
+            self.error = error
+            self._finish("abort" if error is None else "error", None)
+            with suppress(NanoinferError):
+                self.text.flush(may_stop=False)
 
     def _finish(self, reason: str, stop: int | str | None) -> None:
         self.finish_reason, self.stop_reason = reason, stop

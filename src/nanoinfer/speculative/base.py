@@ -71,6 +71,10 @@ class Drafter(Protocol):
         """Free what is kept for a sequence, if anything."""
         ...
 
+    def reset(self) -> None:
+        """Free what is kept for all sequences, also where an exception came in the middle of a call."""
+        ...
+
 
 @runtime_checkable
 class SeesHidden(Protocol):

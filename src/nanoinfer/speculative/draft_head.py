@@ -99,6 +99,10 @@ class DraftHead:
         """Drop a sequence's hidden state."""
         self._hidden.pop(row, None)
 
+    def reset(self) -> None:
+        """Drop all hidden states."""
+        self._hidden.clear()
+
     @torch.inference_mode()
     def _measure(self, max_num_seqs: int, clock: Callable[[], float]) -> StepTimes:
         """Return what steps cost by the number of sequences, with the largest logit found: the best of four."""

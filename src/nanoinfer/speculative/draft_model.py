@@ -128,6 +128,11 @@ class DraftModel:
         if (held := self._held.pop(row, None)) is not None:
             self.engine.close(held.handle)
 
+    def reset(self) -> None:
+        """Close all sequences."""
+        self._held.clear()
+        self.engine.reset()
+
 
 def _common(held: list[int], token_ids: list[int], start: int) -> int:
     """Return how many held tokens begin the window, one less than the window at most: the newest is fed again."""

@@ -78,3 +78,7 @@ class PromptLookup:
     def forget(self, row: SamplerRow) -> None:
         """Drop a text's index."""
         self._indices.pop(row, None)
+
+    def reset(self) -> None:
+        """Drop all indices."""
+        self._indices.clear()

@@ -141,7 +141,7 @@ class Speculator:
         texts = []
         for s, kept in zip(drawing(list(work)), tokens, strict=True):
             proposal = done.proposals.get(s)
-            proposed, accepted = (len(proposal.token_ids), len(kept) - 1) if proposal is not None else (0, 0)
+            proposed, accepted = (len(proposal.token_ids), max(0, len(kept) - 1)) if proposal is not None else (0, 0)
             texts.append((self._trust_in(s), proposed, accepted))
             tally = self.tally(s.request)
             tally.num_proposed += proposed
@@ -163,6 +163,11 @@ class Speculator:
         """Free what is kept for a sequence."""
         self._trust.pop(sequence, None)
         self.drafter.forget(cast("SamplerRow", sequence))
+
+    def reset(self) -> None:
+        """Free what is kept for all sequences, also where an exception came in the middle of a call."""
+        self._trust.clear()
+        self.drafter.reset()
 
 
 def _newest_rows(work: Sequence[Work], done: Round, tokens: Sequence[Sequence[int]]) -> list[int]:

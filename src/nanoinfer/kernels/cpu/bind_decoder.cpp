@@ -164,6 +164,7 @@ void bind_decoder(nb::module_& m) {
            [](Guarded& d, std::int64_t h, std::int64_t n) { d.locked([=](Decoder& x) { x.cache().truncate(h, n); }); },
            "handle"_a, "length"_a)
       .def("close", [](Guarded& d, std::int64_t h) { d.locked([h](Decoder& x) { x.cache().close(h); }); }, "handle"_a)
+      .def("clear", [](Guarded& d) { d.locked([](Decoder& x) { x.cache().clear(); }); }, "Close all sequences.")
       .def("length",
            [](Guarded& d, std::int64_t h) { return d.locked([h](Decoder& x) { return x.cache().length(h); }); },
            "handle"_a)

@@ -57,6 +57,11 @@ void Cache::close(std::int64_t handle) {
   sequences_.erase(handle);
 }
 
+void Cache::clear() {
+  for (auto& [handle, sequence] : sequences_) drop(sequence, 0);
+  sequences_.clear();
+}
+
 std::int64_t Cache::length(std::int64_t handle) const { return at(handle).length; }
 
 std::int64_t Cache::blocks_needed(std::int64_t handle, std::int64_t count) const {

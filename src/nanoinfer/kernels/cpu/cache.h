@@ -34,6 +34,7 @@ class Cache {
   void truncate(std::int64_t handle, std::int64_t length);    // the same, or a length that it does not have
   void close(std::int64_t handle);                            // the same
   std::int64_t length(std::int64_t handle) const;             // the same
+  void clear();                                               // close all sequences
 
   // Blocks that appending `count` positions to a sequence takes from the pool.
   std::int64_t blocks_needed(std::int64_t handle, std::int64_t count) const;

@@ -1,0 +1,187 @@
+"""Ctrl-C at any point: every sequence is then closed or still owned, and the next request gives what it always gives.
+
+Two ways to interrupt: at every so many-th line of ours that runs (a trace function raises there, inside engines and
+inside the clean-up too), and by a real signal after a random time.
+"""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import os
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import nanoinfer
+from conftest import TINY, make_folder, make_limits, make_model
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.config import SchedulerConfig
+from nanoinfer.core import Core
+from nanoinfer.engines import registry
+from nanoinfer.engines.cuda_graph import CudaGraphEngine
+from nanoinfer.models.tokenizers import CharTokenizer
+from nanoinfer.sampling.sampler import sample
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.streams import Ownership
+from recorded import FakeRecorder
+from test_ahead import TorchSampler
+
+PACKAGE = str(Path(nanoinfer.__file__).parent)
+NUM_INTERRUPTS = 2000 if os.environ.get("NANOINFER_TEST_SLOW") else 250
+ENGINES = [name for name, spec in registry.ENGINES.items() if "cpu" in spec.devices and name != "compiled"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=4),
+    SamplingParams(seed=1, max_tokens=3, n=2),
+    SamplingParams(seed=2, max_tokens=6, overflow="slide", slide_stride=3, logprobs=1),
+]
+PROMPTS = ["To be", "or", "c" * (TINY.block_size - 2)]
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the given line event in this package's code; counts the events."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> Interrupter | None:
+        if event == "call":
+            return self if frame.f_code.co_filename.startswith(PACKAGE) else None
+        if event == "line" and not unreachable(frame):
+            self.count += 1
+            if self.count == self.at:
+                raise KeyboardInterrupt
+        return self
+
+
+def unreachable(frame: FrameType) -> bool:
+    """Whether no signal can raise here: Python drops what a finalizer raises, and looks for signals neither on the way
+    into and out of a `with` on a lock (a trace function is called on that line both times) nor at a `try`.
+    """
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return frame.f_code.co_name == "__del__" or "with self._turn()" in line or line.strip() == "try:"
+
+
+@contextmanager
+def tracing(interrupter: Interrupter) -> Iterator[None]:
+    before = sys.gettrace()
+    sys.settrace(interrupter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def check(core: Core) -> None:
+    """What is open in the engine is what the scheduler's sequences hold."""
+    owned = [s.handle for s in core.scheduler.running if s.handle is not None]
+    assert sorted(core.engine.handles) == sorted(owned)
+    core.scheduler.check_integrity()
+
+
+def interrupt_everywhere(core: Core, work: Callable[[], Any], num: int) -> None:
+    """Interrupt `work` at `num` points spread over all of its lines, one at a time; then it must work as before."""
+    expected = work()
+    counter = Interrupter(-1)
+    with tracing(counter):
+        work()
+    for i in range(num):
+        with suppress(KeyboardInterrupt), tracing(Interrupter(1 + i * counter.count // num)):
+            work()
+        gc.collect(0)
+        check(core)
+        if i % 50 == 0:
+            assert work() == expected
+            assert not core.unfinished
+            assert len(core.engine.handles) == 0
+    assert work() == expected
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+def texts(llm: LLM) -> list[str]:
+    """Generate, stream and score: all ways to use an engine."""
+    outputs = llm.generate(PROMPTS, PARAMS)
+    stream = llm.stream("A", PARAMS[0])
+    found = [next(stream), *(o.text for output in outputs for o in output.outputs)]
+    del stream  # leaves its request to be ended
+    return [*found, f"{llm.score('To be or not to be')[0].log_likelihood:.4f}"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_interrupted_at_any_line(folder: Path, engine: str) -> None:
+    llm = LLM(str(folder), engine=engine, max_num_seqs=5)
+    interrupt_everywhere(llm.core, lambda: texts(llm), NUM_INTERRUPTS)
+
+
+@pytest.mark.parametrize("draft", ["prompt-lookup", "self:1"])
+def test_interrupted_while_tokens_are_proposed(folder: Path, draft: str) -> None:
+    llm = LLM(str(folder), engine="static", max_num_seqs=5, draft=draft, speculate_k=2)
+    interrupt_everywhere(llm.core, lambda: texts(llm), NUM_INTERRUPTS)
+    drafter = llm.core.speculator.drafter  # type: ignore[union-attr]
+    assert len(getattr(drafter, "engine", llm.engine).handles) == 0
+
+
+def test_interrupted_while_a_step_is_in_flight() -> None:
+    from nanoinfer.ahead import Ahead
+
+    gpt = make_model()
+    limits = make_limits(gpt.config, 5)
+    engine = CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=FakeRecorder())
+
+    class Sampler(TorchSampler):
+        num_seats = 5
+
+        def __init__(self) -> None:
+            super().__init__()
+            for name in ("temperature", "position", "uniforms"):
+                value = getattr(self, name)
+                setattr(self, name, value.new_zeros(5, *value.shape[1:]))
+
+    scheduler = Scheduler(SchedulerConfig(5, limits.block_size, limits.max_num_cached_tokens))
+    tokenizer = CharTokenizer([chr(ord("A") + i) for i in range(TINY.vocab_size)])
+    core = Core(engine, scheduler, sample, tokenizer, TINY.vocab_size, ahead=Ahead(engine, Sampler()))
+
+    def work() -> list[str]:
+        requests = [core.make(None, [3] * len(p), q, q.seed or 0) for p, q in zip(PROMPTS, PARAMS, strict=True)]
+        with Ownership(core, requests):
+            core.submit(requests)
+            while core.unfinished:
+                core.step()
+        return [o.text for r in requests for o in core.output(r).outputs]
+
+    interrupt_everywhere(core, work, NUM_INTERRUPTS)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_interrupted_by_a_signal_at_a_random_time(folder: Path, engine: str) -> None:
+    llm = LLM(str(folder), engine=engine, max_num_seqs=5)
+    expected = texts(llm)
+    rng = random.Random(0)
+    num_interrupted = 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(NUM_INTERRUPTS):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.01))
+                texts(llm)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            check(llm.core)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupted > NUM_INTERRUPTS // 4
+    assert texts(llm) == expected
+    assert len(llm.engine.handles) == 0
