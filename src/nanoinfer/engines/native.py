@@ -1,8 +1,8 @@
 """Rung `native`: a decoder in C++ that reads packed weights at the speed of memory.
 
 What changes from `static`: a step is one call into C++ (kernels/cpu/). Weights are packed once, in the order in
-which they are read, on huge pages, in 32, 16, 8 or 4 bits; one team of threads runs a whole step, meeting at
-barriers instead of being started for each operation; keys and values are in blocks that forks share.
+which they are read, on huge pages, in 32, 16, 8 or 4 bits; one pool of threads runs a whole step, with
+barriers instead of a start for each operation; keys and values are in blocks that forks share.
 
 Why it helps: one token of one text reads every weight once and computes little, so the speed of memory decides,
 and the bytes of a weight. When it does not pay: never yet on a CPU; a GPU has memory that is fifty times faster.
