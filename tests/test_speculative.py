@@ -17,11 +17,11 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.speculative.base import Ask, Drafter, Proposal
-from nanoinfer.speculative.costs import StepTimes
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator
+from nanoinfer.speculative.step_costs import StepCosts, StepTimes
 from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, unless_slow
 
 FLAT = StepTimes({1: 1e-3, 256: 1.01e-3})  # a step costs the same whatever is in it: everything pays
@@ -38,21 +38,21 @@ class Scripted:
         self._known: set[SamplerRow] = set()
         self._round = 0
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         self._round += 1
-        return [Proposal(self._follow(ask)) for ask in asks]
+        return [Proposal(self._follow(request)) for request in requests]
 
-    def _follow(self, ask: Ask) -> list[int]:
-        self._known.add(ask.row)
-        assert ask.num_tokens >= 1
-        text = self._texts[tuple(ask.row.prompt_token_ids)]
-        done = ask.row.num_output_tokens
-        right = text[done : done + ask.num_tokens]
-        right += [0] * (ask.num_tokens - len(right))
+    def _follow(self, request: DraftRequest) -> list[int]:
+        self._known.add(request.row)
+        assert request.num_tokens >= 1
+        text = self._texts[tuple(request.row.prompt_token_ids)]
+        done = request.row.num_output_tokens
+        right = text[done : done + request.num_tokens]
+        right += [0] * (request.num_tokens - len(right))
         count = self._num_right(self._round)
         return [t if i < count else (t + 1) % V for i, t in enumerate(right)]
 
-    def num_behind(self, ask: Ask) -> int:
+    def num_behind(self, request: DraftRequest) -> int:
         return 0
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
@@ -68,7 +68,7 @@ class Scripted:
 
 def make_core(engine: Engine, drafter: Drafter, k: int | None, **limits: int) -> Core:
     c = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, engine.limits.max_num_cached_tokens)
-    speculator = Speculator(drafter, speculate_k=k, times=None if k else FLAT)
+    speculator = Speculator(drafter, speculate_k=k, costs=None if k else StepCosts(FLAT))
     tokenizer = CharTokenizer(CHARS)
     return Core(engine, Scheduler(replace(c, **limits)), sample, tokenizer, V, speculator=speculator)
 
@@ -223,7 +223,7 @@ def test_nothing_is_left_behind_when_a_request_is_cancelled_between_two_bursts()
 
 
 class Broken(Scripted):
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         raise RuntimeError("the drafter broke")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from nanoinfer.speculative.pace import MAX_K, Outcome, Pace, Trust, Wish
 
 from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
 from nanoinfer.roofline.speculation import best_speculation
@@ -19,10 +20,9 @@ from nanoinfer.scheduling.sequence import Request
 from nanoinfer.scheduling.sequence import Sequence as Text
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative import costs
-from nanoinfer.speculative.base import Ask
-from nanoinfer.speculative.costs import SIZES, StepTimes, measure_steps
-from nanoinfer.speculative.pace import MAX_K, Outcome, Pace, Trust, Wish
+from nanoinfer.speculative.base import DraftRequest
 from nanoinfer.speculative.prompt_lookup import PromptLookup
+from nanoinfer.speculative.step_costs import SIZES, StepTimes, measure_steps
 
 Curve = Callable[[int], float]
 STEP = 0.01  # seconds of a step of one token
@@ -348,7 +348,7 @@ def test_measuring_that_is_interrupted_closes_its_sequence() -> None:
 def look_up(text: str, k: int, drafter: PromptLookup | None = None, row: Text | None = None) -> str:
     ids = [ord(c) for c in text]
     row = row or Text(Request(0, None, ids, SamplingParams(), 0), 0, OutputText(None, ()), 64, ids)
-    (proposal,) = (drafter or PromptLookup()).propose([Ask(row, ids, 0, k)])  # type: ignore[arg-type]
+    (proposal,) = (drafter or PromptLookup()).propose([DraftRequest(row, ids, 0, k)])  # type: ignore[arg-type]
     assert proposal.weights is None
     return "".join(map(chr, proposal.token_ids))
 
@@ -396,5 +396,5 @@ def test_prompt_lookup_looks_before_the_window_too() -> None:
     """The window that the target sees slides; what stood before it was still said."""
     ids = [ord(c) for c in "hello world. " + "x" * 40 + "hello wor"]
     row = Text(Request(0, None, ids, SamplingParams(), 0), 0, OutputText(None, ()), 64, ids)
-    (proposal,) = PromptLookup().propose([Ask(row, ids, 50, 3)])  # type: ignore[arg-type]
+    (proposal,) = PromptLookup().propose([DraftRequest(row, ids, 50, 3)])  # type: ignore[arg-type]
     assert "".join(map(chr, proposal.token_ids)) == "ld."

@@ -28,7 +28,7 @@ from nanoinfer.sampling.sampler import Sampled, SamplerRow
 from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
-from nanoinfer.speculative.speculator import Round, Speculator
+from nanoinfer.speculative.speculator import SpecStep, Speculator
 from nanoinfer.speculative.verify import draw
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Core:
         work = self.scheduler.schedule()
         if not work:
             return None
-        flight = ahead.launch(work, self._batch(work, Round()))
+        flight = ahead.launch(work, self._batch(work, SpecStep()))
         self.scheduler.defer(work)
         return flight
 
@@ -163,7 +163,7 @@ class Core:
 
     def _run(self, work: list[Work]) -> list[list[int]]:
         """Propose, feed the engine, fork siblings, draw; return the tokens of each sequence that draws."""
-        done = self.speculator.propose(work) if self.speculator is not None else Round()
+        done = self.speculator.propose(work) if self.speculator is not None else SpecStep()
         start = self._clock()
         logits = self.engine.extend(self._batch(work, done))
         kept = self._draw(work, done, logits)
@@ -180,7 +180,7 @@ class Core:
             self.speculator.learn(work, done, tokens, now - start, self.engine.hidden)
         return tokens
 
-    def _batch(self, work: list[Work], done: Round) -> StepBatch:
+    def _batch(self, work: list[Work], done: SpecStep) -> StepBatch:
         """Return what the engine is fed: the tokens it has not seen, and proposals after them."""
         batch = StepBatch()
         for w in work:
@@ -196,7 +196,7 @@ class Core:
                 batch.add(Handle(s.handle), w.token_ids + [PENDING] * w.pending, num_logits=int(w.draws))
         return batch
 
-    def _draw(self, work: list[Work], done: Round, logits: Tensor) -> list[list[Sampled]]:
+    def _draw(self, work: list[Work], done: SpecStep, logits: Tensor) -> list[list[Sampled]]:
         """Fork siblings and draw the tokens of each sequence from its rows; siblings draw from the same row."""
         rows: list[int] = []
         at = 0
@@ -290,7 +290,7 @@ class Core:
     def _speculation(self, request: Request) -> SpeculationMetrics | None:
         if self.speculator is None:
             return None
-        t = self.speculator.tally(request)
+        t = self.speculator.stats(request)
         return SpeculationMetrics(
             num_proposed=t.num_proposed,
             num_accepted=t.num_accepted,
