@@ -50,9 +50,13 @@ class AcceptanceStats:
         self._accepted, self._judged = [0.0] * MAX_K, [0.0] * MAX_K
         self.rates: list[float] = []
         """Probability that the proposal at a depth is accepted if all before it are."""
-        self.reached: list[float] = []
-        """Probability that the proposal at a depth is accepted."""
+        self._reached: list[float] = []
         self._update()
+
+    @property
+    def reached(self) -> list[float]:
+        """Probability that the proposal at a depth is accepted."""
+        return self._reached if self._shared is None or self._judged[0] else self._shared.reached
 
     def learn(self, rounds: Sequence[tuple[int, int]]) -> None:
         """Add the (proposed, accepted) tokens of a step's sequences, as one round together; forget earlier ones."""
@@ -68,13 +72,13 @@ class AcceptanceStats:
 
     def _update(self) -> None:
         rate, reached = PRIOR_ACCEPTANCE, 1.0
-        self.rates, self.reached = [], []
+        self.rates, self._reached = [], []
         for depth in range(MAX_K):  # a depth that was not tried is taken to be like the one before it
             prior = rate if self._shared is None else self._shared.rates[depth]
             rate = (self._accepted[depth] + PRIOR_ROUNDS * prior) / (self._judged[depth] + PRIOR_ROUNDS)
             reached *= rate
             self.rates.append(rate)
-            self.reached.append(reached)
+            self._reached.append(reached)
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,8 @@ class AdaptiveK:
         self._retry_after = FIRST_RETRY
         self._probes = False
         self._num_since_plain = 0
+        self._gain = 1.0
+        """Expected speed-up of the last choice."""
 
     def waits(self) -> bool:
         """Return whether the next step is plain for sure, and count it."""
@@ -133,8 +139,9 @@ class AdaptiveK:
         plain_sec = self._costs(num_seqs, num_seqs)
         if self.credit_sec is None:
             self.credit_sec = OPENING_STEPS * plain_sec
-        known = self._costs.plain(num_seqs)
-        if known is None or self._num_since_plain >= min(PLAIN_EVERY, FIRST_PLAIN * (1 + known.num_updates)):
+        known = self._costs.plain(num_seqs)  # the more a plain step costs, the less its exact time matters
+        enough = min(PLAIN_EVERY, FIRST_PLAIN * (1 + known.num_updates)) if known is not None else 0
+        if self._num_since_plain >= self._gain * enough:
             return [0] * num_seqs
         if not (able := [b for b in budgets if b.max_tokens > 0]):
             return [0] * num_seqs
@@ -145,21 +152,15 @@ class AdaptiveK:
         if k == 0:
             able, k = self._probe(num_seqs, [b for b in budgets if b.max_tokens > 0]), 1
         else:
-            self._probes, self._retry_after = False, FIRST_RETRY
+            self._probes, self._retry_after, self._gain = False, FIRST_RETRY, gain
         ks = self._affordable(num_seqs, able, k)
         return [ks.get(id(b), 0) for b in budgets]
 
-    def _best(self, num_seqs: int, able: Sequence[DraftBudget], *, certain: bool = False) -> tuple[int, float]:
-        """Return the k of the most expected tokens per second for some of a step's sequences, and the speed-up.
-
-        Args:
-            num_seqs: sequences of the step.
-            able: those that propose.
-            certain: whether every proposal is taken to be right.
-        """
+    def _best(self, num_seqs: int, able: Sequence[DraftBudget]) -> tuple[int, float]:
+        """Return the k of the most expected tokens per second if `able` of `num_seqs` propose, and the speed-up."""
         most = max((b.max_tokens for b in able), default=0)
         num, tokens, best = len(able), float(num_seqs), (0, MIN_GAIN)
-        reached = [float(num)] * MAX_K if certain else map(sum, zip(*(b.acceptance.reached for b in able), strict=True))
+        reached = map(sum, zip(*(b.acceptance.reached for b in able), strict=True))
         plain_rate = num_seqs / self._costs(num_seqs, num_seqs)
         for k, accepted in zip(range(1, most + 1), reached, strict=False):
             tokens += accepted
@@ -201,7 +202,7 @@ class AdaptiveK:
         """Return the sequence that proposes one token though 0 is best; none as long as it is too early."""
         self._probes, due = True, self._probes
         self._num_to_wait = self._retry_after
-        if not due or not able or self._best(num_seqs, able, certain=True)[0] == 0:
+        if not due:
             return []
         cheapest = min(able, key=lambda b: b.num_behind)
         return [cheapest] if self._reading_sec([cheapest]) < (self.credit_sec or 0.0) else []

@@ -34,13 +34,13 @@ class StepTimes:
     """
 
     def __init__(self, measured: dict[int, float]) -> None:
-        self._sizes = sorted(measured)
+        self.sizes = sorted(measured)
         # More tokens never cost less: a measurement that shows it is noise.
-        self._sec = [max(measured[m] for m in self._sizes if m <= n) for n in self._sizes]
+        self._sec = [max(measured[m] for m in self.sizes if m <= n) for n in self.sizes]
 
     def __call__(self, num_tokens: int) -> float:
         """Return the seconds of a step of `num_tokens` tokens, >= 1."""
-        sizes, sec = self._sizes, self._sec
+        sizes, sec = self.sizes, self._sec
         if num_tokens >= sizes[-1]:
             return sec[-1] * num_tokens / sizes[-1]
         i = bisect_left(sizes, num_tokens)
