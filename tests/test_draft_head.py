@@ -28,7 +28,7 @@ from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import CharTokenizer, char_to_json
 from nanoinfer.models.widen import widen
 from nanoinfer.sampling.sampler import SamplerRow, sample
-from nanoinfer.speculative.base import Ask
+from nanoinfer.speculative.base import DraftRequest
 from nanoinfer.speculative.draft_head import DraftHead
 from nanoinfer.training import distill
 from nanoinfer.training.config import TrainConfig
@@ -197,15 +197,16 @@ def test_what_it_proposes(keep_weights: bool) -> None:
     rows = [Row(0.0), Row(0.0), Row(1.0), Row(0.0)]
     hidden = torch.randn(3, TINY.n_embd, generator=torch.Generator().manual_seed(1))
     drafter.see(rows[:3], hidden)
-    asks = [
-        Ask(row, [1, 2, 7 + i], 0, k, keep_weights) for i, (row, k) in enumerate(zip(rows, (2, 5, 3, 4), strict=True))
+    requests = [
+        DraftRequest(row, [1, 2, 7 + i], 0, k, keep_weights)
+        for i, (row, k) in enumerate(zip(rows, (2, 5, 3, 4), strict=True))
     ]
-    proposals = drafter.propose(asks)
+    proposals = drafter.propose(requests)
     assert [len(p.token_ids) for p in proposals] == [2, 5, 3, 0]  # the last has shown nothing yet
     wte = gpt.transformer["wte"].weight
     for i in (0, 1):
         state, token, expected = hidden[i], 7 + i, []
-        for _ in range(asks[i].num_tokens):
+        for _ in range(requests[i].num_tokens):
             state = head(state, wte[token])
             token = int(F.linear(state, wte).argmax())
             expected.append(token)
@@ -214,9 +215,9 @@ def test_what_it_proposes(keep_weights: bool) -> None:
         assert (p.weights is not None) == keep_weights
         if p.weights is not None:
             assert p.weights.shape == (len(p.token_ids), V)
-    (alone,) = drafter.propose([asks[2]])
+    (alone,) = drafter.propose([requests[2]])
     assert alone.token_ids == proposals[2].token_ids
-    assert drafter.num_behind(asks[0]) == 0
+    assert drafter.num_behind(requests[0]) == 0
     assert 0 < drafter.estimate_sec(1, 2, 0) <= drafter.estimate_sec(4, 8, 0)
 
 
@@ -237,8 +238,10 @@ def test_a_widened_target_is_proposed_the_same(tied: bool) -> None:
         said: list[list[int]] = []
         propose = core.speculator.drafter.propose  # type: ignore[union-attr]
 
-        def listen(asks: Sequence[Ask], propose: Callable[..., list] = propose, said: list[list[int]] = said) -> list:
-            proposals = propose(asks)
+        def listen(
+            requests: Sequence[DraftRequest], propose: Callable[..., list] = propose, said: list[list[int]] = said
+        ) -> list:
+            proposals = propose(requests)
             said += [p.token_ids for p in proposals]
             return proposals
 

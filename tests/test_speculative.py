@@ -12,16 +12,16 @@ from conftest import CHARS, TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.core import Core
-from nanoinfer.engines.base import Engine
+from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.speculative.base import Ask, Drafter, Proposal
-from nanoinfer.speculative.costs import StepTimes
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator
+from nanoinfer.speculative.step_costs import StepCosts, StepTimes
 from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, unless_slow
 
 FLAT = StepTimes({1: 1e-3, 256: 1.01e-3})  # a step costs the same whatever is in it: everything pays
@@ -38,21 +38,21 @@ class Scripted:
         self._known: set[SamplerRow] = set()
         self._round = 0
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         self._round += 1
-        return [Proposal(self._follow(ask)) for ask in asks]
+        return [Proposal(self._follow(request)) for request in requests]
 
-    def _follow(self, ask: Ask) -> list[int]:
-        self._known.add(ask.row)
-        assert ask.num_tokens >= 1
-        text = self._texts[tuple(ask.row.prompt_token_ids)]
-        done = ask.row.num_output_tokens
-        right = text[done : done + ask.num_tokens]
-        right += [0] * (ask.num_tokens - len(right))
+    def _follow(self, request: DraftRequest) -> list[int]:
+        self._known.add(request.row)
+        assert request.num_tokens >= 1
+        text = self._texts[tuple(request.row.prompt_token_ids)]
+        done = request.row.num_output_tokens
+        right = text[done : done + request.num_tokens]
+        right += [0] * (request.num_tokens - len(right))
         count = self._num_right(self._round)
         return [t if i < count else (t + 1) % V for i, t in enumerate(right)]
 
-    def num_behind(self, ask: Ask) -> int:
+    def num_behind(self, request: DraftRequest) -> int:
         return 0
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
@@ -68,7 +68,7 @@ class Scripted:
 
 def make_core(engine: Engine, drafter: Drafter, k: int | None, **limits: int) -> Core:
     c = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, engine.limits.max_num_cached_tokens)
-    speculator = Speculator(drafter, speculate_k=k, times=None if k else FLAT)
+    speculator = Speculator(drafter, speculate_k=k, costs=None if k else StepCosts(FLAT))
     tokenizer = CharTokenizer(CHARS)
     return Core(engine, Scheduler(replace(c, **limits)), sample, tokenizer, V, speculator=speculator)
 
@@ -222,8 +222,33 @@ def test_nothing_is_left_behind_when_a_request_is_cancelled_between_two_bursts()
             e.close(h)
 
 
+def test_a_draft_model_that_failed_reads_again_and_holds_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine has read the tokens when the error comes: what is held must not be taken for what is read."""
+    drafter = make_drafter("itself", "static")
+    assert isinstance(drafter, DraftModel)
+    core = make_core(make_engine("static", make_model()), PromptLookup(), 1)
+    request = core.add(None, prompt(6), replace(GREEDY, max_tokens=20), 0, None)
+    core.step()
+    (s,) = core.scheduler.running
+    asked = [DraftRequest(s, s.token_ids, 0, 5)]  # type: ignore[arg-type]
+    extend = drafter.engine.extend
+
+    def fails(batch: StepBatch) -> object:
+        extend(batch)
+        raise RuntimeError("the draft broke")
+
+    for _ in range(2 * drafter.engine.limits.max_num_seqs):
+        monkeypatch.setattr(drafter.engine, "extend", fails)
+        with pytest.raises(RuntimeError, match="the draft broke"):
+            drafter.propose(asked)
+        monkeypatch.setattr(drafter.engine, "extend", extend)
+        (proposal,) = drafter.propose(asked)
+        assert proposal.token_ids == naive_greedy(make_model(), prompt(6), 6)[1:]
+    core.abort(request)
+
+
 class Broken(Scripted):
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         raise RuntimeError("the drafter broke")
 
 
@@ -255,6 +280,24 @@ def test_drafts_by_name(tmp_path: Path) -> None:
         for k in ("auto", 3):
             llm = LLM(str(folder), draft=name, speculate_k=k)
             assert [o.outputs for o in llm.generate(["Go", "To be"], params)] == expected, (name, k)
+
+
+def test_a_draft_that_is_asked_for_again_still_knows_costs_and_acceptance(tmp_path: Path) -> None:
+    llm = LLM(str(make_folder(tmp_path / "m")), draft="prompt-lookup")
+    before = llm.core.speculator
+    llm.set_draft("prompt-lookup", speculate_k=3)
+    assert llm.core.speculator is not before
+    llm.set_draft(None)
+    llm.set_draft("prompt-lookup")
+    assert llm.core.speculator is before
+
+
+def test_the_time_to_read_a_prompt_is_measured_and_not_the_step_of_one_token_times_its_length(tmp_path: Path) -> None:
+    llm = LLM(str(make_folder(tmp_path / "m", replace(TINY, block_size=128))), draft="self:1", max_num_seqs=1)
+    assert llm.core.speculator is not None
+    drafter = llm.core.speculator.drafter
+    assert isinstance(drafter, DraftModel)
+    assert drafter._times.sizes == [1, 16, 64]
 
 
 def test_what_cannot_be_a_draft_is_refused(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.scheduling.scheduler import Scheduler, Work
 from nanoinfer.scheduling.sequence import Request
-from nanoinfer.speculative.base import Ask, Drafter, Proposal
-from nanoinfer.speculative.costs import StepTimes
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 from nanoinfer.speculative.draft_model import DraftModel
-from nanoinfer.speculative.speculator import Round, Speculator
+from nanoinfer.speculative.speculator import SpecStep, Speculator
+from nanoinfer.speculative.step_costs import StepTimes
 from test_core import Clock, TableEngine
 
 V = 4
@@ -67,12 +67,12 @@ class Fixed:
     def __init__(self, token: int | None = None) -> None:
         self._token = token
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         if self._token is not None:
-            return [Proposal([self._token] * a.num_tokens) for a in asks]
-        return [Proposal([(a.token_ids[-1] + i) % V for i in range(1, a.num_tokens + 1)]) for a in asks]
+            return [Proposal([self._token] * a.num_tokens) for a in requests]
+        return [Proposal([(a.token_ids[-1] + i) % V for i in range(1, a.num_tokens + 1)]) for a in requests]
 
-    def num_behind(self, ask: Ask) -> int:
+    def num_behind(self, request: DraftRequest) -> int:
         return 0
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
@@ -89,8 +89,8 @@ class Scaled(Fixed):
         self._draft = draft
         self.forget = draft.forget  # type: ignore[method-assign]
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
-        made = self._draft.propose(asks)
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        made = self._draft.propose(requests)
         return [replace(p, weights=p.weights * 7.5 if p.weights is not None else None) for p in made]
 
 
@@ -104,7 +104,7 @@ class Watched(Speculator):
     def learn(
         self,
         work: Sequence[Work],
-        done: Round,
+        done: SpecStep,
         tokens: Sequence[Sequence[int]],
         step_sec: float,
         hidden: Callable[[], Tensor],

@@ -37,7 +37,7 @@ from nanoinfer.sampling.sampler import Sampled, SamplerRow, not_finite
 from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
-from nanoinfer.speculative.speculator import Round, Speculator
+from nanoinfer.speculative.speculator import SpecStep, Speculator
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -298,7 +298,7 @@ class Core:
         work = self.scheduler.schedule()
         if not work:
             return None
-        flight = ahead.launch(work, self._batch(work, Round()))
+        flight = ahead.launch(work, self._batch(work, SpecStep()))
         self.scheduler.defer(work)
         return flight
 
@@ -324,7 +324,7 @@ class Core:
             speculator: of its requests.
             faults: sequences that cannot go on are added, with the reason; they draw no tokens.
         """
-        done = isolation.propose(speculator, work, faults) if speculator is not None else Round()
+        done = isolation.propose(speculator, work, faults) if speculator is not None else SpecStep()
         start = self._clock()
         logits = self.engine.extend(self._batch(work, done))
         kept = self._draw(work, done, logits, speculator.rule if speculator is not None else "reproduce", faults)
@@ -342,7 +342,7 @@ class Core:
             speculator.learn(work, done, tokens, now - start, self.engine.hidden)
         return tokens
 
-    def _batch(self, work: list[Work], done: Round) -> StepBatch:
+    def _batch(self, work: list[Work], done: SpecStep) -> StepBatch:
         """Return what the engine is fed: the tokens it has not seen, and proposals after them."""
         batch = StepBatch()
         for w in work:
@@ -358,7 +358,7 @@ class Core:
                 batch.add(Handle(s.handle), w.token_ids + [PENDING] * w.pending, num_logits=int(w.draws))
         return batch
 
-    def _draw(self, work: list[Work], done: Round, logits: Tensor, rule: str, faults: Faults) -> list[list[Sampled]]:
+    def _draw(self, work: list[Work], done: SpecStep, logits: Tensor, rule: str, faults: Faults) -> list[list[Sampled]]:
         """Fork siblings and draw the tokens of each sequence from its rows; siblings draw from the same row."""
         rows: list[int] = []
         at = 0
@@ -394,5 +394,5 @@ class Core:
     def output(self, request: Request) -> RequestOutput:
         """Return what a request has produced so far (finish_reason "" for sequences that are not finished)."""
         speculator = self._speculators.get(request)
-        tally = speculator.tally(request) if speculator is not None else None
-        return request_outputs.output(request, self._logprobs, tally, self._clock())
+        stats = speculator.stats(request) if speculator is not None else None
+        return request_outputs.output(request, self._logprobs, stats, self._clock())

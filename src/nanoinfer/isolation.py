@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled
 from nanoinfer.scheduling.scheduler import Work
-from nanoinfer.speculative.speculator import Round, Speculator
+from nanoinfer.speculative.speculator import SpecStep, Speculator
 from nanoinfer.speculative.verify import Group, Sampler, draw
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ Faults = dict[object, str]
 """Sequences that cannot go on, with the reason in one line."""
 
 
-def propose(speculator: Speculator, work: list[Work], faults: Faults) -> Round:
+def propose(speculator: Speculator, work: list[Work], faults: Faults) -> SpecStep:
     """Return the proposals for a step; sequences that the drafter refuses get none and are added to `faults`."""
     try:
         return speculator.propose(work)
     except Exception:
-        done = Round()
+        done = SpecStep()
         for w in work:
             try:
                 done.proposals.update(speculator.propose([w]).proposals)

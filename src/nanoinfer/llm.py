@@ -31,7 +31,7 @@ from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
-from nanoinfer.speculative.build import Drafts, Target
+from nanoinfer.speculative.build import DraftFactory, TargetModel
 from nanoinfer.streams import OutputStream, Ownership, TextStream
 
 log = logging.getLogger("nanoinfer")
@@ -107,8 +107,8 @@ class LLM:
         self._vocab_size = loaded.config.vocab_size  # of tokens that may be drawn
         if loaded.tokenizer is not None:
             self._vocab_size = min(self._vocab_size, loaded.tokenizer.vocab_size)
-        target = Target(model, loaded.config, self.tokenizer, self._vocab_size, self.device, self.dtype, seed)
-        self._drafts = Drafts(target, config)
+        target = TargetModel(model, loaded.config, self.tokenizer, self._vocab_size, self.device, self.dtype, seed)
+        self._drafts = DraftFactory(target, config)
         if speculation.draft is not None:
             config = self._drafts.leave_room(speculation.draft)
         self.engine = registry.build(spec, loaded.take(), config, self.device)

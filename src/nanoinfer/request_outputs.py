@@ -21,7 +21,7 @@ from nanoinfer.scheduling.sequence import Request, Sequence
 
 if TYPE_CHECKING:
     from nanoinfer.models.tokenizers import Tokenizer
-    from nanoinfer.speculative.speculator import Tally
+    from nanoinfer.speculative.speculator import SpecStats
 
 
 class Logprobs:
@@ -59,13 +59,13 @@ def delta(s: Sequence, num_before: int) -> Delta:
     return Delta(s.request.request_id, s.sample_index, text, s.finish_reason, num_tokens, s.error)
 
 
-def output(request: Request, logprobs: Logprobs, tally: Tally | None, now: float) -> RequestOutput:
+def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: float) -> RequestOutput:
     """Return what a request has produced so far (finish_reason "" for sequences that are not finished).
 
     Args:
         request: in any state.
         logprobs: of its sequences.
-        tally: what speculation did for it; None without a draft.
+        stats: what speculation did for it; None without a draft.
         now: seconds on the clock of its time stamps.
     """
     outputs = [
@@ -87,11 +87,11 @@ def output(request: Request, logprobs: Logprobs, tally: Tally | None, now: float
         outputs,
         request.seed,
         request.num_dropped_tokens,
-        _metrics(request, [len(o.token_ids) for o in outputs], tally, now),
+        _metrics(request, [len(o.token_ids) for o in outputs], stats, now),
     )
 
 
-def _metrics(request: Request, lengths: list[int], tally: Tally | None, now: float) -> RequestMetrics:
+def _metrics(request: Request, lengths: list[int], stats: SpecStats | None, now: float) -> RequestMetrics:
     now = request.finished_sec or now
     first = request.first_token_sec or now
     longest = max(lengths)
@@ -101,11 +101,11 @@ def _metrics(request: Request, lengths: list[int], tally: Tally | None, now: flo
         ttft_sec=first - request.arrival_sec,
         tpot_sec=(now - first) / (longest - 1) if longest > 1 else None,
         total_sec=now - request.arrival_sec,
-        speculation=None if tally is None else _speculation(tally),
+        speculation=None if stats is None else _speculation(stats),
     )
 
 
-def _speculation(t: Tally) -> SpeculationMetrics:
+def _speculation(t: SpecStats) -> SpeculationMetrics:
     return SpeculationMetrics(
         num_proposed=t.num_proposed,
         num_accepted=t.num_accepted,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ask:
+class DraftRequest:
     """One sequence that wants proposals."""
 
     row: SamplerRow
@@ -30,7 +30,7 @@ class Ask:
     num_tokens: int
     """Most tokens to propose, >= 1."""
     with_weights: bool = False
-    """Whether to say what distributions the tokens were drawn from (rule reject); the same for all asks of a call."""
+    """Whether to return the distributions that the tokens were drawn from (rule reject); the same in one call."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Drafter(Protocol):
 
     name: str
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
-        """Return a proposal for each ask, in order."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """Return a proposal for each request, in order."""
         ...
 
-    def num_behind(self, ask: Ask) -> int:
+    def num_behind(self, request: DraftRequest) -> int:
         """Return how many tokens it must read before it can propose for a sequence: a prompt that it has not seen."""
         ...
 
@@ -91,7 +91,7 @@ class SeesHidden(Protocol):
         ...
 
 
-class Ahead:
+class LookaheadRow:
     """A sequence as it will be once `tokens` have been drawn: what the sampler sees at a later position.
 
     Penalties count those tokens, min_tokens does, and the uniform is that of the later position: so the sampler

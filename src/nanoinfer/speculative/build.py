@@ -25,12 +25,12 @@ from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
 from nanoinfer.models.cut import cut
 from nanoinfer.sampling.native import choose_sampler
+from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.base import Drafter
-from nanoinfer.speculative.costs import StepTimes, measure_steps
 from nanoinfer.speculative.draft_model import DraftModel
-from nanoinfer.speculative.pace import MAX_K
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator
+from nanoinfer.speculative.step_costs import SIZES, StepCosts, measure_steps
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoinfer")
 
 PROMPT_LOOKUP = "prompt-lookup"
+PROMPT_SIZES = (16, 64, 256)  # tokens of the steps whose time tells what it takes a draft to read a prompt
 COMPANIONS = {  # target -> its draft; wide:shakespeare:<preset> has shakespeare's
     "shakespeare": "shakespeare-draft",
     "gpt2-medium": "distilbert/distilgpt2",
@@ -50,7 +51,7 @@ COMPANIONS = {  # target -> its draft; wide:shakespeare:<preset> has shakespeare
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetModel:
     """What a drafter must fit."""
 
     name: str
@@ -64,7 +65,7 @@ class Target:
     """Of random weights."""
 
 
-class Drafts:
+class DraftFactory:
     """The drafters of one target, each made when it is first asked for, and kept.
 
     Args:
@@ -72,13 +73,15 @@ class Drafts:
         config: of the target's engine; drafts take its threads.
     """
 
-    def __init__(self, target: Target, config: EngineConfig) -> None:
+    def __init__(self, target: TargetModel, config: EngineConfig) -> None:
         self._target, self._config = target, config
         self._engine: Engine | None = None
         self._loaded: dict[str, tuple[Weights, str | None]] = {}
         """Models without an engine yet, with the format that they are to be packed in."""
         self._drafters: dict[str, Drafter] = {}
-        self._times: StepTimes | None = None
+        self._speculators: dict[tuple[str, str, int | None], Speculator] = {}
+        """By draft, rule and k: one that is asked for again still knows costs and acceptance."""
+        self._costs: StepCosts | None = None
 
     def leave_room(self, draft: str) -> EngineConfig:
         """Return the target's configuration with a draft's share taken off the kv_cache_memory that was asked for.
@@ -108,13 +111,15 @@ class Drafts:
         """
         assert config.draft is not None
         assert self._engine is not None
-        name, k = self._resolve(config.draft), config.fixed_k
-        if name not in self._drafters:
-            self._drafters[name] = self._make(name, self._engine.limits)
-        if k is None and self._times is None:
-            self._times = measure_steps(self._engine, 4 * self._engine.limits.max_num_seqs + MAX_K)
-        times = self._times if k is None else None
-        return Speculator(self._drafters[name], rule=config.speculate_rule, speculate_k=k, times=times)
+        name, rule, k = self._resolve(config.draft), config.speculate_rule, config.fixed_k
+        if (name, rule, k) not in self._speculators:
+            if name not in self._drafters:
+                self._drafters[name] = self._make(name, self._engine.limits)
+            if k is None and self._costs is None:
+                self._costs = StepCosts(measure_steps(self._engine, 4 * self._engine.limits.max_num_seqs + MAX_K))
+            costs = self._costs if k is None else None
+            self._speculators[name, rule, k] = Speculator(self._drafters[name], rule=rule, speculate_k=k, costs=costs)
+        return self._speculators[name, rule, k]
 
     def _make(self, name: str, limits: EngineLimits) -> Drafter:
         if name == PROMPT_LOOKUP:
@@ -151,7 +156,8 @@ class Drafts:
         room = EngineLimits(limits.max_num_seqs, block_size, tokens)
         engine = registry.build(spec, weights, config, target.device, room)
         log.info("draft: %s on engine %s", name, spec.name)
-        times = measure_steps(engine, limits.max_num_seqs)
+        sizes = sorted({*(n for n in SIZES if n <= limits.max_num_seqs), *PROMPT_SIZES})
+        times = measure_steps(engine, block_size, sizes=sizes)
         return DraftModel(name, engine, choose_sampler(target.device), target.vocab_size, times)
 
     def _load(self, name: str) -> tuple[Weights, str | None]:
@@ -190,7 +196,7 @@ def _find_head(name: str) -> Path | None:
     return draft_head.find(name)
 
 
-def _check_vocabulary(draft: LoadedModel, target: Target) -> None:
+def _check_vocabulary(draft: LoadedModel, target: TargetModel) -> None:
     ours, theirs = target.tokenizer, draft.tokenizer
     if ours is not None and theirs is not None:
         same = tokenizers.same_vocabulary(ours, theirs)

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from nanoinfer.models.draft_head import Frame, RecurrentHead
 from nanoinfer.sampling.sampler import SamplerRow
-from nanoinfer.speculative.base import Ask, Proposal
-from nanoinfer.speculative.costs import SIZES, StepTimes
-from nanoinfer.speculative.sketch import Sampler, Sketch, draw_next
+from nanoinfer.speculative.base import DraftRequest, Proposal
+from nanoinfer.speculative.proposal_builder import ProposalBuilder, Sampler, draw_next
+from nanoinfer.speculative.step_costs import SIZES, StepTimes
 
 
 class DraftHead:
@@ -64,22 +64,22 @@ class DraftHead:
         self._hidden.update(zip(rows, hidden.unbind(), strict=True))
 
     @torch.inference_mode()
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
-        """Return what the head guesses for each ask, all asks together, token by token.
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """Return what the head guesses for each request, all requests together, token by token.
 
         Nothing for a prompt of one token, of which the target has seen nothing yet.
         """
-        sketches = [Sketch(ask) for ask in asks]
-        known = [s for s in sketches if s.ask.row in self._hidden]
-        active = sorted(known, key=lambda s: -s.ask.num_tokens)  # so that those that are done are at the end
+        builders = [ProposalBuilder(request) for request in requests]
+        known = [s for s in builders if s.request.row in self._hidden]
+        active = sorted(known, key=lambda s: -s.request.num_tokens)  # so that those that are done are at the end
         if active:
-            state = torch.stack([self._hidden[s.ask.row] for s in active])  # (B, C)
+            state = torch.stack([self._hidden[s.request.row] for s in active])  # (B, C)
         while active:
-            newest = [s.token_ids[-1] if s.token_ids else s.ask.token_ids[-1] for s in active]
+            newest = [s.token_ids[-1] if s.token_ids else s.request.token_ids[-1] for s in active]
             state, logits = self._step(state[: len(active)], newest)
             draw_next(active, logits, self._sampler)
-            active = [s for s in active if len(s.token_ids) < s.ask.num_tokens]
-        return [s.finish() for s in sketches]
+            active = [s for s in active if len(s.token_ids) < s.request.num_tokens]
+        return [s.finish() for s in builders]
 
     def _step(self, state: Tensor, token_ids: list[int]) -> tuple[Tensor, Tensor]:
         """Return the next state, (B, C), and the logits after `token_ids`, (B, V) float32."""
@@ -87,7 +87,7 @@ class DraftHead:
         # An overflow in the head is a bad guess and no more: the sampler would call infinite logits an error.
         return state, F.linear(state, self._lm_head).float().nan_to_num()
 
-    def num_behind(self, ask: Ask) -> int:
+    def num_behind(self, request: DraftRequest) -> int:
         """Return 0: there is nothing to read."""
         return 0
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.sampling.sampler import SamplerRow
-from nanoinfer.speculative.base import Ask, Proposal
-from nanoinfer.speculative.costs import StepTimes
-from nanoinfer.speculative.sketch import Sampler, Sketch, draw_next
+from nanoinfer.speculative.base import DraftRequest, Proposal
+from nanoinfer.speculative.proposal_builder import ProposalBuilder, Sampler, draw_next
+from nanoinfer.speculative.step_costs import StepTimes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class _Held:
 
 
 @dataclass
-class _Draft(Sketch):
+class _Draft(ProposalBuilder):
     held: _Held = field(kw_only=True)
 
 
@@ -69,39 +69,50 @@ class DraftModel:
         self._times = times
         self._held: dict[SamplerRow, _Held] = {}
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
-        """Return what the draft says next in each sequence; nothing where its context is too short for the window."""
-        drafts = [_Draft(ask, held=self._hold(ask)) if self._fits(ask) else None for ask in asks]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        """Return the draft's next tokens of each sequence; none where its context is too short for the window.
+
+        After an exception the draft holds nothing of these sequences, and reads them again when it is asked again.
+        """
+        try:
+            return self._propose(requests)
+        except BaseException:
+            for request in requests:
+                self.forget(request.row)
+            raise
+
+    def _propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
+        drafts = [_Draft(request, held=self._hold(request)) if self._fits(request) else None for request in requests]
         active = [d for d in drafts if d is not None]
         for some in _split(active):
             self._draw(some, self._extend([(d.held, self._catch_up(d)) for d in some]))
-        while active := [d for d in active if len(d.token_ids) < self._limit(d.ask)]:
+        while active := [d for d in active if len(d.token_ids) < self._limit(d.request)]:
             self._draw(active, self._extend([(d.held, d.token_ids[-1:]) for d in active]))
         return [d.finish() if d is not None else Proposal([]) for d in drafts]
 
     def _draw(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
         draw_next(drafts, logits, self._sampler)
 
-    def _fits(self, ask: Ask) -> bool:
-        return len(ask.token_ids) - ask.start <= self.engine.limits.block_size
+    def _fits(self, request: DraftRequest) -> bool:
+        return len(request.token_ids) - request.start <= self.engine.limits.block_size
 
-    def _limit(self, ask: Ask) -> int:
+    def _limit(self, request: DraftRequest) -> int:
         """Return how many tokens can be proposed: the last one is drawn and not fed."""
-        return min(ask.num_tokens, self.engine.limits.block_size - (len(ask.token_ids) - ask.start) + 1)
+        return min(request.num_tokens, self.engine.limits.block_size - (len(request.token_ids) - request.start) + 1)
 
-    def _hold(self, ask: Ask) -> _Held:
-        if (held := self._held.get(ask.row)) is None:
-            held = self._held[ask.row] = _Held(self.engine.open())
+    def _hold(self, request: DraftRequest) -> _Held:
+        if (held := self._held.get(request.row)) is None:
+            held = self._held[request.row] = _Held(self.engine.open())
         return held
 
     def _catch_up(self, draft: _Draft) -> list[int]:
         """Forget what the text did not become, and return what has not been read: the newest token at least."""
-        held, ask = draft.held, draft.ask
-        keep = _common(held.token_ids, ask.token_ids, ask.start)
+        held, request = draft.held, draft.request
+        keep = _common(held.token_ids, request.token_ids, request.start)
         if keep < len(held.token_ids):
             self.engine.truncate(held.handle, keep)
             del held.token_ids[keep:]
-        return ask.token_ids[ask.start + keep :]
+        return request.token_ids[request.start + keep :]
 
     def _extend(self, new: Sequence[tuple[_Held, list[int]]]) -> Tensor:
         batch = StepBatch()
@@ -113,11 +124,11 @@ class DraftModel:
             held.token_ids += token_ids
         return logits[:, : self._vocab_size]
 
-    def num_behind(self, ask: Ask) -> int:
+    def num_behind(self, request: DraftRequest) -> int:
         """Return how many tokens of the window it has not read."""
-        held = self._held.get(ask.row)
-        window = len(ask.token_ids) - ask.start
-        return window if held is None else max(1, window - _common(held.token_ids, ask.token_ids, ask.start))
+        held = self._held.get(request.row)
+        window = len(request.token_ids) - request.start
+        return window if held is None else max(1, window - _common(held.token_ids, request.token_ids, request.start))
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
         """Return the time of reading `num_behind` tokens and of the steps after that."""
@@ -147,7 +158,7 @@ def _split(drafts: Sequence[_Draft]) -> Iterator[list[_Draft]]:
     some: list[_Draft] = []
     count = 0
     for d in drafts:
-        new = max(1, len(d.ask.token_ids) - d.ask.start - len(d.held.token_ids))
+        new = max(1, len(d.request.token_ids) - d.request.start - len(d.held.token_ids))
         if some and count + new > MAX_NUM_BATCHED_TOKENS:
             yield some
             some, count = [], 0

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from nanoinfer.sampling.sampler import SamplerRow
-from nanoinfer.speculative.base import Ask, Proposal
+from nanoinfer.speculative.base import DraftRequest, Proposal
 
 LENGTHS = (5, 4, 3, 2)  # of the n-grams, the most telling first
 
@@ -50,24 +50,24 @@ class PromptLookup:
     def __init__(self) -> None:
         self._indices: dict[SamplerRow, _Index] = {}
 
-    def propose(self, asks: Sequence[Ask]) -> list[Proposal]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Return what followed last time; where that runs into the text's end, it goes on with itself."""
-        return [Proposal(self._follow(ask)) for ask in asks]
+        return [Proposal(self._follow(request)) for request in requests]
 
-    def _follow(self, ask: Ask) -> list[int]:
-        index = self._indices.get(ask.row)
+    def _follow(self, request: DraftRequest) -> list[int]:
+        index = self._indices.get(request.row)
         if index is None:
-            index = self._indices[ask.row] = _Index()
-        index.update(ask.token_ids)
-        if (at := index.find(ask.token_ids)) is None:
+            index = self._indices[request.row] = _Index()
+        index.update(request.token_ids)
+        if (at := index.find(request.token_ids)) is None:
             return []
-        tokens = ask.token_ids[at : at + ask.num_tokens]
-        period = len(ask.token_ids) - at  # a text that ends in "ab ab" goes on with "ab ab ab"
-        while len(tokens) < ask.num_tokens:
+        tokens = request.token_ids[at : at + request.num_tokens]
+        period = len(request.token_ids) - at  # a text that ends in "ab ab" goes on with "ab ab ab"
+        while len(tokens) < request.num_tokens:
             tokens.append(tokens[len(tokens) - period])
         return tokens
 
-    def num_behind(self, ask: Ask) -> int:
+    def num_behind(self, request: DraftRequest) -> int:
         """Return 0: reading is next to free."""
         return 0
 

@@ -1,6 +1,6 @@
 """Speculation as the generation core sees it: propose before a step, learn after it.
 
-    propose   which sequences decode, how many tokens each may use (room), how many pay (pace.py) -> the drafter
+    propose   which sequences decode, how many tokens each may use (room) and should use (adaptive_k.py) -> the drafter
     (core)    extend by 1 + k tokens, keep what verify.py keeps, truncate the rest
     learn     what was accepted and how long it took
 
@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 from nanoinfer.scheduling.scheduler import Work, drawing
-from nanoinfer.speculative.base import Ask, Drafter, Proposal, SeesHidden
-from nanoinfer.speculative.pace import Outcome, Pace, Trust, Wish
+from nanoinfer.speculative.adaptive_k import AcceptanceStats, AdaptiveK, DraftBudget, StepOutcome
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, SeesHidden
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from nanoinfer.sampling.sampler import SamplerRow
     from nanoinfer.scheduling import sequence as scheduling
-    from nanoinfer.speculative.costs import StepTimes
+    from nanoinfer.speculative.step_costs import StepCosts
 
 
 @dataclass
-class Tally:
+class SpecStats:
     """What speculation did for one request."""
 
     num_proposed: int = 0
@@ -38,29 +38,30 @@ class Tally:
     num_verify_steps: int = 0
     """Times that a sequence of it was extended by proposals."""
     draft_sec: float = 0.0
-    """In the drafter, company included."""
+    """In the drafter, including the time for other sequences of the batch."""
     step_sec: float = 0.0
-    """In engine and sampler, in the steps that decoded it, company included."""
+    """In engine and sampler, in the steps that decoded it, including the time for other sequences of the batch."""
 
 
 @dataclass
-class Round:
+class SpecStep:
     """What was proposed for one step."""
 
     proposals: dict[scheduling.Sequence, Proposal] = field(default_factory=dict)
     """Only those that are not empty."""
     draft_sec: float = 0.0
-    expected_draft_sec: float = 0.0
+    drafted: tuple[int, int, int] | None = None
+    """What the drafter was asked for: sequences, tokens for each at most, tokens to read first; None: nothing."""
 
 
 class Speculator:
     """Proposes tokens for the sequences that decode.
 
     Args:
-        drafter: who proposes.
+        drafter: makes the proposals.
         rule: reproduce or reject (verify.py).
-        speculate_k: proposals at a time; None: decided as it goes.
-        times: seconds of the target's steps; needed when speculate_k is None.
+        speculate_k: proposals at a time; None: chosen for each step.
+        costs: seconds of the target's steps; needed when speculate_k is None.
         clock: seconds.
     """
 
@@ -70,63 +71,58 @@ class Speculator:
         *,
         rule: str = "reproduce",
         speculate_k: int | None = None,
-        times: StepTimes | None = None,
+        costs: StepCosts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        assert (speculate_k is None) != (costs is None)
         self.drafter, self.rule = drafter, rule
         self._fixed_k = speculate_k
         self._clock = clock
-        self._pace = Pace(times, drafter.estimate_sec) if times is not None else None
-        assert (speculate_k is None) != (times is None)
-        self._trust: dict[scheduling.Sequence, Trust] = {}
-        self._tallies: WeakKeyDictionary[scheduling.Request, Tally] = WeakKeyDictionary()
+        self._adaptive = AdaptiveK(costs, drafter.estimate_sec) if costs is not None else None
+        self._acceptance: dict[scheduling.Sequence, AcceptanceStats] = {}
+        self._stats: WeakKeyDictionary[scheduling.Request, SpecStats] = WeakKeyDictionary()
 
-    def propose(self, work: Sequence[Work]) -> Round:
+    def propose(self, work: Sequence[Work]) -> SpecStep:
         """Return proposals for those sequences of a step that can use some."""
-        wanted = [(w.sequence, room) for w in work if _decodes(w) and (room := _room(w)) > 0]
-        if not wanted:
-            return Round()
-        if self._pace is None:
-            asks = [self._ask(s, min(room, cast(int, self._fixed_k))) for s, room in wanted]
-        elif all(_decodes(w) for w in work):
-            asks = self._paced(self._pace, [self._ask(w.sequence, max(0, _room(w))) for w in work])
+        if self._adaptive is None:
+            rooms = [(w.sequence, min(_room(w), cast(int, self._fixed_k))) for w in work if _decodes(w)]
+            requests = [self._request(s, room) for s, room in rooms if room > 0]
+        elif all(map(_decodes, work)) and not self._adaptive.waits():
+            requests = self._chosen(self._adaptive, [self._request(w.sequence, _room(w)) for w in work])
         else:
-            return Round()  # a prompt is in the step: what it costs says nothing
-        if not asks:
-            return Round()
-        behind = sum(map(self.drafter.num_behind, asks))
-        expected = self.drafter.estimate_sec(len(asks), max(a.num_tokens for a in asks), behind)
+            return SpecStep()  # a step that also reads a prompt says nothing about costs
+        if not requests:
+            return SpecStep()
+        behind = sum(map(self.drafter.num_behind, requests))
         start = self._clock()
-        proposals = self.drafter.propose(asks)
-        made = {cast("scheduling.Sequence", a.row): p for a, p in zip(asks, proposals, strict=True) if p.token_ids}
-        return Round(made, self._clock() - start, expected)
+        proposals = self.drafter.propose(requests)
+        draft_sec = self._clock() - start
+        made = {cast("scheduling.Sequence", r.row): p for r, p in zip(requests, proposals, strict=True) if p.token_ids}
+        return SpecStep(made, draft_sec, (len(requests), max(r.num_tokens for r in requests), behind))
 
-    def _paced(self, pace: Pace, asks: list[Ask]) -> list[Ask]:
-        """Return the asks that pay, each for as many tokens as pay."""
-        wishes = []
-        for ask in asks:
-            s = cast("scheduling.Sequence", ask.row)
+    def _chosen(self, adaptive: AdaptiveK, requests: list[DraftRequest]) -> list[DraftRequest]:
+        """Return the requests that are worth their time, each for as many tokens as are."""
+        budgets = []
+        for r in requests:
+            s = cast("scheduling.Sequence", r.row)
+            if s not in self._acceptance:
+                self._acceptance[s] = AcceptanceStats(adaptive.acceptance)
             to_come = s.params.max_tokens - s.num_output_tokens
-            wishes.append(Wish(self._trust_in(s), ask.num_tokens, to_come, self.drafter.num_behind(ask)))
-        return [replace(a, num_tokens=k) for a, k in zip(asks, pace.choose(wishes), strict=True) if k > 0]
+            budgets.append(DraftBudget(self._acceptance[s], r.num_tokens, to_come, self.drafter.num_behind(r)))
+        return [replace(r, num_tokens=k) for r, k in zip(requests, adaptive.choose(budgets), strict=True) if k > 0]
 
-    def _ask(self, s: scheduling.Sequence, num_tokens: int) -> Ask:
-        return Ask(cast("SamplerRow", s), s.token_ids, s.start, num_tokens, self.rule == "reject")
-
-    def _trust_in(self, sequence: scheduling.Sequence) -> Trust:
-        if (trust := self._trust.get(sequence)) is None:
-            trust = self._trust[sequence] = Trust()
-        return trust
+    def _request(self, s: scheduling.Sequence, num_tokens: int) -> DraftRequest:
+        return DraftRequest(cast("SamplerRow", s), s.token_ids, s.start, num_tokens, self.rule == "reject")
 
     def learn(
         self,
         work: Sequence[Work],
-        done: Round,
+        done: SpecStep,
         tokens: Sequence[Sequence[int]],
         step_sec: float,
         hidden: Callable[[], Tensor],
     ) -> None:
-        """Take note of how a step went.
+        """Take the outcome of a step into account.
 
         Args:
             work: of the step.
@@ -138,39 +134,39 @@ class Speculator:
         if isinstance(self.drafter, SeesHidden) and tokens:
             rows = [cast("SamplerRow", s) for s in drawing(list(work))]
             self.drafter.see(rows, hidden()[_newest_rows(work, done, tokens)])
-        texts = []
+        rounds = []
         for s, kept in zip(drawing(list(work)), tokens, strict=True):
             proposal = done.proposals.get(s)
             proposed, accepted = (len(proposal.token_ids), max(0, len(kept) - 1)) if proposal is not None else (0, 0)
-            texts.append((self._trust_in(s), proposed, accepted))
-            tally = self.tally(s.request)
-            tally.num_proposed += proposed
-            tally.num_accepted += accepted
-            tally.num_rejected += accepted < proposed
-            tally.num_verify_steps += proposed > 0
+            rounds.append((self._acceptance.get(s), proposed, accepted))
+            stats = self.stats(s.request)
+            stats.num_proposed += proposed
+            stats.num_accepted += accepted
+            stats.num_rejected += accepted < proposed
+            stats.num_verify_steps += proposed > 0
         for request in {w.sequence.request: None for w in work}:
-            tally = self.tally(request)
-            tally.draft_sec += done.draft_sec
-            tally.step_sec += step_sec
-        if self._pace is not None and all(map(_decodes, work)):
-            self._pace.learn(Outcome(texts, step_sec, done.draft_sec, done.expected_draft_sec))
+            stats = self.stats(request)
+            stats.draft_sec += done.draft_sec
+            stats.step_sec += step_sec
+        if self._adaptive is not None and rounds and all(map(_decodes, work)):
+            self._adaptive.learn(StepOutcome(rounds, step_sec, done.draft_sec, done.drafted))
 
-    def tally(self, request: scheduling.Request) -> Tally:
+    def stats(self, request: scheduling.Request) -> SpecStats:
         """Return what was done for a request so far."""
-        return self._tallies.setdefault(request, Tally())
+        return self._stats.setdefault(request, SpecStats())
 
     def forget(self, sequence: scheduling.Sequence) -> None:
         """Free what is kept for a sequence."""
-        self._trust.pop(sequence, None)
+        self._acceptance.pop(sequence, None)
         self.drafter.forget(cast("SamplerRow", sequence))
 
     def reset(self) -> None:
         """Free what is kept for all sequences, also where an exception came in the middle of a call."""
-        self._trust.clear()
+        self._acceptance.clear()
         self.drafter.reset()
 
 
-def _newest_rows(work: Sequence[Work], done: Round, tokens: Sequence[Sequence[int]]) -> list[int]:
+def _newest_rows(work: Sequence[Work], done: SpecStep, tokens: Sequence[Sequence[int]]) -> list[int]:
     """Return, for each sequence that drew, the row of the step's logits that its newest token was drawn from.
 
     Two sequences, of which the first has kept 2 of 3 proposals and one more token: rows 0 1 2 3 | 4  ->  [2, 4]

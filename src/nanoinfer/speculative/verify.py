@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import Sampled, SamplerRow, draw_from, filtered_weights, find_logprobs
-from nanoinfer.speculative.base import Ahead, Proposal
+from nanoinfer.speculative.base import LookaheadRow, Proposal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ def draw(sampler: Sampler, logits: Tensor, groups: Sequence[Group], *, rule: str
     for row, proposal in groups:
         drafts = proposal.token_ids if proposal is not None else []
         rows.append(row)
-        rows += [Ahead(row, drafts[: i + 1]) for i in range(len(drafts))]
+        rows += [LookaheadRow(row, drafts[: i + 1]) for i in range(len(drafts))]
     sampled = sampler(logits, rows)
     kept, at = [], 0
     for row, proposal in groups:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanoinfer.sampling.sampler import Sampled, SamplerRow, draw_from, filtered_weights
-from nanoinfer.speculative.base import Ahead, Ask, Proposal
+from nanoinfer.speculative.base import DraftRequest, LookaheadRow, Proposal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,10 +19,10 @@ Sampler = Callable[["Tensor", Sequence[SamplerRow]], list[Sampled]]
 
 
 @dataclass
-class Sketch:
+class ProposalBuilder:
     """One proposal in the making."""
 
-    ask: Ask
+    request: DraftRequest
     token_ids: list[int] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
 
@@ -33,23 +33,23 @@ class Sketch:
         return Proposal(self.token_ids, torch.stack(self.weights) if self.weights else None)
 
 
-def draw_next(sketches: Sequence[Sketch], logits: Tensor, sampler: Sampler) -> None:
+def draw_next(builders: Sequence[ProposalBuilder], logits: Tensor, sampler: Sampler) -> None:
     """Draw one more token for each sketch.
 
     Args:
-        sketches: B proposals; a token is appended to each.
+        builders: B proposals; a token is appended to each.
         logits: (B, V) float32.
         sampler: of plain decoding.
 
     Raises:
         NanoinferError: a row's logits are not finite.
     """
-    rows = [Ahead(s.ask.row, list(s.token_ids)) for s in sketches]
-    if not sketches[0].ask.with_weights:
-        for s, drawn in zip(sketches, sampler(logits, rows), strict=True):
+    rows = [LookaheadRow(s.request.row, list(s.token_ids)) for s in builders]
+    if not builders[0].request.with_weights:
+        for s, drawn in zip(builders, sampler(logits, rows), strict=True):
             s.token_ids.append(drawn.token_id)
         return
     weights = filtered_weights(logits, rows)
-    for s, w, token in zip(sketches, weights, draw_from(weights, rows), strict=True):
+    for s, w, token in zip(builders, weights, draw_from(weights, rows), strict=True):
         s.token_ids.append(token)
         s.weights.append(w)
