@@ -172,14 +172,18 @@ def _collide(n: int) -> bytes:
 
 
 def _snippet(rng: random.Random) -> bytes:
-    """Opcodes that an honest writer does not write; each leaves about one value on the stack."""
-    n = rng.choice((1, 10, 990, 1010, 5000))
+    """Opcodes that an honest writer does not write; most leave a value on the stack, or a key and its value."""
+    if rng.random() < 0.02:
+        return _collide(60_000)
+    n = rng.choice((1, 10, 300, 990, 1010, 5000, 200_000))
     deep = rng.choice(MAGIC) % 2**32
     return rng.choice((
         b"N", b"\x88", b"K\x01", b")", b"]", b"}", b"0", b"2", b"(", b"1", b"a", b"s", b"u", b"e", b"b", b"R", b"\x81",
         b"\x93", b"Q", b"t", b"\x85", b"\x94", b".", b"l", b"d", b"o", b"\x8f", b"\x91", b"\x90",
         b")" + b"\x85" * n,  # nested tuples, as a value
-        b"})" + b"\x85" * n + b"Ns",  # and as a key
+        b"})" + b"\x85" * n + b"Ns",  # as a key
+        b")" + b"\x85" * n + b"N",  # as a key of the dict that is being filled
+        b"X\x0b\x00\x00\x00\x1b[31m\n\xc2\x85aaaN",
         b"]" * n + b"a" * (n - 1), b"}" + b"K\x00}" * n + b"s" * n,
         b"G" + struct.pack(">d", rng.choice((float("nan"), float("inf"), -0.0, 1e308))),
         _long(-(2 ** rng.choice((1, 31, 63, 2000)))), b"I" + b"9" * rng.choice((10, 4000, 5000)) + b"\n", b"L1L\n",
@@ -189,7 +193,7 @@ def _snippet(rng: random.Random) -> bytes:
         b"\x95" + struct.pack("<Q", rng.choice(MAGIC)), b"\x80\xff", b"X\x03\x00\x00\x00\xed\xa0\x80",
         b"X\x08\x00\x00\x00\x1b[31m\n\xc2\x85", b"cos\nsystem\n", b"cbuiltins\nlist\n", b"ccollections\nOrderedDict\n",
         b"ctorch\nSize\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_parameter\n",
-        b"cc\x1b[31m\nx\n", b"P" + b"9" * 20 + b"\n", _collide(rng.choice((50, 500, 500, 30_000))),
+        b"cc\x1b[31m\nx\n", b"P" + b"9" * 20 + b"\n", _collide(rng.choice((50, 500))),
     ))  # fmt: skip
 
 
@@ -239,6 +243,31 @@ def _zip_fields(rng: random.Random, data: bytes) -> bytes:
     return bytes(out)
 
 
+def _pack(entries: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_STORED, before: bytes = b"") -> bytes:
+    """Return a zip file, after other bytes."""
+    out = io.BytesIO(before)
+    with zipfile.ZipFile(out, "a", method) as archive:
+        for name, content in entries:
+            archive.writestr(zipfile.ZipInfo(name), content, method)
+    return out.getvalue()
+
+
+def _two_directories(rng: random.Random, one: Sequence[tuple[str, bytes]], other: Sequence[tuple[str, bytes]]) -> bytes:
+    """Return a zip file with two directories: zip64's locator names one, the records at the end another."""
+    hidden = _pack(other)
+    count, size, at = struct.unpack("<HII", hidden[-12:-2])
+    seen = _pack(one, before=hidden[:-22])
+    end = len(seen) - 22
+
+    def record(count: int, size: int, at: int) -> bytes:
+        return b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, at)
+
+    honest = record(*struct.unpack("<HII", seen[end + 10 : end + 20]))
+    records = record(count, size, at) + rng.choice((honest, b""))
+    locator = b"PK\x06\x07" + struct.pack("<IQI", 0, end, rng.choice((1, 1, 0)))
+    return seen[:end] + records + locator + seen[end:]
+
+
 def mutate_zip(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """Change names, order, compression or contents of the entries, or fields of the container."""
     choice = rng.random()
@@ -251,17 +280,16 @@ def mutate_zip(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byte
         return mutate_bytes(rng, data, others)
     if choice < 0.35 or not entries:
         return mutate_bytes(rng, data, others)
-    i, kind, method = rng.randrange(len(entries)), rng.randrange(10), zipfile.ZIP_STORED
-    name, content = entries[i]
+    i, kind, method = rng.randrange(len(entries)), rng.randrange(11), zipfile.ZIP_STORED
     pickle_at = next((j for j, (n, _) in enumerate(entries) if n.lower().endswith("data.pkl")), i)
+    i = rng.choice((i, pickle_at))
+    name, content = entries[i]
     if kind == 0:
         entries[i] = rng.choice((name.upper(), name.swapcase(), "../" + name, name + "\x00", "x/" + name)), content
     elif kind == 1:  # a second pickle beside the first: of one name, or in the other case
         name, content = entries[pickle_at]
-        place = rng.randint(0, len(entries))
-        entries.insert(
-            place, (rng.choice((name, name.replace("data.pkl", "DATA.PKL"))), mutate_pickle(rng, content, []))
-        )
+        name, content = rng.choice((name, name.replace("data.pkl", "DATA.PKL"))), mutate_pickle(rng, content, [])
+        entries.insert(rng.randint(0, len(entries)), (name, content))
     elif kind == 2:
         method = rng.choice((zipfile.ZIP_DEFLATED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA))
     elif kind == 3:
@@ -269,17 +297,13 @@ def mutate_zip(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byte
     elif kind == 4:
         entries[i] = name, mutate_bytes(rng, content, [])
     elif kind == 5:  # a bomb
-        method, entries[i] = (
-            zipfile.ZIP_DEFLATED,
-            (name, content + rng.choice((b"\0", b"N0", b")0")) * rng.choice((10**6, 10**7))),
-        )
+        bomb = rng.choice((b"\0", b"N0", b")0")) * rng.choice((10**6, 2 * 10**7))
+        method, entries[i] = zipfile.ZIP_DEFLATED, (name, content[:-1] + bomb + content[-1:])
     else:
-        entries[pickle_at] = entries[pickle_at][0], mutate_pickle(rng, entries[pickle_at][1], others)
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", method) as archive:
-        for name, content in entries:
-            archive.writestr(zipfile.ZipInfo(name), content, method)
-    return out.getvalue()[:MAX_BYTES]
+        hidden = list(entries)
+        hidden[pickle_at] = entries[pickle_at][0], mutate_pickle(rng, entries[pickle_at][1], others)
+        return _two_directories(rng, entries, hidden) if kind == 6 else _pack(hidden)[:MAX_BYTES]
+    return _pack(entries, method)[:MAX_BYTES]
 
 
 # Names -----------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     print(f"{sum(row['cases'] for row in rows):,} cases, {total} findings")
     for row in rows:
         for f in row["findings"]:
-            again = "" if f["again"] else " (not again when it was run alone)"
+            again = " (not again when it was run alone)" if f["again"] is False else ""
             print(
                 f"\n{row['target']}: {f['signature']}{again}\n  {f['detail']!r:.400}\n  {f['file']} ({f['bytes']} bytes)"
             )

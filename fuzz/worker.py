@@ -33,7 +33,7 @@ from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-CPU_SECONDS, WALL_SECONDS = 5.0, 10.0
+CPU_SECONDS, WALL_SECONDS = 5.0, 20.0
 MEMORY = 1 << 30  # of address space, beyond what the process has before the case
 PEAK = 256 << 20  # of resident memory that a case may add: no input is larger than 4 MiB
 MAX_MESSAGE = 2000  # characters
@@ -333,8 +333,10 @@ class Fuzzer:
             data = self.target.mutate(rng, data, corpus)[:MAX_BYTES]
         return data
 
-    def minimise(self, outcome: Outcome, data: bytes, end: float) -> tuple[bytes, bool]:
-        """Delete parts of an input while the same comes of it; return it, and whether it comes again at all."""
+    def minimise(self, outcome: Outcome, data: bytes, end: float) -> tuple[bytes, bool | None]:
+        """Delete parts of an input while the same comes of it; return it, and whether it came again (None: no time)."""
+        if time.monotonic() > end:
+            return data, None
         if isolate(self.target, data).signature != outcome.signature:
             return data, False
         end, size = min(end, time.monotonic() + MINIMISE_SECONDS), len(data) // 2
