@@ -103,7 +103,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     seconds = 60 * options.minutes * options.jobs / len(options.only)
-    rounds = min(ROUNDS, max(1, round(seconds / 30)))
+    rounds = min(ROUNDS, max(1, round(seconds / 60)))
     interrupted = threading.Event()
     signal.signal(signal.SIGINT, lambda *_: interrupted.set())  # the workers get it too, and end with their counts
     parts: dict[str, list[dict[str, Any]]] = {}

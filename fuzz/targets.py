@@ -309,28 +309,32 @@ FILES = {
 }  # fmt: skip
 
 
+KINDS = ("fifo", "folder", "dangling", "loop", "endless", "socket", "huge", "truncated")
+
+
 def run_kind(data: bytes, folder: Path) -> None:
-    """Read what is not a plain file, or changes while it is read."""
-    choices = Choices(data)
-    file = choices.pick(list(FILES.values()))
+    """Read what is not a plain file, or changes while it is read: b"ckpt fifo"."""
+    name, _, kind = data.decode(errors="replace").partition(" ")
+    if name not in FILES or kind not in KINDS:
+        return
+    file = FILES[name]
     path, seed = file.place(folder), file.seeds()[0]
     path.unlink(missing_ok=True)
-    kind = choices.number(8)
-    if kind == 0:
+    if kind == "fifo":
         os.mkfifo(path)
-    elif kind == 1:
+    elif kind == "folder":
         path.mkdir()
-    elif kind in (2, 3, 4):
-        path.symlink_to(("/nowhere", path.name, "/dev/zero")[kind - 2])
-    elif kind == 5:
+    elif kind in ("dangling", "loop", "endless"):
+        path.symlink_to({"dangling": "/nowhere", "loop": path.name, "endless": "/dev/zero"}[kind])
+    elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as s:
-            s.bind(str(path)) if len(str(path)) < 100 else None
+            s.bind(path.name)  # the folder is the working directory: a socket's path is short
     else:
         path.write_bytes(seed)
-    if kind == 6:
+    if kind == "huge":
         os.truncate(path, 3 << 30)
     opened = file.open(path)
-    if kind == 7:
+    if kind == "truncated":
         os.truncate(path, len(seed) // 3)
     file.use(opened, path)
 
@@ -411,7 +415,8 @@ def load_targets() -> dict[str, Target]:
 
     targets = {name: Target(file.seeds, file.run, file.mutate) for name, file in FILES.items()}
     random_bytes = [bytes(range(i, 256, 7)) for i in range(7)]
-    targets["kinds"] = Target(lambda: [bytes((i, j)) for j in range(8) for i in range(len(FILES))], run_kind)
+    every = [f"{name} {kind}".encode() for name in FILES for kind in KINDS]
+    targets["kinds"] = Target(lambda: every, run_kind, lambda rng, data, others: rng.choice(every))
     names = [b"shakespeare", b"random:gpt2", b"wide:shakespeare:gpt2", b"a/b", b"./x", b"openai-community/gpt2"]
     targets["names"] = Target(lambda: names, run_name, mutate_name)
     targets["params"] = Target(lambda: random_bytes, run_params)

@@ -3,7 +3,7 @@
     python fuzz/worker.py TARGET --seconds 60 --seed 0 --out build/fuzz     fuzz; stats as JSON on stdout
     python fuzz/worker.py --replay FILE ...                                 what each case does, as JSON
 
-Each case has limits: CPU_SECONDS and WALL_SECONDS by the kernel's timers, MEMORY of address space. Guided by coverage:
+Each case has limits: CPU_SECONDS by the kernel's timer, BLOCKED_SECONDS asleep, MEMORY of address space. Guided by coverage:
 an input that reaches a new line of the package, or gets a new kind of answer, is mutated further.
 """
 
@@ -22,19 +22,22 @@ import pickle
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-CPU_SECONDS, WALL_SECONDS = 5.0, 20.0
+CPU_SECONDS = 5.0
+BLOCKED_SECONDS = 3.0  # asleep without using the CPU
 MEMORY = 1 << 30  # of address space, beyond what the process has before the case
+MAX_CORPUS = 400  # from here on, only inputs that reach new lines are kept
 PEAK = 256 << 20  # of resident memory that a case may add: no input is larger than 4 MiB
 MAX_MESSAGE = 2000  # characters
 MINIMISE_SHARE, MINIMISE_SECONDS = 0.2, 10.0  # of the time given; for one finding
@@ -136,16 +139,31 @@ def judge(target: Target, data: bytes, folder: Path, messages: Messages) -> Outc
         return Outcome("accepted")
     if isinstance(error, NanoinferError):
         text = re.sub(r"\d+|'[^']*'|\"[^\"]*\"|/\S+", "#", str(error))
-        return Outcome("refused", f"{where} {text[:120]}", str(error)[:300])
+        return Outcome("refused", f"{where} {re.sub('[^a-zA-Z #]', '', text)[:80]}", str(error)[:300])
     if isinstance(error, AssertionError):
         return Outcome("wrong", f"wrong {where} {str(error)[:20]}", str(error)[:300])
     return Outcome("raise", f"raise {name} {where}", f"{name}: {error}"[:300])
 
 
 def limit(seconds: float) -> None:
-    """Let the kernel end this process `seconds` of CPU time from now, or after the longer time on the wall."""
-    signal.setitimer(signal.ITIMER_PROF, seconds and CPU_SECONDS)
-    signal.setitimer(signal.ITIMER_REAL, seconds and WALL_SECONDS)
+    """Let the kernel end this process after `seconds` of CPU time; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def wait(child: int, num_cases: Callable[[], int] = lambda: 0) -> int:
+    """Return the exit status of a child; end it where it sleeps in one case for BLOCKED_SECONDS."""
+    handle, step, asleep, before = os.pidfd_open(child), 0.25, 0.0, ("", 0)
+    try:
+        while not select.select([handle], [], [], step)[0]:
+            fields = Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()
+            now = f"{fields[0]} {fields[11]} {fields[12]}", num_cases()  # state, CPU time of the user and the system
+            asleep = asleep + step if now == before and fields[0] == "S" else 0.0
+            before = now
+            if asleep >= BLOCKED_SECONDS:
+                os.kill(child, signal.SIGALRM)
+        return os.waitpid(child, 0)[1]
+    finally:
+        os.close(handle)
 
 
 def prepare_child(log: Path) -> None:
@@ -174,7 +192,7 @@ def crash_of(status: int, log: Path) -> Outcome:
     if number == signal.SIGPROF:
         return Outcome("slow", f"slow {where}", f"more than {CPU_SECONDS:g} s of CPU time in {where}")
     if number == signal.SIGALRM:
-        return Outcome("hang", f"hang {where}", f"more than {WALL_SECONDS:g} s in {where}")
+        return Outcome("hang", f"hang {where}", f"blocked in {where}")
     summary = re.search(r"SUMMARY: (.*)|runtime error: (.*)", text)
     name = signal.Signals(number).name if number else f"exit status {os.waitstatus_to_exitcode(status)}"
     what = next(filter(None, summary.groups()), "") if summary else where
@@ -203,7 +221,7 @@ def isolate(target: Target, data: bytes) -> Outcome:
             limit(CPU_SECONDS)
             answer.write_bytes(pickle.dumps(judge(target, data, folder, listen())))
             os._exit(0)
-        status = os.waitpid(child, 0)[1]
+        status = wait(child)
         return pickle.loads(answer.read_bytes()) if status == 0 else crash_of(status, log)
 
 
@@ -252,6 +270,7 @@ class Fuzzer:
     def __init__(self, name: str, target: Target, seed: int, folder: Path) -> None:
         self.name, self.target, self.folder, self.seed = name, target, folder, seed
         self.todo = target.seeds()
+        random.Random(seed).shuffle(self.todo)
         self.corpus: list[bytes] = []
         self.coverage = Coverage()
         self.findings: dict[str, tuple[Outcome, bytes]] = {}
@@ -277,7 +296,7 @@ class Fuzzer:
             except BaseException:  # the parent's code must not run here
                 traceback.print_exc()
                 os._exit(9)
-        status = os.waitpid(child, 0)[1]
+        status = wait(child, lambda: self.cases)
         with open(events, "rb") as f, contextlib.suppress(EOFError, pickle.UnpicklingError):
             while True:
                 self.learn(*pickle.load(f))
@@ -313,11 +332,13 @@ class Fuzzer:
                 limit(0)
                 empty(folder)
                 self.coverage.new.clear()
-                limit(CPU_SECONDS)
+                limit(2 * CPU_SECONDS)  # tracing takes time too: `minimise` measures without
                 sys.settrace(self.coverage.trace)
                 outcome = judge(self.target, data, folder, messages)
                 limit(0)
                 new = self.coverage.new | ({outcome.signature} - self.coverage.seen)
+                if not self.coverage.new and len(self.corpus) > MAX_CORPUS and not outcome.is_finding:
+                    continue
                 known = outcome.is_finding and outcome.signature in self.findings
                 if (new or data in self.todo) and not known:
                     out.write(pickle.dumps((data, outcome, new)))
@@ -328,7 +349,8 @@ class Fuzzer:
     def mutate(self, rng: random.Random) -> bytes:
         """Return a new input."""
         corpus = self.corpus or self.target.seeds()
-        data = rng.choice(corpus[-20:] if rng.random() < 0.4 else corpus)
+        some = rng.choices(corpus[-20:] if rng.random() < 0.4 else corpus, k=3)
+        data = min(some, key=len) if rng.random() < 0.9 else some[0]  # the small ones are quick
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             data = self.target.mutate(rng, data, corpus)[:MAX_BYTES]
         return data
@@ -368,6 +390,8 @@ def fuzz(name: str, seconds: float, seed: int, out: Path) -> dict[str, Any]:
             interrupted, found = True, [(o, d, d, True) for o, d in fuzzer.findings.values()]
     files = []
     for outcome, _, data, again in found:
+        if outcome.kind == "slow" and again is False:
+            continue
         path = out / f"{name}__{outcome.kind}-{hashlib.sha256(outcome.signature.encode()).hexdigest()[:8]}.bin"
         path.write_bytes(data)
         files.append(outcome._asdict() | {"file": str(path), "bytes": len(data), "again": again})
