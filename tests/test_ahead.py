@@ -129,7 +129,7 @@ def test_a_request_that_the_sampler_refuses_is_read_at_once_and_then_it_runs_ahe
 def test_a_step_is_launched_before_the_last_one_is_read() -> None:
     gpt = make_model()
     core = make_core(gpt)
-    request = core.add(None, prompt(5), replace(GREEDY, max_tokens=3), seed=0, eos_token_id=None)
+    request = core.add(None, prompt(5), replace(GREEDY, max_tokens=3), seed=0, end_token_ids=())
     assert core.step() == []  # the prompt is on its way
     (first,) = core.step()
     assert (first.num_tokens, first.finish_reason) == (1, None)
@@ -145,12 +145,12 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
 def test_an_aborted_request_leaves_its_neighbours_alone() -> None:
     gpt = make_model()
     core = make_core(gpt)
-    a = core.add(None, prompt(5), replace(GREEDY, max_tokens=20), seed=0, eos_token_id=None)
-    b = core.add(None, prompt(9), replace(GREEDY, max_tokens=12), seed=0, eos_token_id=None)
+    a = core.add(None, prompt(5), replace(GREEDY, max_tokens=20), seed=0, end_token_ids=())
+    b = core.add(None, prompt(9), replace(GREEDY, max_tokens=12), seed=0, end_token_ids=())
     for _ in range(4):
         core.step()
     core.abort(a)
-    c = core.add(None, prompt(3), replace(GREEDY, max_tokens=9), seed=0, eos_token_id=None)  # takes its slot and seat
+    c = core.add(None, prompt(3), replace(GREEDY, max_tokens=9), seed=0, end_token_ids=())  # takes its slot and seat
     while core.unfinished:
         core.step()
     made = core.output(a).outputs[0]
@@ -163,7 +163,7 @@ def test_logits_that_are_not_finite_end_the_requests_and_the_next_one_runs() -> 
     gpt = make_model(replace(TINY, tie_word_embeddings=False))
     gpt.transformer["wte"].weight[5] = float("nan")
     core = make_core(gpt)
-    request = core.add(None, [5], GREEDY, seed=0, eos_token_id=None)
+    request = core.add(None, [5], GREEDY, seed=0, end_token_ids=())
     core.step()
     with pytest.raises(NanoinferError, match="largest logit is not finite"):
         core.step()

@@ -17,7 +17,7 @@ from nanoinfer.bench.contestants.limits import longest, require_module
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import ModelConfig
 
-SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64, eos_token_id=7)
+SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64, eos_token_ids=(7,))
 ONE = Work([[3, 1, 4, 1, 5]], [12])
 EQUAL = Work([[3, 1, 4, 1], [2, 7, 1, 8]], [6, 6])
 RAGGED = Work([[5, 7, 9], [1, 2, 3, 4, 5, 6, 7, 0, 0], [50, 60]], [4, 11, 7])

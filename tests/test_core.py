@@ -113,7 +113,7 @@ def make_core(
 
 def add(core: Core, prompt: str, params: SamplingParams = GREEDY, eos: str = "") -> Request:
     ids = [CHARS.index(c) for c in prompt]
-    return core.add(prompt, ids, params, params.seed or 0, CHARS.index(eos) if eos else None)
+    return core.add(prompt, ids, params, params.seed or 0, (CHARS.index(eos),) if eos else ())
 
 
 def run(core: Core, *requests: Request) -> list[RequestOutput]:
@@ -189,7 +189,7 @@ def test_a_window_that_slides_is_fed_again() -> None:
 def test_without_a_tokenizer_there_are_token_ids_only() -> None:
     _, engine, clock = make_core()
     core = Core(engine, Scheduler(SchedulerConfig(4, 32)), sample, None, V, clock)
-    request = core.add(None, [0], SamplingParams(temperature=0.0, max_tokens=2, logprobs=0), 0, None)
+    request = core.add(None, [0], SamplingParams(temperature=0.0, max_tokens=2, logprobs=0), 0, ())
     (output,) = run(core, request)
     (o,) = output.outputs
     assert (output.prompt, o.text, o.token_ids, o.finish_reason) == (None, "", [1, 2], "length")

@@ -138,7 +138,7 @@ def test_a_drafter_sees_the_state_of_the_newest_token(name: str) -> None:
     }
     watcher = Watcher(gpt, texts, lambda i: (3, 0, 2, 1)[i % 4])
     core = make_core(make_engine(name, gpt), watcher, 3, max_num_batched_tokens=8)
-    requests = [core.add(None, p, q, 0, None) for p, q in zip(prompts, params, strict=True)]
+    requests = [core.add(None, p, q, 0, ()) for p, q in zip(prompts, params, strict=True)]
     while core.unfinished:
         core.step()
         for r in requests:
@@ -175,7 +175,7 @@ def test_the_same_seed_gives_the_same_text(name: str, k: int | None, params: Sam
     engine, drafter = make_engine(name, gpt), make_drafter(gpt)
     prompts = [prompt(n, i) for i, n in enumerate((5, 1, 12, 20))]
     core = make_core(engine, drafter, k)
-    assert generate(core, prompts, [params] * 4, eos=11) == plain(engine, prompts, [params] * 4, eos=11)
+    assert generate(core, prompts, [params] * 4, eos=(11,)) == plain(engine, prompts, [params] * 4, eos=(11,))
     assert not drafter._hidden
 
 
@@ -233,7 +233,7 @@ def test_a_widened_target_is_proposed_the_same(tied: bool) -> None:
     tallies = []
     for target in (gpt, widen(gpt, n_embd=3 * TINY.n_embd, n_layer=3)):
         core = make_core(make_engine("static", target), make_drafter(target), 4)
-        requests = [core.add(None, prompt(6, i), replace(GREEDY, max_tokens=20), 0, None) for i in range(3)]
+        requests = [core.add(None, prompt(6, i), replace(GREEDY, max_tokens=20), 0, ()) for i in range(3)]
         said: list[list[int]] = []
         propose = core.speculator.drafter.propose  # type: ignore[union-attr]
 

@@ -87,7 +87,7 @@ def make_core(engine: Engine, **limits: int) -> Core:
 
 
 def generate(core: Core, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:
-    requests = [core.add(None, p, q, seed=7, eos_token_id=None) for p, q in zip(prompts, params, strict=True)]
+    requests = [core.add(None, p, q, seed=7, end_token_ids=()) for p, q in zip(prompts, params, strict=True)]
     while core.unfinished:
         core.step()
         core.scheduler.check_integrity()

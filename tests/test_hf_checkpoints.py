@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, GPT2Model
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from conftest import TINY, edit_config, make_folder, make_model, refuses
+from conftest import CHARS, TINY, edit_config, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import ModelConfig
 from nanoinfer.models.checkpoints.huggingface import load_folder, open_folder, save
 from nanoinfer.models.gpt import GPT
+from nanoinfer.models.tokenizers import char_to_json, from_json
+from nanoinfer.training.data import train_bpe
 
 CONFIGS = {
     "biases": TINY,
@@ -225,16 +228,106 @@ def test_a_config_without_model_type_is_refused(tiny_folder: Path) -> None:
     refuses(lambda: load_folder(tiny_folder), "model_type")
 
 
-@pytest.mark.parametrize("value,expected", [(3, 3), ([4, 5], 4), ([], None), (None, None), (50256, None)])
-def test_special_tokens(tiny_folder: Path, value: object, expected: int | None) -> None:
+END_TOKENS: list[tuple[object, tuple[int, ...]]] = [
+    (3, (3,)),
+    ([5, 4, 5], (5, 4)),
+    ([], ()),
+    (None, ()),
+    (50256, ()),  # GPT2Config's default, outside this vocabulary
+    ([50256, 7], (7,)),
+]
+
+
+@pytest.mark.parametrize("value,expected", END_TOKENS)
+def test_all_end_tokens_are_kept(tiny_folder: Path, value: object, expected: tuple[int, ...]) -> None:
     edit_config(tiny_folder, eos_token_id=value)
-    assert load_folder(tiny_folder)[1].eos_token_id == expected
+    assert load_folder(tiny_folder)[1].eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    "content,expected",
+    [({"eos_token_id": [8, 9]}, (8, 9)), ({"eos_token_id": 8}, (8,)), ({"eos_token_id": None}, (3,)), ({}, (3,))],
+)
+def test_generation_config_says_which_tokens_end(tiny_folder: Path, content: object, expected: object) -> None:
+    edit_config(tiny_folder, eos_token_id=3)
+    (tiny_folder / "generation_config.json").write_text(json.dumps(content))
+    assert load_folder(tiny_folder)[1].eos_token_ids == expected
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eos_token_id": "a"}', '{"eos_token_id": [-1]}', "[" * 10**6])
+def test_a_broken_generation_config_is_named(tiny_folder: Path, content: str) -> None:
+    (tiny_folder / "generation_config.json").write_text(content)
+    refuses(lambda: load_folder(tiny_folder), "generation_config.json")
+
+
+@pytest.mark.parametrize("ids", [(), (3,), (3, 5)])
+def test_end_tokens_are_saved_and_read_back(tmp_path: Path, ids: tuple[int, ...]) -> None:
+    save(make_model(replace(TINY, eos_token_ids=ids)), tmp_path)
+    assert load_folder(tmp_path)[1].eos_token_ids == ids
+    theirs = GPT2Config.from_pretrained(tmp_path).eos_token_id
+    assert theirs == {0: None, 1: 3, 2: [3, 5]}[len(ids)]
+
+
+def test_each_end_token_ends_a_sequence(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=20, temperature=0)
+    free = LLM(str(make_folder(tmp_path / "free"))).generate([[5, 9, 2]], params)[0].outputs[0].token_ids
+    for ids in ((free[3], 58), (58, free[3])):
+        config = replace(TINY, eos_token_ids=ids)
+        out = LLM(str(make_folder(tmp_path / "two", config))).generate([[5, 9, 2]], params)[0].outputs[0]
+        assert out.finish_reason == "stop"
+        assert out.token_ids == free[: free.index(free[3]) + 1]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"3", b'"gpt2"', b"null", b"{", b"\xff\xfe\x00", b"[" * 100_000])
 def test_a_config_that_is_no_json_object_is_refused(tiny_folder: Path, content: bytes) -> None:
     (tiny_folder / "config.json").write_bytes(content)
     refuses(lambda: load_folder(tiny_folder), "config.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_config_larger_than_its_limit_is_not_parsed(tiny_folder: Path, name: str) -> None:
+    path = tiny_folder / name
+    path.write_text("{}")
+    os.truncate(path, 93 << 20)
+    refuses(
+        lambda: load_folder(tiny_folder), name, f"{93 << 20} bytes", f"limit for a {'gen' if 'gen' in name else ''}"
+    )
+
+
+def test_a_config_that_is_a_pipe_is_refused_at_once(tiny_folder: Path) -> None:
+    (tiny_folder / "config.json").unlink()
+    os.mkfifo(tiny_folder / "config.json")
+    refuses(lambda: load_folder(tiny_folder), "config.json is a pipe")
+
+
+@pytest.mark.parametrize(
+    "content,words",
+    [
+        ('{"model_type": "gpt2", "n_layer": 1, "n_layer": 2}', "'n_layer' stands twice"),
+        ('{"model_type": "gpt2", "n_layer": ' + "1" * 5000 + "}", "5000 characters"),
+        ('{"model_type": "gpt2", "n_layer": ' + "1" * 900 + "}", "n_layer=111"),
+        ('{"model_type": "gpt2", "layer_norm_epsilon": NaN}', "layer_norm_epsilon=nan"),
+        ('{"model_type": "gpt2", "eos_token_id": Infinity}', "eos_token_id=inf"),
+        ('{"model_type": "gpt2", "n_layer": ' + "[" * 900 + "]" * 900 + "}", "n_layer="),
+        ('{"model_type": "gpt2", "pruned_heads": ' + '{"a":' * 900 + "1" + "}" * 900 + "}", "pruned_heads="),
+        ('{"model_type": "\\u001b[31m\\n"}', r"model_type='\x1b[31m\n'"),
+    ],
+    ids=lambda v: v[-20:],
+)
+def test_a_hostile_config_is_one_line(tiny_folder: Path, content: str, words: str) -> None:
+    (tiny_folder / "config.json").write_text(content)
+    refuses(lambda: load_folder(tiny_folder), "config.json", words)
+
+
+def test_unknown_fields_are_logged_without_control_characters(
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit_config(tiny_folder, **{"a\x1b[31m\nb": 1, "c" * 1000: 2})
+    load_folder(tiny_folder)
+    (message,) = caplog.messages
+    assert message.isprintable()
+    assert r"a\x1b[31m\nb" in message
+    assert len(message) < 700
 
 
 @pytest.mark.parametrize(
@@ -273,12 +366,30 @@ def test_truncated_weights(tiny_folder: Path, keep: float) -> None:
     refuses(lambda: load_folder(tiny_folder), "model.safetensors")
 
 
-def test_a_file_that_is_replaced_while_it_is_read(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mapped anew from tensor to tensor, it would be half of one model and half of another."""
-    monkeypatch.setattr("nanoinfer.models.checkpoints.huggingface.MAP_BYTES", 0)
+def test_a_file_that_is_replaced_while_it_is_read(tiny_folder: Path) -> None:
+    """Opened anew from tensor to tensor, it would be half of one model and half of another."""
     weights = iter(open_folder(tiny_folder))
     assert torch.equal(next(weights)[1], make_model().transformer["wte"].weight)
     save(make_model(seed=1), tiny_folder)
+    wanted = dict(make_model().named_parameters())
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in weights)
+
+
+@pytest.mark.parametrize("size", [0, 100, 2000])
+def test_a_file_cut_short_while_it_is_read(tiny_folder: Path, size: int) -> None:
+    """Mapped, it would end the process with SIGBUS."""
+    weights = iter(open_folder(tiny_folder))
+    next(weights)
+    os.truncate(tiny_folder / "model.safetensors", size)
+    refuses(lambda: list(weights), "model.safetensors", "was changed while it was read")
+
+
+def test_a_file_written_over_while_it_is_read(tiny_folder: Path) -> None:
+    weights = iter(open_folder(tiny_folder))
+    next(weights)
+    path = tiny_folder / "model.safetensors"
+    with path.open("r+b") as f:
+        f.write(bytes(path.stat().st_size))
     refuses(lambda: list(weights), "model.safetensors", "was changed while it was read")
 
 
@@ -422,9 +533,32 @@ def test_an_index_nested_beyond_reason(tiny_folder: Path) -> None:
     refuses(lambda: load_folder(tiny_folder), "index.json")
 
 
-def test_a_folder_with_only_a_pickle_says_what_to_do(tiny_folder: Path) -> None:
-    (tiny_folder / "model.safetensors").rename(tiny_folder / "pytorch_model.bin")
+def to_pickle(folder: Path, state: object, **options: Any) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin", **options)
+
+
+def test_a_folder_with_only_a_pickle_loads(tmp_path: Path) -> None:
+    theirs = random_gpt2()
+    theirs.save_pretrained(tmp_path)
+    to_pickle(tmp_path, theirs.state_dict())  # as transformers did before safetensors
+    same_logits(load_folder(tmp_path)[0], theirs, IDS)
+
+
+def test_safetensors_come_before_a_pickle(tiny_folder: Path) -> None:
+    (tiny_folder / "pytorch_model.bin").write_bytes(b"broken")
+    assert torch.equal(load_folder(tiny_folder)[0](IDS), make_model()(IDS))
+
+
+def test_a_pickle_of_old_says_what_to_do(tiny_folder: Path) -> None:
+    to_pickle(tiny_folder, make_model().state_dict(), _use_new_zipfile_serialization=False)
     refuses(lambda: load_folder(tiny_folder), "pytorch_model.bin", "convert")
+
+
+@pytest.mark.parametrize("state", [[1], {"model": {}}, {"wte.weight": [1]}, torch.zeros(3)], ids=lambda v: repr(v)[:12])
+def test_a_pickle_of_something_else(tiny_folder: Path, state: object) -> None:
+    to_pickle(tiny_folder, state)
+    refuses(lambda: load_folder(tiny_folder), "pytorch_model.bin", "not a dict of names to dense tensors")
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
@@ -445,6 +579,18 @@ def test_saving_where_no_folder_can_be(tmp_path: Path, place: str) -> None:
     refuses(lambda: save(make_model(), tmp_path / place), "cannot be written")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["characters", "byte-level"])
+def test_transformers_reads_our_tokenizers(tmp_path: Path, kind: str) -> None:
+    texts = ["To be, or not: that is the question?", "  Two  spaces\n\nand lines", "Ends "]
+    tokens = char_to_json(CHARS) if kind == "characters" else train_bpe(texts * 3, 300)
+    ours = from_json(tokens, "ours")
+    save(make_model(replace(TINY, vocab_size=ours.vocab_size)), tmp_path, tokens)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in texts:
+        assert theirs(text)["input_ids"] == ours.encode(text)
+        assert theirs.decode(ours.encode(text), clean_up_tokenization_spaces=False) == text
 
 
 def test_a_failed_save_leaves_no_half_file(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_end_of_text_ends_it_unless_ignored(tmp_path: Path) -> None:
 
     plain = LLM(str(make_folder(tmp_path / "plain")))
     ids = plain.generate("Go", SamplingParams(max_tokens=20, seed=1))[0].outputs[0].token_ids
-    llm = LLM(str(make_folder(tmp_path / "eos", replace(TINY, eos_token_id=ids[5]))))
+    llm = LLM(str(make_folder(tmp_path / "eos", replace(TINY, eos_token_ids=(ids[5],)))))
     first = ids.index(ids[5])
     params = SamplingParams(max_tokens=20, seed=1)
     assert llm.generate("Go", params)[0].outputs[0].token_ids == ids[: first + 1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from conftest import CHARS, TINY, make_folder, make_model, refuses
 from nanoinfer.config import PRESETS
@@ -67,7 +69,7 @@ def cached(cache: Path, repo_id: str, seed: int) -> Path:
 def test_presets_are_gpt2(preset: str, parameters: int, n_layer: int, n_head: int, n_embd: int) -> None:
     config = PRESETS[preset]
     assert (config.n_layer, config.n_head, config.n_embd) == (n_layer, n_head, n_embd)
-    assert (config.vocab_size, config.block_size, config.eos_token_id) == (50257, 1024, 50256)
+    assert (config.vocab_size, config.block_size, config.eos_token_ids) == (50257, 1024, (50256,))
     assert (config.activation, config.bias, config.tie_word_embeddings) == ("gelu_new", True, True)
     with torch.device("meta"):
         assert GPT(config).num_parameters() == parameters
@@ -145,6 +147,46 @@ def test_a_path_that_is_not_there(name: str) -> None:
     refuses(lambda: load_model(name), repr(name), "no such file or folder")
 
 
+@pytest.mark.parametrize("name", ["out/play", "out/", "./out/play"])
+def test_a_name_in_a_folder_that_is_there_is_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    refuses(lambda: load_model(name), "config.json" if name == "out/" else "no such file or folder")
+
+
+@pytest.mark.parametrize("name", ["some.gguf", "out/some.Q4_K.GGUF", "./some.gguf"])
+@pytest.mark.parametrize("there", [True, False])
+def test_gguf_says_what_is_read_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, there: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if there:
+        (tmp_path / "out").mkdir()
+        (tmp_path / name).write_bytes(b"GGUF")
+    refuses(lambda: load_model(name), name, "not supported yet", "model.safetensors", "ckpt.pt")
+
+
+def test_model_safetensors_opens_its_folder(tiny_folder: Path) -> None:
+    loaded = load_model(str(tiny_folder / "model.safetensors"))
+    assert is_seed(loaded.gpt, 0)
+    assert isinstance(loaded.tokenizer, CharTokenizer)
+
+
+def test_a_file_of_weights_alone_asks_for_its_folder(tiny_folder: Path) -> None:
+    (tiny_folder / "other.safetensors").write_bytes((tiny_folder / "model.safetensors").read_bytes())
+    refuses(lambda: load_model(str(tiny_folder / "other.safetensors")), "other.safetensors", "give a folder")
+    (tiny_folder / "config.json").unlink()
+    refuses(lambda: load_model(str(tiny_folder / "model.safetensors")), "model.safetensors", "give a folder")
+
+
+def test_a_pipe_is_no_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ckpt.pt")
+    refuses(lambda: load_model(str(tmp_path / "ckpt.pt")), "pipe")
+
+
 @pytest.mark.parametrize("name", ["two words", "-x", "a\nb", "a\0b", "a/..", "päth?", "name:tag"])
 def test_a_name_that_can_be_nothing_says_what_can_be(builtin: Path, name: str) -> None:
     refuses(lambda: load_model(name), repr(name), "other, shakespeare", "random:<preset>")
@@ -172,6 +214,21 @@ def test_offline_and_not_in_the_cache_says_what_to_do(name: str) -> None:
 @pytest.mark.parametrize("name", ["a--b", "a..b", "someone/model.git", "x" * 97], ids=lambda n: n[:20])
 def test_a_name_that_the_hub_refuses(name: str) -> None:
     refuses(lambda: load_model(name), name, "check the name")
+
+
+def test_an_error_of_the_hub_ends_with_a_whole_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("a\x1b[1m " + "wordofmany " * 100)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    refuses(lambda: load_model("gpt2"), " wordofmany...)", r"a\x1b[1m wordofmany")
+
+
+def test_a_repository_with_a_pickle_only_is_fetched(hub_cache: Path) -> None:
+    folder = cached(hub_cache, "someone/old", seed=6)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    assert is_seed(load_model("someone/old").gpt, 6)
 
 
 def test_a_repository_in_the_cache_loads_offline(hub_cache: Path) -> None:

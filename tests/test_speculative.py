@@ -74,9 +74,9 @@ def make_core(engine: Engine, drafter: Drafter, k: int | None, **limits: int) ->
 
 
 def generate(
-    core: Core, prompts: list[list[int]], params: list[SamplingParams], eos: int | None = None
+    core: Core, prompts: list[list[int]], params: list[SamplingParams], eos: tuple[int, ...] = ()
 ) -> list[object]:
-    requests = [core.add(None, p, q, seed=7, eos_token_id=eos) for p, q in zip(prompts, params, strict=True)]
+    requests = [core.add(None, p, q, seed=7, end_token_ids=eos) for p, q in zip(prompts, params, strict=True)]
     while core.unfinished:
         core.step()
         core.scheduler.check_integrity()
@@ -87,7 +87,7 @@ def generate(
 
 
 def plain(
-    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], eos: int | None = None
+    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], eos: tuple[int, ...] = ()
 ) -> list[object]:
     c = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, engine.limits.max_num_cached_tokens)
     return generate(Core(engine, Scheduler(c), sample, CharTokenizer(CHARS), V), prompts, params, eos)
@@ -162,7 +162,7 @@ def test_the_same_seed_gives_the_same_text_with_speculation_on_or_off(
     engine = make_engine("native" if ENGINES["native"].unavailable() is None else "static", make_model())
     prompts = [prompt(n, i) for i, n in enumerate((5, 1, 12, 20))]
     core = make_core(engine, make_drafter(kind, "static"), k)
-    assert generate(core, prompts, [params] * 4, eos=11) == plain(engine, prompts, [params] * 4, eos=11)
+    assert generate(core, prompts, [params] * 4, eos=(11,)) == plain(engine, prompts, [params] * 4, eos=(11,))
 
 
 @pytest.mark.parametrize("num_right", range(6))
@@ -173,13 +173,13 @@ def test_every_place_of_rejection_and_every_end_inside_a_burst(num_right: int, e
     first = prompt(6, 2)
     whole = naive_greedy(make_model(), first, 26)
     for end in range(1, 14):
-        params, eos, start = replace(GREEDY, max_tokens=26), None, first
+        params, eos, start = replace(GREEDY, max_tokens=26), tuple[int, ...](), first
         if ends == "max_tokens":
             params = replace(params, max_tokens=end)
         elif ends == "stop":
             params = replace(params, stop=(CHARS[whole[end]],))
         elif ends == "eos":
-            eos = whole[end]
+            eos = (whole[end],)
         else:
             start = [*first, *whole[:end]]
         text = whole[end:] if ends == "context" else whole
@@ -193,7 +193,7 @@ def test_what_is_counted() -> None:
     start = prompt(4)
     text = naive_greedy(make_model(), start, 13)
     core = make_core(engine, Scripted({tuple(start): text}, lambda i: (3, 0, 2)[i % 3]), 3)
-    request = core.add(None, start, replace(GREEDY, max_tokens=13), 0, None)
+    request = core.add(None, start, replace(GREEDY, max_tokens=13), 0, ())
     pieces = [d.num_tokens for _ in range(6) for d in core.step()]
     # the prompt gives 1; then 0 right, 2, 3, 0, 2 of 3 and, with 1 token to come, of none
     assert pieces == [1, 1, 3, 4, 1, 3]
@@ -206,8 +206,8 @@ def test_nothing_is_left_behind_when_a_request_is_cancelled_between_two_bursts()
     gpt = make_model()
     engine, drafter = make_engine("static", gpt), make_drafter("itself", "static")
     core = make_core(engine, drafter, 4)
-    first, other = core.add(None, prompt(5), replace(GREEDY, max_tokens=20), 0, None), prompt(9, 1)
-    second = core.add(None, other, replace(GREEDY, max_tokens=15), 0, None)
+    first, other = core.add(None, prompt(5), replace(GREEDY, max_tokens=20), 0, ()), prompt(9, 1)
+    second = core.add(None, other, replace(GREEDY, max_tokens=15), 0, ())
     for _ in range(3):
         core.step()
     core.abort(first)
@@ -231,7 +231,7 @@ def test_a_drafter_that_fails_ends_what_runs_and_nothing_else() -> None:
     gpt = make_model()
     engine = make_engine("static", gpt)
     core = make_core(engine, Broken({}, lambda i: 0), 2)
-    request = core.add(None, prompt(3), GREEDY, 0, None)
+    request = core.add(None, prompt(3), GREEDY, 0, ())
     core.step()
     with pytest.raises(RuntimeError, match="the drafter broke"):
         core.step()

@@ -154,7 +154,7 @@ def draw_texts(
     scheduler = Scheduler(SchedulerConfig(num_texts, 64, max_num_batched_tokens=1 << 20))
     core = Core(engine, scheduler, sample, None, V, speculator=speculator)
     seeds = range(first_seed, first_seed + num_texts // params.n)
-    requests: list[Request] = [core.add(None, [*prompt], params, seed, None) for seed in seeds]
+    requests: list[Request] = [core.add(None, [*prompt], params, seed, ()) for seed in seeds]
     while core.unfinished:
         core.step()
     texts = [s.token_ids[len(prompt) :] for r in requests for s in r.sequences]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
@@ -385,6 +387,94 @@ def test_tables_that_are_too_large_are_not_read(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
     (tmp_path / name).write_text(" " * 101)
     refuses(lambda: from_folder(tmp_path), "101", "100", name)
+
+
+# Limits ----------------------------------------------------------------------------------------------
+
+
+def with_parts(tokenizer: Tokenizer, **parts: object) -> str:
+    return json.dumps(json.loads(to_json(tokenizer)) | parts)
+
+
+TRUNCATION = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
+PADDING = {
+    "strategy": {"Fixed": 400}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 3, "pad_type_id": 0,
+    "pad_token": "x",
+}  # fmt: skip
+
+
+def test_truncation_and_padding_are_off() -> None:
+    text = "the " * 320
+    ids = bpe().encode(text)
+    assert len(ids) >= 320
+    for parts in ({"truncation": TRUNCATION}, {"padding": PADDING}, {"truncation": TRUNCATION, "padding": PADDING}):
+        assert from_json(with_parts(bpe(), **parts), "cut").encode(text) == ids
+        assert from_json(with_parts(bpe(), **parts), "cut").encode("a") == bpe().encode("a")
+
+
+def test_a_padding_that_would_end_the_process_is_left_out() -> None:
+    huge = PADDING | {"strategy": {"Fixed": 2**33}}
+    assert from_json(with_parts(bpe(), padding=huge), "padded").encode("a") == bpe().encode("a")
+
+
+def replace_by(content: str, **pattern: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": pattern or {"String": "a"}, "content": content}
+
+
+def chain(kind: str, step: dict[str, object], times: int) -> dict[str, object]:
+    return {"type": "Sequence", kind: [step] * times}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+GROWING: dict[str, dict[str, object]] = {
+    "replace": {"normalizer": chain("normalizers", replace_by("aa"), 40)},
+    "nested": {"normalizer": chain("normalizers", chain("normalizers", replace_by("aa"), 20), 2)},
+    "one long": {"normalizer": chain("normalizers", replace_by("a" * 100), 2)},
+    "empty pattern": {"normalizer": chain("normalizers", replace_by("a", Regex=""), 40)},
+    "bytes": {"pre_tokenizer": chain("pretokenizers", BYTES, 40)},
+    "normalizer and pre-tokenizer": {
+        "normalizer": chain("normalizers", replace_by("aa"), 6),
+        "pre_tokenizer": chain("pretokenizers", BYTES, 6),
+    },
+    "prepend": {"normalizer": {"type": "Prepend", "prepend": "a" * 2000}},
+    "decoder": {"decoder": chain("decoders", replace_by("aa"), 40)},
+    "steps": {"normalizer": chain("normalizers", {"type": "Lowercase"}, 200)},
+    "precompiled": {
+        "normalizer": {
+            "type": "Precompiled",
+            "precompiled_charsmap": base64.b64encode(bytes(4) + b"a\0" + b"b" * 2000).decode(),
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("parts", GROWING.values(), ids=GROWING)
+def test_a_chain_that_explodes_is_refused(parts: dict[str, object]) -> None:
+    refuses(
+        lambda: from_json(with_parts(bpe(), **parts), "some/tokenizer.json"),
+        "some/tokenizer.json",
+        "steps" if "Lower" in str(parts) else "1024 times",
+    )
+
+
+def test_steps_that_lengthen_a_text_a_little_load() -> None:
+    normalizer = {"type": "Sequence", "normalizers": [replace_by("aa")] * 3}
+    tokenizer = from_json(with_parts(bpe(), normalizer=normalizer), "eight")
+    assert decode(tokenizer, tokenizer.encode("a")) == "a" * 8
+    normal = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "Lowercase"}] * 20}
+    assert from_json(with_parts(bpe(), normalizer=normal), "normal").encode("A") == bpe().encode("a")
+
+
+def test_a_pattern_that_backtracks_without_end_is_an_error() -> None:
+    """The library's own limit: half a second, then the text is refused."""
+    step = {"type": "Split", "pattern": {"Regex": "(a+)+b"}, "behavior": "Isolated", "invert": False}
+    tokenizer = from_json(with_parts(bpe(), pre_tokenizer=step), "slow")
+    refuses(lambda: tokenizer.encode("a" * 100), "cannot be encoded")
+
+
+def test_a_tokenizer_file_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    refuses(lambda: from_file(tmp_path / "tokenizer.json"), "pipe")
 
 
 # Parity with tiktoken --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ def show(value: Any) -> str:
     """Return a value for an error message: its repr on one line, cut where it is very long."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # Python refuses to print integers of more than 4,300 digits
+    except (ValueError, RecursionError):  # integers of more than 4,300 digits; containers nested 1,000 deep
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= 200 else f"{text[:200]}..."
 

@@ -48,8 +48,8 @@ class ModelConfig:
     """Whether the output head is the token embedding."""
     bos_token_id: int | None = None
     """Token that an empty prompt starts from; None: an empty prompt is an error."""
-    eos_token_id: int | None = None
-    """Token that ends a text; None: texts end by length or stop string only."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Tokens that end a sequence; the first separates texts in training. None: only length or a stop string ends it."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -62,9 +62,12 @@ class ModelConfig:
         require_bool("tie_word_embeddings", self.tie_word_embeddings)
         require_choice("activation", self.activation, ACTIVATIONS)
         require_float("layer_norm_epsilon", self.layer_norm_epsilon, 0.0, 1.0)
-        for name in ("bos_token_id", "eos_token_id"):
-            if getattr(self, name) is not None:
-                require_int(name, getattr(self, name), 0, self.vocab_size - 1)
+        if self.bos_token_id is not None:
+            require_int("bos_token_id", self.bos_token_id, 0, self.vocab_size - 1)
+        if not isinstance(self.eos_token_ids, tuple):
+            raise NanoinferError(f"eos_token_ids={show(self.eos_token_ids)} is not a tuple of token ids")
+        for token_id in self.eos_token_ids:
+            require_int("eos_token_ids", token_id, 0, self.vocab_size - 1)
 
     @property
     def head_dim(self) -> int:
@@ -82,7 +85,7 @@ class ModelConfig:
 
 
 def _gpt2(n_layer: int, n_head: int, n_embd: int) -> ModelConfig:
-    return ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, bos_token_id=50256, eos_token_id=50256)
+    return ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, bos_token_id=50256, eos_token_ids=(50256,))
 
 
 PRESETS: dict[str, ModelConfig] = {

@@ -83,7 +83,7 @@ class Core:
         token_ids: list[int],
         params: SamplingParams,
         seed: int,
-        eos_token_id: int | None,
+        end_token_ids: tuple[int, ...],
     ) -> Request:
         """Queue a request, checked by the caller, and return it.
 
@@ -91,8 +91,8 @@ class Core:
             NanoinferError: it can never run here (see `Scheduler.add`).
         """
         end = {*params.stop_token_ids}
-        if eos_token_id is not None and not params.ignore_eos:
-            end.add(eos_token_id)
+        if not params.ignore_eos:
+            end.update(end_token_ids)
         request = Request(self._next_id, prompt, token_ids, params, seed, tuple(sorted(end)))
         request.arrival_sec = self._clock()
         for i in range(params.n):

@@ -254,7 +254,7 @@ class LLM:
         self._check_params(params)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         text = prompt if isinstance(prompt, str) else None
-        request = self.core.add(text, token_ids, params, seed, self._eos_token_id)
+        request = self.core.add(text, token_ids, params, seed, self._end_token_ids)
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: its first %d are dropped (overflow=slide)",
@@ -263,9 +263,8 @@ class LLM:
         return request
 
     @property
-    def _eos_token_id(self) -> int | None:
-        eos = self.config.eos_token_id
-        return eos if eos is not None and eos < self._vocab_size else None
+    def _end_token_ids(self) -> tuple[int, ...]:
+        return tuple(t for t in self.config.eos_token_ids if t < self._vocab_size)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids; an empty one is the model's start token.
@@ -306,7 +305,7 @@ class LLM:
                     raise NanoinferError(
                         f"{name}: token id {show(token_id)} is not below the vocabulary's {self._vocab_size}"
                     )
-        if params.min_tokens and len({*params.stop_token_ids, self._eos_token_id} - {None}) >= self._vocab_size:
+        if params.min_tokens and len({*params.stop_token_ids, *self._end_token_ids}) >= self._vocab_size:
             raise NanoinferError(
                 f"min_tokens={params.min_tokens} excludes every token: all {self._vocab_size} are in stop_token_ids"
             )

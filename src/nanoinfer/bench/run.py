@@ -22,6 +22,7 @@ from nanoinfer.bench.weights import Models
 from nanoinfer.checks import require_float, require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import write_atomically
 from nanoinfer.roofline.devices import Ceiling
 
 if TYPE_CHECKING:
@@ -294,8 +295,6 @@ def _measure(
 
 
 def _write(plan: Plan, results: Results) -> None:
-    from nanoinfer.models.checkpoints.huggingface import write_atomically
-
     target = plan.output or plan.resume
     if target is not None:
         write_atomically(target, files.to_json(results).encode() + b"\n")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,9 @@ from torch import Tensor, nn
 
 from nanoinfer.checks import require_int, show
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import read_json, write_atomically
 from nanoinfer.models.checkpoints.load import BUILTIN
+from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors
 
 if TYPE_CHECKING:
     from nanoinfer.config import ModelConfig
@@ -152,7 +154,7 @@ def frame(config: DraftHeadConfig, weights: Weights, name: str) -> Frame:
     found: dict[str, Tensor] = {}
     for key, tensor in weights:
         if key in ("transformer.wte.weight", "lm_head.weight"):
-            found[key] = tensor[:, :C].clone()  # it may be part of a mapped file
+            found[key] = tensor[:, :C].clone()  # not the whole embedding
             if not torch.equal(tensor, tensor[:, :C].repeat(1, r)):
                 raise NanoinferError(
                     f"the draft head of {config.target!r} has n_embd={C}, the target {name!r} n_embd={theirs.n_embd},"
@@ -191,8 +193,6 @@ def save(head: RecurrentHead, folder: Path, dtype: torch.dtype | None = None) ->
     """
     from safetensors.torch import save as to_bytes
 
-    from nanoinfer.models.checkpoints.huggingface import write_atomically
-
     tensors = {name: p.detach().to("cpu", dtype or p.dtype).contiguous() for name, p in head.state_dict().items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,30 +208,20 @@ def load(folder: Path) -> RecurrentHead:
     Raises:
         NanoinferError: a file is missing or broken, or the weights do not have the sizes that the config says.
     """
-    from safetensors import SafetensorError, safe_open
-
     config = _read_config(folder / CONFIG)
     with torch.device("meta"):
         head = RecurrentHead(config)
     wanted = {name: tuple(p.shape) for name, p in head.state_dict().items()}
     path = folder / WEIGHTS
-    try:
-        with safe_open(str(path), framework="pt") as file:  # the library checks the header against the file's size
-            _check_shapes({key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}, wanted, path)
-            state = {name: _checked(file.get_tensor(name), f"{path}: tensor {name}") for name in wanted}
-    except (SafetensorError, OSError) as e:
-        raise NanoinferError(f"{path} is no valid safetensors file: {' '.join(str(e).split())[:200]}") from None
+    stored = read_safetensors(path)
+    _check_shapes({key: tensor.shape for key, tensor in stored.items()}, wanted, path)
+    state = {name: _checked(stored[name], f"{path}: tensor {name}") for name in wanted}
     head.load_state_dict(state, assign=True)
     return head.requires_grad_(False).eval()
 
 
 def _read_config(path: Path) -> DraftHeadConfig:
-    try:
-        if (size := path.stat().st_size) > MAX_CONFIG_BYTES:
-            raise NanoinferError(f"{path} has {size} bytes, more than the {MAX_CONFIG_BYTES} that a config may have")
-        raw: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise NanoinferError(f"{path} cannot be read as JSON: {' '.join(str(e).split())[:200]}") from None
+    raw = read_json(path, MAX_CONFIG_BYTES, "a draft head's config")
     names = [f.name for f in fields(DraftHeadConfig)]
     if not isinstance(raw, dict) or sorted(raw) != sorted(names):
         found = ", ".join(map(show, raw)) if isinstance(raw, dict) else f"a {type(raw).__name__}"
@@ -252,10 +242,10 @@ def _check_shapes(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[in
             raise NanoinferError(f"{path}: tensor {name} is {found}, but the config makes it {list(shape)}")
 
 
-def _checked(tensor: Tensor, what: str) -> Tensor:
-    if (found := str(tensor.dtype).removeprefix("torch.")) not in DTYPES:
-        raise NanoinferError(f"{what} is {found}: weights must be one of {', '.join(DTYPES)}")
-    tensor = tensor.to(torch.float32, copy=True)
+def _checked(stored: StoredTensor, what: str) -> Tensor:
+    if stored.dtype not in DTYPES:
+        raise NanoinferError(f"{what} is {show(stored.dtype)}: weights must be one of {', '.join(DTYPES)}")
+    tensor = stored.read().to(torch.float32)
     if not bool(tensor.isfinite().all()):
         raise NanoinferError(f"{what} has values that are not finite")
     return tensor

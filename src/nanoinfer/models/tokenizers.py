@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped, parse_json, read_limited, reason
+from nanoinfer.models.tokenizer_limits import check_growth
 
 if TYPE_CHECKING:
     import tokenizers
 
-MAX_TOKENIZER_BYTES = 256 << 20  # GPT-2's tokenizer.json has 1.3 MB; anything near this is not a tokenizer
+MAX_TOKENIZER_BYTES = 128 << 20  # GPT-2's tokenizer.json has 1.3 MB, the largest known 60
 
 
 class TextStream(Protocol):
@@ -267,20 +269,29 @@ def _explained(what: str) -> Iterator[None]:
     except BaseException as e:
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
             raise  # KeyboardInterrupt and its like
-        raise NanoinferError(f"{what}: {_one_line(e)}") from None
+        raise NanoinferError(f"{what}: {reason(e)}") from None
 
 
 def from_json(text: str, source: str) -> Tokenizer:
     """Return the tokenizer that the text of a `tokenizer.json` describes.
 
+    Its truncation and padding are left out: they would drop tokens of a prompt, or add some, in silence.
+
     Args:
         text: the file's content.
         source: the file's name, for error messages.
+
+    Raises:
+        NanoinferError: it is none, or may lengthen a text without bound (tokenizer_limits.py).
     """
     import tokenizers
 
-    with _explained(f"{source} is no tokenizer.json that can be read"):
-        spec = json.loads(text)
+    complaint = f"{escaped(source)} is no tokenizer.json that can be read"
+    spec = parse_json(text, complaint)
+    with _explained(complaint):
+        check_growth(spec)
+        if spec.get("truncation") is not None or spec.get("padding") is not None:
+            text = json.dumps(spec | {"truncation": None, "padding": None})
         kind, decoder = spec["model"].get("type"), (spec.get("decoder") or {}).get("type")
         if kind == "BPE" and decoder == "Fuse" and not spec["model"]["merges"]:  # written by `char_to_json`
             return CharTokenizer(_in_order(spec["model"]["vocab"]))
@@ -290,7 +301,11 @@ def from_json(text: str, source: str) -> Tokenizer:
 
 def from_file(path: Path) -> Tokenizer:
     """Return the tokenizer in a tokenizer.json."""
-    return from_json(_read(path), str(path))
+    raw = read_limited(path, MAX_TOKENIZER_BYTES, "a tokenizer")
+    try:
+        return from_json(raw.decode(), str(path))
+    except UnicodeDecodeError as e:
+        raise NanoinferError(f"{escaped(path)} is not UTF-8 (byte {e.start}: {e.reason})") from None
 
 
 def _in_order(vocab: dict[str, int]) -> list[str]:
@@ -311,10 +326,13 @@ def from_folder(folder: Path) -> Tokenizer | None:
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
         return None
-    for path in (vocab, merges):
-        _check_size(path)
-    with _explained(f"{vocab} and {merges} are no BPE tables"):
-        core = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
+    complaint = f"{escaped(vocab)} and {escaped(merges)} are no BPE tables"
+    ids = parse_json(read_limited(vocab, MAX_TOKENIZER_BYTES, "a vocabulary"), complaint)
+    raw = read_limited(merges, MAX_TOKENIZER_BYTES, "a table of merges")
+    with _explained(complaint):
+        lines = [line for line in raw.decode().split("\n") if line and not line.startswith("#version")]
+        pairs = [(left, right) for left, right in (line.rstrip("\r").split(" ") for line in lines)]
+        core = tokenizers.Tokenizer(models.BPE(ids, pairs))
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
         if (eot := core.token_to_id("<|endoftext|>")) is not None:
@@ -362,20 +380,3 @@ def char_to_json(chars: Sequence[str]) -> str:
     core.decoder = decoders.Fuse()
     text: str = core.to_str()
     return text
-
-
-def _check_size(path: Path) -> None:
-    if (size := path.stat().st_size) > MAX_TOKENIZER_BYTES:
-        raise NanoinferError(f"{path} has {size} bytes, more than the {MAX_TOKENIZER_BYTES} that a tokenizer may have")
-
-
-def _read(path: Path) -> str:
-    _check_size(path)
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise NanoinferError(f"{path} cannot be read: {_one_line(e)}") from None
-
-
-def _one_line(e: BaseException) -> str:
-    return " ".join(str(e).split())[:300]

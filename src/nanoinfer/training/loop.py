@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import write_atomically
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
@@ -120,7 +121,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     torch.manual_seed(config.seed)
     target = distill.load_target(config.distill, config.block_size) if config.distill is not None else None
     model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, out if state else None, target)
-    eos = model.config.eos_token_id
+    eos = next(iter(model.config.eos_token_ids), None)
     val_tokens = data.encode_texts(tokenizer, val_texts, eos)
     run = Run(
         config,
@@ -283,7 +284,7 @@ def _save(run: Run, val_loss: float) -> None:
         "best_val_loss": run.best_val_loss,
     }
     torch.save(state, buffer)
-    huggingface.write_atomically(out / STATE, buffer.getvalue())
+    write_atomically(out / STATE, buffer.getvalue())
 
 
 def read_state(out: Path, config: TrainConfig, resume: bool) -> dict[str, Any] | None:

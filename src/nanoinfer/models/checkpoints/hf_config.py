@@ -6,16 +6,18 @@ change the model's output is ignored.
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.checks import require_int
+from nanoinfer.checks import require_int, show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped, read_json
 
 log = logging.getLogger("nanoinfer")
+
+MAX_CONFIG_BYTES = 1 << 20  # GPT-2's has 0.7 KB
 
 # Field -> the only values that mean what our model does.
 _ONLY: dict[str, tuple[Any, ...]] = {
@@ -54,54 +56,72 @@ def read(path: Path) -> ModelConfig:
     """Return the model config in the `config.json` at `path`.
 
     Raises:
-        NanoinferError: the file is missing or no JSON object, or asks for what we do not do (field named).
+        NanoinferError: the file is missing or no JSON object, or asks for what we do not do (field named); or the
+            generation_config.json beside it is broken.
     """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise NanoinferError(f"{path} cannot be read as JSON: {' '.join(str(e).split())[:200]}") from None
-    if not isinstance(raw, dict):
-        raise NanoinferError(f"{path} holds a {type(raw).__name__}, not a JSON object")
+    raw, where = _object(path, "a config"), escaped(path)
     for name, allowed in _ONLY.items():
         if name in raw and raw[name] not in allowed:
-            raise NanoinferError(f"{path}: {name}={raw[name]!r} is not supported: only {allowed[0]!r} is")
+            raise NanoinferError(f"{where}: {name}={show(raw[name])} is not supported: only {allowed[0]!r} is")
     if "model_type" not in raw:
-        raise NanoinferError(f"{path} has no model_type: a GPT-2 folder says model_type=gpt2")
+        raise NanoinferError(f"{where} has no model_type: a GPT-2 folder says model_type=gpt2")
     activation = raw.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise NanoinferError(
-            f"{path}: activation_function={activation!r} is not supported: use one of {', '.join(_ACTIVATIONS)}"
+            f"{where}: activation_function={show(activation)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
         )
     known = {*_ONLY, *_HARMLESS, *_SHAPE, "activation_function"}
     if unknown := sorted(raw.keys() - known):
-        log.warning("%s: fields with no meaning here: %s", path, ", ".join(unknown))
+        log.warning("%s: fields with no meaning here: %s", where, escaped(", ".join(unknown)))
     shape: dict[str, Any] = {name: raw.get(name, default) for name, default in _SHAPE.items()}
     try:
         require_int("n_positions", shape["n_positions"], 1, 2**31 - 1)  # ModelConfig has another name for it
         return ModelConfig(
             block_size=shape.pop("n_positions"),
             activation=_ACTIVATIONS[activation],
-            bos_token_id=_token_id(raw, "bos_token_id"),
-            eos_token_id=_token_id(raw, "eos_token_id"),
+            bos_token_id=next(iter(_token_ids("bos_token_id", raw.get("bos_token_id", 50256), raw)), None),
+            eos_token_ids=_end_tokens(raw, path.with_name("generation_config.json")),
             **shape,
         )
     except NanoinferError as e:
-        raise NanoinferError(f"{path}: {e}") from None
+        raise NanoinferError(f"{where}: {e}") from None
 
 
-def _token_id(raw: dict[str, Any], name: str) -> int | None:
-    """Return a special token's id; GPT2Config's default is 50256, which small vocabularies do not have.
+def _object(path: Path, what: str) -> dict[str, Any]:
+    raw = read_json(path, MAX_CONFIG_BYTES, what)
+    if not isinstance(raw, dict):
+        raise NanoinferError(f"{escaped(path)} holds a {type(raw).__name__}, not a JSON object")
+    return raw
 
-    transformers writes that default into every config, so an id outside the vocabulary means "none".
+
+def _end_tokens(raw: dict[str, Any], beside: Path) -> tuple[int, ...]:
+    """Return the tokens that end a sequence: generation_config.json's where it names any, else config.json's.
+
+    transformers and vLLM stop at those of generation_config.json, which chat models use to name several.
     """
-    value: Any = raw.get(name, 50256)
-    if isinstance(value, list):  # newer configs may list several; the first is the one that matters
-        value = value[0] if value else None
+    if beside.is_file() and (value := _object(beside, "a generation config").get("eos_token_id")) is not None:
+        try:
+            return _token_ids("eos_token_id", value, raw)
+        except NanoinferError as e:
+            raise NanoinferError(f"{escaped(beside)}: {e}") from None
+    return _token_ids("eos_token_id", raw.get("eos_token_id", 50256), raw)
+
+
+def _token_ids(name: str, value: Any, raw: dict[str, Any]) -> tuple[int, ...]:
+    """Return special tokens, each once: 5 -> (5,), [5, 6] -> (5, 6), None -> ().
+
+    GPT2Config's default is 50256, which small vocabularies do not have. transformers writes that default into every
+    config, so an id outside the vocabulary means "none".
+    """
     vocab_size = raw.get("vocab_size", 50257)
-    if isinstance(value, int) and isinstance(vocab_size, int) and value >= vocab_size:
-        log.warning("%s=%d is outside the vocabulary of %d: there is none", name, value, vocab_size)
-        return None
-    return value  # type: ignore[no-any-return]  # ModelConfig checks it
+    ids: list[int] = []
+    for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+        require_int(name, token_id, 0)
+        if isinstance(vocab_size, int) and token_id >= vocab_size:
+            log.warning("%s=%d is outside the vocabulary of %d: it is left out", name, token_id, vocab_size)
+        else:
+            ids.append(token_id)
+    return tuple(dict.fromkeys(ids))
 
 
 def to_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -111,6 +131,7 @@ def to_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
         config: the model's shape.
         dtype: name of the dtype that the weights are stored in.
     """
+    eos = config.eos_token_ids
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -128,7 +149,7 @@ def to_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "layer_norm_epsilon": config.layer_norm_epsilon,
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "dtype": dtype,
         "torch_dtype": dtype,  # the name before transformers 5
         "use_cache": True,

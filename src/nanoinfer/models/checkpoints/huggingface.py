@@ -1,19 +1,24 @@
 """The Hugging Face layout: a local folder or a Hub repository with config.json and *.safetensors; and saving it.
 
 Covered: GPT-2 (`model_type: gpt2`), one file or a sharded index, names with and without the `transformer.`
-prefix, tied and untied heads. Not covered: `pytorch_model.bin` (a pickle; convert it to safetensors).
+prefix, tied and untied heads; without safetensors, `pytorch_model.bin` (torch_archive.py: nothing is executed).
+Not covered: sharded `pytorch_model.bin`.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nanoinfer.checks import show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped, read_json, write_atomically
 from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors
+from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import CONV1D, Weights, check
 
 if TYPE_CHECKING:
@@ -23,13 +28,17 @@ if TYPE_CHECKING:
 
 _HUB_FILES = [
     "config.json",
+    "generation_config.json",
     "*.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
     "vocab.json",
     "merges.txt",
 ]
-MAP_BYTES = 32 << 20
+PICKLED = "pytorch_model.bin"
+MAX_INDEX_BYTES = 16 << 20
+# Without it, AutoTokenizer takes GPT-2's own tokenizer class, which splits text before tokenizer.json is asked.
+_TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
 _BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old checkpoints carry along
 
 
@@ -42,9 +51,12 @@ def download(repo_id: str) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_HUB_FILES))
+        folder = Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_HUB_FILES))
+        if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
+            huggingface_hub.snapshot_download(repo_id, allow_patterns=[PICKLED])  # into the same folder
+        return folder
     except Exception as e:  # many kinds (HTTP, DNS, cache, permission); each is one clear sentence to the user
-        reason = " ".join(str(e).split())[:160] or type(e).__name__
+        reason = textwrap.shorten(escaped(" ".join(str(e).split()), 4000), 160, placeholder="...") or type(e).__name__
         raise NanoinferError(
             f"model {repo_id!r} could not be fetched from the Hugging Face Hub ({reason}): check the name and the"
             " network, or give a local folder, a ckpt.pt, shakespeare, or random:gpt2"
@@ -58,39 +70,35 @@ def load_folder(folder: Path, dtype: torch.dtype | None = None) -> tuple[GPT, Mo
 
 
 def open_folder(folder: Path, dtype: torch.dtype | None = None) -> Weights:
-    """Return the weights in a Hugging Face folder, checked. Its files stay mapped as long as they are kept.
+    """Return the weights in a Hugging Face folder, checked. Its files stay open as long as they are kept.
 
     Args:
-        folder: holds config.json and model.safetensors (or its sharded index).
+        folder: holds config.json and model.safetensors (or its sharded index), or else pytorch_model.bin.
         dtype: dtype of the weights in memory; None is float32.
 
     Raises:
         NanoinferError: a file is missing or broken, or asks for what we do not do.
     """
     import torch
-    from safetensors import SafetensorError
 
     config = hf_config.read(folder / "config.json")
-    ours: dict[str, tuple[_File, str]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in map(_File, _weight_files(folder)):
-        for key, shape in file.shapes().items():
+    stored: dict[str, StoredTensor] = {}
+    for path in weight_files(folder):
+        for key, tensor in _tensors(path).items():
             if key.endswith(_BUFFERS):
                 continue
-            if (name := _our_name(key)) in ours:
-                raise NanoinferError(f"{folder} holds tensor {name!r:.80} twice: keep one")
-            ours[name] = (file, key)
-            shapes[name] = shape[::-1] if CONV1D.search(name) else shape
+            if (name := _our_name(key)) in stored:
+                raise NanoinferError(f"{escaped(folder)} holds tensor {name!r:.80} twice: keep one")
+            stored[name] = tensor.t() if CONV1D.search(name) else tensor
+    return check(config, stored, escaped(folder), dtype or torch.float32)
 
-    def read(name: str) -> torch.Tensor:
-        file, key = ours[name]
-        try:
-            tensor = file.tensor(key)
-        except SafetensorError as e:  # a dtype that torch does not have
-            raise NanoinferError(f"{folder}: tensor {key} cannot be read: {e}") from None
-        return tensor.t() if CONV1D.search(name) else tensor
 
-    return check(config, shapes, read, str(folder), dtype or torch.float32)
+def _tensors(path: Path) -> dict[str, StoredTensor]:
+    if path.name != PICKLED:
+        return read_safetensors(path)
+    state, num_bytes = read_archive(path)
+    check_state(state, num_bytes, escaped(path))
+    return state  # type: ignore[no-any-return]  # checked
 
 
 def _our_name(key: str) -> str:
@@ -98,66 +106,30 @@ def _our_name(key: str) -> str:
     return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
 
 
-class _File:
-    """A safetensors file, mapped: its tensors take memory once they are used, and as long as the map stays.
-
-    So it is mapped anew after every MAP_BYTES of tensors; the last map goes with the last tensor of it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._states: set[tuple[int, ...]] = set()  # inode, size and time: more than one means that it was changed
-        self._map()
-
-    def _map(self) -> None:
-        """Open the file. The library checks the header's sizes against the file's."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            before = self._path.stat()
-            self._file: Any = safe_open(str(self._path), framework="pt")
-            after = self._path.stat()
-        except (SafetensorError, OSError) as e:
-            reason = " ".join(str(e).split())[:200]
-            raise NanoinferError(f"{self._path} is no valid safetensors file: {reason}") from None
-        self._states |= {(s.st_ino, s.st_size, s.st_mtime_ns) for s in (before, after)}
-        if len(self._states) > 1:
-            raise NanoinferError(f"{self._path} was changed while it was read: load it again")
-        self._num_bytes = 0
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each tensor."""
-        return {key: tuple(self._file.get_slice(key).get_shape()) for key in self._file.keys()}
-
-    def tensor(self, key: str) -> torch.Tensor:
-        """Return a tensor, part of the mapped file. Raises NanoinferError: the file is not the same any more."""
-        if self._num_bytes > MAP_BYTES:
-            self._map()
-        tensor: torch.Tensor = self._file.get_tensor(key)
-        self._num_bytes += tensor.nbytes
-        return tensor
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: one, or those that the index names."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of weights in a folder: one, or those that the index names."""
+    for name in ("model.safetensors", "model.safetensors.index.json", PICKLED):
+        if (path := folder / name).is_file():
+            return _indexed(path) if name.endswith(".json") else [path]
     there = sorted(p.name for p in folder.iterdir() if p.is_file())
-    if not index.is_file():
-        hint = "; convert pytorch_model.bin to safetensors first" if "pytorch_model.bin" in there else ""
-        found = ", ".join(there[:8]) or "nothing"
-        raise NanoinferError(f"{folder} has no model.safetensors (it holds: {found}){hint}")
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise NanoinferError(f"{index} is no index of weights: {' '.join(str(e).split())[:200]}") from None
-    for name in names:
+    found = escaped(", ".join(there[:8])) or "nothing"
+    raise NanoinferError(f"{escaped(folder)} has no model.safetensors or {PICKLED} (it holds: {found})")
+
+
+def _indexed(index: Path) -> list[Path]:
+    """Return the files that a sharded index names."""
+    raw, where = read_json(index, MAX_INDEX_BYTES, "an index of weights"), escaped(index)
+    names = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise NanoinferError(f"{where} is no index of weights: it has no weight_map of names to files")
+    there, files = {p.name for p in index.parent.iterdir() if p.is_file()}, []
+    for name in names.values():
         if not isinstance(name, str) or Path(name).name != name:  # a path would leave the folder
-            raise NanoinferError(f"{index} names the file {name!r:.80}: only plain names in the same folder are read")
+            raise NanoinferError(f"{where} names the file {show(name)}: only plain names in the same folder are read")
         if name not in there:
-            raise NanoinferError(f"{index} names the file {name!r:.80}, which is not in {folder}")
-    return [folder / name for name in names]
+            raise NanoinferError(f"{where} names the file {show(name)}, which is not in its folder")
+        files.append(index.parent / name)
+    return sorted(set(files))
 
 
 def save(model: GPT, folder: Path, tokenizer_json: str | None = None, dtype: torch.dtype | None = None) -> None:
@@ -196,23 +168,10 @@ def save(model: GPT, folder: Path, tokenizer_json: str | None = None, dtype: tor
     }
     if tokenizer_json is not None:
         files["tokenizer.json"] = tokenizer_json.encode()
+        files["tokenizer_config.json"] = _TOKENIZER_CONFIG
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write_atomically(folder / name, content)
     except OSError as e:
-        raise NanoinferError(f"{folder} cannot be written: {e.strerror}: choose another folder") from None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path`: readers, and a crash at any time, see the old file or the new one."""
-    partial = path.with_name(path.name + ".tmp")
-    try:
-        with open(partial, "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(partial, path)
-    except BaseException:  # disk full, interrupted, or `path` is a folder: do not leave half a file behind
-        partial.unlink(missing_ok=True)
-        raise
+        raise NanoinferError(f"{escaped(folder)} cannot be written: {e.strerror}: choose another folder") from None

@@ -1,7 +1,8 @@
 """From a model's name to a loaded model: built in, random, widened, a local folder or file, or a Hub repository.
 
 Names are tried in this order: `wide:<model>:<preset>`; `shakespeare` and the other built-in models;
-`random:<preset>`; a path that exists; a Hub repository id. `./shakespeare` is the folder of that name.
+`random:<preset>`; a path that exists; a Hub repository id. `./shakespeare` is the folder of that name. A folder may
+be named by its model.safetensors. `a/b` where there is a folder `a` is a path, and not looked up on the Hub.
 
 `wide:shakespeare:gpt2-large` is the model `shakespeare` widened by duplication (widen.py) to that preset's width
 and layers: the source's words, vocabulary, context length and tokenizer at about the preset's cost.
@@ -17,9 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.checks import require_int
+from nanoinfer.checks import require_int, show
 from nanoinfer.config import PRESETS, ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import huggingface, nanogpt
 from nanoinfer.models.checkpoints.weights import Weights, empty_gpt
@@ -57,7 +59,7 @@ class LoadedModel:
     def take(self) -> Weights:
         """Return the weights and forget them, so that they are gone as soon as the caller needs them no more.
 
-        Without this a mapped file may stay until the next collection of cycles: an error that the Hub's library
+        Without this the file may stay open until the next collection of cycles: an error that the Hub's library
         caught keeps all frames up to the caller's alive, and what they hold.
         """
         weights = self.weights
@@ -86,15 +88,15 @@ def load_model(
         NanoinferError: no such model, or a file of it is broken or unsupported.
     """
     if not isinstance(name, (str, Path)) or not str(name):
-        raise NanoinferError(f"model={name!r} is not a name or a path")
+        raise NanoinferError(f"model={show(name)} is not a name or a path")
     require_int("seed", seed, 0, 2**64 - 1)
     if str(name).startswith("wide:"):
         return _widened(str(name), dtype, seed, tokenizer)
-    name, path = str(name), _place(name)
+    name, path = str(name), _model_place(name)
     dataset = None
     if name.startswith("random:"):
         weights = _random(name, dtype, seed)
-    elif path.is_file():
+    elif path.exists() and not path.is_dir():
         weights, dataset = nanogpt.open_checkpoint(path, dtype)
     else:
         path = path if path.is_dir() else _hub_folder(name)
@@ -121,7 +123,29 @@ def _place(name: str | Path) -> Path:
         path = Path(name).expanduser()
         path.exists()
     except (OSError, RuntimeError) as e:  # too long, not ours to look into, ~nobody
-        raise NanoinferError(f"{str(name)[:100]!r} cannot be looked up: {' '.join(str(e).split())[:60]}") from None
+        raise NanoinferError(f"{str(name)[:100]!r} cannot be looked up: {escaped(e, 60)}") from None
+    return path
+
+
+def _model_place(name: str | Path) -> Path:
+    """Return where a model would be on disk: the folder for a file of weights that is read by its folder.
+
+    Raises:
+        NanoinferError: it is a file of a kind that is not read, or one of several in its folder.
+    """
+    path = _place(name)
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        raise NanoinferError(
+            f"model {show(str(name))}: GGUF is not supported yet: give a folder with config.json and model.safetensors,"
+            " a nanoGPT ckpt.pt, or a Hub repository that has these"
+        )
+    if path.is_file() and (path.suffix == ".safetensors" or path.name == huggingface.PICKLED):
+        if not (path.parent / "config.json").is_file() or huggingface.weight_files(path.parent) != [path]:
+            raise NanoinferError(
+                f"model {show(str(name))} is a file of weights alone: give a folder that has it as model.safetensors,"
+                " with its config.json"
+            )
+        return path.parent
     return path
 
 
@@ -173,8 +197,9 @@ def _widened(name: str, dtype: torch.dtype | None, seed: int, tokenizer: str | N
 def _hub_folder(name: str) -> Path:
     """Return the local folder of a Hub repository, or say that `name` is no model at all."""
     parts = name.split("/")
-    if name.startswith((".", "/", "~")) or name.endswith((".pt", ".safetensors", "/")) or len(parts) > 2:
-        raise NanoinferError(f"model {name!r}: there is no such file or folder")
+    local = len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).exists())
+    if local or name.startswith((".", "/", "~")) or name.endswith((".pt", ".bin", ".safetensors", "/")):
+        raise NanoinferError(f"model {show(name)}: there is no such file or folder")
     if not all(re.fullmatch(r"[\w][\w.-]*", part) for part in parts):
         raise NanoinferError(
             f"model {name!r} is neither built in ({', '.join(builtin_names())}), nor random:<preset>, nor"
@@ -194,7 +219,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if (meta := folder / "meta.pkl").is_file() and not (folder / "tokenizer.json").is_file():
         return nanogpt.load_meta(meta)
     if (found := tokenizers.from_folder(folder)) is None:
-        raise NanoinferError(f"{folder} has no tokenizer.json, no vocab.json with merges.txt, and no meta.pkl")
+        raise NanoinferError(f"{escaped(folder)} has no tokenizer.json, no vocab.json with merges.txt, and no meta.pkl")
     return found
 
 

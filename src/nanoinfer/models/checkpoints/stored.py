@@ -1,0 +1,136 @@
+"""Where a tensor lies in a file, and the reader of the safetensors format.
+
+A file is untrusted: what its header says is compared with its size before anything is read, each tensor is read
+when it is asked for, and only its own bytes are. The format: 8 bytes with the header's length, little-endian; the
+header, JSON of name -> dtype, shape and begin and end behind the header; the numbers, without gaps.
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.checks import show
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import RegularFile, escaped, parse_json
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+"""The dtypes that weights may have: 8 bits and fewer mean nothing without their scales."""
+_PIECE = 1 << 18  # numbers that are converted at a time: they stay in the cache
+MAX_HEADER_BYTES = 16 << 20  # GPT-2 XL's has 60 KB
+_DTYPES = {
+    "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I8": "int8", "U8": "uint8",
+    "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool", "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file that is open. Equal ones are the same numbers."""
+
+    file: RegularFile
+    start: int
+    """Of its first number, in bytes from the file's beginning; little-endian."""
+    dtype: str
+    """PyTorch's name."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Numbers from one element to the next, as in PyTorch, none negative."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that its elements take in memory; more than in the file where strides are 0."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def t(self) -> StoredTensor:
+        """Return the transpose of a matrix."""
+        return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
+
+    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return its numbers, in memory of their own and in the order of the file.
+
+        Args:
+            dtype: None is the stored one. Numbers of another are converted a piece at a time.
+
+        Raises:
+            NanoinferError: the file was changed since it was opened.
+        """
+        import torch
+
+        stored: torch.dtype = getattr(torch, self.dtype)
+        numbers = torch.empty(span(self.shape, self.strides), dtype=dtype or stored)
+        piece = numbers if numbers.dtype == stored else torch.empty(min(len(numbers), _PIECE), dtype=stored)
+        for begin in range(0, len(numbers), max(1, len(piece))):
+            part = piece[: len(numbers) - begin]
+            self.file.read_into(self.start + begin * part.itemsize, part.view(torch.uint8).numpy().data)
+            if piece is not numbers:
+                numbers[begin : begin + len(part)] = part
+        return numbers.as_strided(self.shape, self.strides)
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return how many numbers lie from a tensor's first to its last: (2, 3) with strides (1, 2) -> 6."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return row-major strides: (2, 3, 4) -> (12, 4, 1)."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file, which stays open as long as one of them is kept.
+
+    Raises:
+        NanoinferError: it is missing, or is no valid safetensors file.
+    """
+    file = RegularFile(path, "safetensors")
+    broken = f"{escaped(path)} is no valid safetensors file"
+    length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else 0
+    if not 0 < length <= min(MAX_HEADER_BYTES, file.size - 8):
+        limit = max(0, min(MAX_HEADER_BYTES, file.size - 8))
+        raise NanoinferError(f"{broken}: its header should have {length} bytes, and may have 1 to {limit}")
+    header = parse_json(file.read(8, length), f"{broken}: its header is not JSON")
+    if not isinstance(header, dict):
+        raise NanoinferError(f"{broken}: its header is a {type(header).__name__}, not an object")
+    header.pop("__metadata__", None)
+    places: list[tuple[int, int]] = []
+    tensors = dict(_entries(file, 8 + length, header, broken, places))
+    end = 0
+    for begin, stop in sorted(places):  # no two share bytes, so a file cannot claim more than it has
+        if begin != end:
+            raise NanoinferError(f"{broken}: a tensor begins at byte {begin} where the one before ends at {end}")
+        end = stop
+    if end != file.size - 8 - length:
+        raise NanoinferError(f"{broken}: its tensors have {end} bytes, and the file has {file.size - 8 - length}")
+    return tensors
+
+
+def _entries(
+    file: RegularFile, data: int, header: dict[str, Any], broken: str, places: list[tuple[int, int]]
+) -> Iterator[tuple[str, StoredTensor]]:
+    for name, entry in header.items():
+        wrong = f"{broken}: tensor {show(name)} is described by {show(entry)}"
+        if not isinstance(entry, dict) or sorted(entry) != ["data_offsets", "dtype", "shape"]:
+            raise NanoinferError(f"{wrong}, not by dtype, shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        lists = isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)
+        if not lists or len(offsets) != 2 or not offsets[0] <= offsets[1]:
+            raise NanoinferError(f"{wrong}: numbers must be integers in [0, 2**63), and begin <= end")
+        places.append((offsets[0], offsets[1]))
+        shape, dtype = tuple(shape), _DTYPES.get(dtype) or str(dtype)
+        if dtype in ITEM_BYTES and math.prod(shape) * ITEM_BYTES[dtype] != offsets[1] - offsets[0]:
+            raise NanoinferError(f"{wrong}: its shape and its data_offsets disagree")
+        yield name, StoredTensor(file, data + offsets[0], dtype, shape, contiguous(shape))
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, list) and len(value) <= 8 and all(type(n) is int and 0 <= n < 2**63 for n in value)

@@ -1,0 +1,212 @@
+"""PyTorch's file format (torch.save): a ZIP archive of one pickle and one record of bytes per storage.
+
+torch.load is not used. It would follow the archive's own tables after our checks had read them in their way, and
+its safe unpickler is bounded neither in time nor in the nesting of keys. Here one reader opens the archive (the
+standard library's, for its table of contents alone), one unpickler that executes nothing reads the pickle, and
+tensors are places in the file (`StoredTensor`), read one at a time.
+
+Covered: what torch.save writes since PyTorch 1.6: records that are not compressed, tensors with strides,
+parameters, ordered dicts. Not covered: its older format, compressed records, sparse and quantized tensors.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import RegularFile, escaped, reason
+from nanoinfer.models.checkpoints.plain_pickle import PlainUnpickler
+from nanoinfer.models.checkpoints.stored import ITEM_BYTES, StoredTensor, span
+
+MAX_PICKLE_BYTES = 8 << 20  # of a checkpoint's structure, without its tensors; GPT-2's has 0.1 MB
+MAX_CONTENTS_BYTES = 2 << 20  # of the archive's table of contents; GPT-2 XL's with its optimizer has 0.3 MB
+_LOCAL_HEADER_BYTES = 30
+
+
+class _Type(NamedTuple):
+    """What a storage holds."""
+
+    dtype: str
+    item_bytes: int
+
+
+class _Storage(NamedTuple):
+    file: RegularFile
+    start: int
+    num_items: int
+    type: _Type
+
+
+_STORAGES = {
+    "Float": _Type("float32", 4), "BFloat16": _Type("bfloat16", 2), "Half": _Type("float16", 2),
+    "Double": _Type("float64", 8), "Long": _Type("int64", 8), "Int": _Type("int32", 4), "Short": _Type("int16", 2),
+    "Char": _Type("int8", 1), "Byte": _Type("uint8", 1), "Bool": _Type("bool", 1),
+}  # fmt: skip
+
+
+class _Contents(io.RawIOBase):
+    """The file as `zipfile` reads its table of contents: never more than a limit at a time."""
+
+    def __init__(self, file: RegularFile) -> None:
+        self._file, self._at = file, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        if at < 0:
+            raise OSError("a position before the beginning")
+        self._at = at
+        return at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._file.size - self._at)
+        size = left if size < 0 else min(size, left)
+        if size > MAX_CONTENTS_BYTES:
+            raise zipfile.BadZipFile(f"a table of contents of {size} bytes; the limit is {MAX_CONTENTS_BYTES}")
+        content = self._file.read(self._at, size)
+        self._at += size
+        return content
+
+
+class _Archive:
+    """The records of an archive: where each begins, and how many bytes it has."""
+
+    def __init__(self, file: RegularFile) -> None:
+        self._file = file
+        with zipfile.ZipFile(_Contents(file)) as archive:
+            entries = archive.infolist()
+        roots = [name.removesuffix("data.pkl") for e in entries if (name := e.filename).endswith("/data.pkl")]
+        if len(roots) != 1:
+            raise ValueError(f"it has {len(roots)} records of the name data.pkl")
+        self.root = roots[0]
+        self._entries = {e.filename: e for e in entries}
+        if len({name.lower() for name in self._entries}) < len(entries):
+            raise ValueError("two of its records have the same name")
+
+    def __contains__(self, name: str) -> bool:
+        return self.root + name in self._entries
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Return the first byte of a record, and its number of bytes."""
+        entry = self._entries.get(self.root + name)
+        if entry is None:
+            raise ValueError(f"it has no record {name[:80]!r}")
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+            raise ValueError(f"its record {name[:80]!r} is compressed or encrypted: save it again with torch.save")
+        local = self._file.read(entry.header_offset, _LOCAL_HEADER_BYTES)
+        if local[:4] != b"PK\x03\x04":
+            raise ValueError(f"its record {name[:80]!r} is not where its table of contents says")
+        start = entry.header_offset + _LOCAL_HEADER_BYTES
+        start += int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
+        if start + entry.file_size > self._file.size:
+            raise ValueError(f"its record {name[:80]!r} ends behind the file's end")
+        return start, entry.file_size
+
+    def read(self, name: str, limit: int) -> bytes:
+        start, size = self.place(name)
+        if size > limit:
+            raise ValueError(f"its {name} has {size} bytes; the limit is {limit}")
+        return self._file.read(start, size)
+
+
+class _TensorUnpickler(PlainUnpickler):
+    """Builds what a data.pkl describes: containers, and tensors as places in the file."""
+
+    def __init__(self, file: RegularFile, archive: _Archive) -> None:
+        super().__init__(archive.read("data.pkl", MAX_PICKLE_BYTES), _KNOWN)
+        self._file, self._archive = file, archive
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        kind, type, key, _, num_items = pid
+        if kind != "storage" or not isinstance(type, _Type) or not isinstance(key, str):
+            raise ValueError("it holds a storage that is described in another way than torch.save's")
+        start, num_bytes = self._archive.place(f"data/{key}")
+        if not isinstance(num_items, int) or num_items < 0 or num_items * type.item_bytes > num_bytes:
+            raise ValueError(f"its record data/{key[:80]} has {num_bytes} bytes, too few for what the pickle claims")
+        return _Storage(self._file, start, num_items, type)
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor:
+    """torch._utils._rebuild_tensor_v2; what follows the strides is for training."""
+    numbers = [offset, *shape, *strides]
+    if not isinstance(storage, _Storage) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
+        raise ValueError("it holds a tensor that is described in another way than torch.save's")
+    if len(shape) != len(strides) or len(shape) > 8 or offset + span(shape, strides) > storage.num_items:
+        raise ValueError("it holds a tensor that goes beyond its storage")
+    start = storage.start + offset * storage.type.item_bytes
+    return StoredTensor(storage.file, start, storage.type.dtype, tuple(shape), tuple(strides))
+
+
+def _parameter(tensor: Any, *_: Any) -> Any:
+    return tensor
+
+
+def _device(*_: Any) -> None:
+    return None
+
+
+def _ordered_dict() -> dict[str, Any]:
+    return {}
+
+
+_KNOWN: dict[str, Any] = {
+    **{f"torch.{name}Storage": type for name, type in _STORAGES.items()},
+    **{f"torch.{type.dtype}": type.dtype for type in _STORAGES.values()},
+    "collections.OrderedDict": _ordered_dict,
+    "torch.Size": tuple,
+    "torch.device": _device,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+}
+
+
+def read_archive(path: Path) -> tuple[Any, int]:
+    """Return what torch.save wrote to a file, each tensor a `StoredTensor`; and the file's size in bytes.
+
+    Raises:
+        NanoinferError: the file is broken, or holds anything but tensors and plain data.
+    """
+    file = RegularFile(path, "a checkpoint")
+    try:
+        if file.read(0, min(4, file.size)) != b"PK\x03\x04":
+            raise ValueError("it is no ZIP archive; convert a file of PyTorch before 1.6: load it and save it again")
+        archive = _Archive(file)
+        if "byteorder" in archive and archive.read("byteorder", 16) != b"little":
+            raise ValueError("its numbers are big-endian")
+        return _TensorUnpickler(file, archive).load(), file.size
+    except NanoinferError:
+        raise
+    except Exception as e:  # a hostile archive or pickle can raise anything at all
+        raise NanoinferError(
+            f"{escaped(path)} cannot be read as a checkpoint of tensors and plain data: {reason(e)}"
+        ) from None
+
+
+def check_state(state: Any, num_bytes: int, what: str) -> None:
+    """Check that this is a state dict whose tensors do not claim more than the file holds.
+
+    Strides of 0, or many tensors of the same bytes, would. Only a tied head shares its bytes with another tensor.
+
+    Args:
+        state: the dict.
+        num_bytes: size of its file.
+        what: how an error's message begins.
+
+    Raises:
+        NanoinferError: it is not.
+    """
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, StoredTensor) for name, tensor in state.items()
+    ):
+        raise NanoinferError(f"{what} is not a dict of names to dense tensors")
+    claimed = sum(t.num_bytes for name, t in state.items() if name != "lm_head.weight" and t.dtype in ITEM_BYTES)
+    if claimed > num_bytes:
+        raise NanoinferError(f"{what}: its tensors claim {claimed} bytes, but the file has only {num_bytes}")
