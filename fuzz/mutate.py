@@ -243,7 +243,7 @@ def _zip_fields(rng: random.Random, data: bytes) -> bytes:
     return bytes(out)
 
 
-def _pack(entries: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_STORED, before: bytes = b"") -> bytes:
+def pack_zip(entries: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_STORED, before: bytes = b"") -> bytes:
     """Return a zip file, after other bytes."""
     out = io.BytesIO(before)
     with zipfile.ZipFile(out, "a", method) as archive:
@@ -259,8 +259,8 @@ def _two_directories(rng: random.Random, one: Sequence[tuple[str, bytes]], other
         count, size, at = struct.unpack("<HII", fields)
         return b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, at)
 
-    hidden = _pack(other)
-    seen = _pack(one, before=hidden[:-22] + record(hidden[-12:-2]))
+    hidden = pack_zip(other)
+    seen = pack_zip(one, before=hidden[:-22] + record(hidden[-12:-2]))
     end = len(seen) - 22
     locator = b"PK\x06\x07" + struct.pack("<IQI", 0, len(hidden) - 22, 1)
     return seen[:end] + rng.choice((record(seen[-12:-2]), b"")) + locator + seen[end:]
@@ -300,8 +300,8 @@ def mutate_zip(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byte
     else:
         hidden = list(entries)
         hidden[pickle_at] = entries[pickle_at][0], mutate_pickle(rng, entries[pickle_at][1], others)
-        return _two_directories(rng, entries, hidden) if kind == 6 else _pack(hidden)[:MAX_BYTES]
-    return _pack(entries, method)[:MAX_BYTES]
+        return _two_directories(rng, entries, hidden) if kind == 6 else pack_zip(hidden)[:MAX_BYTES]
+    return pack_zip(entries, method)[:MAX_BYTES]
 
 
 # Names -----------------------------------------------------------------------------------------------------

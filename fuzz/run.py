@@ -21,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 BOUNDARY = ("decoder", "sampler", "kernels")
-TARGETS = ("safetensors", "config", "index", "ckpt", "meta", "tokenizer", "vocab", "merges", "head-config", "head-weights",
+TARGETS = ("safetensors", "config", "index", "generation", "ckpt", "bin", "meta", "tokenizer", "vocab", "merges", "head-config", "head-weights",
            "state", "results", "kinds", "names", "params", "streams", *BOUNDARY)  # fmt: skip
 ROUNDS = 3  # per target: what one process keeps in memory does not grow for an hour
 

@@ -13,6 +13,7 @@ import os
 import pickle
 import socket
 import typing
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -31,6 +32,7 @@ from mutate import (
     mutate_pickle,
     mutate_safetensors,
     mutate_zip,
+    pack_zip,
 )
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -122,10 +124,14 @@ def use_model(loaded: LoadedModel, path: Path) -> None:
 
 
 def use_checkpoint(loaded: LoadedModel, path: Path) -> None:
-    """Read all weights; they are what torch reads without a map."""
+    """Read all weights; they are what torch reads of the records that `zipfile` finds, packed anew."""
     gpt = loaded.gpt.state_dict()
     try:
-        expected = torch.load(path, map_location="cpu", weights_only=True)["model"]
+        with zipfile.ZipFile(path) as archive:
+            records = [(e.filename, archive.read(e)) for e in archive.infolist()]
+        if len({name.lower() for name, _ in records}) < len(records):
+            return  # torch does not tell such records apart
+        expected = torch.load(io.BytesIO(pack_zip(records)), map_location="cpu", weights_only=True)["model"]
     except Exception:  # what torch refuses and we read is not wrong for that
         return
     for name, tensor in expected.items():
@@ -150,6 +156,15 @@ def make_checkpoints() -> list[bytes]:
         torch.save({"model": state, "model_args": shape} | extra, out)
         made.append(out.getvalue())
     return made
+
+
+def make_bin() -> list[bytes]:
+    """A pytorch_model.bin: Hugging Face's names and layout, pickled."""
+    from safetensors.torch import load
+
+    out = io.BytesIO()
+    torch.save(load(model_folder()["model.safetensors"]), out)
+    return [out.getvalue()]
 
 
 def make_meta() -> list[bytes]:
@@ -292,6 +307,15 @@ FILES = {
     "config": File("config.json", lambda: [model_folder()["config.json"]], mutate_json, load_folder, use_model, model_folder),
     "index": File("model.safetensors.index.json", make_index, mutate_json, load_folder, use_model,
                   lambda: model_folder(shards=True)),
+    "generation": File(
+        "generation_config.json",
+        lambda: [b'{"eos_token_id": [5, 6], "bos_token_id": 0, "do_sample": true}', b'{"eos_token_id": 5}'],
+        mutate_json, load_folder, use_model, model_folder,
+    ),
+    "bin": File(
+        "pytorch_model.bin", make_bin, mutate_zip, load_folder, use_model,
+        lambda: without(model_folder(), "model.safetensors"),
+    ),
     "ckpt": File("ckpt.pt", make_checkpoints, mutate_zip, lambda p: load_model(str(p)), use_checkpoint),
     "meta": File("meta.pkl", make_meta, mutate_pickle, lambda p: load_tokenizer(str(p)), use_tokenizer),
     "tokenizer": File("tokenizer.json", make_tokenizers, mutate_json, lambda p: load_tokenizer(str(p)), use_tokenizer),
