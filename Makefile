@@ -1,6 +1,7 @@
 # make demo    stream text from the built-in model, then show the ladder of engines on it
 # make test    the whole test suite
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
+# make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
 # make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 # make lint    ruff and mypy
@@ -17,7 +18,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers speculative
 
-.PHONY: demo test asan test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
+.PHONY: demo test asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 
 demo: .venv/installed
 	@echo "== shakespeare, prompt 'ROMEO:' =="
@@ -32,14 +33,19 @@ test: .venv/installed-test
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
 ASAN_TESTS := tests/test_native_kernels.py tests/test_native_engine.py tests/test_native_sampler.py
 
-asan: .venv/installed-test
+build-asan: .venv/installed-test
 	@$(PIP) nanobind cmake ninja
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -G Ninja -S . -B build/asan -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
 	  -DCMAKE_BUILD_TYPE=Release -DNANOINFER_SANITIZE=ON > /dev/null
 	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/asan
+
+asan: build-asan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 NANOINFER_TEST_QUICK=1 \
 	  NANOINFER_TEST_EXTENSION=build/asan $(BIN)/python -m pytest $(ASAN_TESTS)
+
+fuzz: build-asan
+	$(BIN)/python fuzz/run.py --minutes $(or $(MINUTES),10) $(FLAGS)
 
 # $(call test-cpp,FOLDER,CMAKE OPTIONS). Each program leaves a file of bits that must be the same on every machine.
 define test-cpp

@@ -1,0 +1,324 @@
+"""Mutators: from a valid input to one that is wrong in one place, at the level of the format and of its bytes.
+
+Each takes a random generator, the input, and the other inputs of the corpus (to splice with), and returns a new
+input of at most MAX_BYTES. A format that no longer parses is mutated as bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickletools
+import random
+import struct
+import zipfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Mutator = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
+MAX_BYTES = 4 << 20
+MAGIC = [0, 1, 7, 8, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**62 - 1,
+         2**63 - 1, 2**63, 2**64 - 1]  # fmt: skip
+PRIME = 2**61 - 1  # multiples of it have the hash 0: a dict of them takes quadratic time
+
+
+# Bytes ---------------------------------------------------------------------------------------------------
+
+
+def mutate_bytes(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Flip, overwrite, delete, repeat, insert, cut or splice, one to four times."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        a, b = sorted((rng.randint(0, len(out)), rng.randint(0, len(out))))
+        b = min(b, a + rng.choice((1, 4, 16, 1 << 20)))
+        kind = rng.randrange(8)
+        if kind == 0 and out:
+            out[min(a, len(out) - 1)] ^= 1 << rng.randrange(8)
+        elif kind == 1 and out:
+            out[min(a, len(out) - 1)] = rng.choice((0, 0xFF, 0x0A, 0x1B, 0x22, rng.randrange(256)))
+        elif kind == 2:
+            del out[a:b]
+        elif kind == 3:
+            out[a:a] = out[a:b] * rng.choice((1, 2, 50))
+        elif kind == 4:
+            out[a:a] = rng.randbytes(rng.choice((1, 4, 40)))
+        elif kind == 5:
+            size = rng.choice((1, 2, 4, 8))
+            out[a : a + size] = (rng.choice(MAGIC) % 2 ** (8 * size)).to_bytes(size, rng.choice(("little", "big")))
+        elif kind == 6:
+            del out[a:]
+        elif others:
+            other = rng.choice(others)
+            at = rng.randint(0, len(other))
+            out[a:b] = other[at : at + rng.choice((8, 64, 1 << 20))]
+    return bytes(out[:MAX_BYTES])
+
+
+# JSON ----------------------------------------------------------------------------------------------------
+
+
+class Raw(str):
+    """JSON as it is written: a number of 5,000 digits, half a character."""
+
+
+class Pairs(list[list[Any]]):
+    """An object as [key, value] pairs: keys may repeat."""
+
+
+DEEP = 100_000  # nesting that a recursive parser cannot take
+VALUES = [
+    "null", "true", "false", "0", "1", "-1", "2", "1.5", "1e-320", "1e999", "-1e999", "NaN", "Infinity", "-0.0", "1e16",
+    "[]", "{}", "[[]]", '""', '"\\u0000"', '"\\ud800"', '"\\u001b[31m\\n\\u2028"', '"\\u202e"', '"../x"', '"/etc/passwd"',
+    '"1"', '"F64"', '"gpt2"', "9" * 400, "9" * 5000, "-" + "9" * 5000, '"' + "a" * 5000 + '"', '"\\u00e9"', '{"a": {}}',
+    *map(str, MAGIC),
+]  # fmt: skip
+KEYS = ["", "a", "A\\ud800", "\\u001b[2J", "\\n", "type", "schema", "__metadata__", "k" * 3000, "\\u0000"]
+
+
+def _dump(node: Any) -> str:
+    """Write a tree; iterative objects are shallow, deep nesting is made of Raw."""
+    if isinstance(node, Pairs):
+        return "{" + ", ".join(f"{_dump(k)}: {_dump(v)}" for k, v in node) + "}"
+    if isinstance(node, list):
+        return "[" + ", ".join(map(_dump, node)) + "]"
+    return str(node) if isinstance(node, Raw) else json.dumps(node)
+
+
+def _slots(node: Any) -> list[tuple[Any, int]]:
+    """Return every place of a tree as (container, index)."""
+    found: list[tuple[Any, int]] = []
+    todo = [node]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, list):
+            found += [(node, i) for i in range(len(node))]
+            todo += [v for _, v in node] if isinstance(node, Pairs) else node
+    return found
+
+
+def _value(rng: random.Random) -> Raw:
+    if rng.random() < 0.03:
+        a, b = rng.choice((("[", "]"), ('{"a":', "}")))
+        depth = rng.choice((500, 1100, 5000, DEEP))
+        return Raw(a * depth + "1" + b * depth)
+    if rng.random() < 0.02:
+        return Raw("[" + "0," * rng.choice((1000, 200_000)) + "0]")
+    return Raw(rng.choice(VALUES))
+
+
+def mutate_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Replace, delete, repeat, rename or move parts of the tree; sometimes change the bytes instead."""
+    try:
+        tree = [json.loads(data.decode(), object_pairs_hook=lambda p: Pairs(map(list, p)), parse_int=Raw)]
+    except (ValueError, RecursionError):
+        return mutate_bytes(rng, data, others)
+    if rng.random() < 0.1:
+        return mutate_bytes(rng, data, others)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        slots = _slots(tree)
+        where, i = rng.choice(slots[: rng.choice((30, len(slots)))])
+        kind = rng.randrange(8)
+        if isinstance(where, Pairs):
+            key, old = where[i]
+            if kind == 0:
+                del where[i]
+            elif kind == 1:
+                where.insert(rng.randint(0, len(where)), [key, _value(rng)])
+            elif kind == 2:
+                where[i] = [Raw(f'"{rng.choice(KEYS)}"'), old]
+            elif kind == 3:
+                where.append([Raw(f'"{rng.choice(KEYS)}"'), _value(rng)])
+            elif kind == 4:
+                where[i] = [key, rng.choice([v for _, v in where])]
+            else:
+                where[i] = [key, _value(rng)]
+        elif kind == 0 and where is not tree:
+            del where[i]
+        elif kind == 1 and where is not tree:
+            where.insert(i, where[i])
+        elif kind == 2 and where is not tree:
+            where[i] = where[rng.randrange(len(where))]
+        elif where is not tree or kind == 3:
+            where[i] = _value(rng)
+    try:
+        return _dump(tree[0]).encode(errors="surrogatepass")[:MAX_BYTES]
+    except RecursionError:
+        return data
+
+
+def mutate_safetensors(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Mutate the header as JSON, its length, or the bytes."""
+    size = int.from_bytes(data[:8], "little")
+    if size > len(data) or rng.random() < 0.2:
+        return mutate_bytes(rng, data, others)
+    header, body = data[8 : 8 + size], data[8 + size :]
+    if rng.random() < 0.8:
+        header = mutate_json(rng, header, [])
+    size = len(header) if rng.random() < 0.95 else rng.choice(MAGIC)
+    return (size.to_bytes(8, "little") + header + body)[:MAX_BYTES]
+
+
+# Pickles ---------------------------------------------------------------------------------------------------
+
+
+def _long(value: int) -> bytes:
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def _collide(n: int) -> bytes:
+    """A dict of n keys with one hash."""
+    return b"}(" + b"".join(_long(PRIME * i) + b"N" for i in range(1, n)) + b"u"
+
+
+def _snippet(rng: random.Random) -> bytes:
+    """Opcodes that an honest writer does not write; most leave a value on the stack, or a key and its value."""
+    if rng.random() < 0.02:
+        return _collide(60_000)
+    n = rng.choice((1, 10, 300, 990, 1010, 5000, 200_000))
+    deep = rng.choice(MAGIC) % 2**32
+    return rng.choice((
+        b"N", b"\x88", b"K\x01", b")", b"]", b"}", b"0", b"2", b"(", b"1", b"a", b"s", b"u", b"e", b"b", b"R", b"\x81",
+        b"\x93", b"Q", b"t", b"\x85", b"\x94", b".", b"l", b"d", b"o", b"\x8f", b"\x91", b"\x90",
+        b")" + b"\x85" * n,  # nested tuples, as a value
+        b"})" + b"\x85" * n + b"Ns",  # as a key
+        b")" + b"\x85" * n + b"N",  # as a key of the dict that is being filled
+        b"X\x0b\x00\x00\x00\x1b[31m\n\xc2\x85aaaN",
+        b"]" * n + b"a" * (n - 1), b"}" + b"K\x00}" * n + b"s" * n,
+        b"G" + struct.pack(">d", rng.choice((float("nan"), float("inf"), -0.0, 1e308))),
+        _long(-(2 ** rng.choice((1, 31, 63, 2000)))), b"I" + b"9" * rng.choice((10, 4000, 5000)) + b"\n", b"L1L\n",
+        b"r" + struct.pack("<I", deep), b"j" + struct.pack("<I", deep), b"q\xff", b"h\xff",
+        b"B" + struct.pack("<I", deep), b"\x8e" + struct.pack("<Q", rng.choice(MAGIC)), b"X" + struct.pack("<I", deep),
+        b"\x96" + struct.pack("<Q", rng.choice(MAGIC)), b"\x8b" + struct.pack("<i", rng.choice((-1, 2**31 - 1))),
+        b"\x95" + struct.pack("<Q", rng.choice(MAGIC)), b"\x80\xff", b"X\x03\x00\x00\x00\xed\xa0\x80",
+        b"X\x08\x00\x00\x00\x1b[31m\n\xc2\x85", b"cos\nsystem\n", b"cbuiltins\nlist\n", b"ccollections\nOrderedDict\n",
+        b"ctorch\nSize\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_parameter\n",
+        b"cc\x1b[31m\nx\n", b"P" + b"9" * 20 + b"\n", _collide(rng.choice((50, 500))),
+    ))  # fmt: skip
+
+
+def mutate_pickle(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Delete, repeat, move or insert opcodes, or change their arguments; sometimes change the bytes instead."""
+    try:
+        starts = [at for _, _, at in pickletools.genops(data) if at is not None]
+    except Exception:
+        return mutate_bytes(rng, data, others)
+    if rng.random() < 0.15:
+        return mutate_bytes(rng, data, others)
+    ops = [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True)]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        i, kind = rng.randrange(len(ops)), rng.randrange(6)
+        if kind == 0 and len(ops) > 1:
+            del ops[i]
+        elif kind == 1:
+            ops.insert(rng.randrange(len(ops)), ops[i])
+        elif kind == 2 and len(ops[i]) > 1:
+            ops[i] = ops[i][:1] + mutate_bytes(rng, ops[i][1:], [])[: max(len(ops[i]), 400)]
+        else:
+            ops[i] = rng.choice((_snippet(rng), _snippet(rng) + ops[i], ops[i] + _snippet(rng)))
+    return b"".join(ops)[:MAX_BYTES]
+
+
+# Zip containers --------------------------------------------------------------------------------------------
+
+
+def _zip_fields(rng: random.Random, data: bytes) -> bytes:
+    """Overwrite a field of a local header, a central entry or an end record; or insert zip64 records."""
+    out = bytearray(data)
+    if rng.random() < 0.25:  # another directory by way of zip64, which readers follow or not
+        end = data.rfind(b"PK\x05\x06")
+        count, size, at = struct.unpack("<HII", data[end + 10 : end + 20]) if 0 <= end <= len(data) - 22 else (1, 9, 0)
+        count, size, at = (rng.choice((v, v, v, 0, *MAGIC[-3:])) for v in (count, size, at))
+        record = b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, at)
+        place = rng.choice((end, end, *MAGIC)) % 2**64
+        end = max(end, 0)
+        out[end:end] = record + b"PK\x06\x07" + struct.pack("<IQI", 0, place, 1)
+        return bytes(out)
+    magic, size = rng.choice(((b"PK\x03\x04", 30), (b"PK\x01\x02", 46), (b"PK\x05\x06", 22)))
+    places = [i for i in range(len(out)) if out.startswith(magic, i)]
+    if places:
+        at = rng.choice(places) + 2 * rng.randrange(2, size // 2)
+        width = rng.choice((2, 4))
+        out[at : at + width] = (rng.choice(MAGIC) % 2 ** (8 * width)).to_bytes(width, "little")
+    return bytes(out)
+
+
+def pack_zip(entries: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_STORED, before: bytes = b"") -> bytes:
+    """Return a zip file, after other bytes."""
+    out = io.BytesIO(before)
+    with zipfile.ZipFile(out, "a", method) as archive:
+        for name, content in entries:
+            archive.writestr(zipfile.ZipInfo(name), content, method)
+    return out.getvalue()
+
+
+def _two_directories(rng: random.Random, one: Sequence[tuple[str, bytes]], other: Sequence[tuple[str, bytes]]) -> bytes:
+    """Return a zip file with two directories: zip64's locator names one, the records at the end another."""
+
+    def record(fields: bytes) -> bytes:
+        count, size, at = struct.unpack("<HII", fields)
+        return b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, at)
+
+    hidden = pack_zip(other)
+    seen = pack_zip(one, before=hidden[:-22] + record(hidden[-12:-2]))
+    end = len(seen) - 22
+    locator = b"PK\x06\x07" + struct.pack("<IQI", 0, len(hidden) - 22, 1)
+    return seen[:end] + rng.choice((record(seen[-12:-2]), b"")) + locator + seen[end:]
+
+
+def mutate_zip(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Change names, order, compression or contents of the entries, or fields of the container."""
+    choice = rng.random()
+    if choice < 0.25:
+        return _zip_fields(rng, data)
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            entries = [(e.filename, archive.read(e)) for e in archive.infolist() if e.file_size <= MAX_BYTES]
+    except Exception:
+        return mutate_bytes(rng, data, others)
+    if choice < 0.35 or not entries:
+        return mutate_bytes(rng, data, others)
+    i, kind, method = rng.randrange(len(entries)), rng.randrange(11), zipfile.ZIP_STORED
+    pickle_at = next((j for j, (n, _) in enumerate(entries) if n.lower().endswith("data.pkl")), i)
+    i = rng.choice((i, pickle_at))
+    name, content = entries[i]
+    if kind == 0:
+        entries[i] = rng.choice((name.upper(), name.swapcase(), "../" + name, name + "\x00", "x/" + name)), content
+    elif kind == 1:  # a second pickle beside the first: of one name, or in the other case
+        name, content = entries[pickle_at]
+        name, content = rng.choice((name, name.replace("data.pkl", "DATA.PKL"))), mutate_pickle(rng, content, [])
+        entries.insert(rng.randint(0, len(entries)), (name, content))
+    elif kind == 2:
+        method = rng.choice((zipfile.ZIP_DEFLATED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA))
+    elif kind == 3:
+        del entries[i]
+    elif kind == 4:
+        entries[i] = name, mutate_bytes(rng, content, [])
+    elif kind == 5:  # a bomb
+        bomb = rng.choice((b"\0", b"N0", b")0")) * rng.choice((*[10**5] * 5, 10**6, 2 * 10**7))
+        method, entries[i] = zipfile.ZIP_DEFLATED, (name, content[:-1] + bomb + content[-1:])
+    else:
+        hidden = list(entries)
+        hidden[pickle_at] = entries[pickle_at][0], mutate_pickle(rng, entries[pickle_at][1], others)
+        return _two_directories(rng, entries, hidden) if kind == 6 else pack_zip(hidden)[:MAX_BYTES]
+    return pack_zip(entries, method)[:MAX_BYTES]
+
+
+# Names -----------------------------------------------------------------------------------------------------
+
+_PARTS = ["wide:", "random:", "gpt2", "shakespeare", "gpt2-xl", ":", "/", "..", "~", "~x", "\0", "\n", "\x1b[31m", "a" * 300,
+          "é", "\udcff", ".gguf", ".pt", "%s", "{}", " ", "-", "wide:" * 3000, "C:\\", "//", "./"]  # fmt: skip
+
+
+def mutate_name(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Insert or delete parts of names."""
+    if rng.random() < 0.3:
+        return mutate_bytes(rng, data, others)[:10_000]
+    at = rng.randint(0, len(data))
+    part = rng.choice(_PARTS).encode(errors="surrogateescape")
+    return (data[:at] + part + data[at + rng.choice((0, 0, 3, 100)) :])[:100_000]
+
+
+def make_random(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """New random bytes, for targets that read their input as a list of choices; or a change of the old ones."""
+    return rng.randbytes(rng.choice((20, 200, 1000))) if rng.random() < 0.3 else mutate_bytes(rng, data, others)[:4000]

@@ -1,0 +1,451 @@
+"""What is fuzzed: one target for each kind of file or value that comes from outside.
+
+A target's `run` takes the input and an empty folder. It returns, or raises NanoinferError; anything else is a
+finding, and so is what `worker.py` watches: signals, time, memory, and messages that a terminal should not see.
+AssertionError is a finding of a target itself: the input was accepted, and read wrongly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+import socket
+import typing
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers as hf
+import torch
+from choices import ANY, Choices
+from mutate import (
+    Mutator,
+    make_random,
+    mutate_bytes,
+    mutate_json,
+    mutate_name,
+    mutate_pickle,
+    mutate_safetensors,
+    mutate_zip,
+    pack_zip,
+)
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from nanoinfer import LLM, SamplingParams, config
+from nanoinfer.bench import results, table
+from nanoinfer.bench.case import Case
+from nanoinfer.bench.stats import Figures
+from nanoinfer.config import ModelConfig
+from nanoinfer.models import draft_head, tokenizers
+from nanoinfer.models.checkpoints import huggingface
+from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
+from nanoinfer.models.gpt import GPT
+from nanoinfer.training import loop
+from nanoinfer.training.config import TrainConfig
+
+CHARS = "\n abcdefgh\u00e9\U0001f600"
+TINY = ModelConfig(vocab_size=len(CHARS), block_size=8, n_layer=1, n_head=2, n_embd=4, bos_token_id=0)
+TEXT = "a bad cab fed a deaf bee; he had a \u00e9 and a \U0001f600. " * 8
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that reads what comes from outside."""
+
+    seeds: Callable[[], list[bytes]]
+    """Valid inputs to begin with."""
+    run: Callable[[bytes, Path], object]
+    mutate: Mutator = make_random
+    sanitized: bool = False
+    """Whether it runs on the extension that is built with sanitizers, where there is one."""
+
+
+# Files: each is one file of a folder whose other files are valid ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class File:
+    """A kind of file."""
+
+    name: str
+    seeds: Callable[[], list[bytes]]
+    mutate: Mutator
+    open: Callable[[Path], Any]
+    use: Callable[[Any, Path], None] = lambda opened, path: None
+    others: Callable[[], dict[str, bytes]] = field(default=dict)
+
+    def place(self, folder: Path) -> Path:
+        """Write the other files; return the path of this one."""
+        for name, content in self.others().items():
+            (folder / name).write_bytes(content)
+        return folder / self.name
+
+    def run(self, data: bytes, folder: Path) -> None:
+        """Read `data` as a file of this kind and use what was read."""
+        path = self.place(folder)
+        path.write_bytes(data)
+        self.use(self.open(path), path)
+
+
+@cache
+def model_folder(shards: bool = False) -> dict[str, bytes]:
+    """Return the files of a tiny model: name -> content."""
+    from tempfile import TemporaryDirectory
+
+    gpt = GPT(TINY)
+    gpt.init_weights(torch.Generator().manual_seed(0))
+    with TemporaryDirectory() as folder:
+        huggingface.save(gpt, Path(folder), tokenizers.char_to_json(CHARS))
+        files = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+    if shards:
+        files["a.safetensors"] = files.pop("model.safetensors")
+    return files
+
+
+def without(files: dict[str, bytes], name: str) -> dict[str, bytes]:
+    """Return all files but one."""
+    return {k: v for k, v in files.items() if k != name}
+
+
+def make_index() -> list[bytes]:
+    """An index of one shard."""
+    return [b'{"metadata": {"total_size": 9}, "weight_map": {"wte.weight": "a.safetensors", "b": "a.safetensors"}}']
+
+
+def use_model(loaded: LoadedModel, path: Path) -> None:
+    """Read all weights, as an engine with a format of its own does."""
+    for _, tensor in loaded.weights:
+        tensor.float().contiguous().numpy()
+
+
+def use_checkpoint(loaded: LoadedModel, path: Path) -> None:
+    """Read all weights; they are what torch reads of the records that `zipfile` finds, packed anew."""
+    gpt = loaded.gpt.state_dict()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = [(e.filename, archive.read(e)) for e in archive.infolist()]
+        if len({name.lower() for name, _ in records}) < len(records):
+            return  # torch does not tell such records apart
+        expected = torch.load(io.BytesIO(pack_zip(records)), map_location="cpu", weights_only=True)["model"]
+    except Exception:  # what torch refuses and we read is not wrong for that
+        return
+    for name, tensor in expected.items():
+        name = name.removeprefix("_orig_mod.")
+        if name in gpt:
+            same = torch.equal(gpt[name].nan_to_num(7.0), tensor.detach().float().nan_to_num(7.0))
+            assert same, f"{name} differs from what torch.load reads"
+
+
+def make_checkpoints() -> list[bytes]:
+    """nanoGPT's ckpt.pt: stored, with optimizer state and prefixes, and with parameters."""
+    gpt = GPT(replace(TINY, bos_token_id=None))
+    gpt.init_weights(torch.Generator().manual_seed(0))
+    shape = {f: getattr(TINY, f) for f in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
+    made = []
+    for state, extra in (
+        (gpt.state_dict(), {}),
+        ({f"_orig_mod.{k}": v for k, v in gpt.state_dict().items()}, {"iter_num": 3, "config": {"dataset": "x"}}),
+        (dict(gpt.named_parameters()), {"optimizer": {"state": {0: {"step": torch.zeros(())}}}}),
+    ):
+        out = io.BytesIO()
+        torch.save({"model": state, "model_args": shape} | extra, out)
+        made.append(out.getvalue())
+    return made
+
+
+def make_bin() -> list[bytes]:
+    """A pytorch_model.bin: Hugging Face's names and layout, pickled."""
+    from safetensors.torch import load
+
+    out = io.BytesIO()
+    torch.save(load(model_folder()["model.safetensors"]), out)
+    return [out.getvalue()]
+
+
+def make_meta() -> list[bytes]:
+    """nanoGPT's meta.pkl, in three protocols."""
+    ids = {c: i for i, c in enumerate(CHARS)}
+    meta = {"vocab_size": len(ids), "itos": {i: c for c, i in ids.items()}, "stoi": ids}
+    return [pickle.dumps(meta, protocol) for protocol in (0, 2, 4)]
+
+
+@cache
+def trained() -> dict[str, str]:
+    """Return a tokenizer.json of every kind: name -> content."""
+    special = ["<unk>", "[UNK]", "[SEP]"]
+    kinds: dict[str, tuple[Any, Any, Any, Any]] = {
+        "bpe": (models.BPE(), trainers.BpeTrainer(vocab_size=280, show_progress=False, special_tokens=["<|endoftext|>"],
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet()), pre_tokenizers.ByteLevel(add_prefix_space=False),
+                decoders.ByteLevel()),
+        "unigram": (models.Unigram(), trainers.UnigramTrainer(vocab_size=40, unk_token="<unk>", special_tokens=special,
+                    show_progress=False), pre_tokenizers.Metaspace(), decoders.Metaspace()),
+        "wordpiece": (models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer(vocab_size=60, special_tokens=special,
+                      show_progress=False), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()),
+    }  # fmt: skip
+    made = {"char": tokenizers.char_to_json(CHARS)}
+    for name, (model, trainer, split, decoder) in kinds.items():
+        core = hf.Tokenizer(model)
+        core.pre_tokenizer, core.decoder = split, decoder
+        if name == "wordpiece":
+            core.normalizer = normalizers.BertNormalizer()
+        core.train_from_iterator([TEXT], trainer)
+        made[name] = core.to_str()
+    return made
+
+
+def make_tokenizers() -> list[bytes]:
+    """Every kind; with truncation and padding, and a normalizer and a splitter that are given as patterns."""
+    core = hf.Tokenizer.from_str(trained()["bpe"])
+    core.enable_truncation(16)
+    core.enable_padding(length=40)
+    core.normalizer = normalizers.Sequence([normalizers.Replace("a", "bb"), normalizers.NFKC()])
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(hf.Regex("e+"), "isolated"), core.pre_tokenizer])
+    return [text.encode() for text in (*trained().values(), core.to_str())]
+
+
+def use_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
+    """Encode and decode. No text loses its end, and none is padded."""
+    vocab_size = tokenizer.vocab_size
+    assert 0 < vocab_size < 2**31, f"vocab_size is {vocab_size}"
+    once, twice = (tokenizer.encode(c * 200) for c in ("a", "aa")) if "a" in CHARS else ([], [])
+    assert all(0 <= i < vocab_size for i in once), "an id is not in the vocabulary"
+    if once and len(once) >= 200 and path.name != "merges.txt":
+        assert len(twice) > len(once), f"a text of 400 characters has {len(twice)} tokens, as one of 200: truncated"
+    text = tokenizers.decode(tokenizer, [*once[:20], *range(min(vocab_size, 20)), vocab_size - 1])
+    text.encode()
+    tokenizers.fingerprint(tokenizer) if vocab_size < 10_000 else None
+    core = getattr(tokenizer, "core", None)
+    assert core is None or (core.truncation is None and core.padding is None), "truncation or padding is on"
+
+
+def make_vocab() -> list[bytes]:
+    """GPT-2's vocab.json."""
+    return [str(hf.Tokenizer.from_str(trained()["bpe"]).get_vocab()).replace("'", '"').encode(), b'{"a": 0, "b": 1}']
+
+
+def make_head() -> dict[str, bytes]:
+    """The files of a draft head."""
+    from tempfile import TemporaryDirectory
+
+    head = draft_head.RecurrentHead(draft_head.DraftHeadConfig("x", TINY.vocab_size, TINY.n_embd, 8))
+    head.init_weights(torch.Generator().manual_seed(0))
+    with TemporaryDirectory() as folder:
+        draft_head.save(head, Path(folder))
+        return {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+
+
+def train_config(folder: Path) -> TrainConfig:
+    """Return a run of two steps, whose state is written after each."""
+    return TrainConfig(
+        data=(str(folder / "text.txt"),), out=str(folder), n_layer=1, n_head=2, n_embd=4, block_size=8, batch_size=2,
+        max_steps=2, eval_interval=1, eval_tokens=16, warmup_steps=1, device="cpu",
+    )  # fmt: skip
+
+
+@cache
+def run_folder() -> dict[str, bytes]:
+    """Return the files of a training run that was stopped after its first step."""
+    from tempfile import TemporaryDirectory
+
+    def stop(progress: loop.Progress) -> None:
+        raise KeyboardInterrupt
+
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "text.txt").write_text(TEXT)
+        try:
+            loop.train(loop.prepare(train_config(folder)), stop)
+        except KeyboardInterrupt:
+            pass
+        return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def resume(path: Path) -> loop.Run:
+    """Go on with the run of a folder."""
+    return loop.prepare(train_config(path.parent), resume=True)
+
+
+def make_results() -> list[bytes]:
+    """Results with everything known, and with a failure."""
+    figures = Figures(3, 0.01, 0.03, 0.03, 0.04, 30.0, 30.0, 800.0, 27.0, 2.75, 4.5)
+    rows = [
+        results.Row(Case("static", "random:gpt2"), figures, True, 10**9, None, 10**6, 10**8, 1e6, 1e6, 44.0, 5.0,
+                    speedup=1.0, per_position_sec=[0.1], breakdown_percent={"head": 1.0}),
+        results.Row(Case("native", "random:gpt2", batch=4, draft="x"), figures, acceptance_percent=50.0),
+        results.Row(Case("recompute", "random:gpt2"), error="it failed"),
+    ]  # fmt: skip
+    machine: dict[str, Any] = {"cpu": "a CPU", "cores": 2, "threads": 2, "memory_bytes": 10**10, "gpu": None}
+    ceiling: dict[str, Any] = {"read_bytes_per_sec": 3e10, "flops_per_sec": {"float32": 1e12}, "source": "measured"}
+    made = results.Results(
+        "ladder", "recompute", "2026-11-21", "abc", "nanoinfer bench", machine, {"torch": "2"}, ceiling, rows
+    )
+    return [results.to_json(made).encode(), results.to_json(replace(made, suite="long")).encode()]
+
+
+def use_results(found: results.Results, path: Path) -> None:
+    """Print and convert them."""
+    from rich.console import Console
+
+    table.show(found, Console(file=io.StringIO(), width=140))
+    results.to_csv(found)
+    results.to_json(found).encode()
+
+
+def load_folder(path: Path) -> LoadedModel:
+    """Load the folder that holds this file."""
+    return load_model(str(path.parent))
+
+
+FILES = {
+    "safetensors": File("model.safetensors", lambda: [model_folder()["model.safetensors"]], mutate_safetensors, load_folder,
+                        use_model, lambda: without(model_folder(), "model.safetensors")),
+    "config": File("config.json", lambda: [model_folder()["config.json"]], mutate_json, load_folder, use_model, model_folder),
+    "index": File("model.safetensors.index.json", make_index, mutate_json, load_folder, use_model,
+                  lambda: model_folder(shards=True)),
+    "generation": File(
+        "generation_config.json",
+        lambda: [b'{"eos_token_id": [5, 6], "bos_token_id": 0, "do_sample": true}', b'{"eos_token_id": 5}'],
+        mutate_json, load_folder, use_model, model_folder,
+    ),
+    "bin": File(
+        "pytorch_model.bin", make_bin, mutate_zip, load_folder, use_model,
+        lambda: without(model_folder(), "model.safetensors"),
+    ),
+    "ckpt": File("ckpt.pt", make_checkpoints, mutate_zip, lambda p: load_model(str(p)), use_checkpoint),
+    "meta": File("meta.pkl", make_meta, mutate_pickle, lambda p: load_tokenizer(str(p)), use_tokenizer),
+    "tokenizer": File("tokenizer.json", make_tokenizers, mutate_json, lambda p: load_tokenizer(str(p)), use_tokenizer),
+    "vocab": File("vocab.json", make_vocab, mutate_json, lambda p: load_tokenizer(str(p.parent)), use_tokenizer,
+                  lambda: {"merges.txt": b"#version: 0.2\nb a\n"}),
+    "merges": File("merges.txt", lambda: [b"#version: 0.2\nb a\n"], mutate_bytes, lambda p: load_tokenizer(str(p.parent)),
+                   use_tokenizer, lambda: {"vocab.json": b'{"a": 0, "b": 1, "ba": 2}'}),
+    "head-config": File("draft_head.json", lambda: [make_head()["draft_head.json"]], mutate_json,
+                        lambda p: draft_head.load(p.parent), others=make_head),
+    "head-weights": File("draft_head.safetensors", lambda: [make_head()["draft_head.safetensors"]], mutate_safetensors,
+                         lambda p: draft_head.load(p.parent), others=make_head),
+    "state": File(loop.STATE, lambda: [run_folder()[loop.STATE]], mutate_zip, resume,
+                  lambda run, path: loop.train(run, lambda progress: None) and None, run_folder),
+    "results": File("results.json", make_results, mutate_json, results.read, use_results),
+}  # fmt: skip
+
+
+KINDS = ("fifo", "folder", "dangling", "loop", "endless", "socket", "huge", "truncated")
+
+
+def run_kind(data: bytes, folder: Path) -> None:
+    """Read what is not a plain file, or changes while it is read: b"ckpt fifo"."""
+    name, _, kind = data.decode(errors="replace").partition(" ")
+    if name not in FILES or kind not in KINDS:
+        return
+    file = FILES[name]
+    path, seed = file.place(folder), file.seeds()[0]
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind in ("dangling", "loop", "endless"):
+        path.symlink_to({"dangling": "/nowhere", "loop": path.name, "endless": "/dev/zero"}[kind])
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as s:
+            s.bind(path.name)  # the folder is the working directory: a socket's path is short
+    else:
+        path.write_bytes(seed)
+    if kind == "huge":
+        os.truncate(path, 3 << 30)
+    opened = file.open(path)
+    if kind == "truncated":
+        os.truncate(path, len(seed) // 3)
+    file.use(opened, path)
+
+
+# Values ----------------------------------------------------------------------------------------------------
+
+
+def run_name(data: bytes, folder: Path) -> None:
+    """Load a model, a tokenizer and a head of any name."""
+    name = data.decode(errors="surrogateescape")
+    draft_head.find(name)
+    for load in (load_tokenizer, load_model):
+        try:
+            load(name)
+        except config.NanoinferError as e:
+            error = e
+        else:
+            return
+    raise error
+
+
+CONFIGS = (SamplingParams, SamplingParams, SamplingParams, ModelConfig, config.EngineConfig, config.SpeculationConfig,
+           config.SchedulerConfig, TrainConfig, Case)  # fmt: skip
+
+
+@cache
+def tiny_llm() -> LLM:
+    """Return an LLM on the tiny model."""
+    from tempfile import mkdtemp
+
+    folder = Path(mkdtemp())
+    for name, content in model_folder().items():
+        (folder / name).write_bytes(content)
+    return LLM(str(folder), engine="static", max_num_seqs=2)
+
+
+def run_params(data: bytes, folder: Path) -> None:
+    """Make a configuration of random values; generate with sampling parameters that are accepted."""
+    choices = Choices(data)
+    kind: Any = choices.pick(CONFIGS)
+    fields = dataclasses.fields(kind)
+    required = [f for f in fields if f.default is f.default_factory is dataclasses.MISSING]
+    given: dict[str, Any] = {f.name: "a" if "str" in str(typing.get_type_hints(kind)[f.name]) else 1 for f in required}
+    for _ in range(1 + choices.number(3)):
+        given[choices.pick(fields).name] = choices.pick(ANY)
+    made = kind(**given)
+    if kind is SamplingParams:
+        limits = {"max_tokens": min(made.max_tokens, 12), "min_tokens": min(made.min_tokens, 2), "n": min(made.n, 2)}
+        tiny_llm().generate("a bad", replace(made, **limits))
+
+
+def run_stream(data: bytes, folder: Path) -> None:
+    """Decode random ids, one by one: the text is that of all of them together."""
+    choices = Choices(data)
+    name = choices.pick(list(trained()))
+    tokenizer = cached_tokenizer(name)
+    ids = []
+    while choices and len(ids) < 60:
+        ids.append(
+            -1 + choices.number(tokenizer.vocab_size + 2) if choices.odd(50) else choices.number(tokenizer.vocab_size)
+        )
+    text = tokenizers.decode(tokenizer, ids)
+    text.encode()
+    if name != "char" and "\ufffd" not in text:
+        whole = getattr(tokenizer, "core").decode(ids, skip_special_tokens=False)  # noqa: B009
+        assert text == whole, f"{name}: the stream gives {text!r:.80}, the whole {whole!r:.80}"
+
+
+@cache
+def cached_tokenizer(name: str) -> tokenizers.Tokenizer:
+    """Return one of the trained tokenizers."""
+    return tokenizers.from_json(trained()[name], name)
+
+
+def load_targets() -> dict[str, Target]:
+    """Return all targets by name."""
+    import boundary
+
+    targets = {name: Target(file.seeds, file.run, file.mutate) for name, file in FILES.items()}
+    random_bytes = [bytes(range(i, 256, 7)) for i in range(7)]
+    every = [f"{name} {kind}".encode() for name in FILES for kind in KINDS]
+    targets["kinds"] = Target(lambda: every, run_kind, lambda rng, data, others: rng.choice(every))
+    names = [b"shakespeare", b"random:gpt2", b"wide:shakespeare:gpt2", b"a/b", b"./x", b"openai-community/gpt2"]
+    targets["names"] = Target(lambda: names, run_name, mutate_name)
+    targets["params"] = Target(lambda: random_bytes, run_params)
+    targets["streams"] = Target(lambda: random_bytes, run_stream)
+    targets["decoder"] = Target(lambda: random_bytes, boundary.run_decoder, sanitized=True)
+    targets["sampler"] = Target(lambda: random_bytes, boundary.run_sampler, sanitized=True)
+    targets["kernels"] = Target(lambda: random_bytes, boundary.run_kernels, sanitized=True)
+    return targets
