@@ -22,7 +22,7 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.contestants.ours import Ours
 from nanoinfer.bench.harness import Harness, Options
 from nanoinfer.bench.process import Processes, Run, WorkerProcess
-from nanoinfer.bench.report import tables
+from nanoinfer.bench.report import page
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
@@ -500,9 +500,9 @@ def test_counts_are_in_table_file_csv_and_report() -> None:
     header, first, second = results.to_csv(made).splitlines()
     at = header.split(",").index("kernels_per_step")
     assert (first.split(",")[at], second.split(",")[at]) == ("63.0", "")
-    heads = [c.head for c in tables.all_columns(made.rows)]
+    heads = page.table(made.rows)[0]
     assert {"kernels a step", "launches a step", "verifying 5 tokens, decodes"} <= set(heads)
-    assert "reserved memory, MB" not in heads  # no row has it
+    assert "reserved, MB" not in heads  # no row has it
 
 
 def test_on_a_cpu_nothing_of_it_is_shown() -> None:
@@ -513,17 +513,7 @@ def test_on_a_cpu_nothing_of_it_is_shown() -> None:
     assert "kernels" not in text
     assert "verify" not in text
     assert "ceiling of this machine: reads" in text
-    assert tables.all_columns(made.rows) == tables.ALL_COLUMNS
-
-
-def test_an_older_file_without_the_counts_is_read() -> None:
-    import json
-
-    raw = json.loads(results.to_json(gpu_results()))
-    for row in raw["rows"]:
-        for name in ("kernels_per_step", "kernels_per_layer", "launches_per_step", "verify_ratio", "kv_cache_bytes"):
-            del row[name]
-    assert results.from_json(json.dumps(raw), "old").rows[0].kernels_per_step is None
+    assert "kernels a step" not in page.table(made.rows)[0]
 
 
 def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:

@@ -25,7 +25,7 @@ from nanoinfer.bench.contestants import prepare
 from nanoinfer.bench.fit import split
 from nanoinfer.bench.process import Processes, Run, Seat
 from nanoinfer.bench.results import Row
-from nanoinfer.bench.stats import RunTimes, is_steady, summarize
+from nanoinfer.bench.stats import RunTimes, by_position, is_steady, summarize
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
@@ -170,7 +170,7 @@ class Harness:
             if row.error is None:
                 row.figures = summarize(runs[case])
                 if case.batch == 1 and case.workload == "uniform":
-                    row.per_position_sec = _per_position(runs[case])
+                    row.per_position_sec = by_position(runs[case], case.prompt_tokens) or None
                 fill_in(row, self._config, self._ceiling, naive=case.contestant in NAIVE)
         return [rows[case] for case in cases]
 
@@ -339,14 +339,6 @@ def _difference(run: list[list[int]], expected: list[list[int]]) -> str | None:
             if x != y:
                 return f"token {t} of sequence {i} is {x}, the reference's is {y}"
     return None
-
-
-def _per_position(runs: list[RunTimes]) -> list[float]:
-    """Return the median time of each token of the first sequence, the first token included."""
-    import statistics
-
-    texts = [[b - a for a, b in zip([0.0, *r.arrivals[0]], r.arrivals[0], strict=False)] for r in runs]
-    return [statistics.median(times) for times in zip(*texts, strict=True)]
 
 
 def _join(*notes: str) -> str:
