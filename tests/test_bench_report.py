@@ -31,9 +31,9 @@ PARTS = {"matrix products": 61.0, "attention": 12.5, "output head": 17.5, "sampl
 VOID = {"meta", "br"}
 
 
-def make_row(contestant: str, batch: int = 1, **fields: Any) -> Row:
-    speed = SPEED.get(contestant, 20.0) * batch
-    case = Case(contestant, "random:gpt2", batch=batch, output_tokens=40)
+def make_row(backend: str, batch: int = 1, **fields: Any) -> Row:
+    speed = SPEED.get(backend, 20.0) * batch
+    case = Case(backend, "random:gpt2", batch=batch, output_tokens=40)
     made = Figures(3, 0.0123 * batch, 0.031, 0.0345, 0.0412, speed, 812.3, 0.9 * speed, 2.75, 4.56)
     known: dict[str, Any] = {
         "same_tokens": True, "peak_memory_bytes": 987_000_000, "weight_bytes": 494_000_000,
@@ -43,8 +43,8 @@ def make_row(contestant: str, batch: int = 1, **fields: Any) -> Row:
     return replace(Row(case, made, **known), **fields)
 
 
-def failed_row(contestant: str, error: str, batch: int = 1) -> Row:
-    return Row(Case(contestant, "random:gpt2", batch=batch, output_tokens=40), error=error)
+def failed_row(backend: str, error: str, batch: int = 1) -> Row:
+    return Row(Case(backend, "random:gpt2", batch=batch, output_tokens=40), error=error)
 
 
 def make_results(rows: list[Row], **fields: Any) -> Results:
@@ -346,7 +346,7 @@ def test_throughput_lines_are_the_data_and_the_ceilings() -> None:
 
 def test_a_backend_without_a_cache_does_not_move_the_ceiling() -> None:
     rows = [
-        replace(r, predicted_tokens_per_sec=1e6) if r.case.contestant == "recompute" else r for r in full_results().rows
+        replace(r, predicted_tokens_per_sec=1e6) if r.case.backend == "recompute" else r for r in full_results().rows
     ]
     limits = [r["y"] for r in chart_data(by_name(make_results(rows))["throughput"]) if r.get("format") == "float32"]
     assert limits == [pytest.approx(65.4 * b) for b in (1, 2, 8, 64)]

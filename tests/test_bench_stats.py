@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import TINY, refuses
-from nanoinfer.bench import naive, results
-from nanoinfer.bench.arithmetic import add_speedups, fill_in, weight_format
+from nanoinfer.bench import extrapolate, results
 from nanoinfer.bench.case import Case, make_work
+from nanoinfer.bench.derived_metrics import add_speedups, fill_in, weight_format
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.stats import Figures, RunTimes, by_position, is_steady, percentile, summarize
 from nanoinfer.config import PRESETS
@@ -76,12 +76,12 @@ def test_naive_times_are_integrated_from_a_few_lengths() -> None:
         asked.append(length)
         return length / 100  # linear: a few lengths say it all
 
-    times = naive.token_times(step_sec, 10, 50, block_size=40, count=4)
+    times = extrapolate.token_times(step_sec, 10, 50, block_size=40, count=4)
     assert asked == [10, 20, 30, 40]
     assert times == pytest.approx([min(10 + i, 40) / 100 for i in range(50)])
-    assert naive.arrivals([1.0, 2.0, 0.5]) == [1.0, 3.0, 3.5]
-    assert naive.sample_positions(5, 5) == [5]
-    assert naive.sample_positions(1, 3, 7) == [1, 2, 3]
+    assert extrapolate.arrivals([1.0, 2.0, 0.5]) == [1.0, 3.0, 3.5]
+    assert extrapolate.sample_positions(5, 5) == [5]
+    assert extrapolate.sample_positions(1, 3, 7) == [1, 2, 3]
 
 
 def test_bytes_flops_and_shares_by_hand() -> None:
@@ -96,7 +96,7 @@ def test_bytes_flops_and_shares_by_hand() -> None:
     half = Row(replace(row.case, dtype="bfloat16"), figures)
     fill_in(half, PRESETS["gpt2"], CEILING, naive=False)
     assert half.bytes_per_token == pytest.approx(row.bytes_per_token / 2)
-    q8 = Row(replace(row.case, contestant="llama.cpp", quantization="Q8_0"), figures)
+    q8 = Row(replace(row.case, backend="llama.cpp", quantization="Q8_0"), figures)
     fill_in(q8, PRESETS["gpt2"], CEILING, naive=False)
     assert q8.bytes_per_token == pytest.approx(124e6 * 8.5 / 8, rel=0.01)  # a 16-bit scale for 32 weights
     unknown = Row(replace(row.case, quantization="Q5_K"), figures)
@@ -122,7 +122,7 @@ def test_speedups_are_over_the_same_shape_and_dtype() -> None:
 def test_work_is_the_same_for_everyone_and_in_range() -> None:
     case = Case("a", "m", batch=3, prompt_tokens=5, output_tokens=7)
     work = make_work(case, 100)
-    assert work == make_work(replace(case, contestant="b"), 100)
+    assert work == make_work(replace(case, backend="b"), 100)
     assert [len(p) for p in work.prompts] == [5, 5, 5]
     assert work.output_tokens == [7, 7, 7]
     assert max(t for p in work.prompts for t in p) < 100
@@ -166,7 +166,7 @@ def test_the_file_holds_a_line_for_each_row_and_no_defaults() -> None:
     lines = results.to_json(example()).splitlines()
     assert len(lines) == 4
     assert lines[2] == (
-        '{"case":{"contestant":"llama.cpp","model":"gpt2","quantization":"Q8_0"},'
+        '{"case":{"backend":"llama.cpp","model":"gpt2","quantization":"Q8_0"},'
         '"error":"llama.cpp is not installed: pip install ..."}'
     )
 
@@ -215,9 +215,9 @@ def test_positions_are_medians_without_the_first_token() -> None:
 def test_csv_has_a_row_a_case() -> None:
     header, first, second = results.to_csv(example()).splitlines()
     columns = header.split(",")
-    assert {"contestant", "dtype", "ttft_sec", "peak_memory_bytes", "error"} <= set(columns)
+    assert {"backend", "dtype", "ttft_sec", "peak_memory_bytes", "error"} <= set(columns)
     assert first.split(",")[columns.index("ttft_sec")] == "0.6"
-    assert second.split(",")[columns.index("contestant")] == "llama.cpp"
+    assert second.split(",")[columns.index("backend")] == "llama.cpp"
 
 
 def broken(**changes: object) -> str:
@@ -233,9 +233,9 @@ def broken(**changes: object) -> str:
         (broken(suite=None, extra=1), "missing or unknown"),
         (broken(rows=3), "does not follow"),
         (broken(rows=[{}]), "does not follow"),
-        (broken(rows=[{"case": {"contestant": "a", "model": "m", "batch": 0}, "figures": None}]), "batch=0"),
+        (broken(rows=[{"case": {"backend": "a", "model": "m", "batch": 0}, "figures": None}]), "batch=0"),
         (
-            broken(rows=[{"case": {"contestant": "a", "model": "m"}, "figures": None, "speedup": "x"}]),
+            broken(rows=[{"case": {"backend": "a", "model": "m"}, "figures": None, "speedup": "x"}]),
             "speedup is a str",
         ),
     ],

@@ -3,7 +3,7 @@
     {
       "schema": "nanoinfer-bench/2",      another value is refused
       "suite": "ladder",                  which suite, or "custom"
-      "baseline": "recompute",            contestant that speed-ups are over, in the same shape and dtype
+      "baseline": "recompute",            backend that speed-ups are over, in the same shape and dtype
       "created": "2026-11-21T12:00:00+00:00", "commit": "abc1234", "command": "nanoinfer bench ...",
       "machine": {"cpu": ..., "cores": 2, "threads": 2, "memory_bytes": ..., "gpu": null, "gpu_details": null},
       "versions": {"python": ..., "torch": ..., "nanoinfer": ...},
@@ -46,7 +46,7 @@ class Row:
     same_tokens: bool | None = None
     """Whether its greedy tokens were the reference's; None where that is not asked (reduced precision)."""
     peak_memory_bytes: int | None = None
-    """Of the contestant's own process (on a GPU: torch.cuda's peak of what was in use)."""
+    """Of the backend's own process (on a GPU: torch.cuda's peak of what was in use)."""
     reserved_memory_bytes: int | None = None
     """On a GPU: the most that torch's allocator took for the process, in use or not; None on a CPU."""
     kv_cache_bytes: int | None = None

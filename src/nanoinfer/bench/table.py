@@ -60,7 +60,7 @@ def _in_and_out(case: Case) -> str:
     return " ".join([*words, sizes])
 
 
-_LONGEST_WORD = len("transformers-dynamic")  # of a contestant's name, which breaks between words alone
+_LONGEST_WORD = len("transformers-dynamic")  # of a backend's name, which breaks between words alone
 _Column = tuple[str, Callable[[Row], str]]
 _LIMITS: list[_Column] = [
     ("TPOT ms", lambda r: number(_figure(r, "tpot_sec"), 1, 1e3)),
@@ -91,7 +91,7 @@ def _cases(results: Results) -> Table:
     launches = any(r.kernels_per_step is not None for r in results.rows)
     limits = [c for c in _LIMITS if not launches or c[0] not in _LESS]
     columns: list[_Column] = [
-        ("contestant", lambda r: r.case.label),
+        ("backend", lambda r: r.case.label),
         *(
             [("model", lambda r: r.case.model.removeprefix("random:"))]
             if len({r.case.model for r in results.rows}) > 1
@@ -140,16 +140,16 @@ def _with_and_without(results: Results) -> Table:
             (
                 r
                 for r in results.rows
-                if r.case.contestant == results.baseline
+                if r.case.backend == results.baseline
                 and r.case.shape == row.case.shape
                 and r.case.dtype == row.case.dtype
             ),
             None,
         )
-        if row.case.contestant == results.baseline or base is None or row.case.draft is not None:
+        if row.case.backend == results.baseline or base is None or row.case.draft is not None:
             continue
         table.add_row(
-            str(row.case.output_tokens), str(row.case.batch), row.case.dtype, row.case.contestant,
+            str(row.case.output_tokens), str(row.case.batch), row.case.dtype, row.case.backend,
             number(_figure(base, "total_sec"), 2), number(_figure(row, "total_sec"), 2),
             number(row.speedup, 2),
         )  # fmt: skip

@@ -162,7 +162,7 @@ def _look(rows: Sequence[Row]) -> tuple[alt.Color, alt.StrokeDash, alt.Shape]:
 
 
 def _color(case: Case) -> str:
-    return COLORS.get(case.contestant, GREY)
+    return COLORS.get(case.backend, GREY)
 
 
 def _x(places: Sequence[int], title: str) -> alt.X:
@@ -207,7 +207,7 @@ def _ceilings(panel: Panel) -> list[Record]:
     """Return the highest ceiling of each format and place; a backend without a cache has one of its own, not drawn."""
     found: dict[tuple[str, int], float] = {}
     for row in panel.rows:
-        if row.case.contestant not in ("recompute", "nanogpt") and (limit := ceiling(row)) is not None:
+        if row.case.backend not in ("recompute", "nanogpt") and (limit := ceiling(row)) is not None:
             key = row.case.quantization or row.case.dtype, getattr(row.case, panel.axis)
             found[key] = max(limit, found.get(key, 0.0))
     return [
@@ -375,7 +375,7 @@ def _speculation(rows: Sequence[Row]) -> Iterator[Figure]:
         if records:
             names = [record["backend"] for record in records]
             rule = _data([{"y": 1}]).mark_rule(color=INK, strokeDash=[3, 3]).encode(x="y:Q")
-            chart = _bar_chart(records, _SPEEDUP.axis, names, [COLORS.get(first.contestant, GREY)] * len(names)) + rule
+            chart = _bar_chart(records, _SPEEDUP.axis, names, [COLORS.get(first.backend, GREY)] * len(names)) + rule
             yield Figure(name, f"{title}: speed-up over the same case without a draft", f"{setting(best)}.", chart)
 
 

@@ -16,8 +16,8 @@ MAX_SENTENCES = 6
 def headlines(results: Results) -> list[str]:
     """Return the findings: over peers where there are any, over plain decoding for drafts, else over the baseline."""
     rows = [row for row in results.rows if row.figures is not None]
-    peers = {r.case.contestant for r in rows} - {*ENGINES, "nanogpt"}
-    if any(row.case.draft is not None for row in rows) and not any(r.case.contestant == "nanogpt" for r in rows):
+    peers = {r.case.backend for r in rows} - {*ENGINES, "nanogpt"}
+    if any(row.case.draft is not None for row in rows) and not any(r.case.backend == "nanogpt" for r in rows):
         found = list(_over_plain(rows))
     elif peers:
         found = [said for part in panels(rows, "batch", split=True) if (said := _over_peers(part, rows))]
@@ -41,8 +41,8 @@ def _over_peers(panel: Panel, every: list[Row]) -> str | None:
         some = [
             r for r in panel.rows if bits(r.case) == width and r.case.draft is None and measure.value(r) is not None
         ]
-        ours = [r for r in some if r.case.contestant in ENGINES]
-        peers = [r for r in some if r.case.contestant not in ENGINES]
+        ours = [r for r in some if r.case.backend in ENGINES]
+        peers = [r for r in some if r.case.backend not in ENGINES]
         if ours and peers:
             a, b = (max(group, key=lambda r: sign * (measure.value(r) or 0)) for group in (ours, peers))
             x, y = measure.value(a) or 0, measure.value(b) or 1
@@ -60,8 +60,8 @@ def _over_baseline(rows: list[Row], baseline: str) -> Iterator[str]:
     plain = [r for r in rows if r.case.draft is None and r.case.dtype == "float32"]
     for panel in panels(plain, axis):
         for at in dict.fromkeys((panel.places[0], panel.places[-1])):
-            some = [r for r in panel.rows if getattr(r.case, axis) == at and r.case.contestant != baseline]
-            base = next((r for r in panel.rows if getattr(r.case, axis) == at and r.case.contestant == baseline), None)
+            some = [r for r in panel.rows if getattr(r.case, axis) == at and r.case.backend != baseline]
+            base = next((r for r in panel.rows if getattr(r.case, axis) == at and r.case.backend == baseline), None)
             best = max((r for r in some if r.speedup), key=lambda r: r.speedup or 0, default=None)
             if best is not None and base is not None and best.figures is not None and base.figures is not None:
                 speeds = (best.figures.output_tokens_per_sec, base.figures.output_tokens_per_sec)
