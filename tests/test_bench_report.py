@@ -17,8 +17,9 @@ import pytest
 from nanoinfer.bench import report
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.report import charts
-from nanoinfer.bench.report.charts import COLORS, MAX_FIGURES, figures
+from nanoinfer.bench.report.charts import MAX_FIGURES, figures
 from nanoinfer.bench.report.headlines import headlines
+from nanoinfer.bench.report.marks import COLORS, GREY, Figure
 from nanoinfer.bench.report.panels import panels, setting, sweep_axis
 from nanoinfer.bench.report.text import DASH, digits, slug
 from nanoinfer.bench.results import Results, Row
@@ -111,7 +112,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], str, Pag
     return paths, text, Page(text)
 
 
-def chart_data(figure: charts.Figure) -> list[dict[str, Any]]:
+def chart_data(figure: Figure) -> list[dict[str, Any]]:
     """Return the records that a chart draws, layer by layer."""
     spec = figure.spec
     layers = spec.get("layer", [spec])
@@ -121,7 +122,7 @@ def chart_data(figure: charts.Figure) -> list[dict[str, Any]]:
     ]
 
 
-def series(figure: charts.Figure, x: str = "x") -> dict[str, list[tuple[Any, float]]]:
+def series(figure: Figure, x: str = "x") -> dict[str, list[tuple[Any, float]]]:
     """Return the points of a chart by the name of their backend."""
     made: dict[str, list[tuple[Any, float]]] = {}
     for record in chart_data(figure):
@@ -131,7 +132,7 @@ def series(figure: charts.Figure, x: str = "x") -> dict[str, list[tuple[Any, flo
     return made
 
 
-def by_name(results: Results) -> dict[str, charts.Figure]:
+def by_name(results: Results) -> dict[str, Figure]:
     return {figure.name: figure for figure in figures(results)}
 
 
@@ -424,7 +425,7 @@ def test_a_backend_has_one_colour_in_every_figure() -> None:
             for layer in figure.spec.get("layer", []):
                 scale = layer["encoding"].get("color", {}).get("scale")
                 for label, color in zip(*(scale["domain"], scale["range"]), strict=True) if scale else ():
-                    assert color == COLORS.get(label.split(" ")[0], charts.GREY)
+                    assert color == COLORS.get(label.split(" ")[0], GREY)
     assert len(set(COLORS.values())) == len(COLORS)
 
 
@@ -439,7 +440,7 @@ def test_colours_are_seen_on_both_pages() -> None:
         linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    for color in (*COLORS.values(), charts.GREY):
+    for color in (*COLORS.values(), GREY):
         assert 1.05 / (luminance(color) + 0.05) >= 3
         assert (luminance(color) + 0.05) / (luminance("#15181c") + 0.05) >= 3
 

@@ -3,7 +3,8 @@
     write_report([read(Path("ladder.json")), read(Path("peers.json"))], Path("out"))
     ->  out/index.html  out/ladder-throughput.svg  ...
 
-`panels` sorts rows, `charts` draws them, `headlines` says what was found, `page` puts it together.
+`panels` sorts rows, `charts` and `speculation` draw them with what is in `marks`, `headlines` says what was found,
+`page` puts it together.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def write_report(results: list[Results], folder: Path) -> list[Path]:
 def _files(results: list[Results]) -> dict[str, bytes]:
     """Return the content of every file of the report by its name."""
     try:
-        from nanoinfer.bench.report.charts import figures, svg
+        from nanoinfer.bench.report.charts import figures
+        from nanoinfer.bench.report.marks import svg
         from nanoinfer.bench.report.page import Section, page
     except ImportError as e:
         raise NanoinferError(f"the report needs {e.name}, which is not installed: pip install '.[bench]'") from None

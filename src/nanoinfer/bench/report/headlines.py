@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nanoinfer.bench.report.charts import bits
+from nanoinfer.bench.report.marks import bits
 from nanoinfer.bench.report.panels import TTFT, Panel, panels, setting, sweep_axis, varying
 from nanoinfer.bench.report.text import clean, digits
 from nanoinfer.bench.results import Results, Row

@@ -13,8 +13,8 @@ from typing import Any, cast
 import jinja2
 import vl_convert
 
-from nanoinfer.bench.report.charts import VEGA_LITE, Figure
 from nanoinfer.bench.report.headlines import headlines
+from nanoinfer.bench.report.marks import VEGA_LITE, Figure
 from nanoinfer.bench.report.panels import ceiling, share_of_ceiling
 from nanoinfer.bench.report.text import DASH, clean, digits, number
 from nanoinfer.bench.results import Results, Row
