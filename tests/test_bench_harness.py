@@ -56,7 +56,8 @@ def test_a_run_checks_times_and_compares(tiny_folder: Path, tmp_path: Path) -> N
         assert row.figures is not None
         assert row.figures.rounds == 2
         assert row.figures.decode_tokens_per_sec is not None
-        assert row.figures.output_tokens_per_sec == pytest.approx(12 / row.figures.total_sec, rel=0.5)
+        # Two rounds: the mean of rates is at least the rate of the mean time.
+        assert row.figures.output_tokens_per_sec >= 0.999 * 12 / row.figures.total_sec
         assert row.peak_memory_bytes is not None
         assert 50 << 20 < row.peak_memory_bytes < 1 << 30  # the worker's own, not this process's
         assert row.mbu_percent is not None

@@ -149,7 +149,7 @@ def _positions(panel: Panel, rows: Sequence[Row]) -> Iterator[Figure]:
     if not timed:
         return
     records = [record_of(row, _TIME, 1e3 * sec, x=place) for row in timed for place, sec in _points(row)]
-    color, dash, _ = look(timed)
+    color, dash, _ = look(timed, lines=True)
     x = alt.X("x:Q", axis=alt.Axis(title="position of the token", format=",~r", tickCount=6))
     chart = data(records).mark_line(strokeWidth=1.5).encode(x, y_axis(_TIME, records), color, dash, tooltip=TOOLTIP)
     yield _figure(_TIME, timed, rows, panel.axis, chart.properties(width="container", height=240))

@@ -95,11 +95,16 @@ def data(records: Sequence[Record]) -> alt.Chart:
     return alt.Chart(alt.InlineData(values=list(records)))
 
 
-def look(rows: Sequence[Row]) -> tuple[alt.Color, alt.StrokeDash, alt.Shape]:
-    """Return colour, dash and marker of each label: by its backend, and by its format."""
+def look(rows: Sequence[Row], *, lines: bool = False) -> tuple[alt.Color, alt.StrokeDash, alt.Shape]:
+    """Return colour, dash and marker of each label: by its backend, and by its format.
+
+    lines: whether the chart has lines without markers, which the legend then shows.
+    """
     cases = {clean(row.case.label): row.case for row in rows}
     domain = list(cases)
-    legend = alt.Legend(orient="bottom", columns=2, labelLimit=300, symbolStrokeWidth=0, symbolSize=70)
+    legend = alt.Legend(orient="bottom", columns=2, labelLimit=300, symbolSize=70,
+        symbolStrokeWidth=2 * lines, symbolType="stroke" if lines else alt.Undefined,
+    )  # fmt: skip
 
     def scale(values: list[Any]) -> alt.Scale:
         return alt.Scale(domain=domain, range=values)

@@ -70,7 +70,7 @@ def speculation(rows: Sequence[Row]) -> Iterator[Figure]:
             yield Figure(name, f"{title}: speed-up over the same case without a draft", f"{setting(best)}.", chart)
 
 
-_SPEEDUP = Measure("speedup", "Speed-up", "times the output tokens/s without a draft", lambda row: row.speedup, "x")
+_SPEEDUP = Measure("speedup", "Speed-up", "times plain decoding", lambda row: row.speedup, "x")
 
 
 def _situation(case: Case, other: bool) -> str:
