@@ -82,7 +82,7 @@ bench: .venv/installed-test
 	@mkdir -p docs/results
 	@for suite in $(SUITES); do \
 	  $(BIN)/nanoinfer bench --suite $$suite $(if $(TEXT),--text "$(TEXT)") --output docs/results/$$suite.json \
-	    > docs/results/$$suite.txt || true; \
+	    | sed 's/ *$$//' > docs/results/$$suite.txt; \
 	done
 	$(BIN)/nanoinfer bench $(SUITES:%=--load docs/results/%.json) --report docs/results
 

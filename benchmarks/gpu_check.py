@@ -88,8 +88,9 @@ def read_document(path: Path) -> dict[str, Any]:
 
 def add_targets(document: dict[str, Any]) -> None:
     """Judge the suite's rows; and take over the copy bandwidth that their shares are of."""
+    from gpu_targets import judge
+
     from nanoinfer.bench import results
-    from nanoinfer.bench.targets import judge
 
     rows = []
     if document["bench"] is not None:

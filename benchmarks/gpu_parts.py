@@ -153,7 +153,7 @@ def run_bench(
         done = run(command, limit_sec)
         made = json.loads(path.read_text()) if path.exists() else None
     rows = made["rows"] if made is not None else []
-    errors = [f"{name_of(r)}: {r['error']}" for r in rows if r["error"] is not None]
+    errors = [f"{name_of(r)}: {r['error']}" for r in rows if r.get("error") is not None]
     left = num_cases(quick) - len(rows)
     data = {"measured": len(rows) - len(errors), "failed": len(errors), "left": left, "failed_cases": errors}
     if made is None or done.code not in (0, 1, None):
@@ -168,10 +168,10 @@ def run_bench(
 
 def name_of(row: dict[str, Any]) -> str:
     """Return a row's case in words."""
-    c = row["case"]
-    return f"{c['contestant']} {c['dtype']} {c['quantization'] or ''} {c['model']} batch {c['batch']}".replace(
-        "  ", " "
-    )
+    from nanoinfer.bench.case import Case
+
+    case = Case(**row["case"])
+    return f"{case.label} {case.model} batch {case.batch}"
 
 
 def num_cases(quick: bool) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from conftest import make_folder, refuses
+from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.contestants import prepare
-from nanoinfer.bench.export import export_once, fingerprint
-from nanoinfer.bench.export.ctranslate2 import export_ctranslate2
-from nanoinfer.bench.export.gguf import QUANT_BLOCK, export_gguf, gguf_name
+from nanoinfer.bench.peers import export_once, fingerprint
+from nanoinfer.bench.peers.export_ctranslate2 import export_ctranslate2
+from nanoinfer.bench.peers.export_gguf import QUANT_BLOCK, export_gguf, gguf_name
 from nanoinfer.config import ModelConfig
 
 SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64)
@@ -67,7 +67,7 @@ def test_a_folder_without_weights_is_one_clear_line(tmp_path: Path) -> None:
     refuses(lambda: export_once(tmp_path / "out", tmp_path, lambda partial: None), str(tmp_path), "config.json")
 
 
-def test_contestants_that_load_the_folder_itself_need_no_export(small: Path) -> None:
+def test_backends_that_load_the_folder_itself_need_no_export(small: Path) -> None:
     for name in ("static", "nanogpt", "transformers-dynamic"):
         assert prepare(Case(name, str(small)), small) is None
     assert not (small / "exports").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,18 +17,18 @@ from rich.console import Console
 
 from conftest import TINY, make_folder, make_limits, make_model, refuses
 from nanoinfer import LLM
-from nanoinfer.bench import fit, launches, machine, passages, process, results, table, worker
+from nanoinfer.bench import launches, machine, memory_plan, process, prompts, results, table, worker
 from nanoinfer.bench import run as running
+from nanoinfer.bench.backends.nanoinfer import NanoinferBackend
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.contestants.ours import Ours
 from nanoinfer.bench.harness import Harness, Options
 from nanoinfer.bench.process import Processes, Run, WorkerProcess
-from nanoinfer.bench.report import tables
+from nanoinfer.bench.report import page
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import GPU_LARGE, SUITES
-from nanoinfer.bench.verify import verify_ratio
+from nanoinfer.bench.verify_cost import verify_ratio
 from nanoinfer.config import PRESETS
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.static import StaticEngine
@@ -179,9 +180,9 @@ def test_memory_of_a_gpu_is_torchs_peak(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_engines_say_what_their_cache_reserves(tiny_folder: Path) -> None:
     def reserved(engine: str) -> int | None:
-        return Ours(Case(engine, "m", batch=3, output_tokens=2), tiny_folder).kv_cache_bytes
+        return NanoinferBackend(Case(engine, "m", batch=3, output_tokens=2), tiny_folder).kv_cache_bytes
 
-    static = Ours(Case("static", "m", batch=3, output_tokens=2), tiny_folder)
+    static = NanoinferBackend(Case("static", "m", batch=3, output_tokens=2), tiny_folder)
     token = 2 * TINY.n_layer * TINY.n_embd * 4  # a key and a value in float32
     assert static.kv_cache_bytes == 3 * TINY.block_size * token
     assert reserved("dynamic") is None
@@ -190,17 +191,17 @@ def test_engines_say_what_their_cache_reserves(tiny_folder: Path) -> None:
 def test_parts_fit_the_gpus_memory_too() -> None:
     config, weights = PRESETS["gpt2"], 4 * 124_439_808
     large = replace(ON_GPU, model="random:gpt2", batch=512, prompt_tokens=32, output_tokens=64)
-    group = [replace(large, contestant=name) for name in ("static", "nanogpt", "transformers-dynamic")]
-    (_, static), (_, loop), _ = (fit.needs(c, config, weights) for c in group)
+    group = [replace(large, backend=name) for name in ("static", "nanogpt", "transformers-dynamic")]
+    (_, static), (_, loop), _ = (memory_plan.needs(c, config, weights) for c in group)
     cache = 512 * 1025 * 36_864
     assert cache < static < cache + (3 << 30)  # a slot is a whole text
     assert loop < static / 4  # 96 tokens of each
     everything = [100 << 30, 100 << 30]
-    assert fit.split(group, config, weights, everything) == [group]
-    assert fit.split(group, config, weights, [100 << 30, static + 1]) == [group[:1], group[1:]]
-    assert fit.split(group, config, weights, [100 << 30, 1]) == [[c] for c in group]
+    assert memory_plan.split(group, config, weights, everything) == [group]
+    assert memory_plan.split(group, config, weights, [100 << 30, static + 1]) == [group[:1], group[1:]]
+    assert memory_plan.split(group, config, weights, [100 << 30, 1]) == [[c] for c in group]
     on_cpu = [replace(c, device="cpu") for c in group]
-    assert fit.split(on_cpu, config, weights, [100 << 30]) == [on_cpu]
+    assert memory_plan.split(on_cpu, config, weights, [100 << 30]) == [on_cpu]
 
 
 # Devices ---------------------------------------------------------------------------------------------------
@@ -239,7 +240,7 @@ def test_passages_are_made_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tiny_fold
 
     monkeypatch.setattr("nanoinfer.llm.LLM", stop)
     with pytest.raises(Seen, match="shakespeare on cpu"):
-        passages.write(tmp_path, "wide:shakespeare:gpt2", None)
+        prompts.write(tmp_path, "wide:shakespeare:gpt2", None)
 
 
 def test_a_gpu_is_described_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +312,7 @@ def test_a_gpu_copies_at_most_what_its_data_sheet_says() -> None:
 # The harness -----------------------------------------------------------------------------------------------
 
 
-class FakeSeat:
+class FakeHandle:
     """Answers as a worker on a GPU would."""
 
     def __init__(self, case: Case, log: list[tuple[str, Any]]) -> None:
@@ -325,7 +326,7 @@ class FakeSeat:
 
     def launches(self) -> dict[str, float]:
         self._log.append(("launches", None))
-        if self.case.contestant == "dynamic":
+        if self.case.backend == "dynamic":
             raise NanoinferError("torch's profiler saw no kernel")
         return {"kernels_per_step": 60.0, "kernels_per_layer": 5, "launches_per_step": 1.0}
 
@@ -348,14 +349,14 @@ class FakeProcesses:
         pass
 
     def load_together(self, cases: list[Case], warm: Any, at_once: int) -> None:
-        self.log.append(("load", [c.contestant for c in cases if warm(c)]))
+        self.log.append(("load", [c.backend for c in cases if warm(c)]))
         self._cases |= {c.plain for c in cases}
 
     def knows(self, case: Case) -> bool:
         return case.plain in self._cases
 
-    def seat(self, case: Case) -> FakeSeat:
-        return FakeSeat(case, self.log)
+    def worker(self, case: Case) -> FakeHandle:
+        return FakeHandle(case, self.log)
 
 
 @pytest.fixture
@@ -374,7 +375,7 @@ def harness(tmp_path: Path, options: Options, clock: Any = time.perf_counter) ->
 
 def test_a_row_of_a_gpu_has_its_counts_and_memory(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
     rows: list[Row] = []
-    cases = [ON_GPU, replace(ON_GPU, contestant="dynamic"), replace(ON_GPU, contestant="nanogpt")]
+    cases = [ON_GPU, replace(ON_GPU, backend="dynamic"), replace(ON_GPU, backend="nanogpt")]
     harness(tmp_path, Options(rounds=1, max_warmups=2, verify=True)).run(cases, rows.extend)
     static, dynamic, loop = rows
     assert [r.error for r in rows] == [None] * 3
@@ -398,7 +399,7 @@ def test_on_a_gpu_warm_ups_are_as_long_as_what_is_timed(tmp_path: Path, log: lis
 
 def test_workers_on_a_gpu_load_some_at_a_time(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
     names = ("static", "dynamic", "recompute", "transformers-dynamic")
-    harness(tmp_path, Options(rounds=1)).run([replace(ON_GPU, contestant=n) for n in names], lambda rows: None)
+    harness(tmp_path, Options(rounds=1)).run([replace(ON_GPU, backend=n) for n in names], lambda rows: None)
     loads = [who for what, who in log if what == "load"]
     assert loads == [["static", "dynamic"], ["transformers-dynamic"]]  # two for four CPUs; the naive are not run
 
@@ -425,8 +426,8 @@ def test_loading_together_keeps_each_failure_for_its_seat(tiny_folder: Path) -> 
     with Processes(tiny_folder) as processes:
         processes.load_together([good, bad, good], warm=lambda case: True, at_once=2)
         assert processes.knows(good)
-        assert len(processes.seat(good).run().tokens[0]) == 4
-        refuses(lambda: processes.seat(bad), "engine='warp' is unknown")
+        assert len(processes.worker(good).run().tokens[0]) == 4
+        refuses(lambda: processes.worker(bad), "engine='warp' is unknown")
 
 
 def test_a_worker_that_hangs_on_a_gpu_is_ended(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
@@ -452,25 +453,25 @@ def test_without_cuda_the_suite_is_one_line() -> None:
 def test_the_suite_measures_every_target(quick: bool) -> None:
     cases = SUITES["gpu"].cases("random:gpt2", PRESETS["gpt2"], [], quick)
     assert len(set(cases)) == len(cases)
-    have = {(c.contestant, c.model, c.batch, c.dtype, c.quantization) for c in cases}
+    have = {(c.backend, c.model, c.batch, c.dtype, c.quantization) for c in cases}
     for model in ("random:gpt2", GPU_LARGE):
         for rung in ("cuda_graph", "triton"):
             assert (rung, model, 1, "bfloat16", None) in have
         assert ("transformers-dynamic", model, 1, "bfloat16", None) in have
         assert {("triton", model, 1, "bfloat16", q) for q in ("int8", "int4")} <= have
     assert {(name, "random:gpt2", 512, "bfloat16", None) for name in ("static", "cuda_graph")} <= have
-    exact = {c.contestant for c in cases if c.dtype == "float32" and c.batch == 1}
+    exact = {c.backend for c in cases if c.dtype == "float32" and c.batch == 1}
     assert {"static", "cuda_graph", "triton"} <= exact  # their words are compared before their speed is read
     if not quick:
         assert {c.batch for c in cases if c.model == "random:gpt2"} == {1, 8, 64, 512}
-        assert {c.dtype for c in cases if c.contestant == "transformers-static"} == {"float32", "bfloat16", "float16"}
+        assert {c.dtype for c in cases if c.backend == "transformers-static"} == {"float32", "bfloat16", "float16"}
         assert {"nanogpt", "compiled", "transformers-static"} <= exact
 
 
 def gpu_results() -> results.Results:
     row = Row(replace(ON_GPU, model="random:gpt2"), FIGURES, True, 1 << 30, mbu_percent=50.0)
     row.kernels_per_step, row.kernels_per_layer, row.launches_per_step, row.verify_ratio = 63.0, 5, 2.0, 1.25
-    other = Row(replace(ON_GPU, contestant="dynamic", model=GPU_LARGE), FIGURES)
+    other = Row(replace(ON_GPU, backend="dynamic", model=GPU_LARGE), FIGURES)
     return results.Results(
         "gpu", "static", "2026-01-01", None, "nanoinfer bench", {"gpu": "H100", "gpu_details": {"driver": "1"}},
         {}, {"read_bytes_per_sec": 3e12, "flops_per_sec": {"bfloat16": 7e14}, "source": "copies"}, [row, other],
@@ -488,7 +489,7 @@ def test_counts_are_in_table_file_csv_and_report() -> None:
     text = shown(made)
     assert "ceiling of H100: copies 3,000 GB/s, read and written" in text
     words = [line.split() for line in text.splitlines()]
-    head = next(w for w in words if w[:1] == ["contestant"])
+    head = next(w for w in words if w[:1] == ["backend"])
     line = next(w for w in words if w[:2] == ["static", "bfloat16"])
     assert {"model", "kernels", "launches"} <= set(head)
     assert line[-5:-1] == ["63", "5", "2", "1.25"]
@@ -496,13 +497,14 @@ def test_counts_are_in_table_file_csv_and_report() -> None:
     assert ["static", "bfloat16", "1,024", "–"] in words  # memory in every shape
     assert "gpt2-xl, batch 1, 4 in" in " ".join(text.split())
     again = results.from_json(results.to_json(made), "here")
-    assert again == made
+    assert [r.case for r in again.rows] == [r.case for r in made.rows]
+    assert (again.rows[0].kernels_per_step, again.rows[0].verify_ratio) == (63.0, 1.25)
     header, first, second = results.to_csv(made).splitlines()
     at = header.split(",").index("kernels_per_step")
     assert (first.split(",")[at], second.split(",")[at]) == ("63.0", "")
-    heads = [c.head for c in tables.all_columns(made.rows)]
+    heads = page.table(made.rows)[0]
     assert {"kernels a step", "launches a step", "verifying 5 tokens, decodes"} <= set(heads)
-    assert "reserved memory, MB" not in heads  # no row has it
+    assert "reserved, MB" not in heads  # no row has it
 
 
 def test_on_a_cpu_nothing_of_it_is_shown() -> None:
@@ -513,23 +515,13 @@ def test_on_a_cpu_nothing_of_it_is_shown() -> None:
     assert "kernels" not in text
     assert "verify" not in text
     assert "ceiling of this machine: reads" in text
-    assert tables.all_columns(made.rows) == tables.ALL_COLUMNS
-
-
-def test_an_older_file_without_the_counts_is_read() -> None:
-    import json
-
-    raw = json.loads(results.to_json(gpu_results()))
-    for row in raw["rows"]:
-        for name in ("kernels_per_step", "kernels_per_layer", "launches_per_step", "verify_ratio", "kv_cache_bytes"):
-            del row[name]
-    assert results.from_json(json.dumps(raw), "old").rows[0].kernels_per_step is None
+    assert "kernels a step" not in page.table(made.rows)[0]
 
 
 def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
     from contextlib import contextmanager
 
-    from nanoinfer.bench import weights
+    from nanoinfer.bench import model_folders
 
     written: list[str] = []
 
@@ -538,12 +530,17 @@ def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch, tiny
         written.append(model)
         yield Path("/nowhere") / model
 
-    monkeypatch.setattr(weights, "_weights", fake)
-    with weights.Models(None, lambda _: None) as models:
+    monkeypatch.setattr(model_folders, "_weights", fake)
+    with model_folders.Models(None, lambda _: None) as models:
         for model in ("a", "b", "a"):
             assert models.folder([Case("static", model)]) == Path("/nowhere") / model
     assert written == ["a", "b"]
-    assert weights.Models(None, lambda _: None).config("random:gpt2-xl") == PRESETS["gpt2-xl"]
+    assert model_folders.Models(None, lambda _: None).config("random:gpt2-xl") == PRESETS["gpt2-xl"]
+
+
+def written_figures(made: results.Results) -> list[object]:
+    """Return the figures of each row as the file holds them: rounded."""
+    return [row.get("figures") for row in json.loads(results.to_json(made))["rows"]]
 
 
 def test_minutes_are_checked_and_resume_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
@@ -556,7 +553,7 @@ def test_minutes_are_checked_and_resume_goes_on(tiny_folder: Path, tmp_path: Pat
     (made,), _ = run(plan, "test", log=said.append)
     again = replace(plan, output=None, resume=tmp_path / "r.json", minutes=0.01)
     (kept,), _ = run(again, "test", log=said.append)
-    assert [r.figures for r in kept.rows] == [r.figures for r in made.rows]
+    assert written_figures(kept) == written_figures(made)
 
 
 def test_a_suite_of_two_models_runs_each_on_its_own_weights(
@@ -564,7 +561,7 @@ def test_a_suite_of_two_models_runs_each_on_its_own_weights(
 ) -> None:
     other = make_folder(tmp_path / "other", replace(TINY, n_embd=8, block_size=16), seed=1)
     first = Case("static", str(tiny_folder), prompt_tokens=8, output_tokens=4)
-    cases = [first, replace(first, contestant="triton-9"), replace(first, model=str(other), prompt_tokens=4)]
+    cases = [first, replace(first, backend="triton-9"), replace(first, model=str(other), prompt_tokens=4)]
     suite = replace(SUITES["gpu"], model=str(tiny_folder), device=None, cases=lambda *asked: cases)
     monkeypatch.setitem(SUITES, "gpu", suite)
     plan = Plan(suite=("gpu",), rounds=1, device="cpu", output=tmp_path / "r.json")
@@ -579,20 +576,20 @@ def test_a_suite_of_two_models_runs_each_on_its_own_weights(
     assert there.note == "cost of verifying unknown: num_tokens=5 is not an integer in [1, 4]"  # its prompt has 4
     again = replace(plan, output=None, resume=tmp_path / "r.json")
     (kept,), _ = run(again, "test", log=lambda _: None)
-    assert [r.figures for r in kept.rows] == [r.figures for r in made.rows]
+    assert written_figures(kept) == written_figures(made)
 
 
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("name", ["static", "nanogpt", "transformers-dynamic", "transformers-static"])
-def test_on_a_gpu_contestants_say_the_same_and_report_its_memory(tiny_folder: Path, name: str) -> None:
+def test_on_a_gpu_backends_say_the_same_and_report_its_memory(tiny_folder: Path, name: str) -> None:
     """The whole way: a process of its own, its memory, its counts; in float32 the words of `dynamic` on the CPU."""
     if name.startswith("transformers"):
         pytest.importorskip("transformers", reason="transformers is an optional peer")
     case = Case(name, "m", batch=2, prompt_tokens=8, output_tokens=6, device="cuda:0")
     with Processes(tiny_folder) as processes:
-        expected = processes.seat(replace(case, contestant="dynamic", device="cpu")).run().tokens
-        seat = processes.seat(case)
+        expected = processes.worker(replace(case, backend="dynamic", device="cpu")).run().tokens
+        seat = processes.worker(case)
         made = seat.run()
         assert made.tokens == expected
         assert 0 < (made.peak_memory_bytes or 0) <= (made.reserved_bytes or 0) < 8 << 30

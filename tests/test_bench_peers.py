@@ -1,4 +1,4 @@
-"""Peers as contestants: in float32 every one says what our static engine says, and gives exactly what was asked for."""
+"""Peers as backends: in float32 every one says what our static engine says, and gives exactly what was asked for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from torch import Tensor
 
 from conftest import make_folder, refuses
+from nanoinfer.bench.backends import INSTALL, PEERS, open_backend
+from nanoinfer.bench.backends.capabilities import longest, require_module
 from nanoinfer.bench.case import Case, Work
-from nanoinfer.bench.contestants import INSTALL, PEERS, open_contestant
-from nanoinfer.bench.contestants.limits import longest, require_module
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import ModelConfig
 
@@ -41,10 +41,10 @@ def make_case(name: str, work: Work = ONE, **fields: Any) -> Case:
 
 
 def run(case: Case, folder: Path, work: Work) -> list[list[int]]:
-    """Run a case twice, check what holds for every contestant, and return the tokens."""
-    contestant = open_contestant(case, folder)
-    tokens, _ = contestant.run(work)
-    again, times = contestant.run(work)
+    """Run a case twice, check what holds for every backend, and return the tokens."""
+    backend = open_backend(case, folder)
+    tokens, _ = backend.run(work)
+    again, times = backend.run(work)
     check_times(times, work)
     assert [len(t) for t in tokens] == work.output_tokens
     if case.sampler == "greedy":
@@ -105,22 +105,22 @@ def test_controls_run_or_are_refused_by_name(small: Path, name: str) -> None:
     if name in CONTROLS:
         run(case, small, ONE)
     else:
-        refuses(lambda: open_contestant(case, small), name, "presence_penalty", "sampler='controls'")
+        refuses(lambda: open_backend(case, small), name, "presence_penalty", "sampler='controls'")
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_what_a_peer_cannot_do_is_one_clear_line(small: Path, name: str) -> None:
     case = make_case(name)
-    refuses(lambda: open_contestant(replace(case, quantization="int5"), small), name, "quantization='int5'")
-    refuses(lambda: open_contestant(replace(case, device="tpu"), small), "device='tpu'")
+    refuses(lambda: open_backend(replace(case, quantization="int5"), small), name, "quantization='int5'")
+    refuses(lambda: open_backend(replace(case, device="tpu"), small), "device='tpu'")
     if name != "nanogpt":  # it crops
         long = Work([[1] * 60], [20])
-        refuses(lambda: open_contestant(case, small).run(long), name, "80 tokens")
+        refuses(lambda: open_backend(case, small).run(long), name, "80 tokens")
 
 
 def test_llama_cpp_refuses_float16(small: Path) -> None:
     case = make_case("llama.cpp", dtype="float16")
-    refuses(lambda: open_contestant(case, small), "llama.cpp", "dtype='float16'", "bfloat16")
+    refuses(lambda: open_backend(case, small), "llama.cpp", "dtype='float16'", "bfloat16")
 
 
 def test_llama_cpp_keeps_its_log_to_itself(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +134,7 @@ def test_ctranslate2_says_which_types_it_has_here(small: Path) -> None:
         run(make_case("ctranslate2", dtype="bfloat16"), small, ONE)
     else:
         case = make_case("ctranslate2", dtype="bfloat16")
-        refuses(lambda: open_contestant(case, small), "bfloat16", "float32", "int8")
+        refuses(lambda: open_backend(case, small), "bfloat16", "float32", "int8")
 
 
 def test_nanogpt_slides_past_the_context_length(small: Path) -> None:
@@ -153,10 +153,10 @@ def test_nanogpt_runs_the_whole_prefix_for_every_token(small: Path, monkeypatch:
         return hidden(self, idx, *args)
 
     monkeypatch.setattr(GPT, "hidden", counting)
-    open_contestant(make_case("nanogpt", EQUAL), small).run(EQUAL)
+    open_backend(make_case("nanogpt", EQUAL), small).run(EQUAL)
     assert shapes == [(2, 4 + t) for t in range(6)]
     shapes.clear()
-    open_contestant(make_case("nanogpt", RAGGED), small).run(RAGGED)
+    open_backend(make_case("nanogpt", RAGGED), small).run(RAGGED)
     expected = zip(RAGGED.prompts, RAGGED.output_tokens, strict=True)
     assert shapes == [(1, len(p) + t) for p, n in expected for t in range(n)]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from conftest import CHARS, refuses
-from nanoinfer.bench import passages
-from nanoinfer.bench.arithmetic import add_speculation, add_speedups
+from nanoinfer.bench import prompts
+from nanoinfer.bench.backends.nanoinfer import _spread
 from nanoinfer.bench.case import Case, make_work
-from nanoinfer.bench.contestants.ours import _spread
+from nanoinfer.bench.derived_metrics import add_speculation, add_speedups
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
@@ -28,8 +28,8 @@ PLAIN = Case("native", "m", quantization="int8", workload="text", prompt_tokens=
 
 def test_prompts_are_cut_or_repeated_with_edits() -> None:
     text = [list(range(100, 200)), list(range(300, 400))]
-    assert passages.cut_prompt(text, 3, 5) == [300, 301, 302, 303, 304]
-    made = passages.repeat_prompt(text, 0, 35)
+    assert prompts.cut_prompt(text, 3, 5) == [300, 301, 302, 303, 304]
+    made = prompts.repeat_prompt(text, 0, 35)
     assert len(made) == 35
     assert made[:20] == list(range(100, 120))
     assert made[20:34] == list(range(100, 114))  # said before
@@ -42,18 +42,18 @@ def test_prompts_are_cut_or_repeated_with_edits() -> None:
 def test_passages_of_a_file_and_of_the_model_itself(tiny_folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(CHARS * 20)
-    passages.write(tmp_path, str(tiny_folder), text)
-    read = passages.read(tmp_path)
-    assert len(read) == passages.NUM_PASSAGES
+    prompts.write(tmp_path, str(tiny_folder), text)
+    read = prompts.read(tmp_path)
+    assert len(read) == prompts.NUM_PASSAGES
     for p in read:
-        assert [(b - a) % len(CHARS) for a, b in pairwise(p)] == [1] * (passages.PASSAGE_TOKENS - 1)
-    passages.write(tmp_path, str(tiny_folder), None)
-    assert {len(p) for p in passages.read(tmp_path)} == {passages.PASSAGE_TOKENS}
-    assert passages.read(tmp_path / "nowhere") == ()
+        assert [(b - a) % len(CHARS) for a, b in pairwise(p)] == [1] * (prompts.PASSAGE_TOKENS - 1)
+    prompts.write(tmp_path, str(tiny_folder), None)
+    assert {len(p) for p in prompts.read(tmp_path)} == {prompts.PASSAGE_TOKENS}
+    assert prompts.read(tmp_path / "nowhere") == ()
     text.write_text("short")
-    refuses(lambda: passages.write(tmp_path, str(tiny_folder), text), "5 tokens", "give 512 or more")
+    refuses(lambda: prompts.write(tmp_path, str(tiny_folder), text), "5 tokens", "give 512 or more")
     text.write_bytes(b"\xff")
-    refuses(lambda: passages.write(tmp_path, str(tiny_folder), text), "UTF-8")
+    refuses(lambda: prompts.write(tmp_path, str(tiny_folder), text), "UTF-8")
 
 
 def test_a_burst_arrives_evenly_since_the_last_token() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import TINY, refuses
-from nanoinfer.bench import naive, results
-from nanoinfer.bench.arithmetic import add_speedups, fill_in, weight_format
+from nanoinfer.bench import extrapolate, results
 from nanoinfer.bench.case import Case, make_work
+from nanoinfer.bench.derived_metrics import add_speedups, fill_in, weight_format
 from nanoinfer.bench.results import Results, Row
-from nanoinfer.bench.stats import Figures, RunTimes, is_steady, percentile, summarize
+from nanoinfer.bench.stats import Figures, RunTimes, by_position, is_steady, percentile, summarize
 from nanoinfer.config import PRESETS
 from nanoinfer.roofline.devices import Ceiling
 
@@ -42,7 +44,7 @@ def test_figures_of_one_run_by_hand() -> None:
     assert RUN.ttft_sec == pytest.approx(0.6)
     assert RUN.gaps_sec == pytest.approx([0.1, 0.2, 0.1, 0.2])
     assert RUN.total_sec == 1.0
-    assert RUN.decode_tokens_per_sec == pytest.approx(4 / 0.5)
+    assert RUN.decode_tokens_per_sec == pytest.approx(1.5 / 0.1)
     assert RUN.prefill_tokens_per_sec == pytest.approx(20 / 0.7)
     assert RunTimes(5, [[0.5]]).decode_tokens_per_sec is None
 
@@ -53,8 +55,7 @@ def test_rounds_are_medians_and_their_spread() -> None:
     f = summarize([slower, RUN, slow])
     assert (f.rounds, f.total_sec, f.spread_percent) == (3, 2.0, 100.0)
     assert f.ttft_sec == pytest.approx(1.2)
-    assert f.decode_tokens_per_sec == pytest.approx(4.0)
-    assert f.decode_tokens_per_sec_per_seq == pytest.approx(2.0)
+    assert f.decode_tokens_per_sec == pytest.approx(7.5)
     assert f.output_tokens_per_sec == pytest.approx(3.0)
     assert f.tpot_p99_sec == pytest.approx(0.6)
     one = summarize([RunTimes(3, [[0.2]])])
@@ -75,12 +76,12 @@ def test_naive_times_are_integrated_from_a_few_lengths() -> None:
         asked.append(length)
         return length / 100  # linear: a few lengths say it all
 
-    times = naive.token_times(step_sec, 10, 50, block_size=40, count=4)
+    times = extrapolate.token_times(step_sec, 10, 50, block_size=40, count=4)
     assert asked == [10, 20, 30, 40]
     assert times == pytest.approx([min(10 + i, 40) / 100 for i in range(50)])
-    assert naive.arrivals([1.0, 2.0, 0.5]) == [1.0, 3.0, 3.5]
-    assert naive.sample_positions(5, 5) == [5]
-    assert naive.sample_positions(1, 3, 7) == [1, 2, 3]
+    assert extrapolate.arrivals([1.0, 2.0, 0.5]) == [1.0, 3.0, 3.5]
+    assert extrapolate.sample_positions(5, 5) == [5]
+    assert extrapolate.sample_positions(1, 3, 7) == [1, 2, 3]
 
 
 def test_bytes_flops_and_shares_by_hand() -> None:
@@ -95,7 +96,7 @@ def test_bytes_flops_and_shares_by_hand() -> None:
     half = Row(replace(row.case, dtype="bfloat16"), figures)
     fill_in(half, PRESETS["gpt2"], CEILING, naive=False)
     assert half.bytes_per_token == pytest.approx(row.bytes_per_token / 2)
-    q8 = Row(replace(row.case, contestant="llama.cpp", quantization="Q8_0"), figures)
+    q8 = Row(replace(row.case, backend="llama.cpp", quantization="Q8_0"), figures)
     fill_in(q8, PRESETS["gpt2"], CEILING, naive=False)
     assert q8.bytes_per_token == pytest.approx(124e6 * 8.5 / 8, rel=0.01)  # a 16-bit scale for 32 weights
     unknown = Row(replace(row.case, quantization="Q5_K"), figures)
@@ -121,7 +122,7 @@ def test_speedups_are_over_the_same_shape_and_dtype() -> None:
 def test_work_is_the_same_for_everyone_and_in_range() -> None:
     case = Case("a", "m", batch=3, prompt_tokens=5, output_tokens=7)
     work = make_work(case, 100)
-    assert work == make_work(replace(case, contestant="b"), 100)
+    assert work == make_work(replace(case, backend="b"), 100)
     assert [len(p) for p in work.prompts] == [5, 5, 5]
     assert work.output_tokens == [7, 7, 7]
     assert max(t for p in work.prompts for t in p) < 100
@@ -131,7 +132,7 @@ def test_work_is_the_same_for_everyone_and_in_range() -> None:
 
 
 def example() -> Results:
-    row = Row(Case("static", "gpt2"), summarize([RUN]), True, 1 << 20, per_position_sec=[0.5, 0.1])
+    row = Row(Case("static", "gpt2"), summarize([RUN]), True, 1 << 20, per_position_sec=[[33, 0.5], [34, 0.1]])
     failed = Row(Case("llama.cpp", "gpt2", quantization="Q8_0"), error="llama.cpp is not installed: pip install ...")
     ceiling = {"read_bytes_per_sec": 50e9, "flops_per_sec": {"float32": 1e12}}
     return Results(
@@ -149,20 +150,74 @@ def example() -> Results:
 
 def test_results_survive_the_file(tmp_path: Path) -> None:
     text = results.to_json(example())
-    assert json.loads(text)["schema"] == "nanoinfer-bench/1"
-    assert results.from_json(text, "here") == example()
-    assert results.from_json(text, "here").failed == [example().rows[1]]
+    assert json.loads(text)["schema"] == "nanoinfer-bench/2"
+    again = results.from_json(text, "here")
+    assert results.to_json(again) == text
+    assert again.failed == [example().rows[1]]
+    old, new = (dataclasses.asdict(r.rows[0].figures) for r in (example(), again))  # type: ignore[arg-type]
+    assert new == {name: pytest.approx(value, rel=1e-3) for name, value in old.items()}
+    assert replace(again.rows[0], figures=None) == replace(example().rows[0], figures=None)
     (tmp_path / "r.json").write_text(text)
-    assert results.read(tmp_path / "r.json") == example()
+    assert results.read(tmp_path / "r.json") == again
     refuses(lambda: results.read(tmp_path / "no.json"), "no.json cannot be read")
+
+
+def test_the_file_holds_a_line_for_each_row_and_no_defaults() -> None:
+    lines = results.to_json(example()).splitlines()
+    assert len(lines) == 4
+    assert lines[2] == (
+        '{"case":{"backend":"llama.cpp","model":"gpt2","quantization":"Q8_0"},'
+        '"error":"llama.cpp is not installed: pip install ..."}'
+    )
+
+
+class Batch:
+    """A batch of sequences that a fake clock steps: prompts in chunks, every decoding sequence a token a step."""
+
+    def __init__(self, num_seqs: int, prompts_a_step: int, num_tokens: int, prompt_sec: float, step_sec: float) -> None:
+        now, self.arrivals = 0.0, [[] for _ in range(num_seqs)]  # type: list[list[float]]
+        started = 0
+        while min(map(len, self.arrivals)) < num_tokens:
+            begun = min(num_seqs, started + prompts_a_step)
+            now += step_sec + prompt_sec * (begun - started)
+            for i, times in enumerate(self.arrivals[:begun]):
+                if len(times) < num_tokens:
+                    times.append(now + 1e-6 * i)  # a step's tokens are read one after the other
+            started = begun
+
+
+def test_decoding_is_measured_while_all_sequences_decode() -> None:
+    together = RunTimes(8, Batch(8, 8, 16, prompt_sec=1.0, step_sec=0.25).arrivals)
+    assert together.decode_tokens_per_sec == pytest.approx(8 / 0.25, rel=1e-3)
+    staggered = RunTimes(8, Batch(8, 1, 16, prompt_sec=1.0, step_sec=0.25).arrivals)
+    assert staggered.decode_tokens_per_sec == pytest.approx(8 / 0.25, rel=1e-3)
+
+
+def test_decoding_is_unknown_where_sequences_never_decode_together() -> None:
+    apart = RunTimes(8, Batch(8, 1, 4, prompt_sec=1.0, step_sec=0.25).arrivals)
+    assert apart.decode_tokens_per_sec is None
+    assert summarize([apart]).decode_tokens_per_sec is None
+    assert RunTimes(8, [[1.0]]).decode_tokens_per_sec is None
+
+
+def test_positions_are_medians_without_the_first_token() -> None:
+    def run(*gaps: float) -> RunTimes:
+        return RunTimes(8, [[9.0, *(9.0 + at for at in accumulate(gaps))]])
+
+    assert by_position([run(*[1.0] * 30)], 8) == []
+    rounds = [run(*[gap] * 60) for gap in (1.0, 4.0, 2.0)]
+    assert by_position(rounds, 8) == [[9 + at, 2.0] for at in range(0, 60, 2)]
+    rising = by_position([run(*map(float, range(1280)))], 8)
+    assert len(rising) == 32
+    assert rising[1] == [49, 59.5]
 
 
 def test_csv_has_a_row_a_case() -> None:
     header, first, second = results.to_csv(example()).splitlines()
     columns = header.split(",")
-    assert {"contestant", "dtype", "ttft_sec", "peak_memory_bytes", "error"} <= set(columns)
+    assert {"backend", "dtype", "ttft_sec", "peak_memory_bytes", "error"} <= set(columns)
     assert first.split(",")[columns.index("ttft_sec")] == "0.6"
-    assert second.split(",")[columns.index("contestant")] == "llama.cpp"
+    assert second.split(",")[columns.index("backend")] == "llama.cpp"
 
 
 def broken(**changes: object) -> str:
@@ -174,13 +229,13 @@ def broken(**changes: object) -> str:
     [
         ("{", "is no JSON"),
         ("[]", "schema 'None'"),
-        (broken(schema="nanoinfer-bench/9"), "schema 'nanoinfer-bench/9', not 'nanoinfer-bench/1'"),
+        (broken(schema="nanoinfer-bench/9"), "schema 'nanoinfer-bench/9', not 'nanoinfer-bench/2'"),
         (broken(suite=None, extra=1), "missing or unknown"),
         (broken(rows=3), "does not follow"),
         (broken(rows=[{}]), "does not follow"),
-        (broken(rows=[{"case": {"contestant": "a", "model": "m", "batch": 0}, "figures": None}]), "batch=0"),
+        (broken(rows=[{"case": {"backend": "a", "model": "m", "batch": 0}, "figures": None}]), "batch=0"),
         (
-            broken(rows=[{"case": {"contestant": "a", "model": "m"}, "figures": None, "speedup": "x"}]),
+            broken(rows=[{"case": {"backend": "a", "model": "m"}, "figures": None, "speedup": "x"}]),
             "speedup is a str",
         ),
     ],

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
@@ -20,10 +20,13 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.stats import Figures, RunTimes, summarize
 from nanoinfer.bench.suites import GPU_LARGE, SUITES
-from nanoinfer.bench.targets import GPU_SMALL, best, growth, judge
 from nanoinfer.config import PRESETS
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(FOLDER))  # as when it is run as a script: its parts lie beside it
+
+from gpu_targets import GPU_SMALL, best, growth, judge  # noqa: E402
+
 FIGURES = summarize([RunTimes(4, [[0.1, 0.2, 0.3]])])
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="test_one"/>
@@ -35,25 +38,23 @@ GOOD_JUNIT = '<testsuite><testcase classname="tests.a" name="test_one"/></testsu
 
 
 @pytest.fixture(scope="module")
-def check() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(FOLDER))  # as when it is run as a script: its parts lie beside it
+def check() -> ModuleType:
     spec = importlib.util.spec_from_file_location("gpu_check", FOLDER / "gpu_check.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["gpu_check"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
-    yield module
-    sys.path.remove(str(FOLDER))
+    return module
 
 
 # Targets ---------------------------------------------------------------------------------------------------
 
 
-def row(contestant: str, speed: float, model: str = GPU_SMALL, batch: int = 1, **fields: Any) -> Row:
+def row(backend: str, speed: float, model: str = GPU_SMALL, batch: int = 1, **fields: Any) -> Row:
     """A measured row in bfloat16, whose decode and output speeds are the same."""
     figures: Figures = replace(FIGURES, decode_tokens_per_sec=speed, output_tokens_per_sec=speed)
-    made = Row(Case(contestant, model, "bfloat16", batch=batch, device="cuda:0"), figures)
+    made = Row(Case(backend, model, "bfloat16", batch=batch, device="cuda:0"), figures)
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -98,7 +99,7 @@ def test_what_was_not_measured_is_unknown_and_not_met() -> None:
         assert "not measured" in target.note
     failed = [Row(r.case, error="out of memory") for r in everything()]
     assert all(t.value is None for t in judge(failed))
-    without_peer = [r for r in everything() if r.case.contestant != "transformers-dynamic"]
+    without_peer = [r for r in everything() if r.case.backend != "transformers-dynamic"]
     missing = [t.name for t in judge(without_peer) if t.value is None]
     assert missing == ["GPT-2 124M, batch 1, over transformers' generate"]
 
@@ -171,11 +172,11 @@ def suite(rows: list[Row]) -> Results:
 
 def all_rows() -> list[Row]:
     """Every case of the suite, measured; those of the targets with their figures."""
-    known = {(r.case.contestant, r.case.model, r.case.batch): r for r in everything()}
+    known = {(r.case.backend, r.case.model, r.case.batch): r for r in everything()}
     made = []
     for case in SUITES["gpu"].cases(GPU_SMALL, PRESETS["gpt2"], [], False):
         plain = case.dtype == "bfloat16" and case.quantization is None
-        target = known.get((case.contestant, case.model, case.batch)) if plain else None
+        target = known.get((case.backend, case.model, case.batch)) if plain else None
         made.append(replace(target, case=case) if target is not None else Row(case, FIGURES))
     return made
 
@@ -321,7 +322,7 @@ def test_rows_with_errors_fail_the_suite_and_keep_its_figures(
     check: ModuleType, here: Callable[..., tuple[int, Any]]
 ) -> None:
     rows = all_rows()
-    broken = next(r for r in rows if r.case.contestant == "compiled")
+    broken = next(r for r in rows if r.case.backend == "compiled")
     broken.figures, broken.error = None, "no compiler"
     commands = Commands(check, rows)
     commands.codes["bench"] = 1

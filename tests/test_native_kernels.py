@@ -283,3 +283,22 @@ def test_arguments_are_checked() -> None:
             _native.attention(q=x, k=x, v=x, start=start, cache="float32")
     with pytest.raises(ValueError):
         _native.layer_norm(x=x, weight=x[0, :3].copy(), bias=x[0], eps=1e-5)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_loops_on_registers_count_what_a_tile_does(isa: str) -> None:
+    one = {
+        name: _native.compute(format=name, steps=10, threads=1, isa=isa)
+        for name in ("float32", "bfloat16", "int8", "int4")
+    }
+    rows = {"scalar": 2, "neon": 2, "avx2": 3}.get(isa, 12)
+    assert one["float32"] == 10 * rows * 32 * 2
+    assert one["bfloat16"] == 2 * one["float32"]
+    assert one["int8"] == one["int4"] == 4 * one["float32"]
+    assert _native.compute(format="int8", steps=10, threads=3, isa=isa) == 3 * one["int8"]
+
+
+def test_the_loops_on_registers_refuse_what_they_cannot_do() -> None:
+    for wrong in ({"format": "int3"}, {"steps": 0}, {"threads": 0}, {"isa": "mmx"}):
+        with pytest.raises(ValueError, match=r"int3|steps|threads|mmx"):
+            _native.compute(**{"format": "int8", "steps": 1, "threads": 1, **wrong})  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Benchmarks: contestants in processes of their own, interleaved, checked before they are timed."""
+"""Benchmarks: backends in processes of their own, interleaved, checked before they are timed."""

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoinfer.bench.passages import Passages, cut_prompt, repeat_prompt
+from nanoinfer.bench.prompts import Passages, cut_prompt, repeat_prompt
 from nanoinfer.checks import require_choice, require_int
 from nanoinfer.config import DTYPES, SpeculationConfig
 from nanoinfer.sampling.params import SamplingParams
@@ -33,14 +33,14 @@ MIXED_LOW, MIXED_HIGH = 16, 256  # tokens in and out of each request of the mixe
 class Case:
     """Who runs which model in which shape."""
 
-    contestant: str
+    backend: str
     """An engine of ours (`static`), or a peer (`transformers-dynamic`, `llama.cpp`, ...)."""
     model: str
     """Any model that loads."""
     dtype: str = "float32"
     """float32, bfloat16 or float16."""
     quantization: str | None = None
-    """Weight format below 16 bits, in the contestant's own name for it (int8, Q4_0, ...)."""
+    """Weight format below 16 bits, in the backend's own name for it (int8, Q4_0, ...)."""
     sampler: str = "greedy"
     """greedy, sampled (temperature and top-k) or controls (everything on)."""
     batch: int = 1
@@ -82,8 +82,8 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Return the contestant with its weight format: "static float32", "native int8 + gpt2 k=4"."""
-        name = f"{self.contestant} {self.quantization or self.dtype}"
+        """Return the backend with its weight format: "static float32", "native int8 + gpt2 k=4"."""
+        name = f"{self.backend} {self.quantization or self.dtype}"
         if self.draft is None:
             return name
         return f"{name} + {self.draft} k={self.speculate_k}{' reject' if self.speculate_rule == 'reject' else ''}"
@@ -108,7 +108,7 @@ class Work:
 
 
 def make_work(case: Case, vocab_size: int, seed: int = 0, passages: Passages = ()) -> Work:
-    """Return the requests of a case: the same for every contestant and every round.
+    """Return the requests of a case: the same for every backend and every round.
 
     Args:
         case: its shape decides the lengths.

@@ -1,9 +1,9 @@
-"""The harness: load, check, warm up, then time the contestants of one shape round by round beside each other.
+"""The harness: load, check, warm up, then time the backends of one shape round by round beside each other.
 
     for each shape:   load all -> check greedy tokens -> warm up until steady -> rounds: A B C, A B C, ... -> rows
 
-A contestant that cannot be loaded, says other words, or dies is a row with its error; the others go on.
-Contestants of one shape are all in memory at once where they fit; where they do not, they are run in parts,
+A backend that cannot be loaded, says other words, or dies is a row with its error; the others go on.
+Backends of one shape are all in memory at once where they fit; where they do not, they are run in parts,
 and their rows say so.
 """
 
@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-from nanoinfer.bench import naive
-from nanoinfer.bench.arithmetic import add_speculation, fill_in
+from nanoinfer.bench import extrapolate
+from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.contestants import prepare
-from nanoinfer.bench.fit import split
-from nanoinfer.bench.process import Processes, Run, Seat
+from nanoinfer.bench.derived_metrics import add_speculation, fill_in
+from nanoinfer.bench.memory_plan import split
+from nanoinfer.bench.process import Processes, Run, WorkerHandle
 from nanoinfer.bench.results import Row
-from nanoinfer.bench.stats import RunTimes, is_steady, summarize
+from nanoinfer.bench.stats import RunTimes, by_position, is_steady, summarize
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
@@ -36,7 +36,7 @@ from nanoinfer.roofline.devices import Ceiling
 NAIVE = ("recompute", "nanogpt")
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
 CHECK_TOKENS_SHORTENED = 2  # the same where each costs a pass over everything
-WARM_UP_SEC = 5.0  # of untimed runs, after which a contestant is warm
+WARM_UP_SEC = 5.0  # of untimed runs, after which a backend is warm
 LOAD_AT_ONCE = 8  # workers on a GPU that load at the same time, at most one for two CPUs
 
 
@@ -57,7 +57,7 @@ class Options:
     verify: bool = False
     """Also measure what verifying 5 tokens costs: our engines at batch 1."""
     budget_sec: float | None = None
-    """No further contestant is loaded after this time; what is loaded is finished. None: no limit."""
+    """No further backend is loaded after this time; what is loaded is finished. None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Harness:
         return budget is not None and self._clock() - self._started >= budget
 
     def _parts(self, group: list[Case]) -> list[list[Case]]:
-        """Split the contestants of a shape so that each part fits two thirds of the free memory (of a GPU's 5/6)."""
+        """Split the backends of a shape so that each part fits two thirds of the free memory (of a GPU's 5/6)."""
         weights = sum(f.stat().st_size for f in self._weights.glob("*.safetensors"))
         room = [free_memory(torch.device("cpu")) * 2 // 3]
         if (device := group[0].device) != "cpu":
@@ -133,10 +133,10 @@ class Harness:
 
     def _reference_case(self, group: list[Case]) -> Case | None:
         """Return whose greedy tokens the others are held to: the first of our engines in float32, not shortened."""
-        exact = [c for c in group if c.contestant in ENGINES and _is_exact(c)]
+        exact = [c for c in group if c.backend in ENGINES and _is_exact(c)]
         return min(exact, key=self._shortened) if exact else None
 
-    # One part: all of its contestants are alive at once ----------------------------------------------------
+    # One part: all of its backends are alive at once ----------------------------------------------------
 
     def _run_part(self, cases: list[Case], reference: Case | None) -> list[Row]:
         rows = {case: Row(case) for case in cases}
@@ -159,10 +159,10 @@ class Harness:
                         spent[case] += self._clock() - start
             for case, worker in workers.items():
                 quick = spent[case] < self._options.max_case_sec and not self._shortened(case)
-                if self._options.breakdown and quick and rows[case].error is None and case.contestant in ENGINES:
+                if self._options.breakdown and quick and rows[case].error is None and case.backend in ENGINES:
                     with self._step(rows[case], "profile"), contextlib.suppress(NanoinferError):
                         rows[case].breakdown_percent = worker.breakdown()  # an engine may be opaque: then unknown
-                if rows[case].error is None and case.contestant in ENGINES and not self._shortened(case):
+                if rows[case].error is None and case.backend in ENGINES and not self._shortened(case):
                     self._count(case, worker, rows[case])
         for case in cases:
             row = rows[case]
@@ -170,12 +170,12 @@ class Harness:
             if row.error is None:
                 row.figures = summarize(runs[case])
                 if case.batch == 1 and case.workload == "uniform":
-                    row.per_position_sec = _per_position(runs[case])
-                fill_in(row, self._config, self._ceiling, naive=case.contestant in NAIVE)
+                    row.per_position_sec = by_position(runs[case], case.prompt_tokens) or None
+                fill_in(row, self._config, self._ceiling, naive=case.backend in NAIVE)
         return [rows[case] for case in cases]
 
-    def _load(self, cases: list[Case], rows: dict[Case, Row], processes: Processes) -> dict[Case, Seat]:
-        """Return the contestants that could be loaded; the rows of those that could not get the reason.
+    def _load(self, cases: list[Case], rows: dict[Case, Row], processes: Processes) -> dict[Case, WorkerHandle]:
+        """Return the backends that could be loaded; the rows of those that could not get the reason.
 
         On a GPU several load at a time, and what compiles is run once: a compiler would otherwise be in the check.
         """
@@ -186,24 +186,24 @@ class Harness:
                 if case.device != "cpu":
                     together.append(case)
         at_once = min(LOAD_AT_ONCE, max(1, num_cpus() // 2))
-        workers: dict[Case, Seat] = {}
+        workers: dict[Case, WorkerHandle] = {}
         for first in range(0, len(together), at_once):
             if not self._late:
                 some = together[first : first + at_once]
-                processes.load_together(some, lambda case: case.contestant not in NAIVE, at_once)
+                processes.load_together(some, lambda case: case.backend not in NAIVE, at_once)
         for case in cases:
             if rows[case].error is None and (processes.knows(case) or not self._late):
                 with self._step(rows[case], "load"):
-                    workers[case] = processes.seat(case)
+                    workers[case] = processes.worker(case)
         return workers
 
-    def _count(self, case: Case, worker: Seat, row: Row) -> None:
+    def _count(self, case: Case, worker: WorkerHandle, row: Row) -> None:
         """Add what is counted and compared outside of the timing; what an engine cannot say stays unknown."""
         if case.device != "cpu":
             with self._step(row, "count launches"), _noting(row, "launches"):
                 for name, value in worker.launches().items():
                     setattr(row, name, value)
-        if self._options.verify and case.batch == 1 and case.contestant not in NAIVE:
+        if self._options.verify and case.batch == 1 and case.backend not in NAIVE:
             with self._step(row, "verify"), _noting(row, "cost of verifying"):
                 row.verify_ratio = worker.verify()
 
@@ -220,8 +220,10 @@ class Harness:
         except NanoinferError as e:
             row.error = str(e)
 
-    def _check(self, workers: dict[Case, Seat], rows: dict[Case, Row], reference: Case | None) -> dict[Case, float]:
-        """Compare greedy float32 tokens with the reference's; a contestant that says other words is not timed.
+    def _check(
+        self, workers: dict[Case, WorkerHandle], rows: dict[Case, Row], reference: Case | None
+    ) -> dict[Case, float]:
+        """Compare greedy float32 tokens with the reference's; a backend that says other words is not timed.
 
         Returns:
             the seconds that each case's run took: its first warm-up.
@@ -231,7 +233,7 @@ class Harness:
         with Processes(self._weights) as processes:
             if reference is not None and reference not in workers and any(_is_exact(c) for c in workers):
                 with contextlib.suppress(NanoinferError):  # it is in another part, or failed there
-                    expected[reference] = self._sample(processes.seat(reference)).tokens
+                    expected[reference] = self._sample(processes.worker(reference)).tokens
             order = sorted(workers, key=lambda c: (c != reference, c.draft is not None))
             for case in order:
                 if rows[case].error is not None:
@@ -249,12 +251,12 @@ class Harness:
                             raise NanoinferError(f"not timed: {difference}")
         return seconds
 
-    def _sample(self, worker: Seat) -> Run:
+    def _sample(self, worker: WorkerHandle) -> Run:
         case = worker.case
         count = CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS
         return worker.run(output_tokens=min(count, case.output_tokens))
 
-    def _warm_up(self, worker: Seat, first_sec: float) -> None:
+    def _warm_up(self, worker: WorkerHandle, first_sec: float) -> None:
         """Run until two runs agree; short ones, for what is warmed up (caches, compilers, clocks) is per step.
 
         On a GPU they are as long as the timed ones: graphs are captured, and code is compiled, for lengths of text
@@ -269,7 +271,7 @@ class Harness:
         while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
             seconds.append(worker.run(**shape).times.total_sec)
 
-    def _timed(self, case: Case, worker: Seat, row: Row) -> RunTimes:
+    def _timed(self, case: Case, worker: WorkerHandle, row: Row) -> RunTimes:
         if not self._shortened(case):
             run = worker.run()
             _note_memory(row, run)
@@ -282,21 +284,24 @@ class Harness:
             _note_memory(row, run)
             return run.times.ttft_sec
 
-        count = naive.NUM_POSITIONS if case.output_tokens > 64 else naive.NUM_POSITIONS_SHORT
-        times = naive.token_times(step_sec, case.prompt_tokens, case.output_tokens, self._config.block_size, count)
+        count = extrapolate.NUM_POSITIONS if case.output_tokens > 64 else extrapolate.NUM_POSITIONS_SHORT
+        times = extrapolate.token_times(
+            step_sec, case.prompt_tokens, case.output_tokens, self._config.block_size, count
+        )
         row.note = f"extrapolated from its time at {count} lengths"
-        return RunTimes(case.prompt_tokens * case.batch, [naive.arrivals(times)] * case.batch)
+        return RunTimes(case.prompt_tokens * case.batch, [extrapolate.arrivals(times)] * case.batch)
 
     def _shortened(self, case: Case) -> bool:
         """Return whether a naive case would take too long: by the arithmetic, which is never too pessimistic."""
         from nanoinfer.roofline import arithmetic
         from nanoinfer.roofline.formats import FORMATS
 
-        if case.contestant not in NAIVE or case.workload == "mixed":
+        if case.backend not in NAIVE or case.workload == "mixed":
             return False
         mean = min(self._config.block_size, case.prompt_tokens + case.output_tokens // 2)
         flops = arithmetic.prefill(self._config, FORMATS[case.dtype]).model.flops(case.batch, mean)
-        fastest = max(self._ceiling.flops_per_sec.values())
+        peaks = self._ceiling.flops_per_sec
+        fastest = peaks.get(case.dtype) or max(peaks.values())
         return flops / fastest * case.output_tokens > self._options.naive_limit_sec
 
 
@@ -321,7 +326,7 @@ def _held_to(case: Case, reference: Case | None) -> Case | None:
     """
     if _is_exact(case):
         return reference
-    exact_rows = case.sampler == "greedy" and case.contestant == "native"
+    exact_rows = case.sampler == "greedy" and case.backend == "native"
     return case.plain if case.draft is not None and exact_rows else None
 
 
@@ -339,14 +344,6 @@ def _difference(run: list[list[int]], expected: list[list[int]]) -> str | None:
             if x != y:
                 return f"token {t} of sequence {i} is {x}, the reference's is {y}"
     return None
-
-
-def _per_position(runs: list[RunTimes]) -> list[float]:
-    """Return the median time of each token of the first sequence, the first token included."""
-    import statistics
-
-    texts = [[b - a for a, b in zip([0.0, *r.arrivals[0]], r.arrivals[0], strict=False)] for r in runs]
-    return [statistics.median(times) for times in zip(*texts, strict=True)]
 
 
 def _join(*notes: str) -> str:

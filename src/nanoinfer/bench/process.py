@@ -24,7 +24,7 @@ GPU_ANSWER_SEC = 300.0  # a GPU program that hangs does so for ever; the longest
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run of a contestant gave."""
+    """What one run of a backend gave."""
 
     tokens: list[list[int]]
     times: RunTimes
@@ -38,7 +38,7 @@ class Run:
 
 
 class WorkerProcess:
-    """One contestant in a process of its own. Use as a context manager."""
+    """One backend in a process of its own. Use as a context manager."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -67,7 +67,7 @@ class WorkerProcess:
                     pipe.close()
 
     def load(self, weights: Path) -> None:
-        """Load the contestant. Raises NanoinferError with its reason when it cannot."""
+        """Load the backend. Raises NanoinferError with its reason when it cannot."""
         self._ask(do="load", case=dataclasses.asdict(self.case), weights=str(weights))
 
     def run(self, **shape: Any) -> Run:
@@ -121,7 +121,7 @@ class WorkerProcess:
         return f"its process died ({how}): {words[-1][:200] if words else 'it said nothing'}"
 
 
-class Seat:
+class WorkerHandle:
     """A case's place at a process: cases that differ in their draft alone share one, and the weights in it."""
 
     def __init__(self, case: Case, process: WorkerProcess) -> None:
@@ -154,7 +154,7 @@ class Processes(contextlib.ExitStack):
         self._processes: dict[Case, WorkerProcess | NanoinferError] = {}
 
     def load_together(self, cases: Sequence[Case], warm: Callable[[Case], bool], at_once: int) -> None:
-        """Load what some cases need, several at a time; a failure is raised by `seat`.
+        """Load what some cases need, several at a time; a failure is raised by `worker`.
 
         On a machine with a GPU most of the time before the first measurement is imports, reading weights, and
         compilers: work of one core each.
@@ -191,7 +191,7 @@ class Processes(contextlib.ExitStack):
         """Return whether a case's process was started, loaded or failed."""
         return case.plain in self._processes
 
-    def seat(self, case: Case) -> Seat:
+    def worker(self, case: Case) -> WorkerHandle:
         """Return a case's place, loading what it needs unless that is there. Raises NanoinferError if it fails."""
         process = self._processes.get(case.plain)
         if process is None:
@@ -203,4 +203,4 @@ class Processes(contextlib.ExitStack):
             self._processes[case.plain] = process
         if isinstance(process, NanoinferError):
             raise process
-        return Seat(case, process)
+        return WorkerHandle(case, process)

@@ -1,9 +1,9 @@
 """The results file: one JSON document, checked when it is read; and the same as CSV.
 
     {
-      "schema": "nanoinfer-bench/1",      another value is refused
+      "schema": "nanoinfer-bench/2",      another value is refused
       "suite": "ladder",                  which suite, or "custom"
-      "baseline": "recompute",            contestant that speed-ups are over, in the same shape and dtype
+      "baseline": "recompute",            backend that speed-ups are over, in the same shape and dtype
       "created": "2026-11-21T12:00:00+00:00", "commit": "abc1234", "command": "nanoinfer bench ...",
       "machine": {"cpu": ..., "cores": 2, "threads": 2, "memory_bytes": ..., "gpu": null, "gpu_details": null},
       "versions": {"python": ..., "torch": ..., "nanoinfer": ...},
@@ -13,7 +13,8 @@
 
 On a GPU `read_bytes_per_sec` is the speed of a copy, bytes read and bytes written together. A row is a case, what was
 measured, and what the arithmetic says of it; every key is a field of `Row`. A case that failed is a row with `error`
-set and no figures. Unknown is null, never a guess.
+set and no figures. Unknown is null, never a guess. A row is one line; fields with their default value are left out,
+and numbers have 4 significant digits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.stats import Figures
 from nanoinfer.errors import NanoinferError
 
-SCHEMA = "nanoinfer-bench/1"
+SCHEMA = "nanoinfer-bench/2"
+SIGNIFICANT_DIGITS = 4
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Row:
     same_tokens: bool | None = None
     """Whether its greedy tokens were the reference's; None where that is not asked (reduced precision)."""
     peak_memory_bytes: int | None = None
-    """Of the contestant's own process (on a GPU: torch.cuda's peak of what was in use)."""
+    """Of the backend's own process (on a GPU: torch.cuda's peak of what was in use)."""
     reserved_memory_bytes: int | None = None
     """On a GPU: the most that torch's allocator took for the process, in use or not; None on a CPU."""
     kv_cache_bytes: int | None = None
@@ -79,8 +81,8 @@ class Row:
     """Time in the drafter, of the time in drafter, engine and sampler."""
     predicted_speculation: str | None = None
     """The best k and its speed-up for this acceptance, by the roofline's costs of draft and target."""
-    per_position_sec: list[float] | None = None
-    """Time of the token at each position (suite long): median over the rounds."""
+    per_position_sec: list[list[float]] | None = None
+    """[position, time of a token there], thinned to 32 positions at most (batch 1): `stats.by_position`."""
     breakdown_percent: dict[str, float] | None = None
     """Where the time goes: part of the model -> share of the step."""
     note: str = ""
@@ -110,8 +112,22 @@ class Results:
 
 
 def to_json(results: Results) -> str:
-    """Return the document as JSON text."""
-    return json.dumps({"schema": SCHEMA} | dataclasses.asdict(results), indent=1)
+    """Return the document as JSON text, a line for each row."""
+    head = {"schema": SCHEMA} | {f.name: getattr(results, f.name) for f in dataclasses.fields(results)[:-1]}
+    rows = ",\n".join(json.dumps(_compact(row), separators=(",", ":")) for row in results.rows)
+    return f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}'
+
+
+def _compact(value: Any) -> Any:
+    """Return a row as plain data: without fields that have their default value, numbers rounded."""
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
+        return {name: _compact(own) for name, (own, default) in fields.items() if own != default}
+    if isinstance(value, dict):
+        return {name: _compact(own) for name, own in value.items()}
+    if isinstance(value, list):
+        return [_compact(own) for own in value]
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value
 
 
 def to_csv(results: Results) -> str:
@@ -163,7 +179,7 @@ def from_json(text: str, source: str) -> Results:
 
 
 def _row(raw: dict[str, Any]) -> Row:
-    case, figures = Case(**raw.pop("case")), raw.pop("figures")
+    case, figures = Case(**raw.pop("case")), raw.pop("figures", None)
     row = Row(case=case, figures=Figures(**figures) if figures is not None else None, **raw)
     for name, hint in typing.get_type_hints(Row).items():
         value = getattr(row, name)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoinfer.bench import results as files
-from nanoinfer.bench.arithmetic import add_speedups, fill_in
+from nanoinfer.bench.backends import PEERS
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.contestants import PEERS
+from nanoinfer.bench.derived_metrics import add_speedups, fill_in
+from nanoinfer.bench.model_folders import Models
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.suites import SUITES
-from nanoinfer.bench.weights import Models
 from nanoinfer.checks import require_float, require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
@@ -41,11 +41,11 @@ class Plan:
     model: str | None = None
     """Any model that loads; None is the suite's own: random:gpt2, or for speculative wide:shakespeare:gpt2-large."""
     engine: tuple[str, ...] = ()
-    """Contestants of a run of your own: engines and peers; may be repeated."""
+    """Backends of a run of your own: engines and peers; may be repeated."""
     dtype: tuple[str, ...] = ()
     """float32, bfloat16, float16; may be repeated."""
     quantization: tuple[str, ...] = ()
-    """Weight formats below 16 bits, in the contestant's own names; may be repeated."""
+    """Weight formats below 16 bits, in the backend's own names; may be repeated."""
     sampler: tuple[str, ...] = ()
     """greedy, sampled (temperature and top-k) or controls (everything on); may be repeated."""
     batch: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class Plan:
     output_tokens: tuple[int, ...] = ()
     """Output lengths; may be repeated."""
     baseline: str | None = None
-    """Contestant that speed-ups are over; None is the suite's own, or the first."""
+    """Backend that speed-ups are over; None is the suite's own, or the first."""
     device: str = "auto"
     """cpu, cuda, cuda:N or auto."""
     draft: str | None = None
@@ -268,7 +268,7 @@ def _measure(
     order = {case.key: i for i, case in enumerate(cases)}
     results.rows = [known[c.key] for c in cases if c.key in known]
     for row in results.rows:  # their shares are of this run's ceiling now
-        fill_in(row, models.config(row.case.model), ceiling, naive=row.case.contestant in NAIVE)
+        fill_in(row, models.config(row.case.model), ceiling, naive=row.case.backend in NAIVE)
 
     def keep(rows: list[Row]) -> None:
         results.rows = sorted([*results.rows, *rows], key=lambda r: order[r.case.key])

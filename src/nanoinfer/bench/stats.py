@@ -9,11 +9,14 @@ No tensor library and no clock here: tests feed plain numbers.
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from nanoinfer.errors import NanoinferError
+
+MIN_POSITIONS, MAX_POSITIONS = 31, 32  # points of a curve of time against position
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -62,15 +65,32 @@ class RunTimes:
 
     @property
     def decode_tokens_per_sec(self) -> float | None:
-        """Tokens after each sequence's first, per second since the earliest first; None without any."""
-        after_first = self.num_tokens - len(self.arrivals)
-        seconds = self.total_sec - min(times[0] for times in self.arrivals)
-        return after_first / seconds if after_first and seconds > 0 else None
+        """Tokens per second of all sequences together while all of them decode; None where that never is.
+
+        From the last sequence's first token to the first sequence's end: before, prompts of others share the steps;
+        after, the batch is smaller.
+        """
+        start = max(times[0] for times in self.arrivals)
+        end = min(times[-1] for times in self.arrivals)
+        if end <= start:
+            return None
+        return sum(_tokens_by(times, end) - _tokens_by(times, start) for times in self.arrivals) / (end - start)
 
     @property
     def prefill_tokens_per_sec(self) -> float:
         """Prompt tokens per second until every sequence had its first token."""
         return self.num_prompt_tokens / max(times[0] for times in self.arrivals)
+
+
+def _tokens_by(times: Sequence[float], now: float) -> float:
+    """Return how many tokens had arrived, in fractions between two: _tokens_by([1.0, 2.0, 4.0], 3.0) -> 2.5.
+
+    The sequences of a step arrive microseconds apart: whole tokens would count up to a step too much or too little.
+    """
+    count = bisect_right(times, now)
+    if not 0 < count < len(times):
+        return float(count)
+    return count + (now - times[count - 1]) / (times[count] - times[count - 1])
 
 
 @dataclass(frozen=True)
@@ -84,8 +104,7 @@ class Figures:
     tpot_p90_sec: float | None
     tpot_p99_sec: float | None
     decode_tokens_per_sec: float | None
-    """All sequences together."""
-    decode_tokens_per_sec_per_seq: float | None
+    """All sequences together, while all of them decode; None where that never is."""
     prefill_tokens_per_sec: float
     output_tokens_per_sec: float
     """Generated tokens by wall time, prefill included."""
@@ -106,20 +125,38 @@ def summarize(runs: Sequence[RunTimes]) -> Figures:
     gaps = [g for r in runs for g in r.gaps_sec]
     decode = [r.decode_tokens_per_sec for r in runs if r.decode_tokens_per_sec is not None]
     total = statistics.median(totals)
-    throughput = statistics.median(decode) if decode else None
     return Figures(
         rounds=len(runs),
         ttft_sec=statistics.median(r.ttft_sec for r in runs),
         tpot_sec=percentile(gaps, 50) if gaps else None,
         tpot_p90_sec=percentile(gaps, 90) if gaps else None,
         tpot_p99_sec=percentile(gaps, 99) if gaps else None,
-        decode_tokens_per_sec=throughput,
-        decode_tokens_per_sec_per_seq=throughput / len(runs[0].arrivals) if throughput is not None else None,
+        decode_tokens_per_sec=statistics.median(decode) if decode else None,
         prefill_tokens_per_sec=statistics.median(r.prefill_tokens_per_sec for r in runs),
         output_tokens_per_sec=statistics.median(r.num_tokens / r.total_sec for r in runs),
         total_sec=total,
         spread_percent=100 * (max(totals) - min(totals)) / total,
     )
+
+
+def by_position(runs: Sequence[RunTimes], num_prompt_tokens: int) -> list[list[float]]:
+    """Return [position, seconds] of the first sequence's tokens: medians over the rounds, and over nearby positions.
+
+    The first token waits for the prompt and is left out; so are sequences that are too short for a curve.
+
+    Args:
+        runs: the rounds.
+        num_prompt_tokens: of the first sequence: the position of its first new token.
+    """
+    gaps = [[b - a for a, b in pairwise(run.arrivals[0])] for run in runs]
+    seconds = [statistics.median(times) for times in zip(*gaps, strict=True)]
+    if len(seconds) < MIN_POSITIONS:
+        return []
+    width = -(-len(seconds) // MAX_POSITIONS)
+    return [
+        [num_prompt_tokens + 1 + at, statistics.median(seconds[at : at + width])]
+        for at in range(0, len(seconds), width)
+    ]
 
 
 def is_steady(seconds: Sequence[float], tolerance: float = 0.1) -> bool:

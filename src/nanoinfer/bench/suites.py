@@ -18,7 +18,7 @@ class Suite:
     answers: str
     """Whose published figures it stands beside."""
     baseline: str
-    """Contestant that speed-ups are over, in the same shape and dtype."""
+    """Backend that speed-ups are over, in the same shape and dtype."""
     cases: Callable[[str, ModelConfig, Sequence[str], bool], list[Case]]
     """(model, its shape, our engines here, quick) -> cases, those of one shape together."""
     rounds: int = 3
@@ -49,7 +49,7 @@ def _kv_cache(model: str, config: ModelConfig, engines: Sequence[str], quick: bo
     shapes = [Case(best, model, d, prompt_tokens=8, output_tokens=min(n, room)) for n in sizes for d in dtypes]
     if not quick:
         shapes.append(Case(best, model, batch=10, prompt_tokens=8, output_tokens=min(1000, room)))
-    return [replace(c, contestant=name) for c in shapes for name in ("nanogpt", best)]
+    return [replace(c, backend=name) for c in shapes for name in ("nanogpt", best)]
 
 
 def _long(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
@@ -122,15 +122,15 @@ def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool)
     # Minutes a case in float32, and for the mix in transformers, which pads all texts to the longest (69 tokens/s where
     # the others make 200 and more: docs/log.md): so only the formats that people would use for speed.
     cases += [c for c in _everyone(replace(long, batch=8)) if _is_light(c)]
-    return cases + [c for c in _everyone(mixed) if _is_light(c) and not c.contestant.startswith("transformers")]
+    return cases + [c for c in _everyone(mixed) if _is_light(c) and not c.backend.startswith("transformers")]
 
 
 def _everyone(shape: Case) -> list[Case]:
     """Return one shape for our best engine and every peer, in the formats that each is used in."""
     formats: list[tuple[str, str, str | None]] = [
-        (shape.contestant, "float32", None),
-        (shape.contestant, "bfloat16", None),
-        *((shape.contestant, "float32", q) for q in ENGINES[shape.contestant].quantizations),
+        (shape.backend, "float32", None),
+        (shape.backend, "bfloat16", None),
+        *((shape.backend, "float32", q) for q in ENGINES[shape.backend].quantizations),
         ("transformers-dynamic", "float32", None),
         ("transformers-dynamic", "bfloat16", None),
         ("transformers-static", "float32", None),
@@ -142,15 +142,15 @@ def _everyone(shape: Case) -> list[Case]:
         ("llama.cpp", "float32", "Q8_0"),
         ("llama.cpp", "float32", "Q4_0"),
     ]
-    return [replace(shape, contestant=name, dtype=d, quantization=q) for name, d, q in formats]
+    return [replace(shape, backend=name, dtype=d, quantization=q) for name, d, q in formats]
 
 
 def _is_light(case: Case) -> bool:
-    return (case.dtype != "float32" or case.quantization is not None) and case.contestant != "transformers-static"
+    return (case.dtype != "float32" or case.quantization is not None) and case.backend != "transformers-static"
 
 
 # Rungs of a GPU, by name: one that is not there is a row that says so.
-_Format = tuple[str, str, str | None]  # contestant, dtype, quantization
+_Format = tuple[str, str, str | None]  # backend, dtype, quantization
 _GPU_RUNGS: list[_Format] = [
     ("static", "bfloat16", None),
     ("compiled", "bfloat16", None),
@@ -175,7 +175,7 @@ GPU_LARGE = "random:gpt2-xl"
 def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
     """GPT-2 at batch 1 and GPT-2 XL first: what a short lease of a GPU must answer. Then larger batches.
 
-    Float32 runs where it costs little, so that every contestant's words are compared before its speed is read.
+    Float32 runs where it costs little, so that every backend's words are compared before its speed is read.
     """
     short = Case("static", model, prompt_tokens=32, output_tokens=32 if quick else 64)
     large = replace(short, model=GPU_LARGE)
@@ -189,7 +189,7 @@ def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -
          (replace(short, batch=512), _GPU_RUNGS + _GPU_PEERS), (replace(short, batch=64), _GPU_RUNGS + _GPU_PEERS),
          (replace(short, batch=8), _GPU_EXACT + _GPU_RUNGS + _GPU_PEERS)]
     )  # fmt: skip
-    return [replace(c, contestant=name, dtype=d, quantization=q) for c, formats in plan for name, d, q in formats]
+    return [replace(c, backend=name, dtype=d, quantization=q) for c, formats in plan for name, d, q in formats]
 
 
 SUITES: dict[str, Suite] = {

@@ -36,7 +36,8 @@ def headline(results: Results) -> str:
     if results.machine.get("gpu_details"):
         return f"ceiling of {results.machine['gpu']}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
     threads = results.machine["threads"]
-    return f"ceiling of this machine: reads {bandwidth:.1f} GB/s; matrix products {flops} ({threads} threads)"
+    products = f"; products {flops}" if flops else ""
+    return f"ceiling of this machine: reads {bandwidth:.1f} GB/s{products} ({threads} threads)"
 
 
 def number(value: float | None, digits: int = 0, scale: float = 1.0) -> str:
@@ -59,10 +60,9 @@ def _in_and_out(case: Case) -> str:
     return " ".join([*words, sizes])
 
 
-_LONGEST_WORD = len("transformers-dynamic")  # of a contestant's name, which breaks between words alone
+_LONGEST_WORD = len("transformers-dynamic")  # of a backend's name, which breaks between words alone
 _Column = tuple[str, Callable[[Row], str]]
 _LIMITS: list[_Column] = [
-    ("a seq", lambda r: number(_figure(r, "decode_tokens_per_sec_per_seq"), 1)),
     ("TPOT ms", lambda r: number(_figure(r, "tpot_sec"), 1, 1e3)),
     ("p99", lambda r: number(_figure(r, "tpot_p99_sec"), 1, 1e3)),
     ("MiB", lambda r: number(r.peak_memory_bytes, 0, 1 / MIB)),
@@ -74,7 +74,7 @@ _LAUNCHES: list[_Column] = [
     ("a layer", lambda r: number(r.kernels_per_layer, 0)),
     ("launches", lambda r: number(r.launches_per_step, 0)),
 ]
-_LESS = ("a seq", "p99", "limit")  # what makes room for them
+_LESS = ("p99", "limit")  # what makes room for them
 _VERIFY: list[_Column] = [("verify", lambda r: number(r.verify_ratio, 2))]
 _SPECULATION: list[_Column] = [
     ("right %", lambda r: number(r.acceptance_percent, 0)),
@@ -91,7 +91,7 @@ def _cases(results: Results) -> Table:
     launches = any(r.kernels_per_step is not None for r in results.rows)
     limits = [c for c in _LIMITS if not launches or c[0] not in _LESS]
     columns: list[_Column] = [
-        ("contestant", lambda r: r.case.label),
+        ("backend", lambda r: r.case.label),
         *(
             [("model", lambda r: r.case.model.removeprefix("random:"))]
             if len({r.case.model for r in results.rows}) > 1
@@ -140,16 +140,16 @@ def _with_and_without(results: Results) -> Table:
             (
                 r
                 for r in results.rows
-                if r.case.contestant == results.baseline
+                if r.case.backend == results.baseline
                 and r.case.shape == row.case.shape
                 and r.case.dtype == row.case.dtype
             ),
             None,
         )
-        if row.case.contestant == results.baseline or base is None or row.case.draft is not None:
+        if row.case.backend == results.baseline or base is None or row.case.draft is not None:
             continue
         table.add_row(
-            str(row.case.output_tokens), str(row.case.batch), row.case.dtype, row.case.contestant,
+            str(row.case.output_tokens), str(row.case.batch), row.case.dtype, row.case.backend,
             number(_figure(base, "total_sec"), 2), number(_figure(row, "total_sec"), 2),
             number(row.speedup, 2),
         )  # fmt: skip

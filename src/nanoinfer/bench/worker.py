@@ -1,4 +1,4 @@
-"""The process that measures one contestant: one JSON request a line on stdin, one JSON answer a line on stdout.
+"""The process that measures one backend: one JSON request a line on stdin, one JSON answer a line on stdout.
 
     {"do": "load", "case": {...}, "weights": "folder"}     -> {"ok": true, "load_sec": 1.2}
     {"do": "run", "shape": {"output_tokens": 8}}           -> {"ok": true, "tokens": [[...]], "arrivals": [[...]],
@@ -26,21 +26,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench import passages
+from nanoinfer.bench import prompts
+from nanoinfer.bench.backends import Backend, open_backend
 from nanoinfer.bench.case import Case, make_work
-from nanoinfer.bench.contestants import Contestant, open_contestant
-from nanoinfer.bench.weights import hold
+from nanoinfer.bench.model_folders import hold
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
 
 
 class Worker:
-    """Holds the contestant between requests."""
+    """Holds the backend between requests."""
 
     def __init__(self) -> None:
         self._case: Case | None = None
-        self._contestant: Contestant | None = None
-        self._passages: passages.Passages = ()
+        self._backend: Backend | None = None
+        self._passages: prompts.Passages = ()
         self._vocab_size = 0
         self._speculated = False
 
@@ -49,22 +49,22 @@ class Worker:
         if request["do"] == "load":
             return self._load(Case(**request["case"]), Path(request["weights"]))
         assert self._case is not None
-        assert self._contestant is not None
+        assert self._backend is not None
         if request["do"] == "breakdown":
-            return {"percent": self._contestant.breakdown()}  # type: ignore[attr-defined]
+            return {"percent": self._backend.breakdown()}  # type: ignore[attr-defined]
         if request["do"] == "launches":
-            return {"counts": self._contestant.launches()}  # type: ignore[attr-defined]
+            return {"counts": self._backend.launches()}  # type: ignore[attr-defined]
         if request["do"] == "verify":
-            return {"ratio": self._contestant.verify()}  # type: ignore[attr-defined]
+            return {"ratio": self._backend.verify()}  # type: ignore[attr-defined]
         case = dataclasses.replace(self._case, **request.get("shape", {}))
         work = make_work(case, self._vocab_size, passages=self._passages)
-        if case.draft is not None or self._speculated:  # contestants that can are asked to, and to stop it again
-            self._contestant.speculate(case)  # type: ignore[attr-defined]
+        if case.draft is not None or self._speculated:  # backends that can are asked to, and to stop it again
+            self._backend.speculate(case)  # type: ignore[attr-defined]
             self._speculated = True
-        tokens, times = self._contestant.run(work)
+        tokens, times = self._backend.run(work)
         if (made := [len(t) for t in tokens]) != work.output_tokens:
             raise NanoinferError(f"it made {sum(made)} tokens, {sum(work.output_tokens)} were asked for")
-        speculation = self._contestant.speculation() if case.draft is not None else None  # type: ignore[attr-defined]
+        speculation = self._backend.speculation() if case.draft is not None else None  # type: ignore[attr-defined]
         return {
             "speculation": speculation,
             "tokens": tokens,
@@ -72,15 +72,15 @@ class Worker:
             "num_prompt_tokens": times.num_prompt_tokens,
             "peak_memory_bytes": peak_memory_bytes(case.device),
             "reserved_bytes": reserved_bytes(case.device),
-            "kv_cache_bytes": getattr(self._contestant, "kv_cache_bytes", None),
+            "kv_cache_bytes": getattr(self._backend, "kv_cache_bytes", None),
         }
 
     def _load(self, case: Case, weights: Path) -> dict[str, Any]:
         start = time.perf_counter()
         hold(weights)
         self._vocab_size = hf_config.read(weights / "config.json").vocab_size
-        self._passages = passages.read(weights)
-        self._case, self._contestant = case, open_contestant(case, weights)
+        self._passages = prompts.read(weights)
+        self._case, self._backend = case, open_backend(case, weights)
         return {"load_sec": time.perf_counter() - start}
 
 
@@ -88,7 +88,7 @@ def peak_memory_bytes(device: str) -> int | None:
     """Return the most memory that this process has held: of a GPU through torch, else resident memory.
 
     None for a process that holds a GPU's memory past torch (CTranslate2 has an allocator of its own): torch's peak is
-    then 0 or nearly so, and no figure of the contestant.
+    then 0 or nearly so, and no figure of the backend.
     """
     if device.startswith("cuda"):
         import torch

@@ -26,7 +26,8 @@ class Ceiling:
     name: str
     bandwidth_bytes_per_sec: float
     flops_per_sec: Mapping[str, float]
-    """By dtype; a dtype that the device does not compute in, or that was not measured, is missing."""
+    """By dtype; one that the device does not compute in, or that was not measured, is missing. "int8": products of
+    8-bit weights of any format with 8-bit activations."""
     source: str
     """Where the figures come from."""
     memory_bytes: int | None = None
@@ -34,13 +35,17 @@ class Ceiling:
     default_dtype: str = "bfloat16"
 
     def compute_dtype(self, fmt: WeightFormat) -> str:
-        """Return the dtype that weights of a format are computed in: their own; int8 and int4: the fastest.
+        """Return the dtype that weights of a format are computed in: their own; int8 and int4: int8, else the fastest.
 
         Raises:
             NanoinferError: the device has no throughput for it.
         """
         if not fmt.is_float:
-            return max(self.flops_per_sec, key=lambda name: self.flops_per_sec[name])
+            return (
+                "int8"
+                if "int8" in self.flops_per_sec
+                else max(self.flops_per_sec, key=lambda name: self.flops_per_sec[name])
+            )
         if fmt.name not in self.flops_per_sec:
             raise NanoinferError(
                 f"dtype={fmt.name!r} has no throughput on {self.name}: use {', '.join(self.flops_per_sec)}, int8 or"

@@ -11,8 +11,13 @@ GPU: a copy of 1 GiB into another, twenty times its L2 cache or more; it reads a
 between two waits for the device, so that launching and waiting, 10 us or so, are no part of the figure. The median
 round, at the clock that the GPU keeps.
 
-Matrix products are square, in float32 and bfloat16 (on a GPU float16 too), of random numbers: a GPU that multiplies
-ones or zeros draws less power, keeps a higher clock, and looks a tenth faster than it ever is.
+Arithmetic, CPU: multiplications and additions on registers, by the instructions that the native kernels use for
+float32, bfloat16 and 8-bit weights, by all threads (kernels/cpu/peak.h); no matrix product on those instructions is
+faster. Where torch's products are faster all the same (AMX), they are the figure. (Without the native extension:
+torch's products alone, which a better kernel can pass.)
+
+Arithmetic, GPU: square matrix products in torch, of random numbers: a GPU that multiplies ones or zeros draws less
+power, keeps a higher clock, and looks a tenth faster than it ever is.
 """
 
 from __future__ import annotations
@@ -77,6 +82,9 @@ def measure(
     try:
         bandwidth = _bandwidth(device, workload, clock)
         flops = {name: _matmul_flops(getattr(torch, name), device, workload, clock) for name in names}
+        if device.type == "cpu" and _has_native():
+            for name in (*names, "int8"):
+                flops[name] = max(flops.get(name, 0.0), _peak_flops(name, workload, clock))
     except (RuntimeError, MemoryError, ValueError) as e:  # out of memory: torch's kinds, and the native buffer's
         reason = " ".join(str(e).split())[:100] or "out of memory"
         raise NanoinferError(
@@ -86,8 +94,8 @@ def measure(
         torch.cuda.empty_cache()  # this process may live on beside those that are measured
         what = f"copy bandwidth and matrix products of {torch.cuda.get_device_name(device)}, measured now"
     else:
-        how = "wide loads on huge pages" if _has_native() else "torch"
-        what = f"read bandwidth ({how}) and matrix products (torch) of {environment.num_cpus()} CPUs, measured now"
+        how = "wide loads and products on registers" if _has_native() else "torch"
+        what = f"read bandwidth and arithmetic ({how}) of {environment.num_cpus()} CPUs, measured now"
     auto = "float32" if device.type == "cpu" else names[1]
     return Ceiling(MEASURE, bandwidth, flops, what, default_dtype=auto)
 
@@ -122,6 +130,15 @@ def _matmul_flops(dtype: torch.dtype, device: torch.device, workload: Workload, 
         out = torch.empty_like(a)
         return 2 * n**3 / _seconds(lambda: torch.mm(a, a, out=out), device, workload, clock)
     return 2 * n**3 / _best(lambda: a @ a, workload.num_rounds, clock)
+
+
+def _peak_flops(name: str, workload: Workload, clock: Clock) -> float:
+    """Return the multiplications and additions per second with weights of a format, without memory."""
+    from nanoinfer._native import compute
+
+    num_threads, steps = environment.num_cpus(), max(1, workload.num_bytes >> 8)
+    done: int = compute(format=name, steps=steps, threads=num_threads)
+    return done / _best(lambda: compute(format=name, steps=steps, threads=num_threads), workload.num_rounds, clock)
 
 
 def _best(call: Callable[[], object], num_rounds: int, clock: Clock) -> float:

@@ -1,23 +1,23 @@
-"""The page: what was measured, where and when, then for each suite its figures and all of its numbers.
+"""The page: for each suite what was found, its figures, and behind a click all of its numbers and where they were made.
 
-`page.html.in` holds the frame and the style; this file fills it. No script, no link, nothing to fetch.
+`page.html.j2` is the document. It fetches nothing: the charts' library and their data are inside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from string import Template
-from typing import Any
+from typing import Any, cast
 
-from nanoinfer.bench.report import tables
-from nanoinfer.bench.report.charts import Chart
-from nanoinfer.bench.report.svg import palette_css
-from nanoinfer.bench.report.text import DASH, clean, digits, escape, number, si
-from nanoinfer.bench.results import Results
+import jinja2
+import vl_convert
 
-Facts = dict[str, str]
+from nanoinfer.bench.report.headlines import headlines
+from nanoinfer.bench.report.marks import VEGA_LITE, Figure
+from nanoinfer.bench.report.panels import ceiling, share_of_ceiling
+from nanoinfer.bench.report.text import DASH, clean, digits, number
+from nanoinfer.bench.results import Results, Row
 
 
 @dataclass(frozen=True)
@@ -25,100 +25,127 @@ class Section:
     """One suite on the page."""
 
     name: str
-    """Unique on the page; for ids and file names."""
+    """Unique on the page."""
     results: Results
-    charts: list[tuple[Chart, str]]
-    """Each with its <svg> element."""
+    figures: list[Figure]
 
 
 def page(sections: Sequence[Section]) -> str:
     """Return the HTML document."""
-    template = Template((Path(__file__).parent / "page.html.in").read_text(encoding="utf-8"))
-    facts = [_facts(section.results) for section in sections]
-    shared = {name: said for name, said in facts[0].items() if all(other.get(name) == said for other in facts)}
-    own = [{name: said for name, said in each.items() if name not in shared} for each in facts]
-    suites = ", ".join(section.results.suite for section in sections)
-    return template.substitute(
-        title=escape(f"nanoinfer bench: {suites}"),
-        palette_light=palette_css(0),
-        palette_dark=palette_css(1),
-        facts=_fact_list(shared),
-        contents=_contents(sections) if len(sections) > 1 else "",
-        sections="\n".join(_section(section, each) for section, each in zip(sections, own, strict=True)),
+    loader = jinja2.PackageLoader("nanoinfer.bench.report", "")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["clean"] = clean
+    suites = ", ".join(clean(section.results.suite) for section in sections)
+    return environment.get_template("page.html.j2").render(
+        title=f"nanoinfer bench: {suites}", sections=[_section(section) for section in sections], bundle=_bundle()
     )
 
 
-def _facts(results: Results) -> Facts:
-    """Return what a reader must know of a results file, as plain text by name."""
+@functools.cache
+def _bundle() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script, which defines `vegaEmbed`."""
+    made: str = cast(Any, vl_convert).javascript_bundle(vl_version=VEGA_LITE)  # its stub asks for a snippet
+    return made.replace("</script", "<\\/script")
+
+
+def _section(section: Section) -> dict[str, Any]:
+    """Return what the template shows of a suite."""
+    results = section.results
+    heads, lines = table(results.rows)
+    failed = len(results.failed)
+    count = f"{len(results.rows):,} {'case' if len(results.rows) == 1 else 'cases'}, {failed:,} failed."
+    machine = results.machine
+    where = ", ".join(clean(machine[key]) for key in ("gpu", "cpu") if machine.get(key))
     return {
-        "Date": results.created,
-        "Commit": results.commit or DASH,
-        "Command": results.command,
-        "Baseline": results.baseline,
-        "Machine": _said(results.machine),
-        "Versions": _said(results.versions),
-        "Ceiling": _said(results.ceiling),
+        "name": section.name,
+        "results": results,
+        "headlines": headlines(results),
+        "summary": f"{count} {where}, {clean(results.created)[:10]}, commit {clean(results.commit or DASH)}.",
+        "figures": section.figures,
+        "heads": heads,
+        "lines": lines,
+        "facts": _facts(results),
     }
 
 
-def _said(found: Any) -> str:
-    """Return a record as text: {"cores": 2, "memory_bytes": 1e9} -> "cores 2, memory 1.00 GB"."""
-    if not isinstance(found, dict):  # a results file is written by others
-        return clean(found)
-    return ", ".join(_entry(str(name), value) for name, value in found.items()) or DASH
+def _facts(results: Results) -> list[tuple[str, str]]:
+    return [
+        ("date", clean(results.created)),
+        ("commit", clean(results.commit or DASH)),
+        ("command", clean(results.command)),
+        ("speed-ups over", clean(results.baseline)),
+        ("machine", _said(results.machine)),
+        ("versions", _said(results.versions)),
+        ("ceiling", _said(results.ceiling)),
+    ]
 
 
-def _entry(name: str, value: Any) -> str:
-    """Return one entry of a record with its unit, which is the end of its name."""
-    if isinstance(value, dict):
-        inner = {f"{key}_{name}" if name == "flops_per_sec" else str(key): each for key, each in value.items()}
-        return _said(inner)
-    for end, unit in (("_bytes_per_sec", "B/s"), ("_flops_per_sec", "FLOP/s"), ("_bytes", "B"), ("_sec", "s")):
-        if name.endswith(end):
-            return f"{name.removesuffix(end).replace('_', ' ')} {si(value, unit)}"
-    if isinstance(value, list):
-        value = " ".join(map(str, value))
-    elif value is None:
-        value = DASH
-    elif type(value) is int:
-        value = f"{value:,}"
-    elif number(value) is not None:
-        value = digits(value)
-    return f"{name.replace('_', ' ')} {value}"
-
-
-def _fact_list(facts: Facts) -> str:
-    """Return facts as a description list; nothing for none."""
-    items = "\n".join(
-        f'<div class="fact {name.lower()}"><dt>{escape(name)}</dt><dd>{escape(said)}</dd></div>'
-        for name, said in facts.items()
-    )
-    return f"<dl>\n{items}\n</dl>" if facts else ""
-
-
-def _contents(sections: Sequence[Section]) -> str:
-    """Return links to the suites on this page."""
-    items = "".join(f'<li><a href="#{s.name}">{escape(s.results.suite)}</a></li>' for s in sections)
-    return f'<nav aria-label="Suites"><ul>{items}</ul></nav>'
-
-
-def _section(section: Section, facts: Facts) -> str:
-    """Return one suite: how many cases, its figures with their numbers, and the whole table."""
-    rows, failed = section.results.rows, len(section.results.failed)
-    count = f"{len(rows):,} {'case' if len(rows) == 1 else 'cases'}, {failed:,} failed."
-    every = tables.table(rows, tables.all_columns(rows), f"All numbers of {section.results.suite}") if rows else ""
-    figures = "\n".join(_figure(f"{section.name}-{i}", *each) for i, each in enumerate(section.charts))
-    return (
-        f'<section id="{section.name}">\n<h2>{escape(section.results.suite)}</h2>\n<p>{count}</p>\n{_fact_list(facts)}'
-        f'\n<div class="figures">\n{figures}\n</div>\n<h3>All numbers, measured beside predicted</h3>\n{every}\n'
-        "</section>"
+def _said(found: dict[str, Any]) -> str:
+    """Return a record as text: {"cores": 2, "flops": {"float32": 1}} -> "cores 2, flops: float32 1"."""
+    return ", ".join(
+        f"{clean(name).replace('_', ' ')}{f': {_said(value)}' if isinstance(value, dict) else f' {clean(value)}'}"
+        for name, value in found.items()
+        if value is not None
     )
 
 
-def _figure(name: str, chart: Chart, svg: str) -> str:
-    """Return one figure: drawing, caption, and its numbers behind a click."""
-    return (
-        f'<figure aria-labelledby="{name}-heading">\n<h3 id="{name}-heading">{escape(chart.title)}</h3>\n{svg}\n'
-        f"<figcaption>{escape(chart.caption)}</figcaption>\n"
-        f"<details><summary>The numbers</summary>\n{chart.numbers}\n</details>\n</figure>"
-    )
+def _of(name: str, scale: float = 1.0) -> Callable[[Row], str]:
+    """Return the function that says a number of a row or of its figures, scaled."""
+
+    def say(row: Row) -> str:
+        found = number(getattr(row, name, None) if hasattr(row, name) else getattr(row.figures, name, None))
+        return digits(None if found is None else found * scale)
+
+    return say
+
+
+_IDENTITY: dict[str, Callable[[Row], str]] = {
+    "model": lambda r: clean(r.case.model),
+    "workload": lambda r: f"{r.case.workload} {r.case.sampler}",
+    "batch": lambda r: f"{r.case.batch:,}",
+    "tokens in": lambda r: f"{r.case.prompt_tokens:,}",
+    "tokens out": lambda r: f"{r.case.output_tokens:,}",
+}
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "decode tokens/s": _of("decode_tokens_per_sec"),
+    "ceiling": lambda r: digits(ceiling(r)),
+    "of it, %": lambda r: digits(share_of_ceiling(r)),
+    "spread, %": _of("spread_percent"),
+    "output tokens/s": _of("output_tokens_per_sec"),
+    "speed-up": _of("speedup"),
+    "prefill tokens/s": _of("prefill_tokens_per_sec"),
+    "TTFT, ms": _of("ttft_sec", 1e3),
+    "TPOT, ms": _of("tpot_sec", 1e3),
+    "p90": _of("tpot_p90_sec", 1e3),
+    "p99": _of("tpot_p99_sec", 1e3),
+    "total, s": _of("total_sec"),
+    "rounds": _of("rounds"),
+    "peak memory, MB": _of("peak_memory_bytes", 1e-6),
+    "reserved, MB": _of("reserved_memory_bytes", 1e-6),
+    "KV cache, MB": _of("kv_cache_bytes", 1e-6),
+    "weights, MB": _of("weight_bytes", 1e-6),
+    "MB a token": _of("bytes_per_token", 1e-6),
+    "GFLOP a token": _of("flops_per_token", 1e-9),
+    "MBU, %": _of("mbu_percent"),
+    "MFU, %": _of("mfu_percent"),
+    "accepted, %": _of("acceptance_percent"),
+    "accepted a step": _of("mean_accepted_length"),
+    "time in the draft, %": _of("draft_share_percent"),
+    "kernels a step": _of("kernels_per_step"),
+    "kernels a layer": _of("kernels_per_layer"),
+    "launches a step": _of("launches_per_step"),
+    "verifying 5 tokens, decodes": _of("verify_ratio"),
+    "same tokens": lambda r: DASH if r.same_tokens is None else "yes" if r.same_tokens else "NO",
+    "note": lambda r: clean(r.note) or DASH,
+}
+
+
+def table(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, list[str], str]]]:
+    """Return the columns that say anything, and each row's label, cells and error (in the place of its figures)."""
+    heads = [name for name, say in _COLUMNS.items() if any(say(row) != DASH for row in rows if row.error is None)]
+    lines = []
+    for row in rows:
+        own = [say(row) for say in _IDENTITY.values()]
+        cells = own if row.error is not None else own + [_COLUMNS[name](row) for name in heads]
+        lines.append((clean(row.case.label), cells, clean(row.error or "")))
+    return [*_IDENTITY, *(heads or ["error"])], lines

@@ -32,6 +32,7 @@ namespace NANOINFER_ISA {
 #include "products.h"
 #include "rows.h"
 #include "attention.h"
+#include "peak.h"
 
 // The memory ceiling --------------------------------------------------------------------------------------
 
@@ -54,7 +55,8 @@ std::uint64_t read(const std::uint8_t* data, std::size_t n) {
 #define NI_TEXT_OF(name) #name
 #define NI_TEXT(name) NI_TEXT_OF(name)
 extern const Kernels kKernels;
-const Kernels kKernels = {NI_TEXT(NANOINFER_ISA), matmul, prepare, layer_norm, store_kv, attention, read};
+const Kernels kKernels = {NI_TEXT(NANOINFER_ISA), matmul, prepare, layer_norm, store_kv, attention, read,
+                          peak};
 
 }  // namespace NANOINFER_ISA
 }  // namespace nanoinfer

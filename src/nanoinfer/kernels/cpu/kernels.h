@@ -81,6 +81,8 @@ struct Kernels {
   void (*attention)(const AttentionTask& task);
   // Read n bytes (a multiple of 256, 64-byte aligned) and return something that depends on all of them.
   std::uint64_t (*read)(const std::uint8_t* data, std::size_t n);
+  // Do `steps` steps of a weight type's products without memory; return the number of multiplications and additions.
+  std::int64_t (*peak)(WeightType type, std::int64_t steps, float* sink);
 };
 
 }  // namespace nanoinfer

@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.bench.contestants.limits import require_module
-from nanoinfer.bench.export import export_once
+from nanoinfer.bench.backends.capabilities import require_module
+from nanoinfer.bench.peers import export_once
 from nanoinfer.checks import require_choice
 from nanoinfer.models.checkpoints.huggingface import load_folder
 

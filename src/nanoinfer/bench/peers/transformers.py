@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from nanoinfer.bench.backends.capabilities import require_case, require_module, require_room
 from nanoinfer.bench.case import SAMPLERS, Case, Work
-from nanoinfer.bench.contestants.limits import require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.bench.verify import synchronize
+from nanoinfer.bench.verify_cost import synchronize
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 
@@ -57,7 +57,7 @@ class Transformers:
         self._model: Any = model.to(self._device).eval()
         for config in (model.config, model.generation_config):
             config.eos_token_id = None  # nothing ends a text early, and min_new_tokens bans no token
-        self._who, self._seed = case.contestant, case.params(1).seed or 0
+        self._who, self._seed = case.backend, case.params(1).seed or 0
         self._options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0} | options
         if case.sampler != "greedy":
             self._options |= {"do_sample": True, "top_k": 0} | SAMPLERS[case.sampler]

@@ -16,8 +16,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench.contestants.limits import require_module, silence_llama_cpp
-from nanoinfer.bench.export import export_once
+from nanoinfer.bench.backends.capabilities import require_module, silence_llama_cpp
+from nanoinfer.bench.peers import export_once
 from nanoinfer.checks import require_choice
 from nanoinfer.config import ModelConfig
 from nanoinfer.environment import num_cpus

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.bench.backends.capabilities import longest, require_case, require_module, require_room
 from nanoinfer.bench.case import SAMPLERS, Case, Work
-from nanoinfer.bench.contestants.limits import longest, require_case, require_module, require_room
-from nanoinfer.bench.export import FOLDER
-from nanoinfer.bench.export.ctranslate2 import export_ctranslate2, token
+from nanoinfer.bench.peers import FOLDER
+from nanoinfer.bench.peers.export_ctranslate2 import export_ctranslate2, token
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import DTYPES
 from nanoinfer.environment import num_cpus

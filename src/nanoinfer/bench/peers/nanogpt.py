@@ -1,4 +1,4 @@
-"""nanoGPT's way to generate, the naive contestant: the whole prefix of the whole batch again for every token.
+"""nanoGPT's way to generate, the naive backend: the whole prefix of the whole batch again for every token.
 
 The loop of `GPT.generate` (karpathy/nanoGPT: model.py), on our reference model:
 crop to block_size, run everything, keep the logits of the last position, draw, append. Weights lie in memory as
@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nanoinfer.bench.backends.capabilities import require_case
 from nanoinfer.bench.case import Case, Work
-from nanoinfer.bench.contestants.limits import require_case
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.bench.verify import synchronize
+from nanoinfer.bench.verify_cost import synchronize
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.models.checkpoints.huggingface import load_folder

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from nanoinfer.errors import NanoinferError
 
-FOLDER = "exports"  # inside the weights folder, where contestants look
+FOLDER = "exports"  # inside the weights folder, where backends look
 _STAMP = "made-from.txt"
 
 

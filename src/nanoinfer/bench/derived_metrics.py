@@ -36,7 +36,7 @@ def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling, *, naive: bool) -> 
         row: with figures; changed in place.
         config: the model's shape.
         ceiling: the machine.
-        naive: whether the contestant keeps no cache.
+        naive: whether the backend keeps no cache.
     """
     case, figures = row.case, row.figures
     fmt = weight_format(case.dtype, case.quantization)
@@ -48,8 +48,7 @@ def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling, *, naive: bool) -> 
     row.weight_bytes = cost.bytes(0, 0)
     row.bytes_per_token, row.flops_per_token = num_bytes / case.batch, flops / case.batch
     seconds = num_bytes / ceiling.bandwidth_bytes_per_sec
-    dtype = case.dtype if fmt.is_float else max(ceiling.flops_per_sec, key=lambda d: ceiling.flops_per_sec[d])
-    throughput = ceiling.flops_per_sec.get(dtype)
+    throughput = ceiling.flops_per_sec.get(case.dtype if fmt.is_float else ceiling.compute_dtype(fmt))
     if throughput is not None:
         row.predicted_tokens_per_sec = case.batch / max(seconds, flops / throughput)
     if (speed := figures.decode_tokens_per_sec) is not None and case.workload != "mixed" and case.draft is None:
@@ -100,9 +99,9 @@ def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceilin
 
 
 def add_speedups(rows: Sequence[Row], baseline: str) -> None:
-    """Set each row's speed-up over contestant `baseline` in the same shape and dtype; None where there is none.
+    """Set each row's speed-up over backend `baseline` in the same shape and dtype; None where there is none.
 
-    A row with a draft is measured against its own contestant without.
+    A row with a draft is measured against its own backend without.
     """
 
     def key(row: Row) -> object:
@@ -111,7 +110,7 @@ def add_speedups(rows: Sequence[Row], baseline: str) -> None:
     base = {
         key(r): r.figures.output_tokens_per_sec
         for r in rows
-        if r.case.contestant == baseline and r.case.quantization is None and r.case.draft is None and r.figures
+        if r.case.backend == baseline and r.case.quantization is None and r.case.draft is None and r.figures
     }
     plain = {r.case: r.figures.output_tokens_per_sec for r in rows if r.case.draft is None and r.figures}
     for row in rows:

@@ -1,4 +1,4 @@
-"""The models that a call of `nanoinfer bench` measures: their shapes, and folders that all contestants load from.
+"""The models that a call of `nanoinfer bench` measures: their shapes, and folders that all backends load from.
 
 The folders are temporary. A process of its own removes each one when every process that uses it has ended, however
 it ended: a benchmark that is killed leaves nothing behind either.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from nanoinfer.bench import passages
+from nanoinfer.bench import prompts
 from nanoinfer.bench.case import Case
 from nanoinfer.config import ModelConfig
 from nanoinfer.roofline.shapes import find_shape
@@ -46,15 +46,15 @@ class Models(ExitStack):
         if model not in self._folders:
             self._folders[model] = self.enter_context(_weights(model))
         folder = self._folders[model]
-        if any(c.workload in ("text", "copy") for c in cases) and not passages.read(folder):
+        if any(c.workload in ("text", "copy") for c in cases) and not prompts.read(folder):
             self._say("taking passages for prompts ...")
-            passages.write(folder, model, self._text)
+            prompts.write(folder, model, self._text)
         return folder
 
 
 @contextmanager
 def _weights(model: str) -> Iterator[Path]:
-    """A folder with the model's weights in float32, which every contestant loads or exports from."""
+    """A folder with the model's weights in float32, which every backend loads or exports from."""
     from nanoinfer.models.checkpoints import huggingface
     from nanoinfer.models.checkpoints.load import load_model
 

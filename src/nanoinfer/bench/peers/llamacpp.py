@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from nanoinfer.bench.backends.capabilities import longest, require_case, require_module, require_room, silence_llama_cpp
 from nanoinfer.bench.case import Case, Work, make_work
-from nanoinfer.bench.contestants.limits import longest, require_case, require_module, require_room, silence_llama_cpp
-from nanoinfer.bench.export import FOLDER
-from nanoinfer.bench.export.gguf import export_gguf
+from nanoinfer.bench.peers import FOLDER
+from nanoinfer.bench.peers.export_gguf import export_gguf
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError

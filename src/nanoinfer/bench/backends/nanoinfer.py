@@ -1,4 +1,4 @@
-"""Our engines as contestants."""
+"""Our engines as backends."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from nanoinfer.bench.case import Case, Work, make_work
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.bench.verify import synchronize, verify_ratio
+from nanoinfer.bench.verify_cost import synchronize, verify_ratio
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput
 
 
-class Ours:
+class NanoinferBackend:
     """One of our engines, driven through the public interface."""
 
     def __init__(self, case: Case, weights: Path) -> None:
@@ -22,7 +22,7 @@ class Ours:
         self._totals: dict[str, float] = {}
         self._llm = LLM(
             str(weights),
-            engine=case.contestant,
+            engine=case.backend,
             device=case.device,
             dtype=case.dtype,
             quantization=case.quantization,
@@ -104,6 +104,6 @@ def _spread(arrivals: list[float], now: float, num_tokens: int) -> list[float]:
     return [before + (now - before) * (i + 1) / num_tokens for i in range(num_tokens)]
 
 
-def open_ours(case: Case, weights: Path) -> Ours:
+def open_nanoinfer(case: Case, weights: Path) -> NanoinferBackend:
     """Load an engine of ours. Raises NanoinferError for an engine that does not exist or does not fit."""
-    return Ours(case, weights)
+    return NanoinferBackend(case, weights)

@@ -1,6 +1,6 @@
-"""What a peer can do, and its installation, checked before anything is loaded; used by all contestants that are peers.
+"""What a peer can do, and its installation, checked before anything is loaded; used by all backends that are peers.
 
-A contestant that cannot do what a case asks for says so in one line: no field of a case is ignored.
+A backend that cannot do what a case asks for says so in one line: no field of a case is ignored.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def require_case(
     quantizations: Sequence[str] = (),
     devices: Sequence[str] = ("cpu", "cuda"),
 ) -> None:
-    """Raise NanoinferError unless a contestant can do what a case asks for.
+    """Raise NanoinferError unless a backend can do what a case asks for.
 
     Args:
         case: the case.
-        sampling: the fields of SamplingParams that the contestant has, beside greedy.
+        sampling: the fields of SamplingParams that the backend has, beside greedy.
         dtypes: the dtypes it computes in.
         quantizations: the names it has for weight formats below 16 bits.
         devices: the kinds of device it runs on.
     """
-    who = case.contestant
+    who = case.backend
     if case.dtype not in dtypes:
         raise NanoinferError(f"{who} does not run in dtype={case.dtype!r} here: use one of {', '.join(dtypes)}")
     if case.quantization is not None and case.quantization not in quantizations:
@@ -71,7 +71,7 @@ def require_case(
 
 
 def require_room(who: str, num_tokens: int, limit: int) -> None:
-    """Raise NanoinferError if a sequence of prompt and output would be longer than a contestant holds."""
+    """Raise NanoinferError if a sequence of prompt and output would be longer than a backend holds."""
     if num_tokens > limit:
         raise NanoinferError(f"{who}: {num_tokens} tokens of prompt and output are more than the {limit} it holds")
 

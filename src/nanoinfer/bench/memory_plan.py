@@ -1,4 +1,4 @@
-"""Which contestants are alive together: as many as the memory holds, the GPU's too, by a careful estimate.
+"""Which backends are alive together: as many as the memory holds, the GPU's too, by a careful estimate.
 
     room for 60 GB, static 22, cuda_graph 22, triton 22, nanogpt 4  ->  [static, cuda_graph], [triton, nanogpt]
 
@@ -18,7 +18,7 @@ CONTEXT_BYTES = 1 << 30  # of a GPU: what a process holds there before any weigh
 
 
 def split(group: Sequence[Case], config: ModelConfig, weights: int, room: Sequence[int]) -> list[list[Case]]:
-    """Return the contestants of a shape in parts, in their order; a contestant too large for any is a part of its own.
+    """Return the backends of a shape in parts, in their order; a backend too large for any is a part of its own.
 
     Args:
         group: cases of one shape and device. Those that differ in their draft alone share a process.
@@ -41,10 +41,10 @@ def split(group: Sequence[Case], config: ModelConfig, weights: int, room: Sequen
 
 
 def needs(case: Case, config: ModelConfig, weights: int) -> list[int]:
-    """Return about how many bytes a contestant takes of the main memory, and on a GPU of its memory.
+    """Return about how many bytes a backend takes of the main memory, and on a GPU of its memory.
 
     Args:
-        case: the contestant.
+        case: the backend.
         config: the model's shape.
         weights: bytes of the model in float32.
     """
@@ -52,8 +52,8 @@ def needs(case: Case, config: ModelConfig, weights: int) -> list[int]:
     if case.device == "cpu":
         return [PROCESS_BYTES + 2 * weights + tokens * config.kv_bytes_per_token(4)]
     size = 4 if case.dtype == "float32" else 2
-    if case.contestant in ENGINES and ENGINES[case.contestant].has_slots:
-        tokens = case.batch * ENGINES[case.contestant].slot_tokens(config.block_size)  # reserved, used or not
+    if case.backend in ENGINES and ENGINES[case.backend].has_slots:
+        tokens = case.batch * ENGINES[case.backend].slot_tokens(config.block_size)  # reserved, used or not
     logits = 4 * case.batch * config.vocab_size * 4  # and what a sampler makes of them
     held = CONTEXT_BYTES + weights * size // 4 + tokens * config.kv_bytes_per_token(size) + logits
     return [2 * PROCESS_BYTES + 2 * weights, held]

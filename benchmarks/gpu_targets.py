@@ -1,0 +1,97 @@
+"""The goals of the GPU engines, and what the rows of suite `gpu` reached.
+
+    for t in judge(results.rows): print(t.name, t.wanted, t.value, t.met)
+
+Each goal is judged by the engine that decodes fastest in bfloat16, which it names. Where a row that it needs is
+missing or failed, its value is unknown (None), which is not met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nanoinfer.bench.results import Row
+from nanoinfer.bench.suites import GPU_LARGE, SUITES
+
+GPU_SMALL = SUITES["gpu"].model
+ENGINES = ("compiled", "cuda_graph", "triton")
+LARGE_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Target:
+    """One line of the table; `wanted` is a limit from above where `at_most`, else from below."""
+
+    name: str
+    wanted: float
+    at_most: bool
+    unit: str
+    value: float | None
+    who: str | None
+    note: str = ""
+
+    @property
+    def met(self) -> bool:
+        return self.value is not None and (self.value <= self.wanted if self.at_most else self.value >= self.wanted)
+
+
+def judge(rows: Sequence[Row]) -> list[Target]:
+    """Return every goal beside what these rows of suite gpu reached."""
+    small, large, many = (best(rows, *case) for case in ((GPU_SMALL, 1), (GPU_LARGE, 1), (GPU_SMALL, LARGE_BATCH)))
+    peer, static = find(rows, "transformers-dynamic", GPU_SMALL, 1), find(rows, "static", GPU_SMALL, LARGE_BATCH)
+    alone = find(rows, many.case.backend, GPU_SMALL, 1) if many is not None else None
+    found: list[tuple[str, float, bool, str, Row | None, float | None]] = [
+        ("GPT-2 XL, batch 1: share of the measured copy bandwidth", 64.0, False, "%", large,
+         large and large.mbu_percent),
+        ("GPT-2 XL, batch 1", 690.0, False, "tokens/s", large, speed(large)),
+        ("GPT-2 124M, batch 1", 4400.0, False, "tokens/s", small, speed(small)),
+        ("GPT-2 124M, batch 1, over transformers' generate", 15.0, False, "times", small,
+         over(speed(small, "output"), speed(peer, "output"))),
+        (f"GPT-2 124M, batch {LARGE_BATCH}: decoding over static", 5.0, False, "times", many,
+         over(speed(many), speed(static))),
+        ("Memory that a sequence adds, over its KV cache", 1.1, True, "times", many, growth(alone, many)),
+        ("GPT-2 124M: verifying 5 tokens", 1.1, True, "decodes", small, small and small.verify_ratio),
+        ("GPT-2 XL: verifying 5 tokens", 1.1, True, "decodes", large, large and large.verify_ratio),
+    ]  # fmt: skip
+    missing = "not measured: a row that it needs is missing or failed"
+    return [
+        Target(*goal, value, row.case.backend if row is not None else None, "" if value is not None else missing)
+        for *goal, row, value in found
+    ]
+
+
+def find(rows: Sequence[Row], backend: str, model: str, batch: int) -> Row | None:
+    """Return a backend's bfloat16 row; None where there is none or it failed."""
+    wanted = (backend, model, batch, "bfloat16", None)
+    keys = ((r.case.backend, r.case.model, r.case.batch, r.case.dtype, r.case.quantization) for r in rows)
+    return next((r for r, key in zip(rows, keys, strict=True) if key == wanted and r.figures is not None), None)
+
+
+def best(rows: Sequence[Row], model: str, batch: int) -> Row | None:
+    """Return the row of the engine that decodes fastest in bfloat16; None where none was measured."""
+    found = [row for name in ENGINES if (row := find(rows, name, model, batch)) is not None]
+    return max(found, key=lambda r: speed(r) or 0.0, default=None)
+
+
+def speed(row: Row | None, kind: str = "decode") -> float | None:
+    """Return a row's decode tokens/s, or its output tokens/s with the prompt's time in it."""
+    return getattr(row.figures, f"{kind}_tokens_per_sec") if row is not None else None
+
+
+def over(above: float | None, below: float | None) -> float | None:
+    return above / below if above and below else None
+
+
+def growth(alone: Row | None, many: Row | None) -> float | None:
+    """Return the memory that each sequence of a batch adds, over what its keys and values take; None if unknown.
+
+    1.0 is memory that is flat but for the cache: growth of (3 GB at batch 1, 23 GB at 512), of which the caches are
+    0.04 and 20 GB, is 20 / 19.96.
+    """
+    if alone is None or many is None or None in (alone.kv_cache_bytes, many.kv_cache_bytes):
+        return None
+    if None in (alone.peak_memory_bytes, many.peak_memory_bytes):
+        return None
+    cache = (many.kv_cache_bytes or 0) - (alone.kv_cache_bytes or 0)
+    return ((many.peak_memory_bytes or 0) - (alone.peak_memory_bytes or 0)) / cache if cache > 0 else None

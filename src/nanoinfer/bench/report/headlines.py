@@ -1,0 +1,87 @@
+"""What a suite found, in a few sentences that are computed from its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from nanoinfer.bench.report.marks import bits
+from nanoinfer.bench.report.panels import TTFT, Panel, panels, setting, sweep_axis, varying
+from nanoinfer.bench.report.text import clean, digits
+from nanoinfer.bench.results import Results, Row
+from nanoinfer.engines.registry import ENGINES
+
+MAX_SENTENCES = 6
+
+
+def headlines(results: Results) -> list[str]:
+    """Return the findings: over peers where there are any, over plain decoding for drafts, else over the baseline."""
+    rows = [row for row in results.rows if row.figures is not None]
+    peers = {r.case.backend for r in rows} - {*ENGINES, "nanogpt"}
+    if any(row.case.draft is not None for row in rows) and not any(r.case.backend == "nanogpt" for r in rows):
+        found = list(_over_plain(rows))
+    elif peers:
+        found = [said for part in panels(rows, "batch", split=True) if (said := _over_peers(part, rows))]
+    else:
+        found = list(_over_baseline(rows, results.baseline))
+    return found[:MAX_SENTENCES]
+
+
+def _where(rows: list[Row], every: list[Row]) -> str:
+    return setting(rows, varying(every))
+
+
+def _over_peers(panel: Panel, every: list[Row]) -> str | None:
+    """Return our best engine over the best peer, in 8 bits where both have it, else in the format that both have.
+
+    "native int8: 1.58x llama.cpp Q8_0 (371 against 234 tokens/s), batch 1"
+    """
+    measure = panel.measure
+    sign = -1 if measure is TTFT else 1
+    for width in (8, 16, 32, 4):
+        some = [
+            r for r in panel.rows if bits(r.case) == width and r.case.draft is None and measure.value(r) is not None
+        ]
+        ours = [r for r in some if r.case.backend in ENGINES]
+        peers = [r for r in some if r.case.backend not in ENGINES]
+        if ours and peers:
+            a, b = (max(group, key=lambda r: sign * (measure.value(r) or 0)) for group in (ours, peers))
+            x, y = measure.value(a) or 0, measure.value(b) or 1
+            what = measure.axis if sign > 0 else "ms to the first token"
+            said = f"{clean(a.case.label)}: {digits((x / y) ** sign)}x {clean(b.case.label)}"
+            return ", ".join(
+                filter(None, (f"{said} ({digits(x)} against {digits(y)} {what})", _where(panel.rows, every)))
+            )
+    return None
+
+
+def _over_baseline(rows: list[Row], baseline: str) -> Iterator[str]:
+    """Yield the best speed-up over the baseline at the smallest and the largest size of each panel."""
+    axis = sweep_axis(rows)
+    plain = [r for r in rows if r.case.draft is None and r.case.dtype == "float32"]
+    for panel in panels(plain, axis):
+        for at in dict.fromkeys((panel.places[0], panel.places[-1])):
+            some = [r for r in panel.rows if getattr(r.case, axis) == at and r.case.backend != baseline]
+            base = next((r for r in panel.rows if getattr(r.case, axis) == at and r.case.backend == baseline), None)
+            best = max((r for r in some if r.speedup), key=lambda r: r.speedup or 0, default=None)
+            if best is not None and base is not None and best.figures is not None and base.figures is not None:
+                speeds = (best.figures.output_tokens_per_sec, base.figures.output_tokens_per_sec)
+                how = " (extrapolated)" if "extrapolated" in base.note else ""
+                where = setting([best], [f for f in varying(rows) if f != axis] + [axis])
+                yield (
+                    f"{clean(best.case.label)}: {digits(best.speedup)}x {clean(base.case.label)}{how}"
+                    f" ({digits(speeds[0])} against {digits(speeds[1])} output tokens/s), {where}"
+                )
+
+
+def _over_plain(rows: list[Row]) -> Iterator[str]:
+    """Yield the best speed-up of each plain case that a draft made faster, the highest first."""
+    drafted = [r for r in rows if r.case.draft is not None and r.speedup]
+    best: dict[object, Row] = {}
+    for row in sorted(drafted, key=lambda r: -(r.speedup or 0)):
+        best.setdefault(row.case.plain, row)
+    for row in best.values():
+        speed = digits(row.figures.output_tokens_per_sec if row.figures is not None else None)
+        yield (
+            f"{clean(row.case.label)}: {digits(row.speedup)}x the same without a draft ({speed} output tokens/s),"
+            f" {_where([row], rows)}"
+        )

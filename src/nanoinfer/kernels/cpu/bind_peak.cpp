@@ -1,0 +1,46 @@
+// Python binding of the arithmetic ceiling (peak.h), which nanoinfer.roofline.measure measures.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "isa.h"
+#include "names.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace nanoinfer {
+namespace {
+
+std::int64_t compute(const std::string& format, std::int64_t steps, int threads, const std::string& isa) {
+  const Kernels& kernels = kernels_for(isa);
+  const WeightType type = weight_type(format);
+  if (steps < 1 || steps > (std::int64_t{1} << 40)) throw std::invalid_argument("steps must be in [1, 2**40]");
+  if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be in [1, 1024]");
+  nb::gil_scoped_release release;
+  std::atomic<std::int64_t> total{0};
+  const auto work = [&] {
+    float sink = 0;
+    total += kernels.peak(type, steps, &sink);
+    if (sink == 0.5f) total += 0;
+  };
+  std::vector<std::jthread> others;
+  for (int i = 1; i < threads; ++i) others.emplace_back(work);
+  work();
+  others.clear();  // joins
+  return total;
+}
+
+}  // namespace
+
+void bind_peak(nb::module_& m) {
+  m.def("compute", &compute, nb::kw_only(), "format"_a, "steps"_a, "threads"_a, "isa"_a = "",
+        "Multiply and add on registers with weights of a format, `steps` steps in each thread; returns the number of\n"
+        "multiplications and additions. What a matrix product in this format cannot exceed.");
+}
+
+}  // namespace nanoinfer
