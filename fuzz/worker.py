@@ -168,7 +168,8 @@ class Fuzzer:
         some = rng.choices(corpus[-20:] if rng.random() < 0.4 else corpus, k=3)
         data = min(some, key=len) if rng.random() < 0.9 else some[0]  # the small ones are quick
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
-            data = self.target.mutate(rng, data, corpus)[:MAX_BYTES]
+            with contextlib.suppress(Exception):  # what cannot be written in its format stays as it is
+                data = self.target.mutate(rng, data, corpus)[:MAX_BYTES]
         return data
 
     def minimise(self, outcome: Outcome, data: bytes, end: float) -> tuple[bytes, bool | None]:
