@@ -35,11 +35,11 @@ def step_lock() -> threading.Lock:
 
     A plain lock: Python handles no signal between taking it and the block of its `with`, nor before its release.
     """
-    if _is_exiting and threading.current_thread() is not threading.main_thread():
-        while True:
-            time.sleep(3600)
     lock = threading.Lock()
-    _locks.add(lock)
+    if _is_exiting and threading.current_thread() is not threading.main_thread():
+        lock.acquire()  # for good: whoever makes a lock now may hold another, for which the exit waits
+    else:
+        _locks.add(lock)
     return lock
 
 
