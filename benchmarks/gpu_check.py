@@ -6,7 +6,7 @@
     ... gpu_check.py --minutes 9 --resume                              one piece after another, 9 minutes each
     ... gpu_check.py --only tests --only bench --output results.json
 
-Parts, in this order: `tests` (pytest -m gpu), `sampler` and `kernels` (benchmarks/fused_sampler.py and
+Parts, in this order: `tests` (pytest -m gpu), `sampler` and `kernels` (benchmarks/triton_sampler.py and
 triton_kernels.py), `bench` (suite gpu of `nanoinfer bench`). A part that fails or runs out of time is recorded with
 its error, and the rest goes on. The file (--output, docs/results/gpu.json; a readable .txt beside it) is written
 after every part. --resume keeps the parts that were finished, failed ones too unless --only names them, and goes on
@@ -36,7 +36,7 @@ SCHEMA = "nanoinfer-gpu-check/1"
 PARTS = ("tests", "sampler", "kernels", "bench")
 LIMITS_SEC = {"tests": 420.0, "sampler": 180.0, "kernels": 240.0, "bench": 1800.0}  # of a part, where time allows
 SPARE_SEC = 5.0  # of the time that is left, kept for writing the file
-SCRIPTS = {"sampler": "fused_sampler.py", "kernels": "triton_kernels.py"}
+SCRIPTS = {"sampler": "triton_sampler.py", "kernels": "triton_kernels.py"}
 NEEDS = {  # part -> modules without which it cannot begin
     "tests": ("pytest", "triton"),
     "sampler": ("triton",),

@@ -119,7 +119,7 @@ def step_row(model: str, persistent: bool, device: str = "cuda", num_steps: int 
     """A decode step at batch 1 of engine `triton`, against one of `cuda_graph`: tokens are compared, then timed."""
     from nanoinfer.engines.base import EngineLimits
     from nanoinfer.engines.cuda_graph import CudaGraphEngine
-    from nanoinfer.engines.fused import FusedEngine
+    from nanoinfer.engines.triton_engine import TritonEngine
     from nanoinfer.models.checkpoints.load import load_model
 
     dtype = torch.bfloat16
@@ -127,7 +127,7 @@ def step_row(model: str, persistent: bool, device: str = "cuda", num_steps: int 
     config, weights = loaded.config, loaded.take()
     limits = EngineLimits(1, config.block_size, config.block_size)
     reference = CudaGraphEngine(weights.gpt(torch.device(device)), limits)
-    fused = FusedEngine(weights.gpt(torch.device(device)), limits, persistent=persistent)
+    fused = TritonEngine(weights.gpt(torch.device(device)), limits, persistent=persistent)
     first, last = (logits_after(engine) for engine in (reference, fused))
     what = f"{'persistent' if persistent else 'fused'} step of {model}"
     check(last, first.double(), STEP_TOLERANCE, what)
@@ -158,7 +158,7 @@ def step_microseconds(engine: Any, num_steps: int) -> float:
     """Return the time of a greedy step that runs ahead, the mean over `num_steps`."""
     from nanoinfer.engines.base import PENDING, StepBatch
 
-    def largest(logits: torch.Tensor, seats: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    def largest(logits: torch.Tensor, sampler_slots: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return logits.argmax(-1)
 
     elapsed = 0.0

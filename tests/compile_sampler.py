@@ -17,10 +17,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from nanoinfer.kernels.triton import sampler
-from nanoinfer.sampling.fused import NUM_WARPS
+from nanoinfer.sampling.triton import NUM_WARPS
 
 TYPES = {
-    "logits": "*fp32", "stride": "i32", "seats": "*i64", "wanted": "*i1", "words": "*i64", "lists": "*i64",
+    "logits": "*fp32", "stride": "i32", "slots": "*i64", "wanted": "*i1", "words": "*i64", "lists": "*i64",
     "state": "*i16", "values": "*fp64", "largest": "*fp64", "best": "*i32", "weights": "*fp64", "nearest": "*fp64",
     "sums": "*fp64", "groups": "*i32", "tokens": "*i64", "V": "i32", "num_parts": "i32", "PARTS": "constexpr",
 }  # fmt: skip

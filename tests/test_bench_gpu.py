@@ -136,7 +136,7 @@ def test_the_verify_ratio_is_of_steps_at_the_same_length() -> None:
     assert engine.steps[0] == (7, 0)
     assert set(engine.steps[1:]) == {(1, 1), (5, 5)}
     assert engine.steps[1:].count((1, 1)) == engine.steps[1:].count((5, 5))
-    engine.inner.open()  # nothing of the measurement is open: all seats are free
+    engine.inner.open()  # nothing of the measurement is open: all sampler_slots are free
     assert len(engine.inner._lengths) == 1
 
 
@@ -589,10 +589,10 @@ def test_on_a_gpu_backends_say_the_same_and_report_its_memory(tiny_folder: Path,
     case = Case(name, "m", batch=2, prompt_tokens=8, output_tokens=6, device="cuda:0")
     with Processes(tiny_folder) as processes:
         expected = processes.worker(replace(case, backend="dynamic", device="cpu")).run().tokens
-        seat = processes.worker(case)
-        made = seat.run()
+        sampler_slot = processes.worker(case)
+        made = sampler_slot.run()
         assert made.tokens == expected
         assert 0 < (made.peak_memory_bytes or 0) <= (made.reserved_bytes or 0) < 8 << 30
         if name == "static":
-            assert seat.launches()["kernels_per_step"] > TINY.n_layer
-            assert 0.1 < seat.verify() < 20
+            assert sampler_slot.launches()["kernels_per_step"] > TINY.n_layer
+            assert 0.1 < sampler_slot.verify() < 20

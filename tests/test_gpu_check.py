@@ -138,7 +138,7 @@ class Commands:
         self.check, self.now = check, 0.0
         self.seen: list[list[str]] = []
         self.limits: list[float] = []
-        self.junit, self.codes = GOOD_JUNIT, {"pytest": 0, "fused_sampler": 0, "triton_kernels": 0, "bench": 0}
+        self.junit, self.codes = GOOD_JUNIT, {"pytest": 0, "triton_sampler": 0, "triton_kernels": 0, "bench": 0}
         self.seconds = dict.fromkeys(self.codes, 10.0)
         self.rows = all_rows() if rows is None else rows
         self.resumed: list[dict[str, Any] | None] = []
@@ -146,7 +146,7 @@ class Commands:
     def __call__(self, command: Sequence[str], limit_sec: float) -> Any:
         self.seen.append(list(command))
         self.limits.append(limit_sec)
-        kind = next(k for k in ("fused_sampler", "triton_kernels", "pytest", "bench") if any(k in c for c in command))
+        kind = next(k for k in ("triton_sampler", "triton_kernels", "pytest", "bench") if any(k in c for c in command))
         self.now += min(self.seconds[kind], limit_sec)
         code: int | None = self.codes[kind] if self.seconds[kind] <= limit_sec else None
         if kind == "pytest" and code is not None:
@@ -154,7 +154,7 @@ class Commands:
             Path(path.partition("=")[2]).write_text(self.junit)
         if kind == "bench":
             self._bench(command)
-        out = '{"rows": [{"batch": 1, "us": 20.5}]}' if kind in ("fused_sampler", "triton_kernels") else ""
+        out = '{"rows": [{"batch": 1, "us": 20.5}]}' if kind in ("triton_sampler", "triton_kernels") else ""
         return answer(self.check, code, out, f"{kind}: the last words\n")
 
     def _bench(self, command: Sequence[str]) -> None:
@@ -235,7 +235,7 @@ def test_a_part_that_fails_is_recorded_and_the_rest_goes_on(
     check: ModuleType, here: Callable[..., tuple[int, Any]]
 ) -> None:
     commands = Commands(check)
-    commands.junit, commands.codes["pytest"], commands.codes["fused_sampler"] = JUNIT, 1, 1
+    commands.junit, commands.codes["pytest"], commands.codes["triton_sampler"] = JUNIT, 1, 1
     code, made = here(commands)
     assert code == 1
     tests, sampler = made["parts"]["tests"], made["parts"]["sampler"]
@@ -248,7 +248,7 @@ def test_a_part_that_fails_is_recorded_and_the_rest_goes_on(
         {"test": "tests/b.py", "message": "no module flashinfer"},
     ]
     assert tests["data"]["skips"] == [{"test": "tests.a::test_three", "message": "needs two GPUs"}]
-    assert (sampler["status"], sampler["error"]) == ("failed", "exit code 1: fused_sampler: the last words")
+    assert (sampler["status"], sampler["error"]) == ("failed", "exit code 1: triton_sampler: the last words")
     assert made["parts"]["bench"]["status"] == "passed"
     assert "tests.a::test_two: assert 1 == 2 more" in check.as_text(made)
 
@@ -257,12 +257,12 @@ def test_resuming_leaves_what_failed_alone_unless_it_is_named(
     check: ModuleType, here: Callable[..., tuple[int, Any]]
 ) -> None:
     commands = Commands(check)
-    commands.codes["fused_sampler"] = 1
+    commands.codes["triton_sampler"] = 1
     _, made = here(commands)
     before = len(commands.seen)
     code, made = here(commands, made, redo_failed=False)
     assert (code, len(commands.seen)) == (1, before)
-    commands.codes["fused_sampler"] = 0
+    commands.codes["triton_sampler"] = 0
     code, made = here(commands, made, only=("sampler",))
     assert (code, len(commands.seen)) == (0, before + 1)
     assert made["parts"]["sampler"]["status"] == "passed"
@@ -273,11 +273,11 @@ def test_no_tests_and_no_script_are_failures(
 ) -> None:
     commands = Commands(check)
     commands.junit, commands.codes["pytest"] = "<testsuite/>", 5
-    (tmp_path / "benchmarks" / "fused_sampler.py").unlink()
+    (tmp_path / "benchmarks" / "triton_sampler.py").unlink()
     code, made = here(commands, only=("tests", "sampler"))
     assert code == 1
     assert made["parts"]["tests"]["error"] == "no test was run"
-    assert made["parts"]["sampler"]["error"] == "benchmarks/fused_sampler.py is not in this checkout"
+    assert made["parts"]["sampler"]["error"] == "benchmarks/triton_sampler.py is not in this checkout"
     assert made["parts"]["bench"]["status"] == "not run"
 
 

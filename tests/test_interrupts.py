@@ -32,7 +32,7 @@ from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.streams import Ownership
 from recorded import FakeRecorder
-from test_ahead import TorchSampler
+from test_overlap import TorchSampler
 
 PACKAGE = str(Path(nanoinfer.__file__).parent)
 NUM_INTERRUPTS = 2000 if os.environ.get("NANOINFER_TEST_SLOW") else 250
@@ -133,14 +133,14 @@ def test_interrupted_while_tokens_are_proposed(folder: Path, draft: str) -> None
 
 
 def test_interrupted_while_a_step_is_in_flight() -> None:
-    from nanoinfer.ahead import Ahead
+    from nanoinfer.overlap import OverlapScheduler
 
     gpt = make_model()
     limits = make_limits(gpt.config, 5)
     engine = CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=FakeRecorder())
 
     class Sampler(TorchSampler):
-        num_seats = 5
+        num_slots = 5
 
         def __init__(self) -> None:
             super().__init__()
@@ -150,7 +150,7 @@ def test_interrupted_while_a_step_is_in_flight() -> None:
 
     scheduler = Scheduler(SchedulerConfig(5, limits.block_size, limits.max_num_cached_tokens))
     tokenizer = CharTokenizer([chr(ord("A") + i) for i in range(TINY.vocab_size)])
-    core = Core(engine, scheduler, sample, tokenizer, TINY.vocab_size, ahead=Ahead(engine, Sampler()))
+    core = Core(engine, scheduler, sample, tokenizer, TINY.vocab_size, ahead=OverlapScheduler(engine, Sampler()))
 
     def work() -> list[str]:
         requests = [core.make(None, [3] * len(p), q, q.seed or 0) for p, q in zip(PROMPTS, PARAMS, strict=True)]

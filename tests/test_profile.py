@@ -179,8 +179,8 @@ class Drawing:
     def __init__(self, engine: Any) -> None:
         self.inner = engine
 
-    def step(self, batch: Any, draw: Any, seats: list[int]) -> list[int]:
-        assert seats == [0]
+    def step(self, batch: Any, draw: Any, sampler_slots: list[int]) -> list[int]:
+        assert sampler_slots == [0]
         return self.inner.extend(batch).argmax(-1).tolist()
 
     def __getattr__(self, name: str) -> Any:
@@ -192,7 +192,7 @@ def test_steps_that_draw_on_the_device_are_counted(llm: LLM) -> None:
     engine: Any = Drawing(llm.engine)
     ahead = SimpleNamespace(_engine=engine)
     llm.core.engine = engine
-    llm.core._ahead = ahead  # type: ignore[assignment, attr-defined]
+    llm.core._overlap = ahead  # type: ignore[assignment, attr-defined]
     clock, handle = Clock(), engine.open()
     with attached(llm.core, clock):
         for _ in range(3):

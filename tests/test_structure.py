@@ -81,7 +81,7 @@ def test_every_module_imports_and_says_what_it_is() -> None:
     for module in pkgutil.walk_packages([str(PACKAGE)], "nanoinfer."):
         if module.name.endswith("_native"):
             continue
-        needs_triton = ".kernels.triton." in module.name or module.name == "nanoinfer.engines.fused"
+        needs_triton = ".kernels.triton." in module.name or module.name == "nanoinfer.engines.triton_engine"
         if needs_triton and importlib.util.find_spec("triton") is None:  # it is not made for every platform
             continue
         assert importlib.import_module(module.name).__doc__, module.name

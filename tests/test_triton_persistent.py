@@ -11,11 +11,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from conftest import TINY, make_limits, make_model
 from nanoinfer.engines.base import Handle, StepBatch
-from nanoinfer.engines.fused import FusedEngine, stack_of
+from nanoinfer.engines.triton_engine import TritonEngine, stack_of
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.persistent import Cache, decode_step
 from recorded import FakeRecorder
-from test_fused_engine import count_launches
+from test_triton_engine import count_launches
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 CONFIG = replace(TINY, n_layer=2)
@@ -26,7 +26,7 @@ def compare(quantization: str | None, bias: bool, programs: int, at_once: bool, 
     """Decode a second token: hidden state and stored keys are those of the fused engine's step."""
     config = replace(CONFIG, bias=bias)
     recorder = FakeRecorder(fail_at=0)
-    engine = FusedEngine(
+    engine = TritonEngine(
         make_model(config).to(device), make_limits(config), quantization=quantization, graph_memory=2, recorder=recorder
     )
     engine.open()
@@ -59,7 +59,9 @@ def test_an_engine_decodes_single_tokens_in_one_launch(monkeypatch: pytest.Monke
     """Beside the head's; steps of several tokens stay as they are."""
     limits = make_limits(CONFIG)
     fused, whole = (
-        FusedEngine(make_model(CONFIG), limits, persistent=persistent, graph_memory=2, recorder=FakeRecorder(fail_at=0))
+        TritonEngine(
+            make_model(CONFIG), limits, persistent=persistent, graph_memory=2, recorder=FakeRecorder(fail_at=0)
+        )
         for persistent in (False, True)
     )
     for ids in ([5, 9, 2], [7], [1], [4, 4]):

@@ -1,4 +1,4 @@
-"""A kernel that writes the sampler's random number, for test_fused_sampler.py."""
+"""A kernel that writes the sampler's random number, for test_triton_sampler.py."""
 
 import triton
 import triton.language as tl

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from nanoinfer import isolation, processes, request_outputs
-from nanoinfer.ahead import Ahead, Flight
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
 from nanoinfer.isolation import Faults
 from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.request_outputs import Logprobs
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sampler import Sampled, SamplerRow, not_finite
@@ -73,7 +73,7 @@ class Core:
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
         speculator: Speculator | None = None,
-        ahead: Ahead | None = None,
+        ahead: OverlapScheduler | None = None,
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
@@ -82,8 +82,8 @@ class Core:
         self._vocab_size = vocab_size
         self._clock = clock
         self.speculator = speculator
-        self._ahead = ahead
-        self._flight: Flight | None = None
+        self._overlap = ahead
+        self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
         self._logprobs = Logprobs(tokenizer)
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
@@ -133,8 +133,8 @@ class Core:
             for request in requests:
                 if self.speculator is not None:
                     self._speculators[request] = self.speculator
-                if self._ahead is not None:
-                    self._ahead.add(request)
+                if self._overlap is not None:
+                    self._overlap.add(request)
                 self.scheduler.add(request)
 
     def add(
@@ -183,16 +183,16 @@ class Core:
             self._clean = False
             try:
                 deltas: list[Delta] = []
-                flight, self._flight = self._flight, None
-                if self._ahead is not None and not self._speculates() and self._ahead.may_run():
-                    self._flight = self._launch(self._ahead)
-                elif flight is None:
+                in_flight, self._in_flight = self._in_flight, None
+                if self._overlap is not None and not self._speculates() and self._overlap.may_run():
+                    self._in_flight = self._launch(self._overlap)
+                elif in_flight is None:
                     for speculator, work in self._parts(self.scheduler.schedule()):
                         faults: Faults = {}
                         deltas += self._finish(work, self._run(work, speculator, faults), faults)
-                if flight is not None:
+                if in_flight is not None:
                     faults = {}
-                    deltas += self._finish(flight.work, self._read(flight, faults), faults)
+                    deltas += self._finish(in_flight.work, self._read(in_flight, faults), faults)
             except BaseException as e:
                 self._recover(e)
                 raise
@@ -257,12 +257,12 @@ class Core:
         for s in self.scheduler.abort_running(message):
             s.handle = None
             s.request.finished_sec = s.request.finished_sec or now
-        self._flight = None
+        self._in_flight = None
         self.engine.reset()
         for speculator in {*self._speculators.values()}:
             speculator.reset()
-        if self._ahead is not None:
-            self._ahead.reset()
+        if self._overlap is not None:
+            self._overlap.reset()
         self._clean = True
 
     def _speculates(self) -> bool:
@@ -285,7 +285,7 @@ class Core:
             cast(Sequence, s).abort(error)
         self._close(self.scheduler.postprocess(work, tokens))
         if not self.scheduler.unfinished:
-            self._flight = None  # all of its sequences have ended
+            self._in_flight = None  # all of its sequences have ended
         deltas = []
         for s, num_before in before:
             deltas.append(request_outputs.delta(s, num_before))
@@ -293,18 +293,18 @@ class Core:
                 s.request.deltas.append(deltas[-1])
         return deltas
 
-    def _launch(self, ahead: Ahead) -> Flight | None:
+    def _launch(self, ahead: OverlapScheduler) -> InFlightStep | None:
         """Start the next step, where there is one before the last one's tokens are read."""
         work = self.scheduler.schedule()
         if not work:
             return None
-        flight = ahead.launch(work, self._batch(work, SpecStep()))
+        in_flight = ahead.launch(work, self._batch(work, SpecStep()))
         self.scheduler.defer(work)
-        return flight
+        return in_flight
 
-    def _read(self, flight: Flight, faults: Faults) -> list[list[int]]:
+    def _read(self, in_flight: InFlightStep, faults: Faults) -> list[list[int]]:
         """Wait for a step's tokens."""
-        found = flight.read()
+        found = in_flight.read()
         now = self._clock()
         for s, token in found:
             self._note_first(s, now)
@@ -383,8 +383,8 @@ class Core:
         for s in ended:
             if (speculator := self._speculators.get(s.request)) is not None:
                 speculator.forget(s)
-            if self._ahead is not None:
-                self._ahead.forget(s)
+            if self._overlap is not None:
+                self._overlap.forget(s)
             if s.handle is not None:
                 self.engine.close(Handle(s.handle))
                 s.handle = None

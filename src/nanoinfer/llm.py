@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from nanoinfer.ahead import run_ahead
 from nanoinfer.checks import show
 from nanoinfer.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.core import Core
@@ -25,6 +24,7 @@ from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import RequestOutput, Score
+from nanoinfer.overlap import overlap_scheduler
 from nanoinfer.processes import computing
 from nanoinfer.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.sampling.native import choose_sampler
@@ -114,7 +114,7 @@ class LLM:
         self.engine = registry.build(spec, loaded.take(), config, self.device)
         limits = self.engine.limits
         scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
-        ahead = run_ahead(self.engine, self._vocab_size, self.device) if config.sampler == "auto" else None
+        ahead = overlap_scheduler(self.engine, self._vocab_size, self.device) if config.sampler == "auto" else None
         self.core = Core(self.engine, scheduler, draw, self.tokenizer, self._vocab_size, ahead=ahead)
         self._drafts.start(self.engine)
         self.set_draft(draft, speculate_k=speculate_k, speculate_rule=speculate_rule)

@@ -145,7 +145,7 @@ def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterat
     """
     engine, sampler = core.engine, core._sampler
     wrapped: Any = _Engine(engine, spans)
-    ahead: Any = getattr(core, "_ahead", None)  # launches steps of the engine that draw on the device, by itself
+    ahead: Any = getattr(core, "_overlap", None)  # launches steps of the engine that draw on the device, by itself
     model = getattr(engine, "model", None)
     modules = list(model.named_modules()) if isinstance(model, nn.Module) else []
     hooks: list[RemovableHandle] = []

@@ -25,8 +25,8 @@ Handle = NewType("Handle", int)
 """Names one open sequence of one engine. Never reused."""
 
 PENDING = -1
-"""In the token ids of `RunsAhead.step`, last of its sequence: the token that the sequence's last step drew. Only the
-device knows it yet."""
+"""In the token ids of `OverlapEngine.step`, last of its sequence: the token that the last step drew for the sequence,
+still on the device."""
 
 
 @dataclass
@@ -125,12 +125,13 @@ class Engine(Protocol):
 
 
 Draw = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
-"""Draws tokens on the device: logits (R, V) float32, seats (R,) int64 and wanted (R,) bool -> (R,) int64. A seat is
-the drawer's own name for a row's text. Rows that are not wanted are padding: nothing may change for their seats. The
-host is not waited for, so that a CUDA graph can hold it; a token < 0 means that the row's logits were not finite."""
+"""Draws tokens on the device: logits (R, V) float32, sampler_slots (R,) int64 and wanted (R,) bool -> (R,) int64.
+sampler_slots has the sampler's slot index of each row. Rows that are not wanted are padding: their slots stay as they
+are. It does not synchronize with the host, so that a CUDA graph can capture it. A token < 0: the row's logits were not
+finite."""
 
 
-class Pending(Protocol):
+class TokenFuture(Protocol):
     """Tokens that are being drawn."""
 
     def read(self) -> list[int]:
@@ -138,16 +139,16 @@ class Pending(Protocol):
         ...
 
 
-class RunsAhead(Engine, Protocol):
+class OverlapEngine(Engine, Protocol):
     """An engine that keeps the drawn tokens on its device, so that the next step can start before they are read."""
 
-    def step(self, batch: StepBatch, draw: Draw, seats: list[int]) -> Pending:
+    def step(self, batch: StepBatch, draw: Draw, sampler_slots: list[int]) -> TokenFuture:
         """Append new tokens to open sequences and draw the next one of each sequence that wants logits.
 
         Args:
             batch: as for `extend`; num_logits 0 or 1, and a sequence's last token may be PENDING.
             draw: the same function at every call.
-            seats: of the sequences that draw, in the batch's order.
+            sampler_slots: of the sequences that draw, in the batch's order.
 
         Returns:
             the tokens drawn, in the batch's order, to be read when they are needed.

@@ -17,7 +17,7 @@ MAX_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class Shape:
+class Bucket:
     """The static shape of one call."""
 
     rows: int
@@ -30,10 +30,10 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Call:
+class SubBatch:
     """A part of a batch that is run at once."""
 
-    shape: Shape
+    shape: Bucket
     members: list[int]
     """Indices into the batch."""
     rows: list[int]
@@ -51,7 +51,7 @@ def with_padding(block_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Room:
+class BucketLimits:
     """What calls may be made for."""
 
     num_slots: int
@@ -66,7 +66,7 @@ class Room:
         return min(max(round_up(length), self.min_context), self.block_size)
 
 
-def plan(slots: list[int], starts: list[int], num_new: list[int], room: Room) -> list[Call]:
+def plan(slots: list[int], starts: list[int], num_new: list[int], room: BucketLimits) -> list[SubBatch]:
     """Return the calls that run a batch.
 
     Args:
@@ -89,10 +89,10 @@ def plan(slots: list[int], starts: list[int], num_new: list[int], room: Room) ->
     return calls
 
 
-def _call(members: list[int], slots: list[int], tokens: int, context: int, num_slots: int, most: int) -> Call:
+def _call(members: list[int], slots: list[int], tokens: int, context: int, num_slots: int, most: int) -> SubBatch:
     """Return the call of some members, by ascending slot: dense where that takes at most twice the rows."""
     dense = min(round_up(slots[-1] + 1), num_slots)
     rows = min(round_up(len(members)), num_slots)
     if dense <= min(2 * rows, max(most, rows)):
-        return Call(Shape(dense, tokens, context, dense=True), members, slots)
-    return Call(Shape(rows, tokens, context, dense=False), members, list(range(len(members))))
+        return SubBatch(Bucket(dense, tokens, context, dense=True), members, slots)
+    return SubBatch(Bucket(rows, tokens, context, dense=False), members, list(range(len(members))))

@@ -23,14 +23,14 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from nanoinfer.engines.base import EngineLimits
-from nanoinfer.engines.slots import SlotEngine, Step, run_block
+from nanoinfer.engines.static_shapes import StaticShapeEngine, Step, run_block
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.gpt import GPT, Block
 
 RunBlock = Callable[..., Tensor]
 
 
-class CompiledEngine(SlotEngine):
+class CompiledEngine(StaticShapeEngine):
     """Blocks compiled for each shape.
 
     Args:

@@ -19,14 +19,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nanoinfer.engines.base import EngineLimits
-from nanoinfer.engines.buckets import Shape
+from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.graphs import CudaRecorder, Graphs, Recorder
-from nanoinfer.engines.slots import Output, SlotEngine
+from nanoinfer.engines.static_shapes import Output, StaticShapeEngine
 from nanoinfer.models.gpt import GPT
 
 
-class CudaGraphEngine(SlotEngine):
+class CudaGraphEngine(StaticShapeEngine):
     """Steps of static shapes, captured and replayed.
 
     Args:
@@ -52,5 +52,5 @@ class CudaGraphEngine(SlotEngine):
             graph_memory = free_memory(self.device) // 8
         self.graphs: Graphs[Output] = Graphs(recorder or CudaRecorder(self.device), graph_memory)
 
-    def _execute(self, key: tuple[Shape, bool], compute: Callable[[], Output]) -> Output:
+    def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], Output]) -> Output:
         return self.graphs.run(key, compute)

@@ -113,7 +113,7 @@ ENGINES: dict[str, EngineSpec] = {
         EngineSpec(
             "triton",
             "few fused kernels a layer; weights in 16, 8 or 4 bits",
-            "nanoinfer.engines.fused:FusedEngine",
+            "nanoinfer.engines.triton_engine:TritonEngine",
             devices=("cuda",),
             quantizations=("int8", "int4"),
             memory="padded slots",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Inputs:
+class StepInputs:
     """The tensors that calls of (R, n) tokens read (see slots.py). One table, so that an upload is one copy."""
 
     def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
@@ -18,10 +18,10 @@ class Inputs:
         # What the table holds, less the padding's tokens; None: unknown.
         self._have: list[list[int]] | None = [[0] * (tokens + 5) for _ in range(rows)]
         self.given = self._table[:, :tokens]
-        self.start, self.count, self.slots, self.wanted, self.seats = self._table[:, tokens:].unbind(1)
+        self.start, self.count, self.slots, self.wanted, self.sampler_slots = self._table[:, tokens:].unbind(1)
 
     def put(self, want: list[list[int]]) -> None:
-        """Make the table hold `want`: given, start, count, slot, wanted, seat of each row."""
+        """Make the table hold `want`: given, start, count, slot, wanted, sampler_slot of each row."""
         if want != self._have:
             self.forget()
             self._table.copy_(upload(want, self._table.device))
@@ -37,7 +37,7 @@ class Inputs:
         self._have = None
 
 
-class Drawing:
+class PendingTokens:
     """Tokens on their way to the host: copied when the device has them, waited for when they are read."""
 
     def __init__(self) -> None:

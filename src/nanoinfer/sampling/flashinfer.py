@@ -2,7 +2,7 @@
 
 They draw from the same distribution by rejection, without a sort, with random numbers of their own: their tokens are
 not the reference's, and a request's text depends on what was drawn before it. So they are never chosen unasked.
-tests/test_fused_sampler.py holds them to the distribution where they are installed. Two things differ from the
+tests/test_triton_sampler.py holds them to the distribution where they are installed. Two things differ from the
 reference in the last float32 digits: probabilities are float32, and tokens tied with the k-th may be dropped.
 
 Penalties, logit_bias and min_tokens are the reference's; greedy rows are drawn by it.

@@ -5,7 +5,7 @@ the results and the errors of `sampler.sample`, which stays the definition. test
 the two equal.
 
 Covered: float32 logits on the CPU, every sampling parameter. Not covered: other devices and dtypes, and
-installations without the extension (NANOINFER_NO_NATIVE=1); `choose_sampler` gives the fused sampler (fused.py) or the
+installations without the extension (NANOINFER_NO_NATIVE=1); `choose_sampler` gives the fused sampler (triton.py) or the
 reference for them.
 """
 
@@ -21,8 +21,8 @@ from torch import Tensor
 
 from nanoinfer.checks import require_choice
 from nanoinfer.config import SAMPLERS
-from nanoinfer.sampling import fused
 from nanoinfer.sampling import sampler as reference
+from nanoinfer.sampling import triton
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
 
@@ -61,9 +61,9 @@ def choose_sampler(device: torch.device, prefer: str = "auto") -> Sampler:
     if prefer == "reference":
         why_not: str | None = "asked for"
     elif device.type == "cuda":
-        if (why_not := fused.why_unavailable()) is None:
+        if (why_not := triton.why_unavailable()) is None:
             log.debug("sampler: fused (the logits are on %s)", device)
-            return fused.Sample()
+            return triton.Sample()
     elif device.type != "cpu":
         why_not = f"the logits are on {device}"
     elif not available():

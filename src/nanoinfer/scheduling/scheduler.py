@@ -165,7 +165,7 @@ class Scheduler:
     def defer(work: list[Work]) -> None:
         """Note that the tokens of this work are drawn but will be read later: `postprocess` then gets them."""
         for sequence in drawing(work):
-            sequence.num_pending += 1
+            sequence.num_inflight_tokens += 1
 
     def postprocess(self, work: list[Work], tokens: list[list[int]]) -> list[Sequence]:
         """Add the drawn tokens to their sequences and return the sequences that have ended.
@@ -177,7 +177,7 @@ class Scheduler:
                 those; none for a sequence that has ended meanwhile. What follows an output's end is dropped.
         """
         for sequence, drawn in zip(drawing(work), tokens, strict=True):
-            sequence.num_pending = max(0, sequence.num_pending - 1)
+            sequence.num_inflight_tokens = max(0, sequence.num_inflight_tokens - 1)
             sequence.num_cached += len(drawn) - 1
             try:
                 for token in drawn:

@@ -105,7 +105,7 @@ class Sequence:
     """First token of the window that the engine holds."""
     num_cached: int = 0
     """Tokens of the window that the engine holds, or is about to."""
-    num_pending: int = 0
+    num_inflight_tokens: int = 0
     """Tokens drawn for it that are still on the device: 1 while the engine runs ahead, else 0."""
     last_draw_step: int = 0
     """The step that last drew a token for it, or admitted it: the longest-waiting goes first."""
@@ -149,15 +149,15 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Prompt and output, tokens that have not been read yet included."""
-        return len(self.token_ids) + self.num_pending
+        return len(self.token_ids) + self.num_inflight_tokens
 
     @property
     def ends_when_read(self) -> bool:
         """Whether the tokens that have not been read yet are certain to be its last."""
-        if not self.num_pending:
+        if not self.num_inflight_tokens:
             return False
         full = self.params.overflow != "slide" and self.num_tokens > self.block_size
-        return full or self.num_output_tokens + self.num_pending >= self.params.max_tokens
+        return full or self.num_output_tokens + self.num_inflight_tokens >= self.params.max_tokens
 
     @property
     def wanted_start(self) -> int:

@@ -26,24 +26,24 @@ from .sampler_search import GROUP as GROUP
 from .sampler_search import INF, WEIGHTLESS, border_of, ids_of, least_with, list_groups
 
 MAX_BIAS = tl.constexpr(512)
-"""Most entries of logit_bias a seat has room for; a power of two."""
+"""Most entries of logit_bias a slot has room for; a power of two."""
 MAX_ENDS = tl.constexpr(64)
-"""Most end tokens a seat has room for; a power of two."""
+"""Most end tokens a slot has room for; a power of two."""
 NOT_FINITE = tl.constexpr(-1)
 """The token of a row whose largest logit is not finite."""
 
-# The words of a seat: int64, or the bits of a float64.
+# The words of a slot: int64, or the bits of a float64.
 SEED, SAMPLE, POSITION, PENALISED, TOP_K, MIN_TOKENS, NUM_ENDS, NUM_BIAS = (tl.constexpr(i) for i in range(8))
 TEMPERATURE, TOP_P, FARTHEST, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(i) for i in range(8, 14))
 NUM_WORDS = tl.constexpr(16)
 LIST_SIZE = tl.constexpr(MAX_ENDS.value + 2 * MAX_BIAS.value)
-"""Words of a seat's lists: end tokens, bias ids, bias values."""
+"""Words of a slot's lists: end tokens, bias ids, bias values."""
 NO_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def real(words, name: tl.constexpr):
-    """A float64 of a seat's words."""
+    """A float64 of a slot's words."""
     return tl.load(words + name).to(tl.float64, bitcast=True)
 
 
@@ -81,18 +81,18 @@ def penalised(logits, state, words, ids, mask):
 
 @triton.jit
 def find_largest(
-    logits, stride, seats, wanted, words, lists, state,
+    logits, stride, slots, wanted, words, lists, state,
     values, largest, best, V, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Write each part's largest logit (NaN if it has one) and where it is first; changed rows' logits to `values`.
 
     Args:
         logits: (B, V' >= V) float32, rows `stride` apart.
-        seats: (B,) int64.
+        slots: (B,) int64.
         wanted: (B,) bool.
-        words: (num_seats, NUM_WORDS) int64.
-        lists: (num_seats, LIST_SIZE) int64.
-        state: (num_seats, V) int16: how often each token was drawn, and in the sign bit whether the prompt has it.
+        words: (num_slots, NUM_WORDS) int64.
+        lists: (num_slots, LIST_SIZE) int64.
+        state: (num_slots, V) int16: how often each token was drawn, and in the sign bit whether the prompt has it.
         values: (B, PARTS * BLOCK) float64, scratch.
         largest: (B, parts) float64, row by row PARTS apart.
         best: (B, parts) int32, likewise.
@@ -100,14 +100,14 @@ def find_largest(
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(wanted + row) != 0:
-        seat = tl.load(seats + row)
-        words += seat * NUM_WORDS
+        slot = tl.load(slots + row)
+        words += slot * NUM_WORDS
         logits += row * stride
         ids = part * BLOCK + tl.arange(0, BLOCK)
         inside = ids < V
         if is_changed(words):
-            state += seat * V
-            lists += seat * LIST_SIZE
+            state += slot * V
+            lists += slot * LIST_SIZE
             values += row * (PARTS * BLOCK)
             tl.store(values + ids, penalised(logits, state, words, ids, inside))
             tl.debug_barrier()  # what follows overwrites some of them
@@ -167,7 +167,7 @@ def distances(
 
 @triton.jit
 def weigh(
-    logits, stride, seats, wanted, words,
+    logits, stride, slots, wanted, words,
     values, largest, best, weights, nearest, sums, V, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of each part's weights; for rows with a filter y, the weights and each group's least y, too.
@@ -181,7 +181,7 @@ def weigh(
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(wanted + row) != 0:
-        words += tl.load(seats + row) * NUM_WORDS
+        words += tl.load(slots + row) * NUM_WORDS
         temperature = real(words, TEMPERATURE)
         most, _ = largest_of(largest + row * PARTS, best + row * PARTS, tl.num_programs(0), PARTS)
         if (temperature > 0) & (most > -INF) & (most < INF):
@@ -267,7 +267,7 @@ def filter_border(
 
 @triton.jit
 def draw(
-    logits, stride, seats, wanted, words, state, values, largest, best,
+    logits, stride, slots, wanted, words, state, values, largest, best,
     weights, nearest, groups, sums, tokens, V, num_parts, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Write each wanted row's token, count it, and move the row's position on.
@@ -280,8 +280,8 @@ def draw(
     """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(wanted + row) != 0:
-        seat = tl.load(seats + row)
-        words += seat * NUM_WORDS
+        slot = tl.load(slots + row)
+        words += slot * NUM_WORDS
         most, token = largest_of(largest + row * PARTS, best + row * PARTS, num_parts, PARTS)
         if (most > -INF) & (most < INF):
             temperature = real(words, TEMPERATURE)
@@ -321,7 +321,7 @@ def draw(
             tl.store(tokens + row, token.to(tl.int64))
             tl.store(words + POSITION, tl.load(words + POSITION) + 1)
             if tl.load(words + PENALISED) != 0:
-                count = state + seat * V + token
+                count = state + slot * V + token
                 tl.store(count, (tl.load(count) + 1).to(tl.int16))
         else:
             tl.store(tokens + row, tl.full((), NOT_FINITE, tl.int64))

@@ -14,53 +14,53 @@ from conftest import TINY, make_limits, make_model
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.engines import transfers
 from nanoinfer.engines.base import PENDING, EngineLimits, StepBatch
-from nanoinfer.engines.buckets import Call, Room, Shape, plan, round_up
+from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch, plan, round_up
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import CudaRecorder, Graphs
-from nanoinfer.engines.slots import Output, SlotEngine, Step
+from nanoinfer.engines.static_shapes import Output, StaticShapeEngine, Step
 from nanoinfer.models.gpt import GPT
 from recorded import FakeRecorder
-from test_ahead import TorchSampler
 from test_engines import naive_greedy, prompt
+from test_overlap import TorchSampler
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def test_sizes_are_rounded_up_to_a_few() -> None:
     assert [round_up(n) for n in (1, 2, 3, 5, 64, 65)] == [1, 2, 4, 8, 64, 128]
-    assert [Room(1, 1000).context(n) for n in (1, 64, 65, 129, 600)] == [64, 64, 128, 256, 1000]
-    assert [Room(1, 1000, min_context=256).context(n) for n in (1, 257)] == [256, 512]
+    assert [BucketLimits(1, 1000).context(n) for n in (1, 64, 65, 129, 600)] == [64, 64, 128, 256, 1000]
+    assert [BucketLimits(1, 1000, min_context=256).context(n) for n in (1, 257)] == [256, 512]
 
 
 @pytest.mark.parametrize(
     "slots, starts, num_new, calls",
     [
-        ([0], [9], [1], [Call(Shape(1, 1, 64, True), [0], [0])]),
-        ([2, 0, 1], [9, 70, 3], [1, 1, 1], [Call(Shape(4, 1, 128, True), [1, 2, 0], [0, 1, 2])]),
-        ([9], [0], [1], [Call(Shape(1, 1, 64, False), [0], [0])]),  # one of ten: gathered, not ten rows
+        ([0], [9], [1], [SubBatch(Bucket(1, 1, 64, True), [0], [0])]),
+        ([2, 0, 1], [9, 70, 3], [1, 1, 1], [SubBatch(Bucket(4, 1, 128, True), [1, 2, 0], [0, 1, 2])]),
+        ([9], [0], [1], [SubBatch(Bucket(1, 1, 64, False), [0], [0])]),  # one of ten: gathered, not ten rows
         (
             [0, 1, 2],
             [9, 9, 0],
             [1, 1, 50],
-            [Call(Shape(2, 1, 64, True), [0, 1], [0, 1]), Call(Shape(1, 64, 64, False), [2], [0])],
+            [SubBatch(Bucket(2, 1, 64, True), [0, 1], [0, 1]), SubBatch(Bucket(1, 64, 64, False), [2], [0])],
         ),
-        ([0], [0], [256], [Call(Shape(1, 256, 256, True), [0], [0])]),
+        ([0], [0], [256], [SubBatch(Bucket(1, 256, 256, True), [0], [0])]),
     ],
 )
-def test_a_batch_becomes_calls(slots: list[int], starts: list[int], num_new: list[int], calls: list[Call]) -> None:
-    assert plan(slots, starts, num_new, Room(10, 256)) == calls
+def test_a_batch_becomes_calls(slots: list[int], starts: list[int], num_new: list[int], calls: list[SubBatch]) -> None:
+    assert plan(slots, starts, num_new, BucketLimits(10, 256)) == calls
 
 
 def test_calls_are_bounded_and_cover_every_member_once() -> None:
     n = 100
-    calls = plan(list(range(n)), [0] * n, [100] * n, Room(n, 1024))
+    calls = plan(list(range(n)), [0] * n, [100] * n, BucketLimits(n, 1024))
     assert sorted(i for call in calls for i in call.members) == list(range(n))
     assert all(call.shape.rows * call.shape.tokens <= 4096 for call in calls)
     assert len(calls) == 4
 
 
-def run(engine: SlotEngine, ids: list[int]) -> Tensor:
+def run(engine: StaticShapeEngine, ids: list[int]) -> Tensor:
     """Feed tokens one by one; return the logits after each."""
     handle = engine.open()
     rows = [engine.extend(StepBatch([handle], [t], [1], [1])).clone() for t in ids]
@@ -170,20 +170,20 @@ def test_memory_that_runs_out_elsewhere_than_for_a_tensor_is_known_by_its_words(
 def test_a_step_that_is_interrupted_leaves_no_position_behind() -> None:
     """The device has moved on, and the host did not get to note it: the same step is another one now."""
 
-    class Interrupted(SlotEngine):
-        def _execute(self, key: tuple[Shape, bool], compute: Callable[[], Output]) -> Output:
+    class Interrupted(StaticShapeEngine):
+        def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], Output]) -> Output:
             super()._execute(key, compute)
             raise KeyboardInterrupt
 
     gpt = make_model()
-    engine, expected = SlotEngine(gpt, make_limits()), gpt(torch.tensor([prompt(4)]))[0]
+    engine, expected = StaticShapeEngine(gpt, make_limits()), gpt(torch.tensor([prompt(4)]))[0]
     handle = engine.open()
     engine.extend(StepBatch([handle], prompt(4)[:3], [3], [0]))
     step = StepBatch([handle], prompt(4)[3:], [1], [1])
     engine.__class__ = Interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.extend(step)
-    engine.__class__ = SlotEngine
+    engine.__class__ = StaticShapeEngine
     torch.testing.assert_close(engine.extend(step), expected[3:], atol=1e-4, rtol=1e-4)
 
 
@@ -212,7 +212,7 @@ def test_compiled_blocks_say_what_the_model_says() -> None:
 
 def test_memory_that_does_not_suffice_is_one_line() -> None:
     with pytest.raises(NanoinferError, match="keys and values of 64 sequences need 18,014,398,509,744,128 bytes") as e:
-        SlotEngine(GPT(TINY), EngineLimits(64, 2**40, 2**46))
+        StaticShapeEngine(GPT(TINY), EngineLimits(64, 2**40, 2**46))
     assert "\n" not in str(e.value)
 
 

@@ -25,9 +25,9 @@ pytest.importorskip("triton")
 
 from conftest import refuses
 from nanoinfer.sampling import flashinfer, fused, native, sampler
-from nanoinfer.sampling.fused import FusedSampler, Sample
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.rng import uniform_reference
+from nanoinfer.sampling.triton import Sample, TritonSampler
 from nanoinfer.scheduling.sequence import Sequence
 from test_native_sampler import CONTROLS, GPT2_V, LOGITS, random_row
 from test_native_sampler import agree as with_the_reference
@@ -50,7 +50,7 @@ on_devices = pytest.mark.parametrize("device", DEVICES)
 
 @pytest.fixture(scope="module")
 def sample() -> Sample:
-    """One for all tests, so that a new row must put right whatever the rows before it left on its seat."""
+    """One for all tests, so that a new row must put right whatever the rows before it left on its slot."""
     return Sample()
 
 
@@ -110,10 +110,10 @@ def test_rows_that_are_not_finite(bad: list[float], device: torch.device, sample
     for p in (SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=2, presence_penalty=1.0)):
         rows = [make_row(p, seed=i) for i in range(2)]
         refuses(lambda rows=rows: sample(logits, rows), "the model's largest logit is", "dtype=float32")
-        seats = FusedSampler(2, 3, device)
+        slots = TritonSampler(2, 3, device)
         for i, row in enumerate(rows):
-            seats.seat(i, row)
-        drawn = seats.draw(logits, torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device))
+            slots.assign(i, row)
+        drawn = slots.draw(logits, torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device))
         assert drawn[0].item() == sampler.sample(logits[:1], rows[:1])[0].token_id
         assert drawn[1].item() == fused.NOT_FINITE
 
@@ -136,12 +136,12 @@ def test_logprobs_and_rows_without_room_are_the_references(device: torch.device,
 def test_uniforms_are_the_references_bit_for_bit() -> None:
     from nanoinfer.kernels.triton import sampler as kernels
 
-    seats = FusedSampler(1, 3, CPU)
+    slots = TritonSampler(1, 3, CPU)
     found = torch.zeros(1, dtype=torch.float64)
     for seed, index, position in [(0, 0, 0), (2**64 - 1, 2**40 + 5, 2**33 + 1), (2**63, 7, 1), (1, 2**32 - 1, 99)]:
-        seats._words[0, kernels.SEED.value] = seed - 2**64 if seed >= 2**63 else seed
-        seats._words[0, kernels.SAMPLE.value], seats._words[0, kernels.POSITION.value] = index, position
-        _write_uniform()[1,](seats._words, found)
+        slots._words[0, kernels.SEED.value] = seed - 2**64 if seed >= 2**63 else seed
+        slots._words[0, kernels.SAMPLE.value], slots._words[0, kernels.POSITION.value] = index, position
+        _write_uniform()[1,](slots._words, found)
         assert found.item() == uniform_reference(seed=seed, sample=index, position=position)
 
 
@@ -156,8 +156,8 @@ def _write_uniform() -> Any:
 
 @on_devices
 def test_texts_grow_on_the_device_as_they_do_for_the_reference(device: torch.device) -> None:
-    """Seats in disorder, rows that are not wanted, a seat that changes hands, padded columns, rows far apart."""
-    V, width, num_seats = 331, 340, 5
+    """Slots in disorder, rows that are not wanted, a slot that changes hands, padded columns, rows far apart."""
+    V, width, num_slots = 331, 340, 5
     g, rng = torch.Generator().manual_seed(5), random.Random(5)
     favourites = torch.randn(width, generator=g) * 3  # tokens come again, so that counts matter
     bias = {3: 2.0, 330: -1.0}
@@ -170,28 +170,28 @@ def test_texts_grow_on_the_device_as_they_do_for_the_reference(device: torch.dev
     ]
     rows = [make_row(SamplingParams(**s), [1, 2, 400], [2], (4, 9), seed=i) for i, s in enumerate(settings)]
     texts = [[2] for _ in rows]
-    seats = FusedSampler(num_seats, V, device)
-    for seat, row in enumerate(rows):
-        seats.seat(seat, row)
+    slots = TritonSampler(num_slots, V, device)
+    for slot, row in enumerate(rows):
+        slots.assign(slot, row)
     for step in range(10):
-        if step == 6:  # another text takes the seat of one with counts
+        if step == 6:  # another text takes the slot of one with counts
             rows[1] = make_row(SamplingParams(presence_penalty=2.0, top_k=5), [8], [3, 3], seed=77)
             texts[1] = [3, 3]
-            seats.seat(1, rows[1])
-        order = rng.sample(range(num_seats), num_seats)
+            slots.assign(1, rows[1])
+        order = rng.sample(range(num_slots), num_slots)
         wanted = [rng.random() < 0.8 for _ in order]
-        logits = favourites + torch.randn(num_seats, width, generator=g)
+        logits = favourites + torch.randn(num_slots, width, generator=g)
         logits[:, V:] = 1e9  # never drawn
         given = torch.tensor(order, device=device), torch.tensor(wanted, device=device)
-        drawn = seats.draw(logits.to(device)[:, :width], *given).tolist()
-        for i, seat in enumerate(order):
+        drawn = slots.draw(logits.to(device)[:, :width], *given).tolist()
+        for i, slot in enumerate(order):
             if wanted[i]:
-                row = rows[seat]
+                row = rows[slot]
                 ends = row.end_token_ids
-                now = make_row(row.params, row.prompt_token_ids, texts[seat], tuple(ends), row.seed)
+                now = make_row(row.params, row.prompt_token_ids, texts[slot], tuple(ends), row.seed)
                 expected = sampler.sample(logits[i : i + 1, :V], [now])[0].token_id
-                assert drawn[i] == expected, (step, seat)
-                texts[seat].append(expected)
+                assert drawn[i] == expected, (step, slot)
+                texts[slot].append(expected)
     assert min(map(len, texts)) > 3
     assert max(len(text) - len({*text}) for text in texts) > 1
 
@@ -205,9 +205,9 @@ def test_more_rows_than_are_drawn_at_a_time(device: torch.device, monkeypatch: p
 
 
 def test_what_is_not_covered_is_refused() -> None:
-    seats = FusedSampler(2, 100, CPU)
+    slots = TritonSampler(2, 100, CPU)
     fine = make_row(SamplingParams(top_k=10**30, logit_bias={99: 1.0}, min_tokens=2), end=(99,))
-    assert seats.covers(fine) is None
+    assert slots.covers(fine) is None
     for params, end, words in (
         (SamplingParams(logprobs=0), (), "logprobs=0"),
         (SamplingParams(logit_bias=dict.fromkeys(range(513), 1.0)), (), "513 entries"),
@@ -216,13 +216,13 @@ def test_what_is_not_covered_is_refused() -> None:
         (SamplingParams(max_tokens=2**15, presence_penalty=1.0), (), "32767"),
     ):
         row = make_row(params, end=end)
-        assert words in (seats.covers(row) or "")
-        refuses(lambda row=row: seats.seat(0, row), words, "reference")
-    refuses(lambda: seats.seat(2, fine), "seat=2", "2")
+        assert words in (slots.covers(row) or "")
+        refuses(lambda row=row: slots.assign(0, row), words, "reference")
+    refuses(lambda: slots.assign(2, fine), "slot=2", "2")
     flags = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
     for logits in (torch.zeros(2, 99), torch.zeros(2, 100).double(), torch.zeros(100, 2).T):
-        refuses(lambda logits=logits: seats.draw(logits, *flags), "logits of shape", "100 or more")
-    refuses(lambda: seats.draw(torch.zeros(3, 100), *flags), "3 rows")
+        refuses(lambda logits=logits: slots.draw(logits, *flags), "logits of shape", "100 or more")
+    refuses(lambda: slots.draw(torch.zeros(3, 100), *flags), "3 rows")
 
 
 # The choice ---------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_cuda_logits_are_drawn_by_the_kernels_where_triton_is(monkeypatch: pytes
     assert isinstance(native.choose_sampler(cuda), Sample)
     monkeypatch.setattr(fused, "why_unavailable", lambda: "triton is not installed")
     assert native.choose_sampler(cuda) is sampler.sample
-    refuses(lambda: FusedSampler(1, 5, CPU), "triton is not installed", "pip install")
+    refuses(lambda: TritonSampler(1, 5, CPU), "triton is not installed", "pip install")
 
 
 def test_flashinfer_is_there_only_when_asked_for_and_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,18 +284,18 @@ def test_flashinfer_draws_from_the_distribution(settings: dict[str, Any]) -> Non
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_captured_graph_draws_on() -> None:
     device, V = torch.device("cuda"), 997
-    seats = FusedSampler(2, V, device)
+    slots = TritonSampler(2, V, device)
     params = SamplingParams(top_p=0.9, frequency_penalty=0.5)
-    for seat in range(2):
-        seats.seat(seat, make_row(params, [1], seed=seat))
+    for slot in range(2):
+        slots.assign(slot, make_row(params, [1], seed=slot))
     logits = torch.randn(2, V, device=device)
     which, wanted = torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device)
-    seats.draw(logits, which, wanted)
-    for seat in range(2):  # compiling drew; sit down again
-        seats.seat(seat, make_row(params, [1], seed=seat))
+    slots.draw(logits, which, wanted)
+    for slot in range(2):  # compiling drew; sit down again
+        slots.assign(slot, make_row(params, [1], seed=slot))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        drawn = seats.draw(logits, which, wanted)
+        drawn = slots.draw(logits, which, wanted)
     texts: list[list[int]] = [[], []]
     for _ in range(8):
         logits.normal_()

@@ -2,13 +2,13 @@
 
 `static` still prepares each step on the host: masks, indices and lengths are new tensors every time, so nothing of it
 can be compiled or captured once and for all. Here everything that changes from step to step stands in tensors whose
-addresses do not change (`Inputs`), and their shapes are rounded up to a few (buckets.py):
+addresses do not change (`StepInputs`), and their shapes are rounded up to a few (buckets.py):
 
     given (R, n)   token ids; PENDING for the token that the row's last step drew
     start (R,)     tokens that the row's sequence has           pos = start + 0..n-1, and the step adds count to start
     count (R,)     new tokens; those past it are padding        their pos is block_size: a column that nobody reads
     slots (R,)     where its keys and values are
-    wanted, seats  whether it draws, and for whom
+    wanted, sampler_slots  whether it draws, and for whom
 
 So a step after a step needs nothing from the host: the tokens are where they were drawn, and the position has moved on.
 The host compares what it wants with what the device has, and uploads only what differs. No mask is ever sent: token i
@@ -29,10 +29,10 @@ from torch import Tensor
 
 from nanoinfer.engines import buckets
 from nanoinfer.engines.base import PENDING, Draw, EngineLimits, Handle, StepBatch
-from nanoinfer.engines.buckets import Call, Room, Shape, with_padding
+from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch, with_padding
 from nanoinfer.engines.sequences import Sequences
 from nanoinfer.engines.torch_engine import lay_out
-from nanoinfer.engines.transfers import Drawing, Inputs, pick
+from nanoinfer.engines.transfers import PendingTokens, StepInputs, pick
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.gpt import GPT, Block
@@ -69,7 +69,7 @@ class Output(NamedTuple):
     """(R,) int64 drawn."""
 
 
-class SlotEngine(Sequences):
+class StaticShapeEngine(Sequences):
     """Base of the rungs of static shapes.
 
     Args:
@@ -95,8 +95,8 @@ class SlotEngine(Sequences):
         """The token drawn last in each slot; one more for rows that draw nothing."""
         self._drew: set[Handle] = set()
         """The sequences whose last step drew."""
-        self._room = Room(limits.max_num_seqs, limits.block_size, self.min_context)
-        self._inputs: dict[tuple[int, int], Inputs] = {}
+        self._room = BucketLimits(limits.max_num_seqs, limits.block_size, self.min_context)
+        self._inputs: dict[tuple[int, int], StepInputs] = {}
         self._hidden = torch.empty(0, self.config.n_embd, device=self.device, dtype=self.dtype)  # of the last extend
         lay_out(model)
 
@@ -136,11 +136,11 @@ class SlotEngine(Sequences):
         return self._hidden.float()
 
     @torch.inference_mode()
-    def step(self, batch: StepBatch, draw: Draw, seats: list[int]) -> Drawing:
-        """Append new tokens to open sequences and draw the next of each that wants logits: see `RunsAhead.step`."""
-        self._check_step(batch, seats)
-        drawing = Drawing()
-        drawn = dict(zip((i for i, n in enumerate(batch.num_logits) if n), seats, strict=True))
+    def step(self, batch: StepBatch, draw: Draw, sampler_slots: list[int]) -> PendingTokens:
+        """Append new tokens to open sequences and draw the next of each that wants logits: see `OverlapEngine.step`."""
+        self._check_step(batch, sampler_slots)
+        drawing = PendingTokens()
+        drawn = dict(zip((i for i, n in enumerate(batch.num_logits) if n), sampler_slots, strict=True))
         for call in self._plan(batch):
             out = self._run(call, batch, draw, drawn)
             rows = {i: row for i, row in zip(call.members, call.rows, strict=True) if i in drawn}
@@ -150,18 +150,20 @@ class SlotEngine(Sequences):
         self._advance(batch)
         return drawing
 
-    def _plan(self, batch: StepBatch) -> list[Call]:
+    def _plan(self, batch: StepBatch) -> list[SubBatch]:
         slots = [self._cache.slot(h) for h in batch.handles]
         starts = [self._lengths[h] for h in batch.handles]
         return buckets.plan(slots, starts, batch.num_new, self._room)
 
-    def _run(self, call: Call, batch: StepBatch, draw: Draw | None = None, seats: Mapping[int, int] = EMPTY) -> Output:
-        """Run one call: put what it reads where it reads it, then compute. Seats: of the members that draw."""
+    def _run(
+        self, call: SubBatch, batch: StepBatch, draw: Draw | None = None, sampler_slots: Mapping[int, int] = EMPTY
+    ) -> Output:
+        """Run one call: put what it reads where it reads it, then compute. sampler_slots: of the members that draw."""
         shape = call.shape
         inputs = self._inputs.get((shape.rows, shape.tokens))
         if inputs is None:
-            inputs = self._inputs[shape.rows, shape.tokens] = Inputs(shape.rows, shape.tokens, self.device)
-        inputs.put(self._rows(call, batch, seats))
+            inputs = self._inputs[shape.rows, shape.tokens] = StepInputs(shape.rows, shape.tokens, self.device)
+        inputs.put(self._rows(call, batch, sampler_slots))
         try:
             with torch.cuda.device_of(self._last):  # type: ignore[no-untyped-call]  # Triton's is the current device
                 out = self._execute((shape, draw is not None), lambda: self._compute(inputs, shape, draw))
@@ -171,21 +173,27 @@ class SlotEngine(Sequences):
         inputs.advanced()
         return out
 
-    def _rows(self, call: Call, batch: StepBatch, seats: Mapping[int, int]) -> list[list[int]]:
+    def _rows(self, call: SubBatch, batch: StepBatch, sampler_slots: Mapping[int, int]) -> list[list[int]]:
         """Return what the table of a call's inputs must hold; rows of padding have count 0."""
         n, ends = call.shape.tokens, list(accumulate(batch.num_new))
         rows = [[PENDING] * n + [0, 0, r if call.shape.dense else 0, 0, 0] for r in range(call.shape.rows)]
         for i, r in zip(call.members, call.rows, strict=True):
             handle, new = batch.handles[i], batch.num_new[i]
             rows[r][:new] = batch.token_ids[ends[i] - new : ends[i]]
-            rows[r][n:] = self._lengths[handle], new, self._cache.slot(handle), int(i in seats), seats.get(i, 0)
+            rows[r][n:] = (
+                self._lengths[handle],
+                new,
+                self._cache.slot(handle),
+                int(i in sampler_slots),
+                sampler_slots.get(i, 0),
+            )
         return rows
 
-    def _execute(self, key: tuple[Shape, bool], compute: Callable[[], Output]) -> Output:
+    def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], Output]) -> Output:
         """Run `compute`, which is the same function of the same tensors whenever the key is the same."""
         return compute()
 
-    def _compute(self, inputs: Inputs, shape: Shape, draw: Draw | None) -> Output:
+    def _compute(self, inputs: StepInputs, shape: Bucket, draw: Draw | None) -> Output:
         """Compute a step from tensors alone: no value is read by the host, no shape depends on one."""
         i = torch.arange(shape.tokens, device=self.device)
         # masked_fill, not where: a number given to `where` is copied to the device, and that waits
@@ -196,7 +204,7 @@ class SlotEngine(Sequences):
         if draw is not None:
             final = hidden[torch.arange(shape.rows, device=self.device), (inputs.count - 1).clamp(min=0)]  # (R, C)
             wanted = inputs.wanted != 0
-            tokens = draw(self._head(final), inputs.seats.contiguous(), wanted)
+            tokens = draw(self._head(final), inputs.sampler_slots.contiguous(), wanted)
             owner = inputs.slots.masked_fill(~wanted, self.limits.max_num_seqs)
             self._last[owner] = tokens.clamp(min=0)
         elif shape.tokens <= HEAD_TOKENS:
@@ -227,7 +235,7 @@ class SlotEngine(Sequences):
 
     # Sequences -------------------------------------------------------------------------------------------
 
-    def _check_step(self, batch: StepBatch, seats: list[int]) -> None:
+    def _check_step(self, batch: StepBatch, sampler_slots: list[int]) -> None:
         """Raise NanoinferError unless `step` can run the batch, before anything is changed."""
         ids, end = list(batch.token_ids), 0
         for handle, new in zip(batch.handles, batch.num_new, strict=False):
@@ -240,10 +248,10 @@ class SlotEngine(Sequences):
                     )
                 ids[end - 1] = 0
         self._check(replace(batch, token_ids=ids))
-        if any(n > 1 for n in batch.num_logits) or sum(batch.num_logits) != len(seats):
+        if any(n > 1 for n in batch.num_logits) or sum(batch.num_logits) != len(sampler_slots):
             raise NanoinferError(
-                f"num_logits={batch.num_logits} with {len(seats)} seats: a step draws 0 or 1 token a sequence, and each"
-                " that draws has a seat"
+                f"num_logits={batch.num_logits} with {len(sampler_slots)} sampler slots: a step draws 0 or 1 token a"
+                " sequence, and each that draws has a sampler slot"
             )
 
     def _open(self, handle: Handle) -> None:

@@ -1,11 +1,11 @@
 """The sampler on the GPU (kernels/triton/sampler.py): the reference's tokens without its sort, and without the host.
 
-A text sits down on a seat: its parameters and the counts of its tokens go to the device once. From then on `draw` needs
-nothing from the host. It reads logits, draws, counts what it drew and moves the positions on, all in launches whose
+Each sequence is assigned a slot: its parameters and token counts are uploaded once. From then on `draw` needs nothing
+from the host. It reads logits, draws, counts what it drew and moves the positions on, all in launches whose
 shapes and addresses do not depend on data: a CUDA graph can hold it, and the drawn tokens can feed the next step before
 the host has seen them.
 
-Covered: what `FusedSampler.covers` does not refuse; the numbers are those of the reference, see docs/sampling.md.
+Covered: what `TritonSampler.covers` does not refuse; the numbers are those of the reference, see docs/sampling.md.
 Not covered: log-probabilities (`Sample` finds them apart), logit_bias of more than 512 tokens, min_tokens with more
 than 64 end tokens, counted penalties on texts of more than 32,767 tokens.
 """
@@ -33,7 +33,7 @@ SCRATCH_ROWS = 128
 NUM_WARPS = {"find_largest": 4, "weigh": 4, "draw": 8}
 """Of each kernel. With 16, `draw` has too few registers for its work."""
 NOT_FINITE = -1
-"""What `FusedSampler.draw` gives for a row whose largest logit is not finite."""
+"""What `TritonSampler.draw` gives for a row whose largest logit is not finite."""
 
 
 def why_unavailable() -> str | None:
@@ -41,15 +41,15 @@ def why_unavailable() -> str | None:
     return None if importlib.util.find_spec("triton") else "triton is not installed"
 
 
-class FusedSampler:
-    """Seats for texts, and the kernels that draw their next tokens. Not thread-safe; one stream at a time.
+class TritonSampler:
+    """Slots for sequences, and the kernels that draw their next tokens. Not thread-safe; one stream at a time.
 
-    Device memory: 2 bytes a seat and token for the counts (101 KB for GPT-2's 50,257; 51 MB for 512 seats), 8.8 KB a
-    seat for parameters, and scratch of 16 bytes a token for each of at most 128 rows (105 MB for GPT-2). All of it is
+    Device memory: 2 bytes a slot and token for the counts (101 KB for GPT-2's 50,257; 51 MB for 512 slots), 8.8 KB a
+    slot for parameters, and scratch of 16 bytes a token for each of at most 128 rows (105 MB for GPT-2). All of it is
     allocated here, so that a captured graph stays valid.
 
     Args:
-        num_seats: texts that are drawn for at the same time.
+        num_slots: sequences that are sampled at the same time.
         vocab_size: tokens that may be drawn: V.
         device: where the logits are; a CPU works where Triton interprets (TRITON_INTERPRET=1), for tests.
 
@@ -57,25 +57,25 @@ class FusedSampler:
         NanoinferError: triton is not installed.
     """
 
-    def __init__(self, num_seats: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         if why_not := why_unavailable():
             raise NanoinferError(f"the fused sampler: {why_not}: pip install 'nanoinfer[gpu]', or use the reference")
         from nanoinfer.kernels.triton import sampler as kernels
 
         self._kernels = kernels
-        self.num_seats, self.vocab_size, self.device = num_seats, vocab_size, device
+        self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, device
         block, group = kernels.BLOCK.value, kernels.GROUP.value
         self._num_parts = -(-vocab_size // block)
         self._parts = max(2, 1 << (self._num_parts - 1).bit_length())  # of a row in memory; kernels want powers of two
-        rows, width = min(num_seats, SCRATCH_ROWS), self._parts * block
+        rows, width = min(num_slots, SCRATCH_ROWS), self._parts * block
 
         def make(*shape: int, dtype: torch.dtype = torch.float64, fill: float = 0) -> Tensor:
             return torch.full(shape, fill, dtype=dtype, device=device)
 
-        # Per seat.
-        self._words = make(num_seats, kernels.NUM_WORDS.value, dtype=torch.int64)
-        self._lists = make(num_seats, kernels.LIST_SIZE.value, dtype=torch.int64)
-        self._state = make(num_seats, vocab_size, dtype=torch.int16)
+        # Per slot.
+        self._words = make(num_slots, kernels.NUM_WORDS.value, dtype=torch.int64)
+        self._lists = make(num_slots, kernels.LIST_SIZE.value, dtype=torch.int64)
+        self._state = make(num_slots, vocab_size, dtype=torch.int16)
         # Per row of a launch.
         self._rows = rows
         self._largest = make(rows, self._parts)
@@ -106,38 +106,38 @@ class FusedSampler:
             return f"max_tokens={p.max_tokens} with penalties: the fused sampler counts to {MAX_COUNT}"
         return None
 
-    def seat(self, seat: int, row: SamplerRow) -> None:
-        """Seat a text, in place of the one that sat there: the next token drawn for the seat is the row's next.
+    def assign(self, slot: int, row: SamplerRow) -> None:
+        """Slot a text, in place of the one that sat there: the next token drawn for the slot is the row's next.
 
         Uploads parameters, position and the tokens so far, without waiting for the device; the row is not kept.
 
         Raises:
-            NanoinferError: there is no such seat, or the row is not covered.
+            NanoinferError: there is no such slot, or the row is not covered.
         """
-        if not 0 <= seat < self.num_seats:
-            raise NanoinferError(f"seat={seat} is not one of the fused sampler's {self.num_seats}: make it larger")
+        if not 0 <= slot < self.num_slots:
+            raise NanoinferError(f"slot={slot} is not one of the fused sampler's {self.num_slots}: make it larger")
         if why_not := self.covers(row):
             raise NanoinferError(f"{why_not}: use the reference sampler")
-        self._seat_all([row], seat)
+        self._seat_all([row], slot)
 
     def _seat_all(self, rows: Sequence[SamplerRow], first: int = 0) -> None:
-        """Seat several texts, on `first` and the seats after it, with one upload of their words."""
+        """Slot several texts, on `first` and the slots after it, with one upload of their words."""
         _upload(self._words[first : first + len(rows)], np.stack([self._words_of(row) for row in rows]))
-        for seat, row in enumerate(rows, start=first):
+        for slot, row in enumerate(rows, start=first):
             if row.params.logit_bias or reference.excludes_end_tokens(row):
-                _upload(self._lists[seat], self._lists_of(row))
+                _upload(self._lists[slot], self._lists_of(row))
             if _is_penalised(row):
                 ids, counts = self._state_of(row)
-                self._state[seat].zero_()
-                self._state[seat].scatter_(0, _on(self.device, ids), _on(self.device, counts))
+                self._state[slot].zero_()
+                self._state[slot].scatter_(0, _on(self.device, ids), _on(self.device, counts))
 
-    def draw(self, logits: Tensor, seats: Tensor, wanted: Tensor) -> Tensor:
-        """Draw the next token of each wanted row, count it, and move its seat's position on.
+    def draw(self, logits: Tensor, slots: Tensor, wanted: Tensor) -> Tensor:
+        """Draw the next token of each wanted row, count it, and move its slot's position on.
 
         Args:
             logits: (B, V') float32, V' >= vocab_size, columns next to each other; not changed. Columns past
                 vocab_size are never drawn.
-            seats: (B,) int64, the seat of each row; a wanted row's seat is taken, and stands here only once.
+            slots: (B,) int64, the slot of each row; a wanted row's slot is taken, and stands here only once.
             wanted: (B,) bool; other rows change nothing.
 
         Returns:
@@ -148,9 +148,9 @@ class FusedSampler:
             NanoinferError: the logits do not fit.
         """
         B = logits.shape[0]
-        if not seats.shape == wanted.shape == (B,) or not (seats.is_contiguous() and wanted.is_contiguous()):
+        if not slots.shape == wanted.shape == (B,) or not (slots.is_contiguous() and wanted.is_contiguous()):
             raise NanoinferError(
-                f"seats {tuple(seats.shape)}, wanted {tuple(wanted.shape)}: give one each for {B} rows"
+                f"slots {tuple(slots.shape)}, wanted {tuple(wanted.shape)}: give one each for {B} rows"
             )
         if logits.dtype != torch.float32 or logits.shape[-1] < self.vocab_size or logits.stride(-1) != 1:
             raise NanoinferError(
@@ -161,13 +161,13 @@ class FusedSampler:
         for begin in range(0, B, self._rows):
             part = slice(begin, begin + self._rows)
             with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton's is the current device
-                self._launch(logits[part], seats[part], wanted[part], tokens[part])
+                self._launch(logits[part], slots[part], wanted[part], tokens[part])
         return tokens
 
-    def _launch(self, logits: Tensor, seats: Tensor, wanted: Tensor, tokens: Tensor) -> None:
+    def _launch(self, logits: Tensor, slots: Tensor, wanted: Tensor, tokens: Tensor) -> None:
         k, B, stride = self._kernels, logits.shape[0], logits.stride(0)
         V, parts, num_parts = self.vocab_size, self._parts, self._num_parts
-        rows = (logits, stride, seats, wanted, self._words)
+        rows = (logits, stride, slots, wanted, self._words)
         # A product and a sum must not become one operation: the reference rounds both.
         exact: dict[str, Any] = {"PARTS": parts, "enable_fp_fusion": False}
         k.find_largest[num_parts, B](
@@ -191,7 +191,7 @@ class FusedSampler:
         )  # fmt: skip
 
     def _words_of(self, row: SamplerRow) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """A seat's words, in the order of the constants in kernels/triton/sampler.py."""
+        """A slot's words, in the order of the constants in kernels/triton/sampler.py."""
         k, p = self._kernels, row.params
         words = np.zeros(k.NUM_WORDS.value, np.int64)
         for name, integer in (
@@ -217,7 +217,7 @@ class FusedSampler:
         return words
 
     def _lists_of(self, row: SamplerRow) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """A seat's end tokens, bias ids and bias values."""
+        """A slot's end tokens, bias ids and bias values."""
         max_ends, max_bias = self._kernels.MAX_ENDS.value, self._kernels.MAX_BIAS.value
         lists, ends, bias = np.zeros(max_ends + 2 * max_bias, np.int64), row.end_token_ids, row.params.logit_bias or {}
         if row.params.min_tokens:
@@ -259,7 +259,7 @@ class Sample:
     """
 
     def __init__(self) -> None:
-        self._fused: FusedSampler | None = None
+        self._fused: TritonSampler | None = None
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
         """Draw the next token of each row.
@@ -282,8 +282,8 @@ class Sample:
             readable = logits if logits.stride(-1) == 1 else logits.contiguous()
             part = readable if len(by_kernels) == B else readable[by_kernels]
             fused._seat_all([rows[i] for i in by_kernels])
-            seats = torch.arange(len(by_kernels), device=logits.device)
-            drawn = fused.draw(part, seats, torch.ones_like(seats, dtype=torch.bool)).tolist()
+            slots = torch.arange(len(by_kernels), device=logits.device)
+            drawn = fused.draw(part, slots, torch.ones_like(slots, dtype=torch.bool)).tolist()
             if NOT_FINITE in drawn:
                 return reference.sample(logits, rows)  # raises, in its own words
             for i, token in zip(by_kernels, drawn, strict=True):
@@ -297,9 +297,9 @@ class Sample:
             for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
         ]
 
-    def _fused_for(self, B: int, V: int, device: torch.device) -> FusedSampler:
-        """The kernels' seats, made anew when there are too few, or for another vocabulary or device."""
+    def _fused_for(self, B: int, V: int, device: torch.device) -> TritonSampler:
+        """The kernels' slots, made anew when there are too few, or for another vocabulary or device."""
         fused = self._fused
-        if fused is None or (fused.vocab_size, fused.device) != (V, device) or fused.num_seats < B:
-            fused = self._fused = FusedSampler(1 << (B - 1).bit_length(), V, device)
+        if fused is None or (fused.vocab_size, fused.device) != (V, device) or fused.num_slots < B:
+            fused = self._fused = TritonSampler(1 << (B - 1).bit_length(), V, device)
         return fused

@@ -1,8 +1,8 @@
 """The samplers on a GPU: microseconds to draw one token for each row of GPT-2's vocabulary, checked before it is timed.
 
-Run: python benchmarks/fused_sampler.py [--json] [--rows 1 8 64 512]    (exit code 2 without CUDA, 1 if tokens differ)
+Run: python benchmarks/triton_sampler.py [--json] [--rows 1 8 64 512]    (exit code 2 without CUDA, 1 if tokens differ)
 
-fused: `FusedSampler.draw` in a CUDA graph, the seats already taken: what a step on the device pays. call: `Sample`,
+fused: `TritonSampler.draw` in a CUDA graph, the slots already taken: what a step on the device pays. call: `Sample`,
 which uploads all parameters and waits for the tokens. reference: the sorting sampler on the same device, likewise.
 flashinfer: where it is installed; its tokens are others, so it is timed unchecked. Medians, by CUDA events.
 """
@@ -52,14 +52,14 @@ def microseconds(run: Callable[[], object], rounds: int) -> float:
     return statistics.median(times)
 
 
-def captured(seats: fused.FusedSampler, logits: torch.Tensor) -> torch.cuda.CUDAGraph:
-    """One draw of all seats, ready to replay; the kernels have been compiled by a draw before."""
+def captured(slots: fused.TritonSampler, logits: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """One draw of all slots, ready to replay; the kernels have been compiled by a draw before."""
     B = len(logits)
     which = torch.arange(B, device=logits.device)
     wanted = torch.ones(B, dtype=torch.bool, device=logits.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        graph.tokens = seats.draw(logits, which, wanted)  # type: ignore[attr-defined]  # kept as long as the graph
+        graph.tokens = slots.draw(logits, which, wanted)  # type: ignore[attr-defined]  # kept as long as the graph
     graph.inputs = which, wanted  # type: ignore[attr-defined]
     return graph
 
@@ -71,10 +71,10 @@ def measure(name: str, B: int, rounds: int) -> dict[str, Any]:
     call = fused.Sample()
     expected = [s.token_id for s in sampler.sample(logits, rows)]
     by_call = [s.token_id for s in call(logits, rows)]
-    seats = fused.FusedSampler(B, V, device)
-    graph = captured(seats, logits)
-    for seat, row in enumerate(rows):
-        seats.seat(seat, row)
+    slots = fused.TritonSampler(B, V, device)
+    graph = captured(slots, logits)
+    for slot, row in enumerate(rows):
+        slots.slot(slot, row)
     graph.replay()
     by_graph = graph.tokens.tolist()  # type: ignore[attr-defined]
     # The reference sums in another order on a GPU: a token in thousands may lie that close to a border.
@@ -102,7 +102,7 @@ def main() -> int:
     args = parser.parse_args()
     why_not = fused.why_unavailable() if torch.cuda.is_available() else "no CUDA device"
     if why_not:
-        print(f"benchmarks/fused_sampler.py: {why_not}", file=sys.stderr)
+        print(f"benchmarks/triton_sampler.py: {why_not}", file=sys.stderr)
         return 2
     results = [measure(name, B, args.rounds) for name in SETTINGS for B in args.rows]
     wrong = [r for r in results if r["num_different"] > max(1, r["rows"] // 100)]

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from nanoinfer.engines.base import EngineLimits
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
-from nanoinfer.engines.slots import Step
+from nanoinfer.engines.static_shapes import Step
 from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.persistent import Cache, Linear, Stack, decode_step
 from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, MAX_ROWS, Epilogue, Norm, Pages, product
@@ -50,7 +50,7 @@ class Launches:
     total: int
 
 
-class FusedEngine(CudaGraphEngine):
+class TritonEngine(CudaGraphEngine):
     """Fused Triton kernels for steps of up to 16 tokens.
 
     Args:
@@ -170,7 +170,7 @@ def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
-def stack_of(engine: FusedEngine) -> Stack:
+def stack_of(engine: TritonEngine) -> Stack:
     """Return an engine's weights as the persistent kernel takes them: views, and copies of norms and biases."""
     blocks, parts = engine.model.blocks, engine.model.transformer
     linears = []

@@ -14,8 +14,8 @@ from triton.runtime import interpreter
 
 from conftest import TINY, make_limits, make_model
 from nanoinfer.engines.base import EngineLimits, StepBatch
-from nanoinfer.engines.fused import FusedEngine
 from nanoinfer.engines.recompute import RecomputeEngine
+from nanoinfer.engines.triton_engine import TritonEngine
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.quantize import dequantize
 from nanoinfer.models.gpt import GPT
@@ -29,10 +29,10 @@ SMALL = replace(TINY, n_layer=2)
 EXACT = {"rtol": 0, "atol": 2e-4}
 
 
-def make_engine(gpt: GPT, limits: EngineLimits, quantization: str | None = None) -> FusedEngine:
+def make_engine(gpt: GPT, limits: EngineLimits, quantization: str | None = None) -> TritonEngine:
     """An engine without graphs: what Triton's interpreter does is not among the operations that can be recorded."""
     none = FakeRecorder(fail_at=0)
-    return FusedEngine(gpt, limits, quantization=quantization, graph_memory=2**30, recorder=none)
+    return TritonEngine(gpt, limits, quantization=quantization, graph_memory=2**30, recorder=none)
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
@@ -40,7 +40,7 @@ def ids(count: int, seed: int = 0) -> list[int]:
     return torch.randint(TINY.vocab_size, (count,), generator=generator).tolist()
 
 
-def run(engine: FusedEngine | RecomputeEngine, prompts: list[int]) -> list[torch.Tensor]:
+def run(engine: TritonEngine | RecomputeEngine, prompts: list[int]) -> list[torch.Tensor]:
     """A life of several sequences: prompts alone, decode together, verify, truncate, fork, close, decode."""
     handles = [engine.open() for _ in prompts]
     found = []
@@ -85,7 +85,7 @@ def test_quantized_logits_are_those_of_a_model_with_the_values(quantization: str
     assert all(block.attn.c_attn.weight.numel() == 0 for block in engine.model.blocks)  # nothing is kept twice
 
 
-def with_values(gpt: GPT, engine: FusedEngine) -> None:
+def with_values(gpt: GPT, engine: TritonEngine) -> None:
     """Put the values that an engine's weights stand for into a model."""
     for name, weight in engine._weights.items():
         for layer, block in enumerate(gpt.blocks):

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from conftest import TINY, make_folder, make_limits, make_model
 from nanoinfer import LLM, NanoinferError, SamplingParams
-from nanoinfer.ahead import Ahead
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.core import Core
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
-from nanoinfer.engines.slots import SlotEngine
+from nanoinfer.engines.static_shapes import StaticShapeEngine
 from nanoinfer.models.gpt import GPT
-from nanoinfer.sampling.fused import FusedSampler
+from nanoinfer.overlap import OverlapScheduler
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import SamplerRow, inverse_transform, sample
+from nanoinfer.sampling.triton import TritonSampler
 from nanoinfer.scheduling.scheduler import Scheduler
 from recorded import FakeRecorder
 from test_engines import BATCHES, DEVICES, GREEDY, V, generate, naive_greedy, prompt
@@ -30,45 +30,49 @@ WARM = SamplingParams(max_tokens=14, temperature=1.0)
 
 
 class TorchSampler:
-    """Greedy, or the inverse transform at a temperature, in operations of torch alone: a seat is a row of tensors."""
+    """Greedy, or the inverse transform at a temperature, in operations of torch alone: a slot is a row of tensors."""
 
-    num_seats = 4
+    num_slots = 4
     most = 200
 
     def __init__(self) -> None:
-        self.temperature = torch.zeros(self.num_seats, dtype=torch.float64)
-        self.position = torch.zeros(self.num_seats, dtype=torch.int64)
-        self.uniforms = torch.zeros(self.num_seats, self.most, dtype=torch.float64)
-        self.num_seated = 0
+        self.temperature = torch.zeros(self.num_slots, dtype=torch.float64)
+        self.position = torch.zeros(self.num_slots, dtype=torch.int64)
+        self.uniforms = torch.zeros(self.num_slots, self.most, dtype=torch.float64)
+        self.num_assigned = 0
 
     def covers(self, row: SamplerRow) -> str | None:
         return "logit_bias" if row.params.logit_bias else None
 
-    def seat(self, seat: int, row: SamplerRow) -> None:
-        self.num_seated += 1
-        self.temperature[seat] = row.params.temperature
-        self.position[seat] = row.num_output_tokens
+    def assign(self, slot: int, row: SamplerRow) -> None:
+        self.num_assigned += 1
+        self.temperature[slot] = row.params.temperature
+        self.position[slot] = row.num_output_tokens
         u = [uniform(seed=row.seed, sample=row.sample_index, position=i) for i in range(self.most)]
-        self.uniforms[seat] = torch.tensor(u, dtype=torch.float64)
+        self.uniforms[slot] = torch.tensor(u, dtype=torch.float64)
 
-    def draw(self, logits: Tensor, seats: Tensor, wanted: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, slots: Tensor, wanted: Tensor) -> Tensor:
         largest = logits.max(-1, keepdim=True)
-        t = self.temperature[seats][:, None]
+        t = self.temperature[slots][:, None]
         weights = ((logits.double() - largest.values) / t.masked_fill(t == 0, 1.0)).exp()
-        u = self.uniforms[seats, self.position[seats].clamp(max=self.most - 1)][:, None]
+        u = self.uniforms[slots, self.position[slots].clamp(max=self.most - 1)][:, None]
         drawn = torch.where(t[:, 0] > 0, inverse_transform(weights, u), largest.indices[:, 0])
-        self.position.index_add_(0, seats, wanted.long())
+        self.position.index_add_(0, slots, wanted.long())
         return drawn.masked_fill(~largest.values[:, 0].isfinite(), -1)
 
 
 def make_core(gpt: GPT, *, recorded: bool = True, ahead: bool = True, chunk: int = 2048) -> Core:
     limits = make_limits(gpt.config, 4)
     recorder = FakeRecorder()
-    engine: SlotEngine = (
-        CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=recorder) if recorded else SlotEngine(gpt, limits)
+    engine: StaticShapeEngine = (
+        CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=recorder)
+        if recorded
+        else StaticShapeEngine(gpt, limits)
     )
     config = SchedulerConfig(4, limits.block_size, limits.max_num_cached_tokens, chunk)
-    return Core(engine, Scheduler(config), sample, None, V, ahead=Ahead(engine, TorchSampler()) if ahead else None)
+    return Core(
+        engine, Scheduler(config), sample, None, V, ahead=OverlapScheduler(engine, TorchSampler()) if ahead else None
+    )
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))
@@ -109,10 +113,10 @@ def test_samples_run_ahead_once_they_have_forked() -> None:
     gpt = make_model()
     params = [replace(WARM, n=3), WARM]
     core = make_core(gpt)
-    sampler = core._ahead._sampler  # type: ignore[union-attr]
+    sampler = core._overlap._sampler  # type: ignore[union-attr]
     expected = generate(make_core(gpt, ahead=False), [prompt(9), prompt(2)], params)
     assert generate(core, [prompt(9), prompt(2)], params) == expected
-    assert sampler.num_seated == 4
+    assert sampler.num_assigned == 4
 
 
 def test_a_request_that_the_sampler_refuses_is_read_at_once_and_then_it_runs_ahead_again() -> None:
@@ -122,8 +126,8 @@ def test_a_request_that_the_sampler_refuses_is_read_at_once_and_then_it_runs_ahe
     core = make_core(gpt)
     expected = generate(make_core(gpt, ahead=False), [prompt(9), prompt(2)], params)
     assert generate(core, [prompt(9), prompt(2)], params) == expected
-    sampler = core._ahead._sampler  # type: ignore[union-attr]
-    assert sampler.num_seated == 1  # the first, from its fifth token on
+    sampler = core._overlap._sampler  # type: ignore[union-attr]
+    assert sampler.num_assigned == 1  # the first, from its fifth token on
 
 
 def test_a_step_is_launched_before_the_last_one_is_read() -> None:
@@ -138,7 +142,7 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
     (third,) = core.step()
     assert (second.num_tokens, third.num_tokens, third.finish_reason) == (1, 1, "length")
     assert not core.unfinished
-    assert core._flight is None
+    assert core._in_flight is None
     assert core.output(request).outputs[0].token_ids == naive_greedy(gpt, prompt(5), 3)
 
 
@@ -150,7 +154,7 @@ def test_an_aborted_request_leaves_its_neighbours_alone() -> None:
     for _ in range(4):
         core.step()
     core.abort(a)
-    c = core.add(None, prompt(3), replace(GREEDY, max_tokens=9), seed=0, end_token_ids=())  # takes its slot and seat
+    c = core.add(None, prompt(3), replace(GREEDY, max_tokens=9), seed=0, end_token_ids=())  # takes its slot and slot
     while core.unfinished:
         core.step()
     made = core.output(a).outputs[0]
@@ -177,18 +181,18 @@ def test_logits_that_are_not_finite_end_their_own_sequence() -> None:
 
 def test_steps_refuse_what_they_cannot_mean() -> None:
     gpt = make_model()
-    engine = SlotEngine(gpt, make_limits())
+    engine = StaticShapeEngine(gpt, make_limits())
     draw = TorchSampler().draw
     a = engine.open()
-    for batch, seats, message in (
+    for batch, slots, message in (
         (StepBatch([a], [-1], [1], [1]), [0], "its last step drew"),
         (StepBatch([a], [1, 2], [2], [2]), [0], r"num_logits=\[2\]"),
-        (StepBatch([a], [1], [1], [1]), [], "with 0 seats"),
+        (StepBatch([a], [1], [1], [1]), [], "with 0 sampler slots"),
         (StepBatch([a], [-1, 1], [2], [1]), [0], "token id -1"),
         (StepBatch([Handle(7)], [1], [1], [1]), [0], "handle 7"),
     ):
         with pytest.raises(NanoinferError, match=message):
-            engine.step(batch, draw, seats)
+            engine.step(batch, draw, slots)
     assert engine.length(a) == 0
     (token,) = engine.step(StepBatch([a], [1, 2], [2], [1]), draw, [0]).read()
     assert [token] == naive_greedy(gpt, [1, 2], 1)
@@ -212,14 +216,14 @@ CONTROLS = [
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_fused_sampler_draws_what_the_reference_draws(device: str) -> None:
-    """Everything together, six requests on four seats: texts that sit down late find no counts of those before."""
+    """Everything together, six requests on four slots: sequences that come late find no counts of those before."""
     pytest.importorskip("triton", reason="triton is not installed")
     gpt = make_model().to(device)
     limits = make_limits(gpt.config, 4)
-    engine = CudaGraphEngine(gpt, limits) if device == "cuda" else SlotEngine(gpt, limits)
+    engine = CudaGraphEngine(gpt, limits) if device == "cuda" else StaticShapeEngine(gpt, limits)
     config = SchedulerConfig(4, limits.block_size, limits.max_num_cached_tokens)
-    sampler = FusedSampler(4, V, torch.device(device))
-    core = Core(engine, Scheduler(config), sample, None, V, ahead=Ahead(engine, sampler))
+    sampler = TritonSampler(4, V, torch.device(device))
+    core = Core(engine, Scheduler(config), sample, None, V, ahead=OverlapScheduler(engine, sampler))
     prompts = [prompt(n, i) for i, n in enumerate((3, 7, 5, 9, 2, 12))]
     expected = generate(make_core(gpt, recorded=False, ahead=False), prompts, CONTROLS)
     assert generate(core, prompts, CONTROLS) == expected
@@ -235,6 +239,6 @@ def test_an_llm_runs_ahead_on_a_gpu(tmp_path: Path) -> None:
     expected = LLM(folder, engine="static", dtype="float32").generate(["Go", "To be"], params)
     for engine in ("cuda_graph", "triton"):
         llm = LLM(folder, engine=engine, dtype="float32")
-        assert llm.core._ahead is not None
+        assert llm.core._overlap is not None
         found = llm.generate(["Go", "To be"], params)
         assert [o.outputs[0].text for o in found] == [o.outputs[0].text for o in expected]
