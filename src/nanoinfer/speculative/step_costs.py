@@ -91,10 +91,10 @@ class StepCosts:
 
     def __call__(self, num_seqs: int, num_tokens: int) -> float:
         """Return the seconds of a step of `num_seqs` sequences with `num_tokens` tokens in total."""
-        unlevelled = self._unlevelled(num_seqs, num_tokens)
+        sec = self._unlevelled(num_seqs, num_tokens)
         if num_tokens > num_seqs:  # more tokens never cost less
-            unlevelled = max(unlevelled, self._unlevelled(num_seqs, num_seqs))
-        return unlevelled * self.level.ratio
+            sec = max(sec, self._unlevelled(num_seqs, num_seqs))
+        return sec * self.level.ratio
 
     def plain(self, num_seqs: int) -> LatencyCorrection | None:
         """Return the correction of plain steps of about as many sequences; None before the first of them."""
@@ -118,8 +118,9 @@ class StepCosts:
         self.level.move(showed - self.level.log_ratio, LEVEL_RATE)
 
     def _unlevelled(self, num_seqs: int, num_tokens: int) -> float:
-        row = self._cells.get(num_seqs.bit_length(), {})
-        return self._times(num_tokens) * math.exp(_nearest(row, round(num_tokens / num_seqs)))
+        row, per_seq = self._cells.get(num_seqs.bit_length(), {}), round(num_tokens / num_seqs)
+        cell = row.get(per_seq)
+        return self._times(num_tokens) * math.exp(cell.log_ratio if cell is not None else _nearest(row, per_seq))
 
 
 def _nearest(row: dict[int, LatencyCorrection], per_seq: int) -> float:
