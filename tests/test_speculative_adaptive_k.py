@@ -67,7 +67,7 @@ class World:
     def adaptive(self) -> AdaptiveK:
         rng = random.Random(5)
         sizes = (*SIZES, 512, 1024)
-        measured = {n: self.curve(n) * math.exp(rng.gauss(0, NOISE / 2)) for n in sizes}
+        measured = {n: self.curve(n) * math.exp(rng.gauss(0, NOISE / 3)) for n in sizes}
         return AdaptiveK(StepCosts(StepTimes(measured)), self.draft_sec)
 
 
@@ -225,12 +225,12 @@ def test_alternating_good_and_bad_phases_never_cost_two_percent(curve: str, draf
 @pytest.mark.parametrize("draft_cost", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("curve", CURVES)
 def test_close_to_the_best_fixed_k(curve: str, draft_cost: float, acceptance: float, batch: int) -> None:
-    """95% of its speed over 256 tokens after one other request; 89% in batches (one run) and where k is long."""
+    """95% of its speed over 256 tokens after one other request; 93% where the longest k is best."""
     world, seeds = World(CURVES[curve], draft_cost, lambda p: acceptance), 4 if batch == 1 else 1
     best, k = min((decode(world, k, batch, seeds), k) for k in (0, 1, 2, 4, 8, 12))
     adaptive = world.adaptive()
     simulate(world, [Life(77 + i, 64) for i in range(batch)], adaptive)
-    assert best / decode(world, adaptive, batch, seeds) >= (0.95 if k < 12 and batch == 1 else 0.89)
+    assert best / decode(world, adaptive, batch, seeds) >= (0.95 if k < 12 else 0.93)
 
 
 @pytest.mark.parametrize("acceptance", [0.6, 0.9])

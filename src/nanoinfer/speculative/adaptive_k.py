@@ -35,7 +35,7 @@ MAX_LOAN_STEPS = 4.0  # a loan may be larger for one sequence
 FEW_BEHIND = 8  # tokens that a drafter reads beside its proposals at no cost worth a loan
 FIRST_RETRY, LAST_RETRY = 4, 32  # plain steps between probes
 FIRST_PLAIN, PLAIN_EVERY = 8, 64  # rounds between plain steps: 8 at first, 64 later
-NUM_WORSE = 4  # values of k in a row that are not better: none behind them is considered
+NUM_WORSE = 6  # values of k in a row that are not better: none behind them is considered
 DRAFT_RATE = 0.2
 
 

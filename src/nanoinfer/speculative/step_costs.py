@@ -18,7 +18,7 @@ from nanoinfer.engines.base import Engine, StepBatch
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ALWAYS = 8  # sizes up to this are measured at least once
-RUNS = 5
+RUNS = 9
 DEVICE_WARM_UPS = 2
 """Runs of a size that are not measured on a GPU: kernels are compiled in the first and captured in the second."""
 BUDGET_SEC = 1.0
