@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -37,6 +37,8 @@ def test_prompts_are_cut_or_repeated_with_edits() -> None:
     work = make_work(replace(PLAIN, batch=3), 1000, passages=text)
     assert [p[0] for p in work.prompts] == [100, 300, 100]
     assert work.output_tokens == [6, 6, 6]
+    later = make_work(replace(PLAIN, batch=2), 1000, seed=1, passages=[*text, list(range(500, 600))])
+    assert [p[0] for p in later.prompts] == [500, 100]  # the passages after those of the first round
 
 
 def test_passages_of_a_file_and_of_the_model_itself(tiny_folder: Path, tmp_path: Path) -> None:
@@ -86,6 +88,18 @@ def test_speedups_are_over_the_same_without_a_draft() -> None:
     assert [r.speedup for r in rows] == [None, 2.0, 1.0, 3.0]
 
 
+def test_speedups_of_drafts_are_medians_over_rounds_beside_each_other() -> None:
+    """Passages differ in length of time: only runs of the same round are compared."""
+
+    def row(case: Case, seconds: list[float]) -> Row:
+        return Row(case, summarize([RunTimes(1, [[s / 2, s]]) for s in seconds]), round_sec=seconds)
+
+    rows = [row(PLAIN, [2.0, 8.0, 3.0, 9.0]), row(replace(PLAIN, draft="a"), [1.0, 8.0, 2.0])]
+    add_speedups(rows, "native")
+    assert (rows[1].speedup, rows[1].speedup_min, rows[1].speedup_max) == (1.5, 1.0, 2.0)
+    assert rows[0].speedup_min is None
+
+
 def test_names_of_cases() -> None:
     drafted = replace(PLAIN, draft="gpt2", speculate_k=4, speculate_rule="reject")
     assert drafted.label == "native int8 + gpt2 k=4 reject"
@@ -100,10 +114,14 @@ def test_the_suite_has_every_case_once_beside_its_plain_one(quick: bool) -> None
     cases = suite.cases(suite.model, PRESETS["gpt2-large"], list(ENGINES), quick)
     assert len(set(cases)) == len(cases)
     assert {c.plain for c in cases} <= set(cases)
-    assert max(c.batch for c in cases) == 64
+    assert len([s for s, _ in groupby(c.shape for c in cases)]) == len({c.shape for c in cases})  # interleaved
+    hard = {c.draft for c in cases if c.sampler == "hot" and c.speculate_k == "auto" and c.draft}
+    assert hard == {c.draft for c in cases if c.draft}  # each draft on prompts that it cannot predict
+    assert (suite.rounds, suite.vary_prompts) == (6, True)
+    assert max(c.batch for c in cases) == (1 if quick else 32)
     if not quick:
         ks = {c.speculate_k for c in cases if c.draft == "wide:shakespeare-draft:gpt2" and c.batch == 1}
-        assert ks == {1, 2, 3, 4, 5, 6, 7, 8, "auto"}
+        assert ks == {2, 4, 8, "auto"}
         assert {(c.dtype, c.quantization) for c in cases} == {
             ("float32", "int8"), ("bfloat16", None), ("float32", None),
         }  # fmt: skip

@@ -15,6 +15,7 @@ from nanoinfer.sampling.params import SamplingParams
 SAMPLERS: dict[str, dict[str, Any]] = {  # what each named sampler asks for, as SamplingParams fields
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_k": 50},
+    "hot": {"temperature": 3.0},  # hardly predictable: drafts are right once in 15 times
     "controls": {
         "temperature": 0.8,
         "top_k": 50,
@@ -42,7 +43,7 @@ class Case:
     quantization: str | None = None
     """Weight format below 16 bits, in the backend's own name for it (int8, Q4_0, ...)."""
     sampler: str = "greedy"
-    """greedy, sampled (temperature and top-k) or controls (everything on)."""
+    """greedy, sampled (temperature and top-k), hot (a high temperature) or controls (everything on)."""
     batch: int = 1
     """Sequences at a time."""
     prompt_tokens: int = 32
@@ -113,7 +114,7 @@ def make_work(case: Case, vocab_size: int, seed: int = 0, passages: Passages = (
     Args:
         case: its shape decides the lengths.
         vocab_size: token ids are drawn below this.
-        seed: another seed gives other prompts of the same lengths.
+        seed: another seed gives other prompts of the same lengths; of passages the next ones.
         passages: for the workloads text and copy.
     """
     import random
@@ -128,7 +129,8 @@ def make_work(case: Case, vocab_size: int, seed: int = 0, passages: Passages = (
         sizes = [(case.prompt_tokens, case.output_tokens)] * case.batch
     if case.workload in ("text", "copy"):
         prompts = [
-            (cut_prompt if case.workload == "text" else repeat_prompt)(passages, i, n) for i, (n, _) in enumerate(sizes)
+            (cut_prompt if case.workload == "text" else repeat_prompt)(passages, i, n)
+            for i, (n, _) in enumerate(sizes, seed * case.batch)
         ]
         return Work(prompts, [m for _, m in sizes])
     prompts = [[tokens.randrange(vocab_size) for _ in range(n)] for n, _ in sizes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 from nanoinfer.bench.case import Case
@@ -101,7 +102,8 @@ def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceilin
 def add_speedups(rows: Sequence[Row], baseline: str) -> None:
     """Set each row's speed-up over backend `baseline` in the same shape and dtype; None where there is none.
 
-    A row with a draft is measured against its own backend without.
+    A row with a draft is measured against its own backend without: the median over the rounds that both have run,
+    each round's two runs beside each other.
     """
 
     def key(row: Row) -> object:
@@ -116,3 +118,8 @@ def add_speedups(rows: Sequence[Row], baseline: str) -> None:
     for row in rows:
         own = base.get(key(row)) if row.case.draft is None else plain.get(row.case.plain)
         row.speedup = row.figures.output_tokens_per_sec / own if row.figures is not None and own else None
+    rounds = {r.case: r.round_sec for r in rows if r.case.draft is None and r.round_sec}
+    for row in rows:
+        if row.case.draft is not None and row.round_sec and row.case.plain in rounds:
+            ratios = [a / b for a, b in zip(rounds[row.case.plain], row.round_sec, strict=False)]
+            row.speedup, row.speedup_min, row.speedup_max = statistics.median(ratios), min(ratios), max(ratios)

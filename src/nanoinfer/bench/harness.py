@@ -52,6 +52,8 @@ class Options:
     """A run without a cache that would take longer is extrapolated from its time at a few lengths."""
     max_case_sec: float = 6.0
     """A case that has been timed for this long gets no further round; every case gets one."""
+    vary_prompts: bool = False
+    """Every round has prompts of its own, the same for all cases of a shape."""
     breakdown: bool = False
     """Also profile where the time goes: our engines, where their rounds fit max_case_sec."""
     verify: bool = False
@@ -155,7 +157,7 @@ class Harness:
                     if rows[case].error is None and (i == 0 or spent[case] < self._options.max_case_sec):
                         start = self._clock()
                         with self._step(rows[case], f"round {i + 1} of {self._options.rounds}"):
-                            runs[case].append(self._timed(case, worker, rows[case]))
+                            runs[case].append(self._timed(case, worker, rows[case], i))
                         spent[case] += self._clock() - start
             for case, worker in workers.items():
                 quick = spent[case] < self._options.max_case_sec and not self._shortened(case)
@@ -169,6 +171,7 @@ class Harness:
             self._done += 1
             if row.error is None:
                 row.figures = summarize(runs[case])
+                row.round_sec = [r.total_sec for r in runs[case]]
                 if case.batch == 1 and case.workload == "uniform":
                     row.per_position_sec = by_position(runs[case], case.prompt_tokens) or None
                 fill_in(row, self._config, self._ceiling, naive=case.backend in NAIVE)
@@ -271,9 +274,9 @@ class Harness:
         while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
             seconds.append(worker.run(**shape).times.total_sec)
 
-    def _timed(self, case: Case, worker: WorkerHandle, row: Row) -> RunTimes:
+    def _timed(self, case: Case, worker: WorkerHandle, row: Row, round_index: int) -> RunTimes:
         if not self._shortened(case):
-            run = worker.run()
+            run = worker.run(seed=round_index if self._options.vary_prompts else 0)
             _note_memory(row, run)
             if run.speculation is not None:
                 add_speculation(row, run.speculation, self._config, self._ceiling)

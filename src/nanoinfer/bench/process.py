@@ -70,9 +70,9 @@ class WorkerProcess:
         """Load the backend. Raises NanoinferError with its reason when it cannot."""
         self._ask(do="load", case=dataclasses.asdict(self.case), weights=str(weights))
 
-    def run(self, **shape: Any) -> Run:
-        """Run the case once, in its own shape or with some fields changed."""
-        answer = self._ask(do="run", shape=shape)
+    def run(self, *, seed: int = 0, **shape: Any) -> Run:
+        """Run the case once, in its own shape or with some fields changed; another seed gives other prompts."""
+        answer = self._ask(do="run", seed=seed, shape=shape)
         times = RunTimes(answer["num_prompt_tokens"], answer["arrivals"])
         names = ("peak_memory_bytes", "reserved_bytes", "kv_cache_bytes", "speculation")
         return Run(answer["tokens"], times, **{name: answer.get(name) for name in names})
@@ -127,10 +127,10 @@ class WorkerHandle:
     def __init__(self, case: Case, process: WorkerProcess) -> None:
         self.case, self._process = case, process
 
-    def run(self, **shape: Any) -> Run:
-        """Run the case once, in its own shape or with some sizes changed."""
+    def run(self, *, seed: int = 0, **shape: Any) -> Run:
+        """Run the case once, in its own shape or with some sizes changed; another seed gives other prompts."""
         own = {name: getattr(self.case, name) for name in ("draft", "speculate_k", "speculate_rule")}
-        return self._process.run(**own, **shape)
+        return self._process.run(seed=seed, **own, **shape)
 
     def breakdown(self) -> dict[str, float]:
         """Return where the time of a step goes, in percent (our engines only)."""

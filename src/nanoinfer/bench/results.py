@@ -73,6 +73,10 @@ class Row:
     """What the roofline allows, all sequences together."""
     speedup: float | None = None
     """Output tokens/s over the baseline's in the same shape."""
+    speedup_min: float | None = None
+    """Of cases with a draft: the smallest ratio to plain decoding of two runs in the same round."""
+    speedup_max: float | None = None
+    """The same, the largest."""
     acceptance_percent: float | None = None
     """Of the proposals that were judged, those that the model agreed with (cases with a draft)."""
     mean_accepted_length: float | None = None
@@ -83,6 +87,8 @@ class Row:
     """The best k and its speed-up for this acceptance, by the roofline's costs of draft and target."""
     per_position_sec: list[list[float]] | None = None
     """[position, time of a token there], thinned to 32 positions at most (batch 1): `stats.by_position`."""
+    round_sec: list[float] | None = None
+    """Time of each round."""
     breakdown_percent: dict[str, float] | None = None
     """Where the time goes: part of the model -> share of the step."""
     note: str = ""
@@ -146,7 +152,7 @@ def _flat(row: Row) -> dict[str, Any]:
     if row.figures is not None:
         figures = dataclasses.asdict(row.figures)
     own = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-    for name in ("case", "figures", "per_position_sec", "breakdown_percent"):
+    for name in ("case", "figures", "per_position_sec", "round_sec", "breakdown_percent"):
         del own[name]
     return dataclasses.asdict(row.case) | figures | own
 

@@ -278,6 +278,8 @@ def _measure(
     options = Options(
         rounds=rounds,
         max_warmups=2 if plan.quick else 3,
+        max_case_sec=suite.max_case_sec if suite else Options.max_case_sec,
+        vary_prompts=bool(suite and suite.vary_prompts),
         breakdown=bool(suite and suite.breakdown),
         verify=bool(suite and suite.verify),
     )

@@ -22,6 +22,10 @@ class Suite:
     cases: Callable[[str, ModelConfig, Sequence[str], bool], list[Case]]
     """(model, its shape, our engines here, quick) -> cases, those of one shape together."""
     rounds: int = 3
+    max_case_sec: float = 6.0
+    """A case that has been timed for this long gets no further round."""
+    vary_prompts: bool = False
+    """Whether every round has prompts of its own."""
     breakdown: bool = False
     model: str = "random:gpt2"
     """Model to measure, unless another is asked for."""
@@ -81,26 +85,28 @@ def _drafts(model: str, config: ModelConfig) -> list[str]:
 
 
 def _speculative(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
-    """A table of k by draft and format; then sampling, repetition, company, and prompts that nobody can predict."""
+    """Fixed k and auto beside plain decoding, by draft and format; sampled, repeating, in batches, unpredictable."""
     best, drafts = engines[-1], _drafts(model, config)
     small: str | None = next(iter(ENGINES[best].quantizations), None)
     text = Case(best, model, "float32", small, workload="text", prompt_tokens=96, output_tokens=32 if quick else 64)
-    few: list[int | str] = ["auto"] if quick else [4, "auto"]
-    cases = _with(text, drafts[0], [3, "auto"] if quick else [1, 2, 3, 4, 5, 6, 7, 8, "auto"])
-    for draft in drafts[1:]:
-        cases += _with(text, draft, few)[1:]
+    ks: list[int | str] = [4, "auto"] if quick else [2, 4, 8, "auto"]
+    few: list[int | str] = [4, "auto"]
+    cases = [c for draft in drafts for c in _with(text, draft, ks)]
     if not quick:
-        for dtype in ("bfloat16", "float32"):
-            cases += _with(replace(text, dtype=dtype, quantization=None), drafts[0], [3, 5, 7, "auto"])
-    sampled = _with(replace(text, sampler="sampled"), drafts[0], [4])
-    cases += [*sampled, *(replace(c, speculate_rule="reject") for c in sampled[1:])]
-    cases += _with(replace(text, workload="copy"), "prompt-lookup", few)
-    hard = replace(text, workload="uniform", prompt_tokens=32, output_tokens=32)
-    company = [] if quick else [replace(text, batch=b) for b in (8, 32)]
-    for plain in (*company, hard, replace(hard, batch=64)):
-        cases += _with(plain, drafts[0], ["auto"])
-        cases += _with(plain, drafts[-1], ["auto"])[1:] if len(drafts) > 1 else []
-    return list(dict.fromkeys(cases))
+        half, single = replace(text, dtype="bfloat16", quantization=None), replace(text, quantization=None)
+        cases += [c for draft in dict.fromkeys((drafts[0], drafts[-1])) for c in _with(half, draft, ks)]
+        cases += _with(single, drafts[0], few)
+    sampled = _with(replace(text, sampler="sampled"), drafts[0], ks)
+    cases += [*sampled, *(replace(c, speculate_rule="reject") for c in sampled[1:] if c.speculate_k in few)]
+    cases += _with(replace(text, workload="copy"), drafts[-1], ks)
+    hot = replace(text, workload="uniform", sampler="hot", prompt_tokens=32)
+    cases += [c for draft in drafts for c in _with(hot, draft, few)]
+    if not quick:
+        several, many = replace(text, batch=8), replace(hot, batch=32, output_tokens=32)
+        for draft in dict.fromkeys((drafts[0], drafts[-1])):
+            cases += [*_with(several, draft, few), *_with(many, draft, ["auto"])]
+    shapes = list(dict.fromkeys(c.shape for c in cases))
+    return sorted(dict.fromkeys(cases), key=lambda c: shapes.index(c.shape))  # those of one shape together
 
 
 def _with(plain: Case, draft: str, ks: Sequence[int | str]) -> list[Case]:
@@ -233,6 +239,9 @@ SUITES: dict[str, Suite] = {
             "building-from-scratch: gpt2 to gpt2-large and gpt2-xl, k = 3 to 7, three dtypes",
             "native",
             _speculative,
+            rounds=6,
+            max_case_sec=30.0,  # how often a draft is right depends on the passage: all six are wanted
+            vary_prompts=True,
             model="wide:shakespeare:gpt2-large",
         ),
         Suite(

@@ -81,6 +81,7 @@ _SPECULATION: list[_Column] = [
     ("a round", lambda r: number(r.mean_accepted_length, 1)),
     ("draft %", lambda r: number(r.draft_share_percent, 0)),
     ("roofline", lambda r: r.predicted_speculation or "–"),
+    ("range", lambda r: f"{r.speedup_min:.2f}-{r.speedup_max:.2f}" if r.speedup_min and r.speedup_max else "–"),
 ]
 
 
@@ -120,7 +121,8 @@ def _cases(results: Results) -> Table:
     if _SPECULATION[0] in columns:
         table.caption = (
             "tok/s: all sequences; right: of the proposals that were judged; a round: accepted at a time;"
-            " draft: share of the time; roofline: the best k at that acceptance; x: over the row without a draft"
+            " draft: share of the time; roofline: the best k at that acceptance; x: over the row without a draft, the"
+            " median of the rounds; range: the smallest and the largest of a round"
         )
     if launches:
         table.caption = (

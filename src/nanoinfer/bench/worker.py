@@ -9,8 +9,8 @@
     {"do": "verify"}                                       -> {"ok": true, "ratio": 1.08}
     anything that goes wrong                               -> {"ok": false, "error": "one line"}
 
-`shape` overrides sizes of the case for one run. The process ends with its stdin, so it cannot outlive the one
-that started it. What libraries print goes to stderr.
+`shape` overrides sizes of the case for one run, `seed` chooses other prompts. The process ends with its stdin, so it
+cannot outlive the one that started it. What libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Worker:
         if request["do"] == "verify":
             return {"ratio": self._backend.verify()}  # type: ignore[attr-defined]
         case = dataclasses.replace(self._case, **request.get("shape", {}))
-        work = make_work(case, self._vocab_size, passages=self._passages)
+        work = make_work(case, self._vocab_size, seed=request.get("seed", 0), passages=self._passages)
         if case.draft is not None or self._speculated:  # backends that can are asked to, and to stop it again
             self._backend.speculate(case)  # type: ignore[attr-defined]
             self._speculated = True

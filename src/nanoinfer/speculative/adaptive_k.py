@@ -26,7 +26,7 @@ from nanoinfer.speculative.step_costs import LatencyCorrection, StepCosts
 
 MAX_K = 12
 PRIOR_ACCEPTANCE = 0.7  # before anything was proposed
-PRIOR_ROUNDS = 2.0  # rounds of its own that outweigh what is known beforehand
+PRIOR_ROUNDS = 4.0  # rounds of its own that outweigh what is known beforehand
 FORGET = 0.95  # weight of what is known, after each round
 MIN_GAIN = 1.02  # expected speed-up below which a step is plain
 LOSS_SHARE = 0.01  # of all time, that speculation may lose
@@ -35,6 +35,7 @@ MAX_LOAN_STEPS = 4.0  # a loan may be larger for one sequence
 FEW_BEHIND = 8  # tokens that a drafter reads beside its proposals at no cost worth a loan
 FIRST_RETRY, LAST_RETRY = 4, 32  # plain steps between probes
 FIRST_PLAIN, PLAIN_EVERY = 8, 64  # rounds between plain steps: 8 at first, 64 later
+NUM_WORSE = 6  # values of k in a row that are not better: none behind them is considered
 DRAFT_RATE = 0.2
 
 
@@ -162,9 +163,12 @@ class AdaptiveK:
         num, tokens, best = len(able), float(num_seqs), (0, MIN_GAIN)
         reached = map(sum, zip(*(b.acceptance.reached for b in able), strict=True))
         plain_rate = num_seqs / self._costs(num_seqs, num_seqs)
+        draft_ratio = self._costs.level.ratio * self._draft.ratio
         for k, accepted in zip(range(1, most + 1), reached, strict=False):
+            if k > best[0] + NUM_WORSE:
+                break
             tokens += accepted
-            sec = self._draft_only(num, k) + self._costs(num_seqs, num_seqs + k * num)
+            sec = self._draft_sec(num, k, num) * draft_ratio + self._costs(num_seqs, num_seqs + k * num)
             if tokens / sec > plain_rate * best[1]:
                 best = k, tokens / sec / plain_rate
         return best
@@ -188,11 +192,8 @@ class AdaptiveK:
         for b in able:
             if b.num_behind > FEW_BEHIND:
                 reading = self._reading_sec([b])
-                if (
-                    self.loan_sec > 0
-                    or b.num_to_come * gain_per_token < 2 * reading
-                    or (lent and lent + reading > room)
-                ):
+                too_much = self.loan_sec > 0 or (lent > 0 and lent + reading > room)
+                if too_much or b.num_to_come * gain_per_token < 2 * reading:
                     continue
                 lent += reading
             ready.append(b)

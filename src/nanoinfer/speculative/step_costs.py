@@ -16,14 +16,16 @@ from typing import cast
 
 from nanoinfer.engines.base import Engine, StepBatch
 
-SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
-RUNS = 5
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+ALWAYS = 8  # sizes up to this are measured at least once
+RUNS = 9
 DEVICE_WARM_UPS = 2
 """Runs of a size that are not measured on a GPU: kernels are compiled in the first and captured in the second."""
 BUDGET_SEC = 1.0
 LEVEL_RATE = 0.25  # share of a step's deviation that moves the level of all sizes
 CELL_RATE = 0.05  # share of the deviation between two steps of different sizes that moves their ratio
-FIRST_CELL_RATE = 0.3  # the same for the first two
+SHARE = 0.2  # share by which the corrections of neighbouring sizes follow one that is learned
+FIRST_STEPS = 8  # weight of the measurement at the start, in steps
 MAX_LOG_ERROR = 0.7  # a step that took more than twice the expected time was disturbed
 
 
@@ -72,7 +74,8 @@ class StepCosts:
     """Seconds of a step, kept current: StepTimes x a level of the whole machine x a correction for each kind of step.
 
     Every step moves the level. The corrections move only when two steps of different kinds follow one another, so
-    that a machine that becomes slower while all steps are of one kind does not make that kind look expensive.
+    that a machine that becomes slower while all steps are of one kind does not make that kind look expensive. Kinds
+    that are not chosen follow their neighbours, so that a wrong measurement does not exclude them for ever.
 
     Args:
         times: measured at the start.
@@ -88,10 +91,10 @@ class StepCosts:
 
     def __call__(self, num_seqs: int, num_tokens: int) -> float:
         """Return the seconds of a step of `num_seqs` sequences with `num_tokens` tokens in total."""
-        unlevelled = self._unlevelled(num_seqs, num_tokens)
+        sec = self._unlevelled(num_seqs, num_tokens)
         if num_tokens > num_seqs:  # more tokens never cost less
-            unlevelled = max(unlevelled, self._unlevelled(num_seqs, num_seqs))
-        return unlevelled * self.level.ratio
+            sec = max(sec, self._unlevelled(num_seqs, num_seqs))
+        return sec * self.level.ratio
 
     def plain(self, num_seqs: int) -> LatencyCorrection | None:
         """Return the correction of plain steps of about as many sequences; None before the first of them."""
@@ -107,13 +110,17 @@ class StepCosts:
         if self._last is not None and self._last[0] is not cell:
             before, showed_before = self._last
             for one, log_error in ((cell, showed - showed_before), (before, showed_before - showed)):
-                one.move(log_error, max(CELL_RATE, FIRST_CELL_RATE / (1 + one.num_updates)))
+                one.move(log_error, max(CELL_RATE, 1 / (FIRST_STEPS + one.num_updates)))
+            for other, neighbour in row.items():
+                if other != per_seq and min(other, per_seq) > 1:
+                    neighbour.log_ratio += SHARE * (cell.log_ratio - neighbour.log_ratio) / abs(other - per_seq)
         self._last = cell, showed
         self.level.move(showed - self.level.log_ratio, LEVEL_RATE)
 
     def _unlevelled(self, num_seqs: int, num_tokens: int) -> float:
-        row = self._cells.get(num_seqs.bit_length(), {})
-        return self._times(num_tokens) * math.exp(_nearest(row, round(num_tokens / num_seqs)))
+        row, per_seq = self._cells.get(num_seqs.bit_length(), {}), round(num_tokens / num_seqs)
+        cell = row.get(per_seq)
+        return self._times(num_tokens) * math.exp(cell.log_ratio if cell is not None else _nearest(row, per_seq))
 
 
 def _nearest(row: dict[int, LatencyCorrection], per_seq: int) -> float:
@@ -138,7 +145,7 @@ def measure_steps(
         max_tokens: largest step of interest; the context length limits it too.
         sizes: number of tokens of the steps to measure, ascending.
         clock: seconds.
-        budget_sec: no further step is run after this, except one of the smallest size. A GPU's warm-up does not count.
+        budget_sec: after this no step is run except one of each small size. A GPU's warm-up does not count.
     """
     most = min(max_tokens, engine.limits.block_size)
     sizes = [n for n in sizes if n <= most] or [sizes[0]]
@@ -161,7 +168,7 @@ def measure_steps(
                 timed(n)
         started = clock()
         for n in [n for _ in range(RUNS) for n in sizes]:
-            if runs and clock() - started > budget_sec:
+            if (n > ALWAYS or n in runs) and clock() - started > budget_sec:
                 break
             runs.setdefault(n, []).append(timed(n)[0])
     finally:
