@@ -1,4 +1,4 @@
-"""The package as it is installed: its version, types and exported names, its metadata, its build, its shell completion."""
+"""The package as it is installed: version, types, exported names, metadata, build, shell completion."""
 
 from __future__ import annotations
 
