@@ -24,7 +24,7 @@ from nanoinfer.bench.report.panels import panels, setting, sweep_axis
 from nanoinfer.bench.report.text import DASH, digits, slug
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.stats import Figures
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, missing_extra
 
 EVIL = '<script>alert("1 & 2")</script>$x^{$\x00\x1b'
 SPEED = {"recompute": 10.0, "dynamic": 25.0, "static": 37.5}
@@ -320,7 +320,9 @@ def test_a_missing_package_is_named_with_the_command(
     for name in [n for n in sys.modules if n.startswith("nanoinfer.bench.report.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(NanoinferError, match=re.escape(f"{package}, which is not installed: pip install '.[bench]'")):
+    with pytest.raises(
+        NanoinferError, match=re.escape(f"the report cannot be written: {missing_extra(package, 'bench')}")
+    ):
         report.write_report([full_results()], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

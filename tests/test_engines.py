@@ -399,7 +399,7 @@ def test_auto_goes_down_where_a_rung_is_missing_and_says_why(
     missing = replace(spec, module="no_such_package")
     monkeypatch.setitem(ENGINES, "cuda_graph", missing)
     assert registry.resolve(EngineConfig(), cuda, torch.float16).name == "static"
-    assert "engine=auto: not cuda_graph: no_such_package is not installed: pip install nanoinfer[gpu]" in caplog.text
+    assert "engine=auto: not cuda_graph: no_such_package is not installed: pip install 'nanoinfer[gpu]'" in caplog.text
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # neither Triton nor the extension
     with pytest.raises(NanoinferError, match="engine='triton' cannot run: triton is not installed"):
         registry.resolve(EngineConfig(engine="triton"), cuda, torch.float16)

@@ -66,6 +66,6 @@ def test_every_engine_has_its_page_and_its_row() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"

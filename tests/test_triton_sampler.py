@@ -24,6 +24,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from conftest import refuses
+from nanoinfer.errors import missing_extra
 from nanoinfer.sampling import flashinfer, fused, native, sampler
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.rng import uniform_reference
@@ -231,7 +232,7 @@ def test_what_is_not_covered_is_refused() -> None:
 def test_cuda_logits_are_drawn_by_the_kernels_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda:0")
     assert isinstance(native.choose_sampler(cuda), Sample)
-    monkeypatch.setattr(fused, "why_unavailable", lambda: "triton is not installed")
+    monkeypatch.setattr(fused, "why_unavailable", lambda: missing_extra("triton", "gpu"))
     assert native.choose_sampler(cuda) is sampler.sample
     refuses(lambda: TritonSampler(1, 5, CPU), "triton is not installed", "pip install")
 

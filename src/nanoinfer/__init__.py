@@ -4,7 +4,7 @@
     llm = LLM("shakespeare")
     print(llm.generate("O Romeo,", SamplingParams(max_tokens=60))[0].outputs[0].text)
 
-Importing this package imports no tensor library; `LLM` does, when it is first used.
+Importing this package imports no tensor library; `LLM` and the streams do, when they are first used.
 """
 
 from __future__ import annotations
@@ -12,19 +12,60 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer import processes  # noqa: F401  (what happens at a fork and at exit)
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.outputs import (
+    CompletionOutput,
+    Delta,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    Score,
+    SpeculationMetrics,
+)
 from nanoinfer.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
+    from nanoinfer.streams import OutputStream, TextStream
 
-__all__ = ["LLM", "NanoinferError", "SamplingParams"]
+    __version__: str
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Delta",
+    "Logprob",
+    "NanoinferError",
+    "OutputStream",
+    "RequestMetrics",
+    "RequestOutput",
+    "ResultError",
+    "SamplingParams",
+    "Score",
+    "SpeculationMetrics",
+    "TextStream",
+]
+
+_LAZY = {"LLM": "nanoinfer.llm", "OutputStream": "nanoinfer.streams", "TextStream": "nanoinfer.streams"}
+"""Name -> its module, which imports torch: that takes a second."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` when it is first asked for: it needs torch, which takes a second to import."""
-    if name == "LLM":
-        from nanoinfer.llm import LLM
+    """Import a name of `_LAZY`, or read the version, when it is first asked for."""
+    if name in _LAZY:
+        from importlib import import_module
 
-        return LLM
+        return getattr(import_module(_LAZY[name]), name)
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("nanoinfer")
+        except PackageNotFoundError:  # a source tree that was never installed
+            return "unknown"
     raise AttributeError(f"module 'nanoinfer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """Return the names that completion offers, those that are imported later included."""
+    return sorted({*globals(), *__all__, "__version__"})

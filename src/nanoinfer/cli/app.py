@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
 
+import nanoinfer
 from nanoinfer.cli import bench, engines, eval, generate, profile, roofline, terminal, train
 from nanoinfer.errors import NanoinferError, ResultError
 
@@ -18,7 +19,6 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 app = typer.Typer(
     name="nanoinfer",
     help="Text from GPT-2-family models, on every rung of the optimisation ladder.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -38,10 +38,7 @@ for name, command in COMMANDS.items():
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        try:
-            print(version("nanoinfer"))
-        except PackageNotFoundError:  # run from a source tree that was never installed
-            print("unknown")
+        print(nanoinfer.__version__)
         raise typer.Exit
 
 
@@ -77,6 +74,8 @@ def run(arguments: list[str]) -> int:
 def _invoke(arguments: list[str]) -> int:
     """Run a sub-command; turn its errors into one line and an exit code."""
     command: Any = typer.main.get_command(app)
+    if os.environ.get("_NANOINFER_COMPLETE"):  # the shell asks for completions: typer prints them and exits
+        command.main(arguments, "nanoinfer")
     try:  # not app(): it would turn a closed pipe and Ctrl-C into exit codes of its own
         with command.make_context("nanoinfer", arguments) as context:
             command.invoke(context)

@@ -16,7 +16,7 @@ from nanoinfer import processes
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.engines.base import Engine, EngineLimits
 from nanoinfer.engines.buckets import with_padding
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, missing_extra
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ class EngineSpec:
         if self.native and importlib.util.find_spec("nanoinfer._native") is None:
             return "built without the native extension: install a C++ compiler, then install nanoinfer again"
         if self.module is not None and importlib.util.find_spec(self.module) is None:
-            return f"{self.module} is not installed: pip install nanoinfer[gpu]"
+            return missing_extra(self.module, "gpu")
         import torch
 
         if "cpu" not in self.devices and not torch.cuda.is_available():

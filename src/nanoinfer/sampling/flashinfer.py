@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
 
@@ -29,7 +29,7 @@ def why_unavailable(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"the logits are on {device}, it needs a CUDA device"
     if importlib.util.find_spec("flashinfer") is None:
-        return "flashinfer is not installed: pip install 'nanoinfer[gpu]'"
+        return missing_extra("flashinfer", "gpu")
     return None
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
 
@@ -38,7 +38,7 @@ NOT_FINITE = -1
 
 def why_unavailable() -> str | None:
     """Return why the kernels cannot be used, or None."""
-    return None if importlib.util.find_spec("triton") else "triton is not installed"
+    return None if importlib.util.find_spec("triton") else missing_extra("triton", "gpu")
 
 
 class TritonSampler:
@@ -59,7 +59,7 @@ class TritonSampler:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         if why_not := why_unavailable():
-            raise NanoinferError(f"the fused sampler: {why_not}: pip install 'nanoinfer[gpu]', or use the reference")
+            raise NanoinferError(f"the fused sampler: {why_not}; or use the reference")
         from nanoinfer.kernels.triton import sampler as kernels
 
         self._kernels = kernels

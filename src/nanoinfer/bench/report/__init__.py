@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nanoinfer.bench.report.text import slug
 from nanoinfer.bench.results import Results
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, missing_extra
 
 PAGE = "index.html"
 
@@ -46,7 +46,7 @@ def _files(results: list[Results]) -> dict[str, bytes]:
         from nanoinfer.bench.report.marks import svg
         from nanoinfer.bench.report.page import Section, page
     except ImportError as e:
-        raise NanoinferError(f"the report needs {e.name}, which is not installed: pip install '.[bench]'") from None
+        raise NanoinferError(f"the report cannot be written: {missing_extra(e.name or 'a package', 'bench')}") from None
     files: dict[str, bytes] = {PAGE: b""}
     sections = []
     taken: Counter[str] = Counter()
