@@ -57,6 +57,7 @@ from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.training import loop
 from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.state import STATE
 
 
 @dataclass(frozen=True)
@@ -187,8 +188,7 @@ FILES = {
                         lambda p: draft_head.load(p.parent), others=make_head),
     "head-weights": File("draft_head.safetensors", lambda: [make_head()["draft_head.safetensors"]], mutate_safetensors,
                          lambda p: draft_head.load(p.parent), others=make_head),
-    "state": File(loop.STATE, lambda: [run_folder()[loop.STATE]], mutate_zip, resume,
-                  finish, run_folder),
+    "state": File(STATE, lambda: [run_folder()[STATE]], mutate_safetensors, resume, finish, run_folder),
     "results": File("results.json", make_results, mutate_json, results.read, use_results),
 }  # fmt: skip
 

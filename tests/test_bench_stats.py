@@ -228,7 +228,7 @@ def broken(**changes: object) -> str:
     "text, words",
     [
         ("{", "is no JSON"),
-        ("[]", "schema 'None'"),
+        ("[]", "schema None"),
         (broken(schema="nanoinfer-bench/9"), "schema 'nanoinfer-bench/9', not 'nanoinfer-bench/2'"),
         (broken(suite=None, extra=1), "missing or unknown"),
         (broken(rows=3), "does not follow"),
@@ -236,8 +236,15 @@ def broken(**changes: object) -> str:
         (broken(rows=[{"case": {"backend": "a", "model": "m", "batch": 0}, "figures": None}]), "batch=0"),
         (
             broken(rows=[{"case": {"backend": "a", "model": "m"}, "figures": None, "speedup": "x"}]),
-            "speedup is a str",
+            "speedup is 'x', a str",
         ),
+        ("[" * 100_000, "is no JSON"),
+        (broken(ceiling=3), "ceiling is 3, a int"),
+        (broken(ceiling={"read_bytes_per_sec": 1, "flops_per_sec": {"float32": "x"}}), "ceiling: flops_per_sec"),
+        (broken(rows=[{"case": {"backend": 1, "model": "m"}}]), "backend is 1, a int"),
+        (broken(rows=[{"case": {"backend": "a", "model": "m"}, "per_position_sec": [[1]]}]), "a list of pairs"),
+        (broken(rows=[{"case": {"backend": "a", "model": "m"}, "speedup": 10**400}]), "speedup is 1000"),
+        (broken(rows=[{"case": {"backend": "a", "model": "m", "\x1b[31m": 1}}]), r"'\x1b[31m'"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(text: str, words: str) -> None:

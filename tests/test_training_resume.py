@@ -230,11 +230,11 @@ def tensor(name: str, value: torch.Tensor | None) -> Callable[[Path], object]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "junk": (lambda p: p.write_bytes(b"junk"), "is no training state"),
-    "empty": (lambda p: p.write_bytes(b""), "is no training state"),
-    "pickle": (lambda p: torch.save({"step": 1}, p), "is no training state"),
-    "huge header": (lambda p: p.write_bytes(b"\xff" * 64), "is no training state"),
-    "cut": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "is no training state"),
+    "junk": (lambda p: p.write_bytes(b"junk"), "is no valid safetensors file"),
+    "empty": (lambda p: p.write_bytes(b""), "is no valid safetensors file"),
+    "pickle": (lambda p: torch.save({"step": 1}, p), "is no valid safetensors file"),
+    "huge header": (lambda p: p.write_bytes(b"\xff" * 64), "is no valid safetensors file"),
+    "cut": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "is no valid safetensors file"),
     "folder": (lambda p: (p.unlink(), p.mkdir()), "training.state"),
     "pipe": (lambda p: (p.unlink(), os.mkfifo(p)), "a pipe"),
     "no record": (tensor("record", None), "is no training state"),

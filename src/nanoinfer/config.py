@@ -149,10 +149,10 @@ class SpeculationConfig:
         k: Any = self.speculate_k
         if isinstance(k, str) and k.isdecimal() and len(k) <= 100:  # Python refuses to parse more than 4,300 digits
             object.__setattr__(self, "speculate_k", k := int(k))
-        if k != "auto":
-            if isinstance(k, str):
-                raise NanoinferError(f"speculate_k={show(k)} is neither auto nor an integer in [1, 64]")
+        if not isinstance(k, str):
             keep_int(self, "speculate_k", 1, 64)
+        elif k != "auto":
+            raise NanoinferError(f"speculate_k={show(k)} is neither auto nor an integer in [1, 64]")
         require_choice("speculate_rule", self.speculate_rule, RULES)
 
     @property

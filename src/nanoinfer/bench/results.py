@@ -23,6 +23,7 @@ import csv
 import dataclasses
 import io
 import json
+import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +31,13 @@ from typing import Any
 
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.stats import Figures
+from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped, parse_json, read_limited, reason
 
 SCHEMA = "nanoinfer-bench/2"
 SIGNIFICANT_DIGITS = 4
+MAX_BYTES = 16 << 20  # a row has about 1 kB
 
 
 @dataclass
@@ -167,43 +171,64 @@ def from_json(text: str, source: str) -> Results:
     Raises:
         NanoinferError: no JSON, another schema, or fields that are missing, unknown or of the wrong kind.
     """
-    try:
-        raw = json.loads(text)
-    except ValueError as e:
-        raise NanoinferError(f"{source} is no JSON: {' '.join(str(e).split())[:100]}") from None
+    source = escaped(source)
+    raw = parse_json(text, f"{source} is no JSON")
     found = raw.pop("schema", None) if isinstance(raw, dict) else None
     if found != SCHEMA:
-        raise NanoinferError(f"{source} has schema {str(found)[:60]!r}, not {SCHEMA!r}: run the benchmark again")
+        raise NanoinferError(f"{source} has schema {show(found)}, not {SCHEMA!r}: run the benchmark again")
     try:
         rows = [_row(r) for r in raw.pop("rows")]
         names = {f.name for f in dataclasses.fields(Results)} - {"rows"}
         if set(raw) != names:
             raise ValueError(f"fields {sorted(set(raw) ^ names)} are missing or unknown")
-        return Results(rows=rows, **raw)
+        made = _checked(Results(rows=rows, **raw))
+        for name, hint in (("read_bytes_per_sec", float), ("flops_per_sec", dict[str, float])):
+            if not _fits(made.ceiling.get(name), hint):
+                raise ValueError(f"ceiling: {name} is {show(made.ceiling.get(name))}")
+        return made
+    except NanoinferError as e:  # of a case
+        raise NanoinferError(f"{source} does not follow {SCHEMA}: {e}") from None
     except (TypeError, ValueError, KeyError, AttributeError) as e:
-        raise NanoinferError(f"{source} does not follow {SCHEMA}: {' '.join(str(e).split())[:160]}") from None
+        raise NanoinferError(f"{source} does not follow {SCHEMA}: {reason(e)}") from None
 
 
 def _row(raw: dict[str, Any]) -> Row:
-    case, figures = Case(**raw.pop("case")), raw.pop("figures", None)
-    row = Row(case=case, figures=Figures(**figures) if figures is not None else None, **raw)
-    for name, hint in typing.get_type_hints(Row).items():
-        value = getattr(row, name)
-        allowed = typing.get_args(hint) or (hint,)
-        plain = tuple({float: (int, float)}.get(a, typing.get_origin(a) or a) for a in allowed)
-        if not isinstance(value, typing.cast(Any, _flatten(plain))):
-            raise ValueError(f"{name} is a {type(value).__name__}")
+    case, figures = _checked(Case(**raw.pop("case"))), raw.pop("figures", None)
+    row = _checked(Row(case=case, figures=_checked(Figures(**figures)) if figures is not None else None, **raw))
+    if any(len(point) != 2 for point in row.per_position_sec or []):
+        raise ValueError("per_position_sec is not a list of pairs")
     return row
 
 
-def _flatten(kinds: tuple[Any, ...]) -> tuple[type, ...]:
-    """((int, float), NoneType) -> (int, float, NoneType)."""
-    return tuple(k for kind in kinds for k in (kind if isinstance(kind, tuple) else (kind,)))
+T = typing.TypeVar("T", Case, Figures, Row, Results)
+
+
+def _checked(made: T) -> T:
+    """Return a dataclass. Raises ValueError unless each field has the type that it is annotated with."""
+    for name, hint in typing.get_type_hints(type(made)).items():
+        if not _fits(value := getattr(made, name), hint):
+            raise ValueError(f"{name} is {show(value)}, a {type(value).__name__}")
+    return made
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a JSON value has a type: _fits([1, 2.5], list[float]) -> True. A number is finite as a float."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType:
+        return any(_fits(value, one) for one in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
+    if hint in (int, float):
+        kinds = (int, float) if hint is float else int
+        return isinstance(value, kinds) and not isinstance(value, bool) and abs(value) <= 1e300  # False for NaN
+    return hint is Any or isinstance(value, hint)
 
 
 def read(path: Path) -> Results:
     """Return the results in a file. Raises NanoinferError if it cannot be read or follows another schema."""
     try:
-        return from_json(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as e:
-        raise NanoinferError(f"results file {path} cannot be read: {e}") from None
+        return from_json(read_limited(path, MAX_BYTES, "benchmark results").decode(), str(path))
+    except UnicodeDecodeError as e:
+        raise NanoinferError(f"{escaped(path)} cannot be read as benchmark results: {reason(e)}") from None

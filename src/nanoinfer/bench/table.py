@@ -34,8 +34,10 @@ def headline(results: Results) -> str:
     flops = ", ".join(f"{name} {value / 1e12:.2f} TFLOP/s" for name, value in results.ceiling["flops_per_sec"].items())
     bandwidth = results.ceiling["read_bytes_per_sec"] / 1e9
     if results.machine.get("gpu_details"):
-        return f"ceiling of {results.machine['gpu']}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
-    threads = results.machine["threads"]
+        return (
+            f"ceiling of {results.machine.get('gpu')}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
+        )
+    threads = results.machine.get("threads", "?")
     products = f"; products {flops}" if flops else ""
     return f"ceiling of this machine: reads {bandwidth:.1f} GB/s{products} ({threads} threads)"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 MAX_GROWTH = 1024
 MAX_STEPS = 100
+MAX_VOCAB_SIZE = 2**31 - 1  # also the largest of a model
 
 
 def check_growth(spec: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, parse_json, read_limited, reason
 from nanoinfer.models.text_streams import MISSING, CharStream, SuffixStream, TextStream, Utf8Stream, spelled
-from nanoinfer.models.tokenizer_limits import check_growth
+from nanoinfer.models.tokenizer_limits import MAX_VOCAB_SIZE, check_growth
 
 if TYPE_CHECKING:
     import tokenizers
@@ -155,7 +155,9 @@ def _table_size(core: tokenizers.Tokenizer) -> int:
     ids = core.get_vocab(with_added_tokens=True).values()
     if not ids:
         raise NanoinferError("the vocabulary is empty: a tokenizer needs at least one token")
-    return 1 + max(ids)
+    if (size := 1 + max(ids)) > MAX_VOCAB_SIZE:
+        raise NanoinferError(f"token id {size - 1} is too large: ids must be less than {MAX_VOCAB_SIZE}")
+    return size
 
 
 def _encode(core: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoinfer.checks import require_bool, require_choice, require_float, require_int
+from nanoinfer.checks import require_bool, require_choice, require_float, require_int, show
 from nanoinfer.errors import NanoinferError
 
 
@@ -80,6 +80,8 @@ class TrainConfig:
     """Dtype of the weights on disk: float32, bfloat16 or float16."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.data, (tuple, list)):
+            raise NanoinferError(f"data={show(self.data)} is not a tuple of text files")
         if not self.data:
             raise NanoinferError("data is empty: give at least one text file")
         ints = "distill_tokens head_hidden n_layer n_head n_embd block_size batch_size max_steps eval_interval"

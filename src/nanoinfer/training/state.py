@@ -26,7 +26,8 @@ from torch import Tensor
 
 from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import parse_json, read_limited, read_text, reason, write_atomically
+from nanoinfer.files import parse_json, read_text, reason, write_atomically
+from nanoinfer.models.checkpoints.stored import ITEM_BYTES, read_safetensors
 from nanoinfer.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 STATE = "training.state"
 PENDING = "training.state.pending"
 _OLD = "training_state.pt"
-_MAX_BYTES = 64 << 30
 _MODEL_NAMES = ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "meta.pkl", "draft_head.json")
 _MODEL_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 _FREE = ("out", "device", "data")  # settings that may change: of the data, the content counts
@@ -111,11 +111,12 @@ def read_state(out: Path, config: TrainConfig, resume: bool) -> State | None:
 
 def _read(path: Path) -> State:
     """Return a state whose record has the right keys and types, and whose tokenizer is text."""
-    from safetensors.torch import load
-
-    content = read_limited(path, _MAX_BYTES, "a training state")
+    stored = read_safetensors(path)  # compares the header with the file's size before it reads any tensor
+    for name, tensor in stored.items():
+        if tensor.dtype not in (*ITEM_BYTES, "uint8"):
+            raise NanoinferError(f"{path} is no training state: tensor {show(name)} is {tensor.dtype[:20]}")
     try:
-        tensors = load(content)
+        tensors = {name: tensor.read() for name, tensor in stored.items()}
         texts = {name: bytes(tensors[name].numpy()) for name in ("record", "tokenizer_json")}
         record = parse_json(texts["record"], f"{path} is no training state")
         for key, kind in {"config": dict, "step": int, "best_val_loss": float, "digests": dict, "weights": str}.items():

@@ -122,7 +122,7 @@ def _place(name: str | Path) -> Path:
     try:
         path = Path(name).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as e:  # too long, not ours to look into, ~nobody
+    except (OSError, RuntimeError, ValueError) as e:  # too long, no permission, no such user, a null byte
         raise NanoinferError(f"{str(name)[:100]!r} cannot be looked up: {escaped(e, 60)}") from None
     return path
 
@@ -156,7 +156,7 @@ def _random(name: str, dtype: torch.dtype | None, seed: int) -> Weights:
 
     preset = name.removeprefix("random:")
     if preset not in PRESETS:
-        raise NanoinferError(f"model {name!r}: there is no preset {preset!r}: use one of {', '.join(PRESETS)}")
+        raise NanoinferError(f"model {show(name)}: there is no preset {show(preset)}: use one of {', '.join(PRESETS)}")
     config = PRESETS[preset]
 
     def draw() -> Iterator[tuple[str, Tensor]]:
@@ -190,7 +190,7 @@ def _widened(name: str, dtype: torch.dtype | None, seed: int, tokenizer: str | N
     try:
         weights = widen_weights(loaded.gpt, n_embd=shape.n_embd, n_layer=shape.n_layer)
     except NanoinferError as e:
-        raise NanoinferError(f"model {name!r}: {e}") from None
+        raise NanoinferError(f"model {show(name)}: {e}") from None
     weights = replace(weights, dtype=dtype or weights.dtype)
     return LoadedModel(name, weights, weights.config, loaded.tokenizer, loaded.no_tokenizer_reason)
 
@@ -203,7 +203,7 @@ def _hub_folder(name: str) -> Path:
         raise NanoinferError(f"model {show(name)}: there is no such file or folder")
     if not all(re.fullmatch(r"[\w][\w.-]*", part) for part in parts):
         raise NanoinferError(
-            f"model {name!r} is neither built in ({', '.join(builtin_names())}), nor random:<preset>, nor"
+            f"model {show(name)} is neither built in ({', '.join(builtin_names())}), nor random:<preset>, nor"
             " wide:<model>:<preset>, nor a path that exists, nor a Hub repository id"
         )
     return huggingface.download(f"openai-community/{name}" if name in PRESETS else name)
@@ -236,12 +236,12 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
             return load_tokenizer(GPT2_TOKENIZER_REPO)
         except NanoinferError:
             raise NanoinferError(
-                f"model {name!r} uses GPT-2's tokenizer, which is not beside it and could not be fetched from the"
+                f"model {show(name)} uses GPT-2's tokenizer, which is not beside it and could not be fetched from the"
                 " Hugging Face Hub: give token ids, or tokenizer= a folder that has it (--tokenizer shakespeare"
                 " will do for measuring speed)"
             ) from None
     raise NanoinferError(
-        f"model {name!r} has no tokenizer: its vocabulary of {config.vocab_size} is not GPT-2's, and there is no"
+        f"model {show(name)} has no tokenizer: its vocabulary of {config.vocab_size} is not GPT-2's, and there is no"
         " tokenizer.json or meta.pkl beside it: give token ids, or tokenizer= a file"
     )
 
@@ -249,7 +249,7 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, name: str) -> None:
     if tokenizer.vocab_size > config.vocab_size:
         raise NanoinferError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {name!r} only {config.vocab_size}:"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {show(name)} only {config.vocab_size}:"
             " they do not belong together"
         )
     if tokenizer.vocab_size < config.vocab_size:

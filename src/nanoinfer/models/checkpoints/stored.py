@@ -127,7 +127,8 @@ def _entries(
             raise NanoinferError(f"{wrong}: numbers must be integers in [0, 2**63), and begin <= end")
         places.append((offsets[0], offsets[1]))
         shape, dtype = tuple(shape), _DTYPES.get(dtype) or str(dtype)
-        if dtype in ITEM_BYTES and math.prod(shape) * ITEM_BYTES[dtype] != offsets[1] - offsets[0]:
+        item_bytes = 1 if dtype == "uint8" else ITEM_BYTES.get(dtype)
+        if item_bytes is not None and math.prod(shape) * item_bytes != offsets[1] - offsets[0]:
             raise NanoinferError(f"{wrong}: its shape and its data_offsets disagree")
         yield name, StoredTensor(file, data + offsets[0], dtype, shape, contiguous(shape))
 
