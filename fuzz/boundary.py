@@ -171,7 +171,9 @@ def run_sampler(data: bytes, folder: Path) -> None:
         tokens = _native.sample_rows(logits=logits, rows=rows)
     except ERRORS:
         return
-    assert len(tokens) == len(rows) and all(0 <= t < logits.shape[1] for t in tokens), tokens  # noqa: PT018
+    assert len(tokens) == len(rows) and all(-1 <= t < logits.shape[1] for t in tokens), tokens  # noqa: PT018
+    for token, row, options in zip(tokens, logits, rows, strict=True):  # -1: the largest is not finite
+        assert token >= 0 or options is not None or not np.isfinite(row).all(), "-1 for finite logits"
 
 
 def run_kernels(data: bytes, folder: Path) -> None:

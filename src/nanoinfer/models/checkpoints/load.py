@@ -11,6 +11,7 @@ and layers: the source's words, vocabulary, context length and tokenizer at abou
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -198,7 +199,7 @@ def _widened(name: str, dtype: torch.dtype | None, seed: int, tokenizer: str | N
 def _hub_folder(name: str) -> Path:
     """Return the local folder of a Hub repository, or say that `name` is no model at all."""
     parts = name.split("/")
-    local = len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).exists())
+    local = len(parts) > 2 or (len(parts) == 2 and os.path.exists(parts[0]))  # False for a name that is too long
     if local or name.startswith((".", "/", "~")) or name.endswith((".pt", ".bin", ".safetensors", "/")):
         raise NanoinferError(f"model {show(name)}: there is no such file or folder")
     if not all(re.fullmatch(r"[\w][\w.-]*", part) for part in parts):
