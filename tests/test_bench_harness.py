@@ -15,12 +15,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from nanoinfer.bench.model_folders import shared_folder
 
 from conftest import make_folder, refuses
 from nanoinfer.bench import results
 from nanoinfer.bench.backends import open_backend
 from nanoinfer.bench.case import Case
+from nanoinfer.bench.model_folders import shared_folder
 from nanoinfer.bench.process import WorkerProcess
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.suites import SUITES

@@ -186,7 +186,9 @@ def test_daemon_threads_that_generate_do_not_disturb_the_exit(
     need(engine[0])
     for wait in ("0", "0.01", "0.1"):  # 0: while they load
         monkeypatch.setenv("WAIT", wait)
+        start = time.monotonic()
         assert run(PREPARE + DAEMON, str(tiny_folder), *engine).stderr == ""
+        assert time.monotonic() - start < processes.EXIT_WAIT_SEC  # no step lasts long here
 
 
 SAMPLER = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,15 @@ def test_files_and_functions_are_small() -> None:
                 assert node.end_lineno is not None
                 lines = node.end_lineno - node.lineno + 1
                 assert lines <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {lines} lines"
+
+
+def test_the_table_of_faults_names_tests_that_are_there() -> None:
+    table = (Path(__file__).parent / "README.md").read_text()
+    sources = {p.name: p.read_text() for p in Path(__file__).parent.glob("test_*.py")}
+    files, names = set(re.findall(r"`(test_\w+\.py)`", table)), set(re.findall(r"`(test_\w+)(?:\[.*?\])?`", table))
+    assert len(names) > 50
+    assert files <= sources.keys()
+    assert [name for name in sorted(names) if not any(f"def {name}(" in text for text in sources.values())] == []
 
 
 def test_every_module_imports_and_says_what_it_is() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from conftest import TINY, make_folder, refuses
-from nanoinfer.bench import passages
+from nanoinfer.bench import prompts
 from nanoinfer.llm import LLM
 from nanoinfer.models.tokenizers import from_file
 from nanoinfer.training import data
@@ -62,9 +62,9 @@ def test_every_way_in_gives_the_same_tokens(
 
     long = tmp_path / "long.txt"
     long.write_bytes(TEXT.encode() * 100)
-    passages.write(tmp_path, str(folder), long)
-    start = random.Random(0).randrange(100 * len(ids) - passages.PASSAGE_TOKENS)
-    assert list(passages.read(tmp_path)[0]) == (ids * 100)[start : start + passages.PASSAGE_TOKENS]
+    prompts.write(tmp_path, str(folder), long)
+    start = random.Random(0).randrange(100 * len(ids) - prompts.PASSAGE_TOKENS)
+    assert list(prompts.read(tmp_path)[0]) == (ids * 100)[start : start + prompts.PASSAGE_TOKENS]
 
 
 def test_a_file_that_is_no_text_is_one_line(run: Run, folder: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -76,4 +76,4 @@ def test_a_file_that_is_no_text_is_one_line(run: Run, folder: Path, tmp_path: Pa
         assert str(bad) in err
     for path in (bad, tmp_path, tmp_path / "none"):
         refuses(lambda p=path: data.read_texts([str(p)]), str(path))  # type: ignore[misc]
-        refuses(lambda p=path: passages.write(tmp_path, str(folder), p), str(path))  # type: ignore[misc]
+        refuses(lambda p=path: prompts.write(tmp_path, str(folder), p), str(path))  # type: ignore[misc]

@@ -36,9 +36,10 @@ def step_lock() -> threading.Lock:
     A plain lock: Python handles no signal between taking it and the block of its `with`, nor before its release.
     """
     lock = threading.Lock()
-    _locks.append(ref(lock, _locks.remove))
-    while _is_exiting and threading.current_thread() is not threading.main_thread():  # too late for the exit to see it
-        time.sleep(3600)
+    if _is_exiting and threading.current_thread() is not threading.main_thread():
+        lock.acquire()  # for good: whoever makes a lock now may hold another, for which the exit waits
+    else:
+        _locks.append(ref(lock, _locks.remove))
     return lock
 
 

@@ -1,0 +1,183 @@
+"""Valid inputs of every kind, small, and made by the project itself: what the fuzzers begin with."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tokenizers as hf
+import torch
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from nanoinfer.bench import results
+from nanoinfer.bench.case import Case
+from nanoinfer.bench.stats import Figures
+from nanoinfer.config import ModelConfig
+from nanoinfer.models import draft_head, tokenizers
+from nanoinfer.models.checkpoints import huggingface
+from nanoinfer.models.gpt import GPT
+from nanoinfer.training import loop
+from nanoinfer.training.config import TrainConfig
+
+CHARS = "\n abcdefgh\u00e9\U0001f600"
+
+
+TINY = ModelConfig(vocab_size=len(CHARS), block_size=8, n_layer=1, n_head=2, n_embd=4, bos_token_id=0)
+
+
+TEXT = "a bad cab fed a deaf bee; he had a \u00e9 and a \U0001f600. " * 8
+
+
+@cache
+def model_folder(shards: bool = False) -> dict[str, bytes]:
+    """Return the files of a tiny model: name -> content."""
+    from tempfile import TemporaryDirectory
+
+    gpt = GPT(TINY)
+    gpt.init_weights(torch.Generator().manual_seed(0))
+    with TemporaryDirectory() as folder:
+        huggingface.save(gpt, Path(folder), tokenizers.char_to_json(CHARS))
+        files = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+    if shards:
+        files["a.safetensors"] = files.pop("model.safetensors")
+    return files
+
+
+def without(files: dict[str, bytes], name: str) -> dict[str, bytes]:
+    """Return all files but one."""
+    return {k: v for k, v in files.items() if k != name}
+
+
+def make_index() -> list[bytes]:
+    """An index of one shard."""
+    return [b'{"metadata": {"total_size": 9}, "weight_map": {"wte.weight": "a.safetensors", "b": "a.safetensors"}}']
+
+
+def make_checkpoints() -> list[bytes]:
+    """nanoGPT's ckpt.pt: stored, with optimizer state and prefixes, and with parameters."""
+    gpt = GPT(replace(TINY, bos_token_id=None))
+    gpt.init_weights(torch.Generator().manual_seed(0))
+    shape = {f: getattr(TINY, f) for f in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
+    made = []
+    for state, extra in (
+        (gpt.state_dict(), {}),
+        ({f"_orig_mod.{k}": v for k, v in gpt.state_dict().items()}, {"iter_num": 3, "config": {"dataset": "x"}}),
+        (dict(gpt.named_parameters()), {"optimizer": {"state": {0: {"step": torch.zeros(())}}}}),
+    ):
+        out = io.BytesIO()
+        torch.save({"model": state, "model_args": shape} | extra, out)
+        made.append(out.getvalue())
+    return made
+
+
+def make_bin() -> list[bytes]:
+    """A pytorch_model.bin: Hugging Face's names and layout, pickled."""
+    from safetensors.torch import load
+
+    out = io.BytesIO()
+    torch.save(load(model_folder()["model.safetensors"]), out)
+    return [out.getvalue()]
+
+
+def make_meta() -> list[bytes]:
+    """nanoGPT's meta.pkl, in three protocols."""
+    ids = {c: i for i, c in enumerate(CHARS)}
+    meta = {"vocab_size": len(ids), "itos": {i: c for c, i in ids.items()}, "stoi": ids}
+    return [pickle.dumps(meta, protocol) for protocol in (0, 2, 4)]
+
+
+@cache
+def trained() -> dict[str, str]:
+    """Return a tokenizer.json of every kind: name -> content."""
+    special = ["<unk>", "[UNK]", "[SEP]"]
+    kinds: dict[str, tuple[Any, Any, Any, Any]] = {
+        "bpe": (models.BPE(), trainers.BpeTrainer(vocab_size=280, show_progress=False, special_tokens=["<|endoftext|>"],
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet()), pre_tokenizers.ByteLevel(add_prefix_space=False),
+                decoders.ByteLevel()),
+        "unigram": (models.Unigram(), trainers.UnigramTrainer(vocab_size=40, unk_token="<unk>", special_tokens=special,
+                    show_progress=False), pre_tokenizers.Metaspace(), decoders.Metaspace()),
+        "wordpiece": (models.WordPiece(unk_token="[UNK]"), trainers.WordPieceTrainer(vocab_size=60, special_tokens=special,
+                      show_progress=False), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()),
+    }  # fmt: skip
+    made = {"char": tokenizers.char_to_json(CHARS)}
+    for name, (model, trainer, split, decoder) in kinds.items():
+        core = hf.Tokenizer(model)
+        core.pre_tokenizer, core.decoder = split, decoder
+        if name == "wordpiece":
+            core.normalizer = normalizers.BertNormalizer()
+        core.train_from_iterator([TEXT], trainer)
+        made[name] = core.to_str()
+    return made
+
+
+def make_tokenizers() -> list[bytes]:
+    """Every kind; with truncation and padding, and a normalizer and a splitter that are given as patterns."""
+    core = hf.Tokenizer.from_str(trained()["bpe"])
+    core.enable_truncation(16)
+    core.enable_padding(length=40)
+    core.normalizer = normalizers.Sequence([normalizers.Replace("a", "bb"), normalizers.NFKC()])
+    core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(hf.Regex("e+"), "isolated"), core.pre_tokenizer])
+    return [text.encode() for text in (*trained().values(), core.to_str())]
+
+
+def make_vocab() -> list[bytes]:
+    """GPT-2's vocab.json."""
+    return [str(hf.Tokenizer.from_str(trained()["bpe"]).get_vocab()).replace("'", '"').encode(), b'{"a": 0, "b": 1}']
+
+
+def make_head() -> dict[str, bytes]:
+    """The files of a draft head."""
+    from tempfile import TemporaryDirectory
+
+    head = draft_head.RecurrentHead(draft_head.DraftHeadConfig("x", TINY.vocab_size, TINY.n_embd, 8))
+    head.init_weights(torch.Generator().manual_seed(0))
+    with TemporaryDirectory() as folder:
+        draft_head.save(head, Path(folder))
+        return {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+
+
+def train_config(folder: Path) -> TrainConfig:
+    """Return a run of two steps, whose state is written after each."""
+    return TrainConfig(
+        data=(str(folder / "text.txt"),), out=str(folder), n_layer=1, n_head=2, n_embd=4, block_size=8, batch_size=2,
+        max_steps=2, eval_interval=1, eval_tokens=16, warmup_steps=1, device="cpu",
+    )  # fmt: skip
+
+
+@cache
+def run_folder() -> dict[str, bytes]:
+    """Return the files of a training run that was stopped after its first step."""
+    from tempfile import TemporaryDirectory
+
+    def stop(progress: loop.Progress) -> None:
+        raise KeyboardInterrupt
+
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "text.txt").write_text(TEXT)
+        try:
+            loop.train(loop.prepare(train_config(folder)), stop)
+        except KeyboardInterrupt:
+            pass
+        return {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def make_results() -> list[bytes]:
+    """Results with everything known, and with a failure."""
+    figures = Figures(3, 0.01, 0.03, 0.03, 0.04, 30.0, 30.0, 800.0, 27.0, 2.75, 4.5)
+    rows = [
+        results.Row(Case("static", "random:gpt2"), figures, True, 10**9, None, 10**6, 10**8, 1e6, 1e6, 44.0, 5.0,
+                    speedup=1.0, per_position_sec=[0.1], breakdown_percent={"head": 1.0}),
+        results.Row(Case("native", "random:gpt2", batch=4, draft="x"), figures, acceptance_percent=50.0),
+        results.Row(Case("recompute", "random:gpt2"), error="it failed"),
+    ]  # fmt: skip
+    machine: dict[str, Any] = {"cpu": "a CPU", "cores": 2, "threads": 2, "memory_bytes": 10**10, "gpu": None}
+    ceiling: dict[str, Any] = {"read_bytes_per_sec": 3e10, "flops_per_sec": {"float32": 1e12}, "source": "measured"}
+    made = results.Results(
+        "ladder", "recompute", "2026-11-21", "abc", "nanoinfer bench", machine, {"torch": "2"}, ceiling, rows
+    )
+    return [results.to_json(made).encode(), results.to_json(replace(made, suite="long")).encode()]
