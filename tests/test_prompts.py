@@ -113,7 +113,7 @@ def test_an_error_of_one_prompt_among_several_says_which(llm: LLM) -> None:
     prompts[16] = "a" * 33
     refuses(lambda: llm.generate(prompts, GREEDY), "prompt 17 of 52: ", "33 tokens")
     refuses(lambda: llm.generate(["Go", [99]], GREEDY), "prompt 2 of 2: token id 99 is not an integer in [0, 58]")
-    refuses(lambda: llm.perplexity(["Go", "", "a"]), "prompt 2 of 3: ")
+    refuses(lambda: llm.perplexity(["Go", "", "a"]), "text 2 of 3: ")
     with pytest.raises(ValueError, match=r"^(?!prompt 1 of 1)"):
         llm.generate(["a" * 33], GREEDY)
     assert not llm.core.unfinished

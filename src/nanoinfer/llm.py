@@ -317,9 +317,13 @@ class LLM:
             raise NanoinferError(f"{len(before)} contexts, but {len(after)} continuations: give one, or one for each")
         pairs = []
         for i, (context, continuation) in enumerate(zip(before, after, strict=True)):
-            with numbered(i, len(after)):
+            with numbered(i, len(after), "continuation"):
                 pairs.append(self._pair(context, continuation))
-        return [scoring.loglikelihood(self.core, *pair) for pair in pairs]
+        outputs = []
+        for i, pair in enumerate(pairs):
+            with numbered(i, len(after), "continuation"):
+                outputs.append(scoring.loglikelihood(self.core, *pair))
+        return outputs
 
     def _pair(self, context: str | list[int], continuation: str | list[int]) -> tuple[list[int], list[int]]:
         """Return the token ids of a context and its continuation, at least one each."""
@@ -362,7 +366,7 @@ class LLM:
             raise NanoinferError(f"stride={show(stride)} is not an integer in [1, {block_size}] (the context length)")
         outputs = []
         for i, text in enumerate(many := as_list(texts)):
-            with numbered(i, len(many)):
+            with numbered(i, len(many), "text"):
                 ids = self.tokenize(text)
                 if (count := len(ids) - 1) < 1:
                     raise NanoinferError("a text of 1 token cannot be scored: the first has no context; give two")
