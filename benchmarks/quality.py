@@ -137,7 +137,7 @@ def measure(model: str, text: str, max_tokens: int | None, threads: int | None) 
         llms[name] = LLM(model, **common, **REFERENCE)
         sizes[name] = round_weights(llms[name].engine.model, pack)  # type: ignore[attr-defined]
     first = llms["reference"]
-    texts = windows(first.encode(text), first.config.block_size, max_tokens)
+    texts = windows(first.tokenize(text), first.config.block_size, max_tokens)
     if not texts or len(texts[0]) < 2:
         raise NanoinferError(f"the held-out text is shorter than one window of {first.config.block_size} tokens")
     totals = compare({name: llm.engine for name, llm in llms.items()}, texts)

@@ -266,7 +266,11 @@ def run_params(data: bytes, folder: Path) -> None:
         given[choices.pick(fields).name] = choices.pick(ANY)
     made = kind(**given)
     if kind is SamplingParams:
-        limits = {"max_tokens": min(made.max_tokens, 12), "min_tokens": min(made.min_tokens, 2), "n": min(made.n, 2)}
+        limits = {
+            "max_tokens": min(made.max_tokens or 12, 12),
+            "min_tokens": min(made.min_tokens, 2),
+            "n": min(made.n, 2),
+        }
         tiny_llm().generate("a bad", replace(made, **limits))
 
 

@@ -94,7 +94,7 @@ def test_eval_prints_what_score_says(run: Run, tiny_folder: Path, tmp_path: Path
     text = "To be, or not to be: that is. " * 3
     (tmp_path / "t.txt").write_text(text)
     code, out, _ = run("eval", tmp_path / "t.txt", "-m", tiny_folder, "--json")
-    (score,) = LLM(str(tiny_folder)).score(text)
+    (score,) = LLM(str(tiny_folder)).perplexity(text)
     result = json.loads(out)
     assert code == 0
     assert result["perplexity"] == pytest.approx(score.perplexity)

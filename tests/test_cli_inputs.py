@@ -215,15 +215,16 @@ def test_a_line_of_train_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> 
     assert len(line) <= 80
 
 
-def test_score_tells_how_far_it_is(tiny_folder: Path) -> None:
+def test_perplexity_tells_how_far_it_is(tiny_folder: Path) -> None:
     seen: list[tuple[int, int]] = []
-    LLM(str(tiny_folder), engine="static").score("a" * 60, stride=16, progress=lambda *at: seen.append(at))
+    LLM(str(tiny_folder), engine="static").perplexity("a" * 60, stride=16, progress=lambda *at: seen.append(at))
     assert seen == [(33, 60), (49, 60), (60, 60)]
 
 
 def test_eval_draws_a_bar_on_a_terminal_alone(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("To be, or not to be. " * 40)
-    arguments = [sys.executable, "-m", "nanoinfer", "eval", str(tmp_path / "t.txt"), "-m", str(tiny_folder)]
+    at_once = "from nanoinfer import cli, progress; progress.DELAY_SEC = 0; cli.main()"
+    arguments = [sys.executable, "-c", at_once, "eval", str(tmp_path / "t.txt"), "-m", str(tiny_folder)]
     master, slave = pty.openpty()
     env = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
     child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=slave, env=env)

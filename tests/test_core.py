@@ -310,7 +310,7 @@ def test_outputs_of_texts_that_go_on() -> None:
     core.step()
     for request, text, num_logprobs in ((with_logprobs, "b", 1), (without, "c", None)):
         (o,) = core.output(request).outputs
-        assert (o.text, o.finish_reason, o.logprobs and len(o.logprobs)) == (text, "", num_logprobs)
+        assert (o.text, o.finish_reason, o.logprobs and len(o.logprobs)) == (text, None, num_logprobs)
     core.step()
     assert len(core.output(with_logprobs).outputs[0].logprobs or []) == 2
 

@@ -115,7 +115,7 @@ def texts(llm: LLM) -> list[str]:
     stream = llm.stream("A", PARAMS[0])
     found = [next(stream), *(o.text for output in outputs for o in output.outputs)]
     del stream  # leaves its request to be ended
-    return [*found, f"{llm.score('To be or not to be')[0].log_likelihood:.4f}"]
+    return [*found, f"{llm.perplexity('To be or not to be')[0].log_likelihood:.4f}"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -71,12 +71,12 @@ def test_streams_read_one_after_the_other_in_any_order(llm: LLM, order: list[int
 
 
 def test_generate_score_and_another_draft_within_a_stream(llm: LLM) -> None:
-    expected, score = alone(llm), llm.score("To be or not to be")[0]
+    expected, score = alone(llm), llm.perplexity("To be or not to be")[0]
     stream = llm.stream(PROMPTS[2], PARAMS[2])
     text = next(stream)
     outputs = llm.generate(PROMPTS, PARAMS)
     text += next(stream)
-    within = llm.score("To be or not to be")[0]
+    within = llm.perplexity("To be or not to be")[0]
     text += next(stream)
     llm.set_draft("prompt-lookup", speculate_k=3)
     try:
@@ -140,10 +140,10 @@ def test_more_streams_than_there_is_room_for(llm: LLM) -> None:
 
 def test_score_waits_for_room(tmp_path: Path) -> None:
     llm = LLM(str(make_folder(tmp_path)), engine="static", max_num_seqs=2)
-    expected, score = alone(llm), llm.score("To be or not")[0]
+    expected, score = alone(llm), llm.perplexity("To be or not")[0]
     streams = [llm.stream(p, q) for p, q in zip(PROMPTS[:2], PARAMS[:2], strict=True)]
     texts = [next(s) for s in streams]
-    assert llm.score("To be or not") == [score]
+    assert llm.perplexity("To be or not") == [score]
     assert [t + "".join(s) for t, s in zip(texts, streams, strict=True)] == expected[:2]
 
 
@@ -153,10 +153,10 @@ def test_score_waits_for_room_in_a_full_pool(tmp_path: Path) -> None:
     config = LLM(str(folder), engine="native").config
     memory = 5 * registry.kv_block_bytes(config, "float32")
     llm = LLM(str(folder), engine="native", max_num_seqs=2, kv_cache_memory=memory)
-    score = llm.score("a" * 32)[0]
+    score = llm.perplexity("a" * 32)[0]
     stream = llm.stream("To be", SamplingParams(seed=1, max_tokens=27))
     text = next(stream)
-    assert llm.score("a" * 32) == [score]
+    assert llm.perplexity("a" * 32) == [score]
     assert text + "".join(stream) == llm.generate("To be", SamplingParams(seed=1, max_tokens=27))[0].outputs[0].text
 
 
@@ -210,7 +210,7 @@ def test_a_stream_raises_the_fault_of_its_own_request(tmp_path: Path) -> None:
 def test_a_text_whose_likelihood_is_not_finite_is_an_error(tmp_path: Path) -> None:
     llm = LLM(str(folder_with_nan(tmp_path, "q")))
     with pytest.raises(NanoinferError, match=r"text 2 of 3: .* is nan"):
-        llm.score(["abc", "aqua", "abc"])
+        llm.perplexity(["abc", "aqua", "abc"])
     assert num_open(llm) == 0
 
 
@@ -259,7 +259,7 @@ def test_a_request_that_the_drafter_refuses_ends_alone(llm: LLM) -> None:
 
 def test_several_threads_share_one_model(llm: LLM) -> None:
     """Generating, streaming, scoring and dropping streams in 8 threads; each gets what it gets alone."""
-    expected, score = alone(llm), llm.score("To be or not")[0].log_likelihood
+    expected, score = alone(llm), llm.perplexity("To be or not")[0].log_likelihood
     wrong: list[object] = []
 
     def work(k: int) -> None:
@@ -273,7 +273,7 @@ def test_several_threads_share_one_model(llm: LLM) -> None:
                 next(llm.stream(PROMPTS[4], PARAMS[4]))  # and dropped
                 if texts != [expected[i]] * 2:
                     wrong.append((texts, expected[i]))
-                if abs(llm.score("To be or not")[0].log_likelihood - score) > 1e-4 * abs(score):
+                if abs(llm.perplexity("To be or not")[0].log_likelihood - score) > 1e-4 * abs(score):
                     wrong.append("score")
         except BaseException as e:
             wrong.append(e)

@@ -206,12 +206,12 @@ def log_likelihood(gpt: GPT, ids: list[int], start: int) -> float:
 def test_score_equals_the_reference_model(tiny_folder: Path, engine: str) -> None:
     llm, gpt = LLM(str(tiny_folder), engine=engine), make_model()
     text = "To be, or not to be: that is"
-    short, pair = llm.score([text, "ab"])
-    ids = llm.encode(text)
+    short, pair = llm.perplexity([text, "ab"])
+    ids = llm.tokenize(text)
     assert short.num_tokens == len(ids) - 1
     assert short.log_likelihood == pytest.approx(log_likelihood(gpt, ids, 1), abs=1e-4)
     assert short.perplexity == pytest.approx(math.exp(-short.log_likelihood / short.num_tokens))
-    assert pair.log_likelihood == pytest.approx(log_likelihood(gpt, llm.encode("ab"), 1), abs=1e-4)
+    assert pair.log_likelihood == pytest.approx(log_likelihood(gpt, llm.tokenize("ab"), 1), abs=1e-4)
 
 
 @pytest.mark.parametrize("stride", [1, 5, 16, 32])
@@ -223,17 +223,17 @@ def test_score_past_the_context_gives_every_token_its_context(llm: LLM, stride: 
         end = min(begin + stride, len(ids))
         window = ids[end - 1 - block : end]
         expected += log_likelihood(gpt, window, len(window) - (end - begin))
-    (score,) = llm.score(ids, stride=stride)
+    (score,) = llm.perplexity(ids, stride=stride)
     assert score.num_tokens == 99
     assert score.log_likelihood == pytest.approx(expected, abs=1e-3)
 
 
 def test_score_rejects_what_it_cannot_score(llm: LLM) -> None:
-    with pytest.raises(NanoinferError, match="a text of 1 tokens cannot be scored"):
-        llm.score("a")
+    with pytest.raises(NanoinferError, match="a text of 1 token cannot be scored"):
+        llm.perplexity("a")
     for stride in (0, 33, 2.5, True):
         with pytest.raises(NanoinferError, match="stride="):
-            llm.score("abc", stride=stride)  # type: ignore[arg-type]
+            llm.perplexity("abc", stride=stride)  # type: ignore[arg-type]
 
 
 def test_metrics_count_what_was_done(llm: LLM) -> None:
@@ -254,7 +254,7 @@ def test_numbers_too_long_to_print_are_named_not_printed(llm: LLM) -> None:
     huge = 10**5000
     for call in (
         lambda: llm.generate([1, huge]),
-        lambda: llm.score("abc", stride=huge),
+        lambda: llm.perplexity("abc", stride=huge),
         lambda: llm.generate("a", SamplingParams(stop_token_ids=[huge])),
     ):
         with pytest.raises(NanoinferError, match="an integer of 16610 bits"):

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(nanoinfer.__file__).parent
 HEAVY = {"torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "typer", "rich", "importlib.metadata"}
 OUTPUT_TYPES = (
-    "CompletionOutput", "Delta", "Logprob", "RequestMetrics", "RequestOutput", "Score", "SpeculationMetrics",
+    "CompletionOutput", "Delta", "Logprob", "RequestMetrics", "RequestOutput", "PerplexityOutput", "LoglikelihoodOutput", "SpeculationMetrics",
 )  # fmt: skip
 
 

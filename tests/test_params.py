@@ -18,9 +18,9 @@ from nanoinfer.sampling.params import SamplingParams
 NAN, INF = math.nan, math.inf
 NAMES = [f.name for f in fields(SamplingParams)]
 BAD: dict[str, list[Any]] = {
-    "max_tokens": [0, -1, 1.0, True, None, "8", NAN, [1]],
+    "max_tokens": [0, -1, 1.0, True, "8", NAN, [1]],
     "temperature": [-0.1, NAN, INF, -INF, True, None, "1", 1e7, 1j],
-    "top_k": [-1, 1.0, False, None, "5"],
+    "top_k": [-2, 1.0, False, None, "5"],
     "top_p": [0, 0.0, 2, 1.0000001, -0.5, NAN, INF, True, None, "0.9"],
     "min_p": [-0.1, 1.1, NAN, True, None, "0"],
     "presence_penalty": [NAN, INF, -1001, 1001.0, False, None, "0"],
@@ -33,6 +33,7 @@ BAD: dict[str, list[Any]] = {
     "ignore_eos": [0, 1, None, "yes", 0.0],
     "min_tokens": [-1, 1.0, True, None, 129],
     "logprobs": [-1, 1001, 1.0, True, "5"],
+    "prompt_logprobs": [-1, 1001, 1.0, True, "5"],
     "logit_bias": [7, "ab", {-1: 0.0}, {1.0: 0.0}, {True: 0.0}, {1: NAN}, {1: INF}, {1: 1e7}, {1: "a"}, {"a": 1}, [1]],
     "overflow": ["", "Slide", "wrap", None, True, 1, ["slide"]],
     "slide_stride": [0, -1, 1.0, True, "1"],
@@ -78,6 +79,8 @@ def test_a_number_too_large_for_a_float_is_an_error_like_any(name: str, digits: 
         ({"temperature": 1e-300}, {"temperature": 1e-300, "greedy": False}),
         ({"top_p": 1, "min_p": 1, "top_k": 10**30}, {"top_p": 1, "min_p": 1, "top_k": 10**30}),
         ({"max_tokens": 3, "min_tokens": 3}, {"min_tokens": 3}),
+        ({"max_tokens": None, "min_tokens": 300}, {"max_tokens": None, "min_tokens": 300}),
+        ({"top_k": -1}, {"top_k": 0}),
         ({"overflow": "slide", "slide_stride": 1}, {"slide_stride": 1}),
     ],
     ids=str,
@@ -92,6 +95,8 @@ def test_fields_that_contradict_each_other() -> None:
         SamplingParams(max_tokens=3, min_tokens=4)
     with pytest.raises(NanoinferError, match=r"^slide_stride=2 needs overflow='slide', not 'stop'"):
         SamplingParams(slide_stride=2)
+    with pytest.raises(NanoinferError, match=r"^max_tokens=None has no end with overflow='slide': give a number"):
+        SamplingParams(max_tokens=None, overflow="slide")
 
 
 HUGE = 10**5000  # more digits than Python prints
@@ -158,7 +163,8 @@ def test_any_mix_of_junk_is_accepted_or_a_nanoinfer_error(values: dict[str, Any]
         params = SamplingParams(**values)
     except NanoinferError:
         return
-    assert params.max_tokens >= params.min_tokens >= 0
+    assert params.min_tokens >= 0
+    assert params.max_tokens is None or params.max_tokens >= params.min_tokens
     assert all(isinstance(s, str) and s for s in params.stop)
     assert all(isinstance(t, int) and t >= 0 for t in params.stop_token_ids)
     assert 0 < params.top_p <= 1

@@ -89,18 +89,18 @@ def test_every_form_of_a_prompt(given: Any, expected: list[str | list[int]]) -> 
 def test_what_only_looks_like_a_prompt_is_refused(given: Any, message: str, llm: LLM) -> None:
     refuses(lambda: as_list(given), message)
     refuses(lambda: llm.generate(given, GREEDY), message)
-    refuses(lambda: llm.score(given), message)
+    refuses(lambda: llm.perplexity(given), message)
 
 
 def test_dicts_and_arrays_generate_what_strings_do(llm: LLM) -> None:
     (plain,) = llm.generate("Go", GREEDY)
-    ids = llm.encode("Go")
+    ids = llm.tokenize("Go")
     for prompt in ({"prompt": "Go"}, {"prompt_token_ids": ids}, np.array(ids), torch.tensor(ids)):
         (output,) = llm.generate(prompt, GREEDY)
         assert output.outputs == plain.outputs
         assert json.loads(json.dumps(asdict(output)))["prompt_token_ids"] == ids
-        assert llm.encode(prompt) == ids
-        assert llm.score(prompt)[0].log_likelihood == llm.score("Go")[0].log_likelihood
+        assert llm.tokenize(prompt) == ids
+        assert llm.perplexity(prompt)[0].log_likelihood == llm.perplexity("Go")[0].log_likelihood
     assert llm.generate({"prompt": "Go"}, GREEDY)[0].prompt == "Go"
 
 
@@ -113,7 +113,7 @@ def test_an_error_of_one_prompt_among_several_says_which(llm: LLM) -> None:
     prompts[16] = "a" * 33
     refuses(lambda: llm.generate(prompts, GREEDY), "prompt 17 of 52: ", "33 tokens")
     refuses(lambda: llm.generate(["Go", [99]], GREEDY), "prompt 2 of 2: token id 99 is not an integer in [0, 58]")
-    refuses(lambda: llm.score(["Go", "", "a"]), "prompt 2 of 3: ")
+    refuses(lambda: llm.perplexity(["Go", "", "a"]), "text 2 of 3: ")
     with pytest.raises(ValueError, match=r"^(?!prompt 1 of 1)"):
         llm.generate(["a" * 33], GREEDY)
     assert not llm.core.unfinished

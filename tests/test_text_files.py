@@ -47,13 +47,13 @@ def test_every_way_in_gives_the_same_tokens(
         assert json.loads(out)["prompt_token_ids"] == ids
 
     scored: list[Any] = []
-    score = LLM.score
+    perplexity = LLM.perplexity
 
     def noted(self: LLM, texts: str | Sequence[Any], **options: Any) -> Any:
         scored.append(texts)
-        return score(self, texts, **options)
+        return perplexity(self, texts, **options)
 
-    monkeypatch.setattr(LLM, "score", noted)
+    monkeypatch.setattr(LLM, "perplexity", noted)
     code, out, err = run("eval", path, "-m", folder, "--json")
     assert code == 0, err
     assert scored == [TEXT]

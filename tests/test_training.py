@@ -53,7 +53,7 @@ def test_it_learns_and_writes_a_model_that_generates(config: TrainConfig, tokeni
     llm = LLM(config.out)
     text = llm.generate("the ", SamplingParams(max_tokens=12, temperature=0))[0].outputs[0].text
     assert text.strip() and set(text) <= set(TEXT) | {"\ufffd"}  # noqa: PT018
-    (score,) = llm.score(TEXT[-200:])
+    (score,) = llm.perplexity(TEXT[-200:])
     assert score.perplexity < 10
 
 
@@ -100,8 +100,8 @@ def test_starting_from_a_model_keeps_its_words(config: TrainConfig, tmp_path: Pa
     history = run(replace(short, dropout=0.0))
     tuned, start = LLM(config.out), LLM(str(init))
     assert tuned.config.block_size == 16
-    assert tuned.score("the cat sat")[0].log_likelihood == pytest.approx(
-        start.score("the cat sat")[0].log_likelihood, abs=1e-4
+    assert tuned.perplexity("the cat sat")[0].log_likelihood == pytest.approx(
+        start.perplexity("the cat sat")[0].log_likelihood, abs=1e-4
     )
     assert len(history) == 1
     with pytest.raises(NanoinferError, match="block_size=64 is more than the 32"):
@@ -114,7 +114,7 @@ def test_the_best_model_is_kept_not_the_last(config: TrainConfig) -> None:
     validations = [p.val_loss for p in history if p.val_loss is not None]
     assert min(validations) < validations[-1]
     text = data.split_texts([TEXT], 0.1)[1][0]
-    (score,) = LLM(config.out).score(text, stride=32)
+    (score,) = LLM(config.out).perplexity(text, stride=32)
     assert -score.log_likelihood / score.num_tokens == pytest.approx(min(validations), abs=0.3)
 
 

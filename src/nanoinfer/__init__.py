@@ -16,10 +16,11 @@ from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import (
     CompletionOutput,
     Delta,
+    LoglikelihoodOutput,
     Logprob,
+    PerplexityOutput,
     RequestMetrics,
     RequestOutput,
-    Score,
     SpeculationMetrics,
 )
 from nanoinfer.sampling.params import SamplingParams
@@ -34,14 +35,15 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "Delta",
+    "LoglikelihoodOutput",
     "Logprob",
     "NanoinferError",
     "OutputStream",
+    "PerplexityOutput",
     "RequestMetrics",
     "RequestOutput",
     "ResultError",
     "SamplingParams",
-    "Score",
     "SpeculationMetrics",
     "TextStream",
 ]

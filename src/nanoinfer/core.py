@@ -35,7 +35,7 @@ from nanoinfer.request_outputs import Logprobs
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sampler import Sampled, SamplerRow, not_finite
 from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
-from nanoinfer.scheduling.sequence import Request, Sequence
+from nanoinfer.scheduling.sequence import Request, RequestParams, Sequence
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 
@@ -108,7 +108,7 @@ class Core:
         Args:
             prompt: its text; None where token ids were given.
             token_ids: the prompt, in range.
-            params: checked against the model by the caller.
+            params: checked against the model by the caller. max_tokens=None becomes a number here.
             seed: of its random numbers.
             end_token_ids: the model's end-of-text tokens.
 
@@ -116,7 +116,8 @@ class Core:
             NanoinferError: it can never run here (see `Scheduler.check`).
         """
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
-        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)))
+        params = params.bounded(self.engine.limits.block_size + 1 - len(token_ids))
+        request = Request(next(self._ids), prompt, token_ids, cast(RequestParams, params), seed, tuple(sorted(end)))
         request.arrival_sec = self._clock()
         for i in range(params.n):
             stream = self._tokenizer.stream(token_ids) if self._tokenizer else None
@@ -127,10 +128,10 @@ class Core:
         return request
 
     def submit(self, requests: Seq[Request]) -> None:
-        """Queue requests. The caller cancels them when this is interrupted: some may be queued."""
+        """Queue those requests that have not failed. The caller cancels them when this is interrupted."""
         with self._turn():
             self._settle()
-            for request in requests:
+            for request in [r for r in requests if not r.finished]:
                 if self.speculator is not None:
                     self._speculators[request] = self.speculator
                 if self._overlap is not None:
@@ -392,7 +393,7 @@ class Core:
                 s.request.finished_sec = now
 
     def output(self, request: Request) -> RequestOutput:
-        """Return what a request has produced so far (finish_reason "" for sequences that are not finished)."""
+        """Return what a request has produced so far (finish_reason None for sequences that are not finished)."""
         speculator = self._speculators.get(request)
         stats = speculator.stats(request) if speculator is not None else None
         return request_outputs.output(request, self._logprobs, stats, self._clock())

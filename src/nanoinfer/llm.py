@@ -3,7 +3,8 @@
 llm = LLM("shakespeare")
 llm.generate(["O Romeo,", "To be"], SamplingParams(max_tokens=100, temperature=0.8))
 for piece in llm.stream("O Romeo,"): ...
-llm.score(["To be, or not to be"])
+llm.perplexity(["To be, or not to be"])
+llm.loglikelihood("To be, or", [" not to be", " to bee"])
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from nanoinfer.checks import show
+from nanoinfer import scoring
+from nanoinfer.checks import require_bool, show
 from nanoinfer.config import EngineConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.core import Core
 from nanoinfer.engines import registry
-from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
-from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.tokenizers import decode
-from nanoinfer.outputs import RequestOutput, Score
+from nanoinfer.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from nanoinfer.overlap import overlap_scheduler
 from nanoinfer.processes import computing
+from nanoinfer.progress import ProgressBar
 from nanoinfer.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.sampling.native import choose_sampler
 from nanoinfer.sampling.params import SamplingParams
@@ -35,8 +36,6 @@ from nanoinfer.speculative.build import DraftFactory, TargetModel
 from nanoinfer.streams import OutputStream, Ownership, TextStream
 
 log = logging.getLogger("nanoinfer")
-
-SCORE_CHUNK = 128  # positions whose logits are held at a time: 26 MB at GPT-2's vocabulary
 
 
 class LLM:
@@ -143,7 +142,9 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; return their outputs in the order given.
 
@@ -153,19 +154,25 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, or a dict {"prompt": ...} or {"prompt_token_ids": ...}; or a
                 list of such.
-            params: for all prompts, or one for each; None is SamplingParams().
+            sampling_params: for all prompts, or one for each; None is SamplingParams(). prompt_logprobs take a
+                prefill of their own before the request is queued.
+            use_tqdm: whether to show a progress bar (rich's) on stderr; None: on a terminal, after two seconds.
 
         Raises:
             NanoinferError: a prompt or parameter is not usable; nothing has been generated then.
         """
-        requests = self._make_all(prompts, params)
-        with Ownership(self.core, requests):
+        if use_tqdm is not None:
+            require_bool("use_tqdm", use_tqdm)
+        requests = self._make_all(prompts, sampling_params)
+        with Ownership(self.core, requests), ProgressBar("generate", use_tqdm) as bar:
             self.core.submit(requests)
             while not all(r.finished for r in requests):
                 self.core.step()
+                if bar.due():
+                    bar.update(sum(r.finished for r in requests), len(requests))
         return [self.core.output(r) for r in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
         """Generate for one prompt (n=1) and yield its text as it is made, whole characters only.
 
         Checks happen at the call, before the first piece is asked for. Closing or dropping the iterator ends the
@@ -175,7 +182,7 @@ class LLM:
             NanoinferError: the prompt or a parameter is not usable, n is not 1, or the model has no tokenizer; from the
                 iterator: the request has failed.
         """
-        params = params or SamplingParams()
+        params = sampling_params or SamplingParams()
         if params.n != 1:
             raise NanoinferError(f"n={params.n}: stream makes one text; use generate, or stream_outputs")
         if self.tokenizer is None:
@@ -185,7 +192,7 @@ class LLM:
     def stream_outputs(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> tuple[list[int], OutputStream]:
         """Generate for any number of prompts; yield each step's deltas, and each request's output when it ends.
 
@@ -193,7 +200,7 @@ class LLM:
             the requests' ids in the order of the prompts, and the iterator. Closing, dropping or interrupting it ends
             the requests that are unfinished.
         """
-        requests = self._make_all(prompts, params)
+        requests = self._make_all(prompts, sampling_params)
         return [r.request_id for r in requests], OutputStream(self.core, requests)
 
     # Requests --------------------------------------------------------------------------------------------
@@ -201,7 +208,7 @@ class LLM:
     def _make_all(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        """Check all requests and return them; they are not queued yet."""
+        """Check all requests and return them with their prompt_logprobs; they are not queued yet."""
         many = as_list(prompts)
         if isinstance(params, SamplingParams) or params is None:
             each = [params or SamplingParams()] * len(many)
@@ -213,12 +220,16 @@ class LLM:
         for i, (prompt, p) in enumerate(zip(many, each, strict=True)):
             with numbered(i, len(many)):
                 requests.append(self._make(prompt, p))
+        for i, (request, p) in enumerate(zip(requests, each, strict=True)):
+            if p.prompt_logprobs is not None:
+                with numbered(i, len(many)):
+                    scoring.add_prompt_logprobs(self.core, request, p.prompt_logprobs, self.tokenizer, self._vocab_size)
         return requests
 
     def _make(self, prompt: str | list[int], params: SamplingParams) -> Request:
         if not isinstance(params, SamplingParams):
-            raise NanoinferError(f"params={params!r} is not a SamplingParams")
-        token_ids = self.encode(prompt)
+            raise NanoinferError(f"sampling_params={params!r} is not a SamplingParams")
+        token_ids = self.tokenize(prompt)
         self._check_params(params)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         text = prompt if isinstance(prompt, str) else None
@@ -234,21 +245,14 @@ class LLM:
     def _end_token_ids(self) -> tuple[int, ...]:
         return tuple(t for t in self.config.eos_token_ids if t < self._vocab_size)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def tokenize(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids; an empty one is the model's start token.
 
         Raises:
             NanoinferError: text without a tokenizer, ids outside the vocabulary, or an empty prompt for a
                 model with no start token.
         """
-        token_ids = as_prompt(prompt)
-        if isinstance(token_ids, str):
-            if self.tokenizer is None:
-                raise NanoinferError(self._no_tokenizer_reason)
-            token_ids = self.tokenizer.encode(token_ids)
-        for t in token_ids:
-            if not 0 <= t < self.config.vocab_size:
-                raise NanoinferError(f"token id {show(t)} is not an integer in [0, {self.config.vocab_size - 1}]")
+        token_ids = self._token_ids(as_prompt(prompt))
         if not token_ids:
             if self.config.bos_token_id is None:
                 raise NanoinferError(
@@ -257,6 +261,17 @@ class LLM:
                 )
             token_ids = [self.config.bos_token_id]
         return token_ids
+
+    def _token_ids(self, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of a text, without a start token; or the ids given, in range."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise NanoinferError(self._no_tokenizer_reason)
+            prompt = self.tokenizer.encode(prompt)
+        for t in prompt:
+            if not 0 <= t < self.config.vocab_size:
+                raise NanoinferError(f"token id {show(t)} is not an integer in [0, {self.config.vocab_size - 1}]")
+        return prompt
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model: token ids against the vocabulary, stop strings against the tokenizer."""
@@ -278,13 +293,59 @@ class LLM:
 
     # Scoring ---------------------------------------------------------------------------------------------
 
-    def score(
+    def loglikelihood(
+        self, contexts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]
+    ) -> list[LoglikelihoodOutput]:
+        """Return how likely the model finds each continuation after its context: a value for each token, and their sum.
+
+        One context may have several continuations: that is multiple choice. Text is split into tokens as
+        lm-evaluation-harness does: spaces at a context's end belong to the continuation, whose tokens are those of the
+        whole after the context's. An empty context is the model's start token. A context too long loses its first
+        tokens (`num_dropped_tokens`).
+
+        Args:
+            contexts: one for all continuations, or one for each; as the prompts of `generate`.
+            continuations: text where the context is text, token ids where it is token ids.
+
+        Raises:
+            NanoinferError: a continuation without tokens or longer than the context length, or a context with none.
+        """
+        before, after = as_list(contexts), as_list(continuations)
+        if len(before) == 1:
+            before *= len(after)
+        if len(before) != len(after):
+            raise NanoinferError(f"{len(before)} contexts, but {len(after)} continuations: give one, or one for each")
+        pairs = []
+        for i, (context, continuation) in enumerate(zip(before, after, strict=True)):
+            with numbered(i, len(after), "continuation"):
+                pairs.append(self._pair(context, continuation))
+        outputs = []
+        for i, pair in enumerate(pairs):
+            with numbered(i, len(after), "continuation"):
+                outputs.append(scoring.loglikelihood(self.core, *pair))
+        return outputs
+
+    def _pair(self, context: str | list[int], continuation: str | list[int]) -> tuple[list[int], list[int]]:
+        """Return the token ids of a context and its continuation, at least one each."""
+        if isinstance(context, str) and isinstance(continuation, str):
+            context_ids, token_ids = scoring.split_pair(self._token_ids, context, continuation)
+        elif isinstance(context, str) or isinstance(continuation, str):
+            raise NanoinferError(
+                f"context={show(context)}, continuation={show(continuation)}: give both as text, or both as token ids"
+            )
+        else:
+            context_ids, token_ids = self._token_ids(context), self._token_ids(continuation)
+        if not token_ids:
+            raise NanoinferError(f"continuation={show(continuation)} adds no token to its context: make it longer")
+        return context_ids or self.tokenize([]), token_ids
+
+    def perplexity(
         self,
         texts: Prompt | Sequence[Prompt],
         *,
         stride: int | None = None,
         progress: Callable[[int, int], None] | None = None,
-    ) -> list[Score]:
+    ) -> list[PerplexityOutput]:
         """Return how likely the model finds each text: log-likelihood and perplexity.
 
         The first token has no context and is not scored. A text longer than the context length is scored in
@@ -303,58 +364,19 @@ class LLM:
         stride = max(1, block_size // 2) if stride is None else stride
         if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride <= block_size:
             raise NanoinferError(f"stride={show(stride)} is not an integer in [1, {block_size}] (the context length)")
-        scores = []
+        outputs = []
         for i, text in enumerate(many := as_list(texts)):
-            with numbered(i, len(many)):
-                scores.append(self._score(text, stride, progress))
-        return scores
-
-    def _score(self, text: str | list[int], stride: int, progress: Callable[[int, int], None] | None) -> Score:
-        ids = self.encode(text)
-        if len(ids) < 2:
-            raise NanoinferError(f"a text of {len(ids)} tokens cannot be scored: the first has no context; give two")
-        total, scored = 0.0, 1  # ids[:scored] need no more scoring
-        while scored < len(ids):
-            # The window that scores ids[scored:end] begins as early as the context length allows.
-            end = min(len(ids), scored + stride if scored > 1 else self.config.block_size + 1)
-            start = max(0, end - 1 - self.config.block_size)
-            window, first = ids[start:end], scored - start
-            total += self.core.use_engine(len(window), partial(_log_likelihood, ids=window, first=first))
-            if not math.isfinite(total):
-                raise ResultError(
-                    f"the log-likelihood of its first {end} tokens is {total}: the model's arithmetic overflowed; use"
-                    " dtype=float32, and check the weights"
-                )
-            scored = end
-            if progress is not None:
-                progress(scored, len(ids))
-        characters = len(text) if isinstance(text, str) else None
-        return Score(len(ids) - 1, characters, total, math.exp(min(-total / (len(ids) - 1), 700.0)))
+            with numbered(i, len(many), "text"):
+                ids = self.tokenize(text)
+                if (count := len(ids) - 1) < 1:
+                    raise NanoinferError("a text of 1 token cannot be scored: the first has no context; give two")
+                total = scoring.log_likelihood(self.core, ids, stride, progress)
+                characters = len(text) if isinstance(text, str) else None
+                outputs.append(PerplexityOutput(count, characters, total, math.exp(min(-total / count, 700.0))))
+        return outputs
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids. Raises NanoinferError without a tokenizer."""
         if self.tokenizer is None:
             raise NanoinferError(self._no_tokenizer_reason)
         return decode(self.tokenizer, token_ids)
-
-
-def _log_likelihood(engine: Engine, ids: list[int], first: int) -> float:
-    """Return the log-likelihood of ids[first:] given what is before each, in nats."""
-    import torch
-
-    handle = engine.open()
-    try:
-        total = 0.0
-        for at in range(0, len(ids) - 1, SCORE_CHUNK):
-            inputs = ids[at : min(at + SCORE_CHUNK, len(ids) - 1)]
-            targets = ids[at + 1 : at + 1 + len(inputs)]
-            num_logits = min(len(inputs), max(0, at + 1 + len(inputs) - first))
-            batch = StepBatch()
-            batch.add(handle, inputs, num_logits)
-            logits = engine.extend(batch)
-            if num_logits:
-                picked = torch.tensor(targets[-num_logits:], device=logits.device)[:, None]
-                total += logits.double().log_softmax(-1).gather(-1, picked).sum().item()
-        return total
-    finally:
-        engine.close(handle)

@@ -27,14 +27,21 @@ class CompletionOutput:
     """Empty without a tokenizer."""
     token_ids: list[int]
     """All generated tokens; an end token or the tokens of a stop string are among them."""
-    finish_reason: str
-    """stop (end token or stop string), length (max_tokens or context), abort, or error."""
+    finish_reason: str | None
+    """stop (end token or stop string), length (max_tokens or context), abort, or error; None: not finished."""
     stop_reason: int | str | None = None
     """The token or string that ended it, for finish_reason stop."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token: token id -> Logprob, the drawn one first. None unless asked for."""
     error: str | None = None
     """What went wrong, in one line, for finish_reason error."""
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the generated tokens' log-probabilities; None where logprobs were not asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(found[t].logprob for t, found in zip(self.token_ids, self.logprobs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,14 @@ class RequestOutput:
     num_dropped_tokens: int
     """Prompt tokens that did not fit the sliding window when generation began."""
     metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each prompt token: token id -> Logprob, the prompt's own first; None for the first token, which has no
+    context. None unless asked for."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether all outputs have ended."""
+        return all(o.finish_reason is not None for o in self.outputs)
 
 
 @dataclass(frozen=True)
@@ -104,7 +119,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Score:
+class PerplexityOutput:
     """How likely a model finds a text."""
 
     num_tokens: int
@@ -115,3 +130,21 @@ class Score:
     """Sum over the tokens, in nats."""
     perplexity: float
     """exp(-log_likelihood / num_tokens)."""
+
+
+@dataclass(frozen=True)
+class LoglikelihoodOutput:
+    """How likely a model finds a continuation after its context."""
+
+    token_ids: list[int]
+    """Tokens of the continuation."""
+    token_logprobs: list[float]
+    """Log-probability of each of them, given the context and those before it."""
+    log_likelihood: float
+    """Sum of token_logprobs, in nats."""
+    is_greedy: bool
+    """Whether each token is the most likely one: greedy decoding of the context gives the continuation."""
+    num_tokens: int
+    """Tokens of the continuation."""
+    num_dropped_tokens: int
+    """Tokens at the context's start that did not fit the context length."""

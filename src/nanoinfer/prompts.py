@@ -59,14 +59,14 @@ def as_prompt(prompt: Prompt) -> str | list[int]:
 
 
 @contextmanager
-def numbered(i: int, count: int) -> Iterator[None]:
+def numbered(i: int, count: int, what: str = "prompt") -> Iterator[None]:
     """Begin the message of an error with the number of the prompt, where there are several: "prompt 17 of 52: ..."."""
     try:
         yield
     except NanoinferError as e:
         if count == 1:
             raise
-        raise type(e)(f"prompt {i + 1} of {count}: {e}") from None
+        raise type(e)(f"{what} {i + 1} of {count}: {e}") from None
 
 
 def _items(value: Any) -> list[Any]:

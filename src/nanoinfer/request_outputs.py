@@ -33,23 +33,23 @@ class Logprobs:
 
     def add(self, sequence: Sequence, tokens: Seq[Sampled]) -> None:
         """Take note of the tokens that a sequence has drawn."""
-        described = [self._describe(drawn.logprobs) for drawn in tokens if drawn.logprobs is not None]
+        described = [describe(self._tokenizer, drawn.logprobs) for drawn in tokens if drawn.logprobs is not None]
         if described:
             self._of.setdefault(sequence, []).extend(described)
-
-    def _describe(self, logprobs: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
-        """Add each token's text."""
-        tokenizer = self._tokenizer
-        return {
-            token: Logprob(value, rank, decode(tokenizer, [token]) if tokenizer else None)
-            for token, (value, rank) in logprobs.items()
-        }
 
     def of(self, sequence: Sequence) -> list[dict[int, Logprob]] | None:
         """Return them for each output token; None where none were asked for."""
         if cast(SamplingParams, sequence.params).logprobs is None:
             return None
         return self._of.get(sequence, [])[: sequence.num_output_tokens]  # less tokens drawn past the output's end
+
+
+def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
+    """Add each token's text to its log-probability and rank."""
+    return {
+        token: Logprob(value, rank, decode(tokenizer, [token]) if tokenizer else None)
+        for token, (value, rank) in logprobs.items()
+    }
 
 
 def delta(s: Sequence, num_before: int) -> Delta:
@@ -60,7 +60,7 @@ def delta(s: Sequence, num_before: int) -> Delta:
 
 
 def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: float) -> RequestOutput:
-    """Return what a request has produced so far (finish_reason "" for sequences that are not finished).
+    """Return what a request has produced so far (finish_reason None for sequences that are not finished).
 
     Args:
         request: in any state.
@@ -73,7 +73,7 @@ def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: f
             s.sample_index,
             s.text.text,
             list(s.output_token_ids),
-            s.finish_reason or "",
+            s.finish_reason,
             s.stop_reason,
             logprobs.of(s),
             s.error,
@@ -88,6 +88,7 @@ def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: f
         request.seed,
         request.num_dropped_tokens,
         _metrics(request, [len(o.token_ids) for o in outputs], stats, now),
+        request.prompt_logprobs,
     )
 
 

@@ -94,7 +94,9 @@ class Job:
         if self.llm.device.type == "cuda":
             self.run(None, None)
             return
-        short = replace(self.params, max_tokens=min(self.params.max_tokens, WARMUP_TOKENS), min_tokens=0)
+        short = replace(
+            self.params, max_tokens=min(self.params.max_tokens or WARMUP_TOKENS, WARMUP_TOKENS), min_tokens=0
+        )
         self.llm.generate(self.prompts, short)
 
     def clocked(self) -> sp.Clock:
@@ -114,7 +116,7 @@ class Job:
 
 def new_job(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingParams, decode_only: bool) -> Job:
     """Return the job, with a seed that every run shares."""
-    if decode_only and params.max_tokens < 2:
+    if decode_only and params.max_tokens == 1:
         raise NanoinferError("max_tokens=1: the first token comes with the prompt, so there is no decoding to profile")
     return Job(llm, prompts, params if params.seed is not None else replace(params, seed=0), decode_only)
 

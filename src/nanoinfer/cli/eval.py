@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -21,8 +19,9 @@ from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import print_json
 from nanoinfer.config import EngineConfig
-from nanoinfer.errors import ResultError
+from nanoinfer.errors import NanoinferError
 from nanoinfer.files import read_text
+from nanoinfer.progress import ProgressBar
 
 
 @flags(EngineConfig, "engine_config")
@@ -45,14 +44,12 @@ def evaluate(
 
     llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config))
     start = time.perf_counter()
-    with _progress() as progress:
-        (score,) = llm.score(text, stride=stride, progress=progress)
+    with ProgressBar("eval") as bar:
+        try:
+            (score,) = llm.perplexity(text, stride=stride, progress=bar.update)
+        except NanoinferError as e:
+            raise type(e)(f"{file}: {e}") from None
     seconds = time.perf_counter() - start
-    if not math.isfinite(score.log_likelihood):
-        raise ResultError(
-            f"model {model!r} gives {file} a log-likelihood of {score.log_likelihood}: its weights or its dtype"
-            " overflow; try --dtype float32"
-        )
     loss = -score.log_likelihood / score.num_tokens
     bits = -score.log_likelihood / math.log(2) / len(text)
     if as_json:
@@ -69,19 +66,3 @@ def evaluate(
         f"perplexity {score.perplexity:.3f}, loss {loss:.4f} nats per token, {bits:.4f} bits per character"
         f" ({score.num_tokens:,} tokens scored, {len(text):,} characters, {score.num_tokens / seconds:,.0f} tokens/s)"
     )
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a function of (tokens scored, tokens in all) that draws a bar on stderr; None where that is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("eval"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("eval", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoinfer.checks import keep_float, keep_int, require_bool, require_choice, require_float, require_int, show
@@ -24,12 +24,12 @@ class SamplingParams:
         NanoinferError: a field is out of range (named), or two contradict each other.
     """
 
-    max_tokens: int = 128
-    """Most tokens to generate."""
+    max_tokens: int | None = 128
+    """Most tokens to generate; None: up to the context length."""
     temperature: float = 1.0
     """0 is greedy: always the most likely token. Higher is more random."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
     top_p: float = 1.0
     """Keep the most likely tokens that together reach this probability."""
     min_p: float = 0.0
@@ -54,6 +54,8 @@ class SamplingParams:
     """Tokens before which no stop token or stop string ends the text."""
     logprobs: int | None = None
     """Return the model's log-probability of each token and of this many most likely ones."""
+    prompt_logprobs: int | None = None
+    """Return the model's log-probability of each prompt token and of this many most likely ones."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these token ids."""
     overflow: str = "stop"
@@ -63,9 +65,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._accept_bare_values()
-        keep_int(self, "max_tokens", 1)
+        keep_int(self, "max_tokens", 1, optional=True)
         keep_float(self, "temperature", 0.0, 1e6)
-        keep_int(self, "top_k", 0)
+        keep_int(self, "top_k", -1)
+        object.__setattr__(self, "top_k", max(0, self.top_k))
         keep_float(self, "top_p", 0.0, 1.0, low_open=True)
         keep_float(self, "min_p", 0.0, 1.0)
         keep_float(self, "presence_penalty", -1e3, 1e3)
@@ -75,12 +78,15 @@ class SamplingParams:
         keep_int(self, "n", 1, 65536)
         require_bool("ignore_eos", self.ignore_eos)
         keep_int(self, "min_tokens", 0)
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise NanoinferError(
                 f"min_tokens={show(self.min_tokens)} is more than max_tokens={show(self.max_tokens)}: raise max_tokens"
             )
         keep_int(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
+        keep_int(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         require_choice("overflow", self.overflow, OVERFLOWS)
+        if self.max_tokens is None and self.overflow == "slide":
+            raise NanoinferError("max_tokens=None has no end with overflow='slide': give a number")
         keep_int(self, "slide_stride", 1, optional=True)
         if self.slide_stride is not None and self.overflow != "slide":
             raise NanoinferError(
@@ -114,6 +120,12 @@ class SamplingParams:
                 object.__setattr__(self, "logit_bias", dict(self.logit_bias))
             except (TypeError, ValueError):
                 raise NanoinferError(f"logit_bias={show(self.logit_bias)} is not a dict of token id to bias") from None
+
+    def bounded(self, room: int) -> SamplingParams:
+        """Return the parameters with a number for max_tokens: `room`, at which the context is full, for None."""
+        if self.max_tokens is not None:
+            return self
+        return replace(self, max_tokens=max(1, room, self.min_tokens))  # the context ends the output in any case
 
     @property
     def greedy(self) -> bool:

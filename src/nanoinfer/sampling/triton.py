@@ -102,7 +102,7 @@ class TritonSampler:
             return f"min_tokens with {len(ends)} end tokens: the fused sampler has room for {max_ends}"
         if max((*bias, *ends), default=0) >= self.vocab_size:
             return f"token {max((*bias, *ends))} of logit_bias or the end tokens is not below {self.vocab_size}"
-        if _is_penalised(row) and max(p.max_tokens, row.num_output_tokens) > MAX_COUNT:
+        if _is_penalised(row) and max(p.max_tokens or 0, row.num_output_tokens) > MAX_COUNT:
             return f"max_tokens={p.max_tokens} with penalties: the fused sampler counts to {MAX_COUNT}"
         return None
 

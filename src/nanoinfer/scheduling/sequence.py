@@ -15,7 +15,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.scheduling.text import OutputText
 
 if TYPE_CHECKING:
-    from nanoinfer.outputs import Delta
+    from nanoinfer.outputs import Delta, Logprob
 
 
 class RequestParams(Protocol):
@@ -80,6 +80,8 @@ class Request:
     """When its first token was drawn, on the caller's clock; 0 before."""
     finished_sec: float = 0.0
     """When its last text ended, on the caller's clock; 0 before."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Log-probabilities of the prompt's tokens, None for the first; None where none were asked for."""
     deltas: deque[Delta] | None = None
     """Queue of what its sequences have produced and the caller has not read; None: the caller does not stream."""
 

@@ -1,0 +1,303 @@
+"""docs/from-vllm.md is true: each row of its tables has a test here, found by the row's first cell."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers as hf
+import torch
+
+from conftest import CHARS, TINY, make_folder, make_model, refuses
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.models import tokenizers
+from nanoinfer.outputs import CompletionOutput, RequestOutput
+from test_tokenizers import bpe
+
+PAGE = (Path(__file__).parents[1] / "docs" / "from-vllm.md").read_text()
+ROWS = [line.split(" | ")[0].removeprefix("| ") for line in PAGE.splitlines() if line.startswith("| ")]
+ROWS = [row for row in ROWS if row not in ("name", "what")]
+GREEDY = SamplingParams(max_tokens=8, temperature=0)
+TESTED: dict[str, Callable[..., None]] = {}
+
+
+def row(*cells: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Say which rows of the page a test is about."""
+
+    def keep(test: Callable[..., None]) -> Callable[..., None]:
+        TESTED.update(dict.fromkeys(cells, test))
+        return test
+
+    return keep
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("vllm") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), max_num_seqs=4)
+
+
+def one(llm: LLM, prompt: object = "Go", params: SamplingParams = GREEDY) -> CompletionOutput:
+    (output,) = llm.generate(prompt, params)  # type: ignore[arg-type]
+    return output.outputs[0]
+
+
+def test_every_row_has_its_test() -> None:
+    assert sorted(TESTED) == sorted(ROWS)
+
+
+def test_the_pages_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    exec(program, {})
+    assert capsys.readouterr().out.startswith("True ")
+
+
+@row("`generate(prompts, sampling_params, use_tqdm=...)`", "`use_tqdm`, if not given")
+def test_generate(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    each = [GREEDY, replace(GREEDY, max_tokens=3)]
+    outputs = llm.generate(prompts=["Go", "To be"], sampling_params=each, use_tqdm=False)
+    assert [o.prompt for o in outputs] == ["Go", "To be"]
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [8, 3]
+    assert llm.generate("Go", GREEDY)[0].outputs == outputs[0].outputs
+    assert inspect.signature(LLM.generate).parameters["use_tqdm"].default is None
+    assert capfd.readouterr().err == ""  # this is no terminal
+    llm.generate("Go", GREEDY, use_tqdm=True)
+    assert "1/1" in capfd.readouterr().err
+
+
+@row('`{"prompt": ...}`', '`{"prompt_token_ids": ...}`')
+def test_dicts(llm: LLM) -> None:
+    expected = one(llm, "Go")
+    assert one(llm, {"prompt": "Go"}) == expected
+    assert one(llm, [{"prompt_token_ids": llm.tokenize("Go")}]) == expected
+
+
+@row("`max_tokens=None`", "`max_tokens`, if not given")
+def test_max_tokens(llm: LLM) -> None:
+    """A token may be drawn from at most block_size tokens."""
+    assert SamplingParams().max_tokens == 128
+    free = replace(GREEDY, max_tokens=None)
+    for length in (1, 2, TINY.block_size):
+        o = one(llm, [3] * length, free)
+        assert (len(o.token_ids), o.finish_reason) == (TINY.block_size + 1 - length, "length")
+    assert one(llm, "Go", free).token_ids[:8] == one(llm).token_ids
+    four = llm.generate("Go", SamplingParams(max_tokens=None, min_tokens=99, n=4, seed=0))[0].outputs
+    assert [len(o.token_ids) for o in four] == [TINY.block_size - 1] * 4
+    speculating = LLM(llm.model_name, draft="prompt-lookup", speculate_k=3)
+    assert one(speculating, "Go", free).token_ids == one(llm, "Go", free).token_ids
+    refuses(lambda: llm.generate("a" * 40, free), "the prompt has 40 tokens, the context length is 32")
+
+
+@row("`top_k=-1`, `top_k=0`")
+def test_top_k(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, seed=5, temperature=3.0)
+    texts = [one(llm, params=replace(params, top_k=k)).text for k in (-1, 0, len(CHARS), 1)]
+    assert texts[0] == texts[1] == texts[2] != texts[3]
+
+
+@row("`temperature=0`", "a temperature below 0.01")
+def test_temperature(llm: LLM) -> None:
+    assert SamplingParams(temperature=1e-3).temperature == 1e-3
+    gpt, ids = make_model(), llm.tokenize("Go")
+    for _ in range(8):
+        ids.append(int(gpt(torch.tensor([ids]))[0, -1].argmax()))
+    assert one(llm).token_ids == ids[2:]
+
+
+@row("`stop`, `stop_token_ids`", "`CompletionOutput.finish_reason`", "`stop_reason` at the end token")
+def test_ends(llm: LLM, tmp_path: Path) -> None:
+    whole = one(llm, params=SamplingParams(max_tokens=20, seed=1))
+    assert (whole.finish_reason, whole.stop_reason) == ("length", None)
+    stop, token = whole.text[7:10], whole.token_ids[9]
+    for given in (stop, [stop]):
+        o = one(llm, params=SamplingParams(max_tokens=20, seed=1, stop=given))  # type: ignore[arg-type]
+        at = whole.text.index(stop)
+        assert (o.text, o.token_ids) == (whole.text[:at], whole.token_ids[: at + 3])
+        assert (o.finish_reason, o.stop_reason) == ("stop", stop)
+    o = one(llm, params=SamplingParams(max_tokens=20, seed=1, stop_token_ids=[token]))  # type: ignore[arg-type]
+    at = whole.token_ids.index(token)
+    assert (o.text, o.token_ids) == (whole.text[:at], whole.token_ids[: at + 1])
+    assert (o.finish_reason, o.stop_reason) == ("stop", token)
+    eos = LLM(str(make_folder(tmp_path / "eos", replace(TINY, eos_token_ids=(token,)))))
+    o = one(eos, params=SamplingParams(max_tokens=20, seed=1))
+    assert (o.finish_reason, o.stop_reason) == ("stop", token)
+    request = llm.core.add(None, [1], GREEDY, 0)
+    assert llm.core.output(request).outputs[0].finish_reason is None
+    llm.core.abort(request)
+    assert llm.core.output(request).outputs[0].finish_reason == "abort"
+
+
+@row("`ignore_eos`, `min_tokens`")
+def test_end_tokens(llm: LLM, tmp_path: Path) -> None:
+    ids = one(llm).token_ids
+    eos = LLM(str(make_folder(tmp_path / "eos", replace(TINY, eos_token_ids=(ids[2],)))))
+    assert one(eos).token_ids == ids[: ids.index(ids[2]) + 1]
+    assert one(eos, params=replace(GREEDY, ignore_eos=True)).token_ids == ids
+    assert ids[2] not in one(eos, params=replace(GREEDY, min_tokens=5)).token_ids[:4]
+
+
+@row("`n`", "`seed=None`", "random numbers")
+def test_samples_and_seeds(llm: LLM) -> None:
+    (out,) = llm.generate("Go", SamplingParams(max_tokens=8, n=3))
+    assert [o.index for o in out.outputs] == [0, 1, 2]
+    assert len({o.text for o in out.outputs}) == 3
+    again = SamplingParams(max_tokens=8, n=3, seed=out.seed)
+    assert llm.generate(["a", "Go"], [GREEDY, again])[1].outputs == out.outputs
+
+
+@row("`logit_bias`")
+def test_logit_bias(llm: LLM) -> None:
+    assert one(llm, params=replace(GREEDY, logit_bias={5: 1e5})).token_ids == [5] * 8
+
+
+@row("`logprobs=k`", "`CompletionOutput.cumulative_logprob`", "`logprobs`", "`rank` of equal tokens")
+def test_logprobs(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, seed=1, temperature=5.0, top_k=9, logprobs=2, presence_penalty=2.0)
+    (out,) = llm.generate("Go", params)
+    o, ids = out.outputs[0], out.prompt_token_ids + out.outputs[0].token_ids
+    raw = make_model()(torch.tensor([ids[:-1]]))[0, 1:].double().log_softmax(-1)
+    assert o.logprobs is not None
+    for token, expected, found in zip(o.token_ids, raw, o.logprobs, strict=True):
+        assert next(iter(found)) == token
+        assert set(found) == {token, *expected.topk(2).indices.tolist()}
+        for i, logprob in found.items():
+            assert logprob.logprob == pytest.approx(expected[i].item(), abs=1e-4)
+            assert (logprob.rank, logprob.decoded_token) == (int((expected > expected[i]).sum()) + 1, CHARS[i])
+    drawn = [expected[t].item() for t, expected in zip(o.token_ids, raw, strict=True)]
+    assert o.cumulative_logprob == pytest.approx(sum(drawn), abs=1e-3)
+    assert one(llm).cumulative_logprob is None
+    assert SamplingParams(logprobs=1000).logprobs == 1000
+    for count in (-1, 1001):
+        refuses(lambda n=count: SamplingParams(logprobs=n), f"logprobs={count}")  # type: ignore[misc]
+    from nanoinfer.sampling.sampler import find_logprobs
+
+    assert find_logprobs(torch.tensor([1.0, 2.0, 2.0]), 2, 0) == {2: (pytest.approx(-0.8619948), 1)}
+
+
+@row("`prompt_logprobs=k`", "`prompt_logprobs`")
+def test_prompt_logprobs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are held to the reference in tests/test_scoring.py."""
+    fed: list[int] = []
+    extend = llm.engine.extend
+    monkeypatch.setattr(llm.engine, "extend", lambda batch: (fed.append(len(batch.token_ids)), extend(batch))[1])
+    (out,) = llm.generate("To be", replace(GREEDY, max_tokens=1, prompt_logprobs=1))
+    assert fed == [4, 5]  # the last token predicts none of the prompt
+    assert out.prompt_logprobs is not None
+    assert out.prompt_logprobs[0] is None
+    assert [next(iter(found)) for found in out.prompt_logprobs[1:] if found] == out.prompt_token_ids[1:]
+
+
+@row("`RequestOutput.prompt`, `.prompt_token_ids`, `.outputs`", "`RequestOutput.finished`", "`request_id`")
+def test_request_output(llm: LLM) -> None:
+    (out,) = llm.generate("Go", GREEDY)
+    assert (out.prompt, out.prompt_token_ids, len(out.outputs)) == ("Go", [CHARS.index(c) for c in "Go"], 1)
+    assert type(out.request_id) is int
+    assert out.finished is True
+    request = llm.core.add(None, [1], GREEDY, 0)
+    assert llm.core.output(request).finished is False
+    llm.core.abort(request)
+    assert llm.core.output(request).finished is True
+
+
+@row("`CompletionOutput.index`, `.text`, `.token_ids`", "special tokens in `text`")
+def test_completion_output(llm: LLM) -> None:
+    o = one(llm)
+    assert (o.index, o.text) == (0, "".join(CHARS[t] for t in o.token_ids))
+    core = hf.Tokenizer.from_str(tokenizers.to_json(bpe()))
+    core.add_special_tokens(["<|endoftext|>"])
+    special = tokenizers.from_json(core.to_str(), "special")
+    ids = special.encode("a<|endoftext|>b")
+    assert 320 in ids
+    assert tokenizers.decode(special, ids) == "a<|endoftext|>b"
+
+
+@row("`sampling_params=None`")
+def test_no_params(folder: Path, tmp_path: Path) -> None:
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "do_sample": false, "eos_token_id": [3]}')
+    texts = {one(LLM(str(folder)), "Go", SamplingParams(max_tokens=16, ignore_eos=True)).text for _ in range(3)}
+    assert len(texts) > 1  # not greedy
+    assert LLM(str(folder)).config.eos_token_ids == (3,)
+    (folder / "generation_config.json").unlink()
+
+
+@row("a fault of one request")
+def test_fault(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    extend, bad = llm.engine.extend, llm.tokenize("Q")[0]
+
+    def poison(batch: object) -> torch.Tensor:
+        logits = extend(batch)  # type: ignore[arg-type]
+        at = [i for i, ids in enumerate(split(batch)) if bad in ids]
+        logits[at] = torch.nan
+        return logits
+
+    monkeypatch.setattr(llm.engine, "extend", poison)
+    failed, good = llm.generate(["Q", "Go"], replace(GREEDY, logit_bias={bad: -1e5}))
+    assert failed.outputs[0].finish_reason == "error"
+    assert "not finite" in (failed.outputs[0].error or "") or "nan" in (failed.outputs[0].error or "")
+    assert good.outputs[0].finish_reason == "length"
+
+
+def split(batch: object) -> list[list[int]]:
+    ids = iter(batch.token_ids)  # type: ignore[attr-defined]
+    return [[next(ids) for _ in range(n)] for n in batch.num_new]  # type: ignore[attr-defined]
+
+
+@row("a prompt longer than the context")
+def test_long_prompt(llm: LLM) -> None:
+    refuses(lambda: llm.generate("a" * 40, GREEDY), "40 tokens", "overflow='slide'")
+    o = one(llm, "a" * 40, replace(GREEDY, max_tokens=50, overflow="slide"))
+    assert len(o.token_ids) == 50
+
+
+@row("`SamplingParams`", "`LLM(...)`", "speculative decoding", "`LLM.chat`, `LLM.beam_search`")
+@row("`LLM.encode`, `LLM.embed`, `LLM.classify`, `LLM.score`")
+def test_what_is_not_here(folder: Path, llm: LLM) -> None:
+    table = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in PAGE.splitlines() if "|" in line}
+    for name in re.findall(r"`(\w+)`", table["`SamplingParams`"][1]):
+        with pytest.raises(TypeError, match=name):
+            SamplingParams(**{name: None})
+    for name in re.findall(r"`(\w+)`", table["`LLM(...)`"][1] + table["speculative decoding"][1]):
+        with pytest.raises(TypeError, match=name):
+            LLM(str(folder), **{name: None})
+    ours = inspect.signature(LLM.__init__).parameters
+    for cell in (table["`LLM(...)`"][2], table["speculative decoding"][2]):
+        assert [name in ours for name in re.findall(r"`(\w+)`", cell)].count(True) >= 3
+        assert all(name in ours for name in re.findall(r"`(\w+)`", cell))
+    for name in ("encode", "embed", "classify", "score", "chat", "beam_search"):
+        assert not hasattr(LLM, name)
+    assert llm.decode(llm.tokenize("To be")) == "To be"
+
+
+@row("scoring")
+def test_scoring(llm: LLM) -> None:
+    """Values are held to the reference in tests/test_scoring.py."""
+    good, bad = llm.loglikelihood("To be", [", or", " to be"])
+    assert len(good.token_logprobs) == 4
+    (whole,) = llm.perplexity("To be, or")
+    (start,) = llm.perplexity("To be")
+    assert good.log_likelihood == pytest.approx(whole.log_likelihood - start.log_likelihood, abs=1e-3)
+    assert bad.log_likelihood != good.log_likelihood
+
+
+@row("streaming")
+def test_streaming(llm: LLM) -> None:
+    assert "".join(llm.stream("Go", GREEDY)) == one(llm).text
+    ids, stream = llm.stream_outputs(["Go", "To be"], GREEDY)
+    finished = {item.request_id: item for item in stream if isinstance(item, RequestOutput)}
+    assert [finished[i].outputs for i in ids] == [o.outputs for o in llm.generate(["Go", "To be"], GREEDY)]
+
+
+@row("`RequestOutput.metrics`")
+def test_metrics(llm: LLM) -> None:
+    m = llm.generate("Go", GREEDY)[0].metrics
+    assert (m.num_prompt_tokens, m.num_output_tokens) == (2, 8)
+    assert m.tpot_sec is not None
+    assert m.total_sec == pytest.approx(m.ttft_sec + 7 * m.tpot_sec)
