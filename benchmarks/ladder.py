@@ -28,7 +28,7 @@ def main(model: str, max_tokens: int) -> int:
     }
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     ids = load_tokenizer("shakespeare").encode(PROMPT)
-    said = {name: llm.generate(ids, params)[0].outputs[0].token_ids for name, llm in llms.items()}
+    said = {name: llm.generate(ids, params)[0].check().outputs[0].token_ids for name, llm in llms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in llms}
     for _ in range(ROUNDS):  # interleaved, so that a noisy minute hits all of them
         for name, llm in llms.items():

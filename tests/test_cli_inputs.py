@@ -153,7 +153,7 @@ def test_a_training_that_diverges_fails(run: Run, tmp_path: Path) -> None:  # no
     flags = ("--learning-rate", 999, "--grad-clip", "1e6", "--warmup-steps", 0, "--weight-decay", 1000)
     code, out, err = run("train", "--data", tmp_path / "t.txt", "--out", tmp_path / "o", *sizes.split(), *flags)
     assert (code, out) == (2, "")
-    assert "loss is nan at step 3: use a lower learning_rate" in err
+    assert "loss is nan at step 2: use a lower learning_rate" in err
 
 
 # Requests that failed ------------------------------------------------------------------------------------------

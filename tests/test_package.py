@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(nanoinfer.__file__).parent
 HEAVY = {"torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "typer", "rich", "importlib.metadata"}
 OUTPUT_TYPES = (
-    "CompletionOutput", "Delta", "Logprob", "LoglikelihoodOutput", "PerplexityOutput", "RequestMetrics", "RequestOutput",
-    "SpeculationMetrics",
+    "CompletionOutput", "Delta", "Logprob", "LoglikelihoodOutput", "PerplexityOutput", "RequestMetrics",
+    "RequestOutput", "SpeculationMetrics",
 )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanoinfer.errors import ResultError
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -100,6 +102,13 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether all outputs have ended."""
         return all(o.finish_reason is not None for o in self.outputs)
+
+    def check(self) -> RequestOutput:
+        """Return this output. Raises ResultError where one of its sequences has failed."""
+        for o in self.outputs:
+            if o.error is not None:
+                raise ResultError(o.error)
+        return self
 
 
 @dataclass(frozen=True)

@@ -83,4 +83,4 @@ def _sample(model: str) -> list[list[int]]:
     start = [llm.config.bos_token_id or 0]
     params = SamplingParams(max_tokens=PASSAGE_TOKENS, n=NUM_PASSAGES, ignore_eos=True, seed=0, overflow="slide")
     (output,) = llm.generate([start], [params])
-    return [o.token_ids for o in output.outputs]
+    return [o.token_ids for o in output.check().outputs]

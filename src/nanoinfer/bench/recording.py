@@ -50,7 +50,7 @@ class Job:
             if self.decode_only:
                 outputs = self._skip_first_tokens(len(ids), stream)
                 start = self._begin(stack, spans, recorder)
-            outputs |= {item.request_id: item for item in stream if isinstance(item, RequestOutput)}
+            outputs |= {item.request_id: item.check() for item in stream if isinstance(item, RequestOutput)}
             seconds = self._now() - start
         return seconds, [completion.token_ids for i in ids for completion in outputs[i].outputs]
 
@@ -97,7 +97,8 @@ class Job:
         short = replace(
             self.params, max_tokens=min(self.params.max_tokens or WARMUP_TOKENS, WARMUP_TOKENS), min_tokens=0
         )
-        self.llm.generate(self.prompts, short)
+        for output in self.llm.generate(self.prompts, short):
+            output.check()
 
     def clocked(self) -> sp.Clock:
         """Generate with the clock between the spans; for a CPU, where calls return when the work is done."""

@@ -79,7 +79,7 @@ class _Writer:
             for i, temperature in enumerate(temperatures)
         ]
         outputs = self._llm.generate(texts, params)
-        return [text + output.outputs[0].token_ids for text, output in zip(texts, outputs, strict=True)]
+        return [text + output.check().outputs[0].token_ids for text, output in zip(texts, outputs, strict=True)]
 
     def precision(self) -> dict[str, Any]:
         """8 bits where there is an engine for them: half the time, and what is learned is the target's in float32."""

@@ -44,7 +44,7 @@ class NanoinferBackend:
                     arrivals[item.request_id], time.perf_counter() - start, item.num_tokens
                 )
             elif isinstance(item, RequestOutput):
-                tokens[item.request_id] = item.outputs[0].token_ids
+                tokens[item.request_id] = item.check().outputs[0].token_ids
                 if (made := item.metrics.speculation) is not None:
                     self._add(dataclasses.asdict(made))
         times = RunTimes(sum(map(len, work.prompts)), [arrivals[i] for i in ids])
