@@ -175,7 +175,7 @@ def test_the_same_seed_gives_the_same_text(name: str, k: int | None, params: Sam
     engine, drafter = make_engine(name, gpt), make_drafter(gpt)
     prompts = [prompt(n, i) for i, n in enumerate((5, 1, 12, 20))]
     core = make_core(engine, drafter, k)
-    assert generate(core, prompts, [params] * 4, eos=11) == plain(engine, prompts, [params] * 4, eos=11)
+    assert generate(core, prompts, [params] * 4, eos=(11,)) == plain(engine, prompts, [params] * 4, eos=(11,))
     assert not drafter._hidden
 
 

@@ -227,7 +227,7 @@ def test_a_draft_model_that_failed_reads_again_and_holds_nothing_wrong(monkeypat
     drafter = make_drafter("itself", "static")
     assert isinstance(drafter, DraftModel)
     core = make_core(make_engine("static", make_model()), PromptLookup(), 1)
-    request = core.add(None, prompt(6), replace(GREEDY, max_tokens=20), 0, None)
+    request = core.add(None, prompt(6), replace(GREEDY, max_tokens=20), 0)
     core.step()
     (s,) = core.scheduler.running
     asked = [DraftRequest(s, s.token_ids, 0, 5)]  # type: ignore[arg-type]
