@@ -390,7 +390,7 @@ def test_on_a_gpu_warm_ups_are_as_long_as_what_is_timed(tmp_path: Path, log: lis
     case = replace(ON_GPU, output_tokens=40)
     harness(tmp_path, Options(rounds=1)).run([case], lambda rows: None)
     runs = [shape for what, shape in log if what == "run"]
-    assert runs == [{"output_tokens": 16}, {}, {}, {}]  # the check, two equal warm-ups, one round
+    assert runs == [{"output_tokens": 16}, {}, {}, {"seed": 0}]  # the check, two equal warm-ups, one round
     log.clear()
     harness(tmp_path, Options(rounds=1)).run([replace(case, device="cpu")], lambda rows: None)
     runs = [shape for what, shape in log if what == "run"]

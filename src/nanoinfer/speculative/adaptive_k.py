@@ -134,6 +134,11 @@ class AdaptiveK:
         self._num_to_wait -= 1
         return self._num_to_wait >= 0
 
+    @property
+    def next_is_plain(self) -> bool:
+        """Whether the next step is plain for sure."""
+        return self._num_to_wait > 0
+
     def choose(self, budgets: Sequence[DraftBudget]) -> list[int]:
         """Return how many tokens to propose for each sequence of a step in which all of them decode."""
         num_seqs = len(budgets)

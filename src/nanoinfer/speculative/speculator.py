@@ -131,9 +131,6 @@ class Speculator:
             step_sec: time in engine and sampler.
             hidden: `Engine.hidden`, called where the drafter wants it.
         """
-        if isinstance(self.drafter, SeesHidden) and tokens:
-            rows = [cast("SamplerRow", s) for s in drawing(list(work))]
-            self.drafter.see(rows, hidden()[_newest_rows(work, done, tokens)])
         rounds = []
         for s, kept in zip(drawing(list(work)), tokens, strict=True):
             proposal = done.proposals.get(s)
@@ -150,6 +147,11 @@ class Speculator:
             stats.step_sec += step_sec
         if self._adaptive is not None and rounds and all(map(_decodes, work)):
             self._adaptive.learn(StepOutcome(rounds, step_sec, done.draft_sec, done.drafted))
+        if isinstance(self.drafter, SeesHidden) and tokens:
+            if self._adaptive is not None and self._adaptive.next_is_plain:
+                return  # the states of the step after this one will replace these before any is used
+            rows = [cast("SamplerRow", s) for s in drawing(list(work))]
+            self.drafter.see(rows, hidden()[_newest_rows(work, done, tokens)])
 
     def stats(self, request: scheduling.Request) -> SpecStats:
         """Return what was done for a request so far."""
