@@ -24,7 +24,8 @@ from sampler import SAMPLERS as SETTINGS
 from sampler import V
 
 from nanoinfer import SamplingParams
-from nanoinfer.sampling import flashinfer, fused, sampler
+from nanoinfer.sampling import flashinfer, sampler
+from nanoinfer.sampling import triton as triton_sampler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 
@@ -52,7 +53,7 @@ def microseconds(run: Callable[[], object], rounds: int) -> float:
     return statistics.median(times)
 
 
-def captured(slots: fused.TritonSampler, logits: torch.Tensor) -> torch.cuda.CUDAGraph:
+def captured(slots: triton_sampler.TritonSampler, logits: torch.Tensor) -> torch.cuda.CUDAGraph:
     """One draw of all slots, ready to replay; the kernels have been compiled by a draw before."""
     B = len(logits)
     which = torch.arange(B, device=logits.device)
@@ -68,10 +69,10 @@ def measure(name: str, B: int, rounds: int) -> dict[str, Any]:
     device, generator = torch.device("cuda"), torch.Generator().manual_seed(B)
     logits = (torch.randn(B, V, generator=generator) * 3).to(device)
     rows = make_rows(SamplingParams(**SETTINGS[name]), B, generator)
-    call = fused.Sample()
+    call = triton_sampler.Sample()
     expected = [s.token_id for s in sampler.sample(logits, rows)]
     by_call = [s.token_id for s in call(logits, rows)]
-    slots = fused.TritonSampler(B, V, device)
+    slots = triton_sampler.TritonSampler(B, V, device)
     graph = captured(slots, logits)
     for slot, row in enumerate(rows):
         slots.slot(slot, row)
@@ -100,7 +101,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512], help="batch sizes")
     parser.add_argument("--rounds", type=int, default=20, help="timed calls of each")
     args = parser.parse_args()
-    why_not = fused.why_unavailable() if torch.cuda.is_available() else "no CUDA device"
+    why_not = triton_sampler.why_unavailable() if torch.cuda.is_available() else "no CUDA device"
     if why_not:
         print(f"benchmarks/triton_sampler.py: {why_not}", file=sys.stderr)
         return 2

@@ -421,7 +421,7 @@ def test_when_the_time_is_over_nothing_new_begins(tmp_path: Path, log: list[tupl
     assert none == []
 
 
-def test_loading_together_keeps_each_failure_for_its_seat(tiny_folder: Path) -> None:
+def test_loading_together_keeps_each_failure_for_its_worker(tiny_folder: Path) -> None:
     good, bad = Case("static", "m", output_tokens=4, prompt_tokens=4), Case("warp", "m")
     with Processes(tiny_folder) as processes:
         processes.load_together([good, bad, good], warm=lambda case: True, at_once=2)

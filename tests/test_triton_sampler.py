@@ -1,4 +1,4 @@
-"""The fused sampler draws the reference's tokens: all controls, ties, extremes, state on the device, compiled kernels.
+"""The Triton sampler draws the reference's tokens: all controls, ties, extremes, state on the device, compiled kernels.
 
 Without a CUDA device Triton's interpreter runs the kernels (conftest.py), and they are compiled for GPUs that are not
 there. With one, the same bodies run on it. Where a token differs, the oracle of test_native_sampler decides.
@@ -25,7 +25,8 @@ pytest.importorskip("triton")
 
 from conftest import refuses
 from nanoinfer.errors import missing_extra
-from nanoinfer.sampling import flashinfer, fused, native, sampler
+from nanoinfer.sampling import flashinfer, native, sampler
+from nanoinfer.sampling import triton as triton_sampler
 from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.rng import uniform_reference
 from nanoinfer.sampling.triton import Sample, TritonSampler
@@ -116,7 +117,7 @@ def test_rows_that_are_not_finite(bad: list[float], device: torch.device, sample
             slots.assign(i, row)
         drawn = slots.draw(logits, torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device))
         assert drawn[0].item() == sampler.sample(logits[:1], rows[:1])[0].token_id
-        assert drawn[1].item() == fused.NOT_FINITE
+        assert drawn[1].item() == triton_sampler.NOT_FINITE
 
 
 @on_devices
@@ -199,7 +200,7 @@ def test_texts_grow_on_the_device_as_they_do_for_the_reference(device: torch.dev
 
 @on_devices
 def test_more_rows_than_are_drawn_at_a_time(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "SCRATCH_ROWS", 4)
+    monkeypatch.setattr(triton_sampler, "SCRATCH_ROWS", 4)
     logits = torch.randn(11, 90, generator=torch.Generator().manual_seed(2))
     rows = [make_row(SamplingParams(top_p=0.8, frequency_penalty=0.1), seed=i) for i in range(11)]
     assert agree(Sample(), logits, rows, device) == 0
@@ -232,7 +233,7 @@ def test_what_is_not_covered_is_refused() -> None:
 def test_cuda_logits_are_drawn_by_the_kernels_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda:0")
     assert isinstance(native.choose_sampler(cuda), Sample)
-    monkeypatch.setattr(fused, "why_unavailable", lambda: missing_extra("triton", "gpu"))
+    monkeypatch.setattr(triton_sampler, "why_unavailable", lambda: missing_extra("triton", "gpu"))
     assert native.choose_sampler(cuda) is sampler.sample
     refuses(lambda: TritonSampler(1, 5, CPU), "triton is not installed", "pip install")
 

@@ -118,9 +118,9 @@ class TritonSampler:
             raise NanoinferError(f"slot={slot} is not one of the fused sampler's {self.num_slots}: make it larger")
         if why_not := self.covers(row):
             raise NanoinferError(f"{why_not}: use the reference sampler")
-        self._seat_all([row], slot)
+        self._assign_all([row], slot)
 
-    def _seat_all(self, rows: Sequence[SamplerRow], first: int = 0) -> None:
+    def _assign_all(self, rows: Sequence[SamplerRow], first: int = 0) -> None:
         """Slot several texts, on `first` and the slots after it, with one upload of their words."""
         _upload(self._words[first : first + len(rows)], np.stack([self._words_of(row) for row in rows]))
         for slot, row in enumerate(rows, start=first):
@@ -281,7 +281,7 @@ class Sample:
         if by_kernels:
             readable = logits if logits.stride(-1) == 1 else logits.contiguous()
             part = readable if len(by_kernels) == B else readable[by_kernels]
-            fused._seat_all([rows[i] for i in by_kernels])
+            fused._assign_all([rows[i] for i in by_kernels])
             slots = torch.arange(len(by_kernels), device=logits.device)
             drawn = fused.draw(part, slots, torch.ones_like(slots, dtype=torch.bool)).tolist()
             if NOT_FINITE in drawn:
