@@ -394,7 +394,7 @@ def test_on_a_gpu_warm_ups_are_as_long_as_what_is_timed(tmp_path: Path, log: lis
     log.clear()
     harness(tmp_path, Options(rounds=1)).run([replace(case, device="cpu")], lambda rows: None)
     runs = [shape for what, shape in log if what == "run"]
-    assert runs == [{"output_tokens": 16}, {"output_tokens": 16}, {}]
+    assert runs == [{"output_tokens": 16}, {"output_tokens": 16}, {"seed": 0}]
 
 
 def test_workers_on_a_gpu_load_some_at_a_time(tmp_path: Path, log: list[tuple[str, Any]]) -> None:

@@ -308,8 +308,12 @@ SWALLOWED = {
 
 @pytest.mark.parametrize("where", SWALLOWED)
 def test_an_interrupt_that_others_swallow_is_quiet_too(where: str) -> None:
-    code = "import signal, time, weakref; from nanoinfer.cli import app, main\ndef run(arguments):" + SWALLOWED[where]
+    handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job begins with it ignored
+    code = f"import signal, time, weakref; {handler}; from nanoinfer.cli import app, main\ndef run(arguments):"
     done = subprocess.run(
-        [sys.executable, "-c", code + "\napp.run = run; main()"], capture_output=True, timeout=60, check=False
+        [sys.executable, "-c", code + SWALLOWED[where] + "\napp.run = run; main()"],
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (130, b"")
