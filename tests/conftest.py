@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ from nanoinfer.models.tokenizers import char_to_json
 
 if not torch.cuda.is_available():  # read when triton is imported: its kernels then run on the CPU, in Python
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job, whose children would ignore Ctrl-C too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if folder := os.environ.get("NANOINFER_TEST_EXTENSION"):  # make asan: this build instead of the installed one
     (library,) = Path(folder).glob("_native*.so")

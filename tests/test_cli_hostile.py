@@ -308,8 +308,7 @@ SWALLOWED = {
 
 @pytest.mark.parametrize("where", SWALLOWED)
 def test_an_interrupt_that_others_swallow_is_quiet_too(where: str) -> None:
-    handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job begins with it ignored
-    code = f"import signal, time, weakref; {handler}; from nanoinfer.cli import app, main\ndef run(arguments):"
+    code = "import signal, time, weakref; from nanoinfer.cli import app, main\ndef run(arguments):"
     done = subprocess.run(
         [sys.executable, "-c", code + SWALLOWED[where] + "\napp.run = run; main()"],
         capture_output=True,
