@@ -258,7 +258,7 @@ def test_environments(changes: dict[str, str], folder: Path) -> None:
 
 
 def test_without_a_home(folder: Path) -> None:
-    for arguments in (ROOFLINE, ("generate", "Go", "-m", "~nobody-there/x")):
+    for arguments in (ROOFLINE, ("generate", "Go", "-m", "~no-such-user/x")):
         done = subprocess.run(
             [sys.executable, "-m", "nanoinfer", *arguments],
             capture_output=True, env={"PATH": os.environ["PATH"]}, timeout=60, check=False,

@@ -293,7 +293,7 @@ def test_a_captured_graph_draws_on() -> None:
     logits = torch.randn(2, V, device=device)
     which, wanted = torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device)
     slots.draw(logits, which, wanted)
-    for slot in range(2):  # compiling drew; sit down again
+    for slot in range(2):  # compiling sampled tokens: upload the state again
         slots.assign(slot, make_row(params, [1], seed=slot))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
