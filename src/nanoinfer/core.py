@@ -227,6 +227,7 @@ class Core:
 
     def _turn(self) -> AbstractContextManager[object]:
         """Return the lock that every operation holds, having noted that this thread wants it."""
+        processes.wait_if_exiting()
         if self._generation != processes.generation():  # a forked child: a thread that held the lock stayed behind
             self._generation, self._lock, self._waiting = processes.generation(), processes.step_lock(), set()
         self._waiting.add(threading.get_ident())

@@ -6,7 +6,8 @@ program may raise that with torch.set_num_threads where the parent had computed 
 
 Exit: Python (before 3.14) ends a daemon thread as soon as it asks for the interpreter's lock, by unwinding its stack,
 and C++ code on that stack then aborts the process. So the exit takes every step lock, which waits for the steps that
-are running, and keeps it: a thread that would start another step waits until the process is gone.
+are running, and keeps it: a thread that would start another step waits until the process is gone. Such a thread waits
+before it asks for the lock, since a thread that runs step after step would be given the lock before the exit is.
 
 This is the state of a process, and lives in this module: the one place of variables that change.
 """
@@ -48,6 +49,12 @@ def computing() -> Iterator[None]:
     """Mark a thread that computes without an engine's lock, so that the exit waits for it. Also a decorator."""
     with step_lock():
         yield
+
+
+def wait_if_exiting() -> None:
+    """Return at once, but in another thread than the main one of a process that exits: never."""
+    while _is_exiting and threading.current_thread() is not threading.main_thread():
+        time.sleep(EXIT_WAIT_SEC)
 
 
 def is_exiting() -> bool:
