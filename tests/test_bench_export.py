@@ -11,9 +11,8 @@ import pytest
 from conftest import make_folder, refuses
 from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.peers import export_once, fingerprint
-from nanoinfer.bench.peers.export_ctranslate2 import export_ctranslate2
-from nanoinfer.bench.peers.export_gguf import QUANT_BLOCK, export_gguf, gguf_name
+from nanoinfer.bench.peers import export_once
+from nanoinfer.bench.peers.llamacpp import QUANT_BLOCK, export_gguf, gguf_name
 from nanoinfer.config import ModelConfig
 
 SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64)
@@ -34,7 +33,7 @@ def names(folder: Path) -> set[str]:
 # The frame -------------------------------------------------------------------------------------------
 
 
-def test_an_export_is_made_once_and_again_for_other_weights(small: Path, tmp_path: Path) -> None:
+def test_an_export_is_made_once(tmp_path: Path) -> None:
     written: list[Path] = []
 
     def write(partial: Path) -> None:
@@ -43,28 +42,19 @@ def test_an_export_is_made_once_and_again_for_other_weights(small: Path, tmp_pat
 
     target = tmp_path / "exports" / "peer"
     for _ in range(2):
-        assert export_once(target, small, write) == target
+        assert export_once(target, write) == target
     assert len(written) == 1
-    assert names(target.parent) == {"peer"}
-    before = fingerprint(small)
-    make_folder(small, replace(SMALL, n_layer=1), seed=1, chars=None)
-    assert fingerprint(small) != before
-    export_once(target, small, write)
-    assert (target / "model").read_text() == "version 2"
+    assert (target / "model").read_text() == "version 1"
     assert names(target.parent) == {"peer"}
 
 
-def test_an_export_that_fails_leaves_nothing(small: Path, tmp_path: Path) -> None:
+def test_an_export_that_fails_leaves_nothing(tmp_path: Path) -> None:
     def write(partial: Path) -> None:
         (partial / "model").write_text("half")
         raise OSError(28, "No space left on device")
 
-    refuses(lambda: export_once(tmp_path / "exports" / "peer", small, write), "exports/peer", "No space left")
+    refuses(lambda: export_once(tmp_path / "exports" / "peer", write), "exports/peer", "No space left")
     assert names(tmp_path / "exports") == set()
-
-
-def test_a_folder_without_weights_is_one_clear_line(tmp_path: Path) -> None:
-    refuses(lambda: export_once(tmp_path / "out", tmp_path, lambda partial: None), str(tmp_path), "config.json")
 
 
 def test_backends_that_load_the_folder_itself_need_no_export(small: Path) -> None:
@@ -77,21 +67,24 @@ def test_backends_that_load_the_folder_itself_need_no_export(small: Path) -> Non
 
 
 @pytest.mark.parametrize("compute_type", ["float32", "bfloat16", "int8"])
-def test_ctranslate2_folder(small: Path, tmp_path: Path, compute_type: str) -> None:
+def test_ctranslate2_folder(small: Path, compute_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ctranslate2", reason=CTRANSLATE2)
-    folder = export_ctranslate2(small, tmp_path, compute_type)
-    assert {"model.bin", "config.json", "vocabulary.json"} < names(folder)
+    monkeypatch.setattr("nanoinfer.bench.peers.ctranslate2.compute_type", lambda case: compute_type)
+    folder = prepare(Case("ctranslate2", str(small)), small)
+    assert folder is not None
+    assert {"model.bin", "config.json", "vocabulary.json"} <= names(folder)
     assert json.loads((folder / "vocabulary.json").read_text()) == [f"t{i}" for i in range(96)]
     weights = 12 * 64 * 64 * 2 + (96 + 64) * 64  # blocks, embeddings; the tied head is stored once
     at_least = {"float32": 4 * weights, "bfloat16": 2 * weights, "int8": weights}[compute_type]
     assert at_least < (folder / "model.bin").stat().st_size < 1.3 * at_least + 16384
     stamp = (folder / "model.bin").stat().st_mtime_ns
-    assert export_ctranslate2(small, tmp_path, compute_type) == folder
+    assert prepare(Case("ctranslate2", str(small)), small) == folder
     assert (folder / "model.bin").stat().st_mtime_ns == stamp
 
 
-def test_ctranslate2_refuses_unknown_types(small: Path, tmp_path: Path) -> None:
-    refuses(lambda: export_ctranslate2(small, tmp_path, "int3"), "compute_type='int3'", "int8")
+def test_ctranslate2_refuses_unknown_types(small: Path) -> None:
+    case = Case("ctranslate2", str(small), quantization="int3")
+    refuses(lambda: prepare(case, small), "quantization='int3'", "int8")
 
 
 # GGUF ------------------------------------------------------------------------------------------------
@@ -140,4 +133,4 @@ def test_gguf_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     refuses(lambda: export_gguf(exact, tmp_path, "F32"), "activation='gelu'", "gelu_new")
     odd = make_folder(tmp_path / "odd", replace(SMALL, n_embd=48), chars=None)
     refuses(lambda: export_gguf(odd, tmp_path, "Q8_0"), "n_embd=48", str(QUANT_BLOCK))
-    refuses(lambda: export_gguf(odd, tmp_path, "Q3_K"), "file_type='Q3_K'", "Q4_0")
+    refuses(lambda: prepare(Case("llama.cpp", "m", quantization="Q3_K"), odd), "quantization='Q3_K'", "Q4_0")

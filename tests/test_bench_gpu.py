@@ -21,13 +21,13 @@ from nanoinfer.bench import launches, machine, memory_plan, process, prompts, re
 from nanoinfer.bench import run as running
 from nanoinfer.bench.backends.nanoinfer import NanoinferBackend
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.harness import Harness, Options
-from nanoinfer.bench.process import Processes, Run, WorkerProcess
+from nanoinfer.bench.harness import Harness
+from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
 from nanoinfer.bench.report import page
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
-from nanoinfer.bench.suites import GPU_LARGE, SUITES
+from nanoinfer.bench.suites import GPU_LARGE, SUITES, Options
 from nanoinfer.bench.verify_cost import verify_ratio
 from nanoinfer.config import PRESETS
 from nanoinfer.engines.base import StepBatch
@@ -150,8 +150,8 @@ def test_verifying_needs_a_text_and_a_clock() -> None:
 def test_a_worker_verifies(tiny_folder: Path) -> None:
     with WorkerProcess(Case("static", "m", prompt_tokens=8, output_tokens=4)) as one:
         one.load(tiny_folder)
-        assert 0.1 < one.verify() < 20
-        refuses(one.launches, "launches no kernels")
+        assert 0.1 < one.ask("verify") < 20
+        refuses(lambda: one.ask("launches"), "launches no kernels")
 
 
 # Memory ----------------------------------------------------------------------------------------------------
@@ -167,15 +167,15 @@ def test_memory_of_a_gpu_is_torchs_peak(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9 << 20)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert (worker.peak_memory_bytes("cuda:1"), worker.reserved_bytes("cuda:1")) == (7 << 20, 9 << 20)
+    assert worker.memory("cuda:1") == {"peak_memory_bytes": 7 << 20, "reserved_memory_bytes": 9 << 20}
     assert asked == ["cuda:1"]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)  # CTranslate2 has its own allocator
-    assert worker.peak_memory_bytes("cuda:0") is None
+    assert worker.memory("cuda:0")["peak_memory_bytes"] is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # asking would start CUDA
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: pytest.fail("asked"))
-    assert worker.reserved_bytes("cuda:0") is None
-    assert worker.reserved_bytes("cpu") is None
-    assert (worker.peak_memory_bytes("cpu") or 0) > 50 << 20
+    assert worker.memory("cuda:0") == {"peak_memory_bytes": None, "reserved_memory_bytes": None}
+    assert worker.memory("cpu")["reserved_memory_bytes"] is None
+    assert (worker.memory("cpu")["peak_memory_bytes"] or 0) > 50 << 20
 
 
 def test_engines_say_what_their_cache_reserves(tiny_folder: Path) -> None:
@@ -318,20 +318,21 @@ class FakeHandle:
     def __init__(self, case: Case, log: list[tuple[str, Any]]) -> None:
         self.case, self._log = case, log
 
-    def run(self, **shape: Any) -> Run:
+    def run(self, **shape: Any) -> RunResult:
+        shape = {name: value for name, value in shape.items() if (name, value) != ("seed", 0)}
         self._log.append(("run", shape))
         tokens = shape.get("output_tokens", self.case.output_tokens)
         times = RunTimes(4, [[0.1 * (i + 1) for i in range(tokens)]])
-        return Run([[1] * tokens], times, 100, reserved_bytes=200, kv_cache_bytes=30)
+        memory = {"peak_memory_bytes": 100, "reserved_memory_bytes": 200, "kv_cache_bytes": 30}
+        return RunResult([[1] * tokens], times, memory)
 
-    def launches(self) -> dict[str, float]:
-        self._log.append(("launches", None))
-        if self.case.backend == "dynamic":
+    def measure(self, what: str) -> Any:
+        self._log.append((what, None))
+        if what == "launches" and self.case.backend == "dynamic":
             raise NanoinferError("torch's profiler saw no kernel")
-        return {"kernels_per_step": 60.0, "kernels_per_layer": 5, "launches_per_step": 1.0}
-
-    def verify(self) -> float:
-        return 1.08
+        return {
+            "launches": {"kernels_per_step": 60.0, "kernels_per_layer": 5, "launches_per_step": 1.0}, "verify": 1.08
+        }[what]  # fmt: skip
 
 
 class FakeProcesses:
@@ -390,11 +391,11 @@ def test_on_a_gpu_warm_ups_are_as_long_as_what_is_timed(tmp_path: Path, log: lis
     case = replace(ON_GPU, output_tokens=40)
     harness(tmp_path, Options(rounds=1)).run([case], lambda rows: None)
     runs = [shape for what, shape in log if what == "run"]
-    assert runs == [{"output_tokens": 16}, {}, {}, {"seed": 0}]  # the check, two equal warm-ups, one round
+    assert runs == [{"output_tokens": 16}, {}, {}, {}]  # the check, two equal warm-ups, one round
     log.clear()
     harness(tmp_path, Options(rounds=1)).run([replace(case, device="cpu")], lambda rows: None)
     runs = [shape for what, shape in log if what == "run"]
-    assert runs == [{"output_tokens": 16}, {"output_tokens": 16}, {"seed": 0}]
+    assert runs == [{"output_tokens": 16}, {"output_tokens": 16}, {}]
 
 
 def test_workers_on_a_gpu_load_some_at_a_time(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
@@ -491,11 +492,13 @@ def test_counts_are_in_table_file_csv_and_report() -> None:
     words = [line.split() for line in text.splitlines()]
     head = next(w for w in words if w[:1] == ["backend"])
     line = next(w for w in words if w[:2] == ["static", "bfloat16"])
-    assert {"model", "kernels", "launches"} <= set(head)
-    assert line[-5:-1] == ["63", "5", "2", "1.25"]
+    at = head.index("kernels") + 1  # a label has two words
+    assert head[at - 1 : at + 3] == ["kernels", "launches", "verify", "a"]
+    assert line[at : at + 4] == ["63.0", "2.00", "1.25", "5.00"]
     assert "of a decode step" in text
-    assert ["static", "bfloat16", "1,024", "–"] in words  # memory in every shape
-    assert "gpt2-xl, batch 1, 4 in" in " ".join(text.split())
+    assert ["static", "bfloat16", "1,074", "–"] in words  # memory in every shape
+    assert "gpt2-xl, batch 1, 4+4 tokens" in " ".join(text.split())
+    assert ["gpt2", "gpt2-xl"] in words  # the models of the shapes
     again = results.from_json(results.to_json(made), "here")
     assert [r.case for r in again.rows] == [r.case for r in made.rows]
     assert (again.rows[0].kernels_per_step, again.rows[0].verify_ratio) == (63.0, 1.25)
@@ -531,11 +534,10 @@ def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch, tiny
         yield Path("/nowhere") / model
 
     monkeypatch.setattr(model_folders, "_weights", fake)
-    with model_folders.Models(None, lambda _: None) as models:
+    with model_folders.ModelFolders(None, lambda _: None) as models:
         for model in ("a", "b", "a"):
             assert models.folder([Case("static", model)]) == Path("/nowhere") / model
     assert written == ["a", "b"]
-    assert model_folders.Models(None, lambda _: None).config("random:gpt2-xl") == PRESETS["gpt2-xl"]
 
 
 def written_figures(made: results.Results) -> list[object]:
@@ -589,10 +591,10 @@ def test_on_a_gpu_backends_say_the_same_and_report_its_memory(tiny_folder: Path,
     case = Case(name, "m", batch=2, prompt_tokens=8, output_tokens=6, device="cuda:0")
     with Processes(tiny_folder) as processes:
         expected = processes.worker(replace(case, backend="dynamic", device="cpu")).run().tokens
-        sampler_slot = processes.worker(case)
-        made = sampler_slot.run()
+        handle = processes.worker(case)
+        made = handle.run()
         assert made.tokens == expected
-        assert 0 < (made.peak_memory_bytes or 0) <= (made.reserved_bytes or 0) < 8 << 30
+        assert 0 < (made.memory["peak_memory_bytes"] or 0) <= (made.memory["reserved_memory_bytes"] or 0) < 8 << 30
         if name == "static":
-            assert sampler_slot.launches()["kernels_per_step"] > TINY.n_layer
-            assert 0.1 < sampler_slot.verify() < 20
+            assert handle.measure("launches")["kernels_per_step"] > TINY.n_layer
+            assert 0.1 < handle.measure("verify") < 20

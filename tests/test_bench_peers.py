@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,20 @@ import pytest
 from torch import Tensor
 
 from conftest import make_folder, refuses
-from nanoinfer.bench.backends import INSTALL, PEERS, open_backend
-from nanoinfer.bench.backends.capabilities import longest, require_module
-from nanoinfer.bench.case import Case, Work
+from nanoinfer.bench.backends import PEERS, open_backend
+from nanoinfer.bench.case import Case, Requests
+from nanoinfer.bench.peers import require_module
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import ModelConfig
 
 SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64, eos_token_ids=(7,))
-ONE = Work([[3, 1, 4, 1, 5]], [12])
-EQUAL = Work([[3, 1, 4, 1], [2, 7, 1, 8]], [6, 6])
-RAGGED = Work([[5, 7, 9], [1, 2, 3, 4, 5, 6, 7, 0, 0], [50, 60]], [4, 11, 7])
+ONE = Requests([[3, 1, 4, 1, 5]], [12])
+EQUAL = Requests([[3, 1, 4, 1], [2, 7, 1, 8]], [6, 6])
+RAGGED = Requests([[5, 7, 9], [1, 2, 3, 4, 5, 6, 7, 0, 0], [50, 60]], [4, 11, 7])
+MODULES = {
+    "transformers-dynamic": ("transformers",), "transformers-static": ("transformers",),
+    "ctranslate2": ("ctranslate2",), "llama.cpp": ("llama_cpp", "gguf"),
+}  # fmt: skip
 QUANTIZED = [("ctranslate2", "int8"), ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_0")]
 CONTROLS = ["llama.cpp"]  # peers with every sampler of the benchmark
 
@@ -30,17 +33,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("peers") / "small", SMALL, chars=None)
 
 
-def make_case(name: str, work: Work = ONE, **fields: Any) -> Case:
+def make_case(name: str, work: Requests = ONE, **fields: Any) -> Case:
     """A case whose shape holds `work`; skips where the peer is not installed."""
-    if (need := INSTALL.get(name)) is not None and importlib.util.find_spec(need[0]) is None:
-        pytest.skip(f"{name} is an optional peer: {need[1]}")
-    if name == "llama.cpp":
-        pytest.importorskip("gguf", reason="gguf is an optional peer: pip install gguf")
+    for module in MODULES.get(name, ()):
+        pytest.importorskip(module, reason=f"{module} is an optional peer")
     sizes = max(map(len, work.prompts)), max(work.output_tokens)
     return Case(name, "small", batch=len(work.prompts), prompt_tokens=sizes[0], output_tokens=sizes[1], **fields)
 
 
-def run(case: Case, folder: Path, work: Work) -> list[list[int]]:
+def run(case: Case, folder: Path, work: Requests) -> list[list[int]]:
     """Run a case twice, check what holds for every backend, and return the tokens."""
     backend = open_backend(case, folder)
     tokens, _ = backend.run(work)
@@ -52,7 +53,7 @@ def run(case: Case, folder: Path, work: Work) -> list[list[int]]:
     return tokens
 
 
-def check_times(times: RunTimes, work: Work) -> None:
+def check_times(times: RunTimes, work: Requests) -> None:
     assert times.num_prompt_tokens == sum(map(len, work.prompts))
     assert [len(a) for a in times.arrivals] == work.output_tokens
     for arrivals in times.arrivals:
@@ -63,7 +64,7 @@ def check_times(times: RunTimes, work: Work) -> None:
 
 @pytest.mark.parametrize("work", [ONE, EQUAL, RAGGED], ids=["one", "equal", "ragged"])
 @pytest.mark.parametrize("name", PEERS)
-def test_greedy_tokens_are_those_of_our_engine(small: Path, name: str, work: Work) -> None:
+def test_greedy_tokens_are_those_of_our_engine(small: Path, name: str, work: Requests) -> None:
     ours = run(make_case("static", work), small, work)
     assert len({t for row in ours for t in row}) > 2, "the model repeats itself: the test would prove little"
     assert run(make_case(name, work), small, work) == ours
@@ -84,7 +85,7 @@ def test_llama_cpp_with_untied_head_and_epsilon(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("work", [ONE, RAGGED], ids=["one", "ragged"])
 @pytest.mark.parametrize("name, quantization", QUANTIZED)
-def test_quantized_weights_give_the_tokens_asked_for(small: Path, name: str, quantization: str, work: Work) -> None:
+def test_quantized_weights_give_the_tokens_asked_for(small: Path, name: str, quantization: str, work: Requests) -> None:
     tokens = run(make_case(name, work, quantization=quantization), small, work)
     assert all(0 <= t < SMALL.vocab_size for row in tokens for t in row)
 
@@ -114,7 +115,7 @@ def test_what_a_peer_cannot_do_is_one_clear_line(small: Path, name: str) -> None
     refuses(lambda: open_backend(replace(case, quantization="int5"), small), name, "quantization='int5'")
     refuses(lambda: open_backend(replace(case, device="tpu"), small), "device='tpu'")
     if name != "nanogpt":  # it crops
-        long = Work([[1] * 60], [20])
+        long = Requests([[1] * 60], [20])
         refuses(lambda: open_backend(case, small).run(long), name, "80 tokens")
 
 
@@ -138,7 +139,7 @@ def test_ctranslate2_says_which_types_it_has_here(small: Path) -> None:
 
 
 def test_nanogpt_slides_past_the_context_length(small: Path) -> None:
-    long = Work([[1] * 60], [20])
+    long = Requests([[1] * 60], [20])
     run(make_case("nanogpt", long), small, long)
 
 
@@ -162,5 +163,5 @@ def test_nanogpt_runs_the_whole_prefix_for_every_token(small: Path, monkeypatch:
 
 
 def test_helpers() -> None:
-    assert longest(RAGGED) == 20
+    assert RAGGED.longest == 20
     refuses(lambda: require_module("no_such_peer"), "no_such_peer", "pip install")

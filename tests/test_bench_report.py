@@ -8,22 +8,25 @@ import re
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
-from nanoinfer.bench import report
+from nanoinfer.bench import report, table
 from nanoinfer.bench.case import Case
+from nanoinfer.bench.formatting import DASH, digits, slug
 from nanoinfer.bench.report import charts
 from nanoinfer.bench.report.charts import MAX_FIGURES, figures
 from nanoinfer.bench.report.headlines import headlines
 from nanoinfer.bench.report.marks import COLORS, GREY, Figure
 from nanoinfer.bench.report.panels import panels, setting, sweep_axis
-from nanoinfer.bench.report.text import DASH, digits, slug
-from nanoinfer.bench.results import Results, Row
+from nanoinfer.bench.results import Results, Row, read
 from nanoinfer.bench.stats import Figures
+from nanoinfer.bench.suites import SUITES
 from nanoinfer.errors import NanoinferError, missing_extra
 
 EVIL = '<script>alert("1 & 2")</script>$x^{$\x00\x1b'
@@ -313,7 +316,7 @@ def test_a_full_disk_leaves_nothing_half_written(
         assert (folder / "index.html").read_text() == "the old report"
 
 
-@pytest.mark.parametrize("package", ["altair", "vl_convert", "jinja2"])
+@pytest.mark.parametrize("package", ["vl_convert", "jinja2"])
 def test_a_missing_package_is_named_with_the_command(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +345,7 @@ def test_throughput_lines_are_the_data_and_the_ceilings() -> None:
     assert set(found) == {f"{who} float32" for who in SPEED}
     limits = [(r["x"], r["y"]) for r in chart_data(figure) if r.get("format") == "float32"]
     assert limits == [(b, pytest.approx(65.4 * b)) for b in (1, 2, 8, 64)]
-    x, y = figure.spec["layer"][1]["encoding"]["x"], figure.spec["layer"][1]["encoding"]["y"]
+    x, y = figure.spec["encoding"]["x"], figure.spec["encoding"]["y"]
     assert x["scale"]["type"] == y["scale"]["type"] == "log"
     assert x["axis"]["values"] == [1, 2, 8, 64]
 
@@ -402,7 +405,7 @@ def test_ttft_and_memory() -> None:
     found = by_name(full_results())
     assert series(found["ttft"])["dynamic float32"] == [(b, pytest.approx(12.3 * b)) for b in (1, 2, 8, 64)]
     assert series(found["memory"])["recompute float32"] == [(1, 987), (8, 987), (64, 987)], "batch 2 is unknown"
-    assert found["memory"].spec["layer"][0]["encoding"]["y"]["scale"] == {"zero": True}
+    assert found["memory"].spec["encoding"]["y"]["scale"] == {"zero": True}
 
 
 def test_time_per_token_against_position() -> None:
@@ -507,6 +510,33 @@ def test_headline_of_drafts_is_the_best_over_plain_decoding() -> None:
 
 def test_no_figures_make_no_headline() -> None:
     assert headlines(make_results([failed_row("static", "no memory")])) == []
+
+
+# The terminal ---------------------------------------------------------------------------------------------------
+
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+
+
+@pytest.mark.parametrize("suite", [name for name in SUITES if (RESULTS / f"{name}.json").exists() and name != "gpu"])
+def test_tables_fit_80_columns_with_every_name_in_full(suite: str) -> None:
+    made = read(RESULTS / f"{suite}.json")
+    out = StringIO()
+    table.show(made, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in out.getvalue()
+    words = " ".join(out.getvalue().split())
+    for case in (row.case for row in made.rows):
+        assert (case.plain.label if case.draft is None else f"+ {case.draft} k={case.speculate_k}") in words
+    assert words.count("tok/s") >= 1
+
+
+def test_a_wide_terminal_shows_every_column() -> None:
+    out = StringIO()
+    table.show(full_results(), Console(file=out, width=1000))
+    assert next(x.split() for x in out.getvalue().splitlines() if x.startswith("backend")) == [
+        "backend", "tok/s", "x", "TTFT", "ms", "TPOT", "ms", "MBU", "%", "MB", "limit", "p99", "ms",
+    ]  # fmt: skip
 
 
 # Words and panels ---------------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ import pytest
 from conftest import CHARS, refuses
 from nanoinfer.bench import prompts
 from nanoinfer.bench.backends.nanoinfer import _spread
-from nanoinfer.bench.case import Case, make_work
+from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.bench.derived_metrics import add_speculation, add_speedups
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import SUITES
-from nanoinfer.bench.table import _in_and_out
+from nanoinfer.bench.table import shape_name
 from nanoinfer.config import PRESETS
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.roofline.devices import Ceiling
@@ -34,10 +34,10 @@ def test_prompts_are_cut_or_repeated_with_edits() -> None:
     assert made[:20] == list(range(100, 120))
     assert made[20:34] == list(range(100, 114))  # said before
     assert made[34] == 100 + 7 * 14  # the 15th is another
-    work = make_work(replace(PLAIN, batch=3), 1000, passages=text)
+    work = make_requests(replace(PLAIN, batch=3), 1000, passages=text)
     assert [p[0] for p in work.prompts] == [100, 300, 100]
     assert work.output_tokens == [6, 6, 6]
-    later = make_work(replace(PLAIN, batch=2), 1000, seed=1, passages=[*text, list(range(500, 600))])
+    later = make_requests(replace(PLAIN, batch=2), 1000, seed=1, passages=[*text, list(range(500, 600))])
     assert [p[0] for p in later.prompts] == [500, 100]  # the passages after those of the first round
 
 
@@ -74,7 +74,7 @@ def test_what_is_said_of_the_proposals() -> None:
     assert k in ("k=4", "k=5", "k=6")  # a draft of a twelfth of the bytes: k c + v is about 1.4
     assert 2.0 < float(gain.removesuffix("x")) < 2.6
     nothing = Row(replace(row.case, draft="prompt-lookup"))
-    add_speculation(nothing, {}, PRESETS["gpt2-xl"], CEILING)
+    add_speculation(nothing, dict.fromkeys(made, 0), PRESETS["gpt2-xl"], CEILING)
     assert (nothing.acceptance_percent, nothing.mean_accepted_length, nothing.draft_share_percent) == (None, None, 0.0)
 
 
@@ -104,7 +104,7 @@ def test_names_of_cases() -> None:
     drafted = replace(PLAIN, draft="gpt2", speculate_k=4, speculate_rule="reject")
     assert drafted.label == "native int8 + gpt2 k=4 reject"
     assert drafted.plain == PLAIN
-    assert _in_and_out(replace(PLAIN, sampler="sampled")) == "text sampled 14+6"
+    assert shape_name(replace(PLAIN, sampler="sampled")) == "batch 1, text sampled 14+6 tokens"
     refuses(lambda: replace(PLAIN, draft="gpt2", speculate_k="many"), "speculate_k='many'")
 
 
@@ -117,7 +117,7 @@ def test_the_suite_has_every_case_once_beside_its_plain_one(quick: bool) -> None
     assert len([s for s, _ in groupby(c.shape for c in cases)]) == len({c.shape for c in cases})  # interleaved
     hard = {c.draft for c in cases if c.sampler == "hot" and c.speculate_k == "auto" and c.draft}
     assert hard == {c.draft for c in cases if c.draft}  # each draft on prompts that it cannot predict
-    assert (suite.rounds, suite.vary_prompts) == (6, True)
+    assert (suite.options.rounds, suite.options.vary_prompts) == (6, True)
     assert max(c.batch for c in cases) == (1 if quick else 32)
     if not quick:
         ks = {c.speculate_k for c in cases if c.draft == "wide:shakespeare-draft:gpt2" and c.batch == 1}

@@ -9,32 +9,17 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from conftest import TINY, refuses
-from nanoinfer.bench import extrapolate, results
-from nanoinfer.bench.case import Case, make_work
-from nanoinfer.bench.derived_metrics import add_speedups, fill_in, weight_format
+from nanoinfer.bench import results
+from nanoinfer.bench.case import Case, make_requests
+from nanoinfer.bench.derived_metrics import add_speedups, fill_in
 from nanoinfer.bench.results import Results, Row
-from nanoinfer.bench.stats import Figures, RunTimes, by_position, is_steady, percentile, summarize
+from nanoinfer.bench.stats import Figures, RunTimes, by_position, is_steady, naive_token_times, summarize
 from nanoinfer.config import PRESETS
 from nanoinfer.roofline.devices import Ceiling
 
 CEILING = Ceiling("here", 50e9, {"float32": 0.25e12, "bfloat16": 1e12}, "a test")
-
-
-def test_percentiles_by_hand() -> None:
-    assert [percentile([4.0, 1.0, 3.0, 2.0], p) for p in (0, 50, 100)] == [1.0, 2.5, 4.0]
-    assert percentile([7.0], 99) == 7.0
-    assert percentile(list(map(float, range(101))), 90) == 90.0
-    refuses(lambda: percentile([], 50), "percentile 50 of 0 values")
-    refuses(lambda: percentile([1.0], 101), "percentile 101")
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 100))
-def test_a_percentile_lies_within_the_values(values: list[float], percent: float) -> None:
-    assert min(values) <= percentile(values, percent) <= max(values)
 
 
 RUN = RunTimes(20, [[0.5, 0.6, 0.8], [0.7, 0.8, 1.0]])
@@ -63,6 +48,12 @@ def test_rounds_are_medians_and_their_spread() -> None:
     refuses(lambda: summarize([]), "no timed run")
 
 
+def test_percentiles_are_over_all_gaps_and_linear_between_them() -> None:
+    gaps = [4.0, 1.0, 3.0, 2.0]
+    f = summarize([RunTimes(1, [list(accumulate([0.5, *gaps[:2]])), list(accumulate([0.5, *gaps[2:]]))])])
+    assert (f.tpot_sec, f.tpot_p90_sec, f.tpot_p99_sec) == (2.5, pytest.approx(3.7), pytest.approx(3.97))
+
+
 def test_steady_is_two_in_a_row_within_a_tenth() -> None:
     assert not is_steady([1.0])
     assert not is_steady([3.0, 1.0])
@@ -76,33 +67,33 @@ def test_naive_times_are_integrated_from_a_few_lengths() -> None:
         asked.append(length)
         return length / 100  # linear: a few lengths say it all
 
-    times = extrapolate.token_times(step_sec, 10, 50, block_size=40, count=4)
+    times = naive_token_times(step_sec, 10, 50, 40, num_lengths=4)
     assert asked == [10, 20, 30, 40]
     assert times == pytest.approx([min(10 + i, 40) / 100 for i in range(50)])
-    assert extrapolate.arrivals([1.0, 2.0, 0.5]) == [1.0, 3.0, 3.5]
-    assert extrapolate.sample_positions(5, 5) == [5]
-    assert extrapolate.sample_positions(1, 3, 7) == [1, 2, 3]
+    asked.clear()
+    assert naive_token_times(step_sec, 5, 1, 40, num_lengths=7) == [0.05]
+    assert naive_token_times(step_sec, 1, 3, 40, num_lengths=7) == [0.01, 0.02, 0.03]
+    assert asked == [5, 1, 2, 3]
 
 
 def test_bytes_flops_and_shares_by_hand() -> None:
     """GPT-2 at batch 1 reads 494 MB in float32: 50 tokens/s are 24.7 GB/s, half of 50."""
     figures = replace(summarize([RUN]), decode_tokens_per_sec=50.0)
     row = Row(Case("static", "gpt2", prompt_tokens=10, output_tokens=2), figures)
-    fill_in(row, PRESETS["gpt2"], CEILING, naive=False)
+    fill_in(row, PRESETS["gpt2"], CEILING)
     assert row.bytes_per_token == pytest.approx(494e6, rel=0.01)
     assert row.mbu_percent == pytest.approx(100 * row.bytes_per_token * 50 / 50e9)
     assert row.mfu_percent == pytest.approx(100 * row.flops_per_token * 50 / 0.25e12)
     assert row.predicted_tokens_per_sec == pytest.approx(50e9 / row.bytes_per_token)
     half = Row(replace(row.case, dtype="bfloat16"), figures)
-    fill_in(half, PRESETS["gpt2"], CEILING, naive=False)
+    fill_in(half, PRESETS["gpt2"], CEILING)
     assert half.bytes_per_token == pytest.approx(row.bytes_per_token / 2)
     q8 = Row(replace(row.case, backend="llama.cpp", quantization="Q8_0"), figures)
-    fill_in(q8, PRESETS["gpt2"], CEILING, naive=False)
+    fill_in(q8, PRESETS["gpt2"], CEILING)
     assert q8.bytes_per_token == pytest.approx(124e6 * 8.5 / 8, rel=0.01)  # a 16-bit scale for 32 weights
     unknown = Row(replace(row.case, quantization="Q5_K"), figures)
-    fill_in(unknown, PRESETS["gpt2"], CEILING, naive=False)
+    fill_in(unknown, PRESETS["gpt2"], CEILING)
     assert (unknown.bytes_per_token, unknown.mbu_percent) == (None, None)
-    assert weight_format("float16", None).name == "float16"  # type: ignore[union-attr]
 
 
 def test_speedups_are_over_the_same_shape_and_dtype() -> None:
@@ -121,12 +112,12 @@ def test_speedups_are_over_the_same_shape_and_dtype() -> None:
 
 def test_work_is_the_same_for_everyone_and_in_range() -> None:
     case = Case("a", "m", batch=3, prompt_tokens=5, output_tokens=7)
-    work = make_work(case, 100)
-    assert work == make_work(replace(case, backend="b"), 100)
+    work = make_requests(case, 100)
+    assert work == make_requests(replace(case, backend="b"), 100)
     assert [len(p) for p in work.prompts] == [5, 5, 5]
     assert work.output_tokens == [7, 7, 7]
     assert max(t for p in work.prompts for t in p) < 100
-    mixed = make_work(Case("a", "m", batch=64, workload="mixed"), 100)
+    mixed = make_requests(Case("a", "m", batch=64, workload="mixed"), 100)
     sizes = [*map(len, mixed.prompts), *mixed.output_tokens]
     assert 16 <= min(sizes) < 40 < 230 < max(sizes) <= 256
 
@@ -156,7 +147,9 @@ def test_results_survive_the_file(tmp_path: Path) -> None:
     assert again.failed == [example().rows[1]]
     old, new = (dataclasses.asdict(r.rows[0].figures) for r in (example(), again))  # type: ignore[arg-type]
     assert new == {name: pytest.approx(value, rel=1e-3) for name, value in old.items()}
-    assert replace(again.rows[0], figures=None) == replace(example().rows[0], figures=None)
+    assert again.rows[0].bytes_per_token == 499.3e6  # 494.6 MB of weights, keys and values of 64 tokens; rounded
+    derived = dict.fromkeys(("weight_bytes", "bytes_per_token", "flops_per_token", "predicted_tokens_per_sec"))
+    assert replace(again.rows[0], figures=None, **derived) == replace(example().rows[0], figures=None)
     (tmp_path / "r.json").write_text(text)
     assert results.read(tmp_path / "r.json") == again
     refuses(lambda: results.read(tmp_path / "no.json"), "no.json cannot be read")

@@ -1,9 +1,8 @@
-"""One configuration that is measured: who, what model, which shape. Frozen, and checked when it is made."""
+"""One configuration that is measured: which backend, model and shape. Frozen, and checked when it is made."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,27 +11,22 @@ from nanoinfer.checks import require_choice, require_int
 from nanoinfer.config import DTYPES, SpeculationConfig
 from nanoinfer.sampling.params import SamplingParams
 
-SAMPLERS: dict[str, dict[str, Any]] = {  # what each named sampler asks for, as SamplingParams fields
+SAMPLERS: dict[str, dict[str, Any]] = {  # name -> fields of SamplingParams
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.8, "top_k": 50},
-    "hot": {"temperature": 3.0},  # hardly predictable: drafts are right once in 15 times
+    "hot": {"temperature": 3.0},  # nearly unpredictable: about 1 of 15 proposals is accepted
     "controls": {
-        "temperature": 0.8,
-        "top_k": 50,
-        "top_p": 0.95,
-        "min_p": 0.02,
-        "presence_penalty": 0.1,
-        "frequency_penalty": 0.1,
-        "repetition_penalty": 1.1,
+        "temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02,
+        "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1,
     },
-}
+}  # fmt: skip
 WORKLOADS = ("uniform", "mixed", "text", "copy")
 MIXED_LOW, MIXED_HIGH = 16, 256  # tokens in and out of each request of the mixed workload
 
 
 @dataclass(frozen=True)
 class Case:
-    """Who runs which model in which shape."""
+    """Which backend runs which model in which shape."""
 
     backend: str
     """An engine of ours (`static`), or a peer (`transformers-dynamic`, `llama.cpp`, ...)."""
@@ -51,12 +45,12 @@ class Case:
     output_tokens: int = 64
     """Tokens generated for each prompt; of mixed requests, the most."""
     workload: str = "uniform"
-    """uniform: `batch` requests of random tokens; mixed: the same, of 16 to 256 tokens in and out; text: of passages
-    of real text; copy: passages that repeat themselves."""
+    """uniform: `batch` requests of random tokens; mixed: the same, of 16 to 256 tokens in and out; text: passages of
+    natural text; copy: passages that repeat themselves."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     draft: str | None = None
-    """Who proposes tokens to verify; None: plain decoding."""
+    """Draft source; None: plain decoding."""
     speculate_k: str | int = "auto"
     """Tokens proposed at a time."""
     speculate_rule: str = "reproduce"
@@ -72,26 +66,26 @@ class Case:
             require_int(name, getattr(self, name), 1, 1 << 20)
 
     @property
-    def key(self) -> str:
-        """Return what names this case in a results file: its fields as compact JSON."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":"))
-
-    @property
     def shape(self) -> tuple[Any, ...]:
-        """Return what two cases must share to be run round by round beside each other."""
+        """What two cases must share to be run round by round beside each other."""
         return self.model, self.sampler, self.batch, self.prompt_tokens, self.output_tokens, self.workload
 
     @property
+    def format(self) -> str:
+        """The weight format: the quantization, or the dtype without one."""
+        return self.quantization or self.dtype
+
+    @property
     def label(self) -> str:
-        """Return the backend with its weight format: "static float32", "native int8 + gpt2 k=4"."""
-        name = f"{self.backend} {self.quantization or self.dtype}"
+        """The backend with its weight format: "static float32", "native int8 + gpt2 k=4"."""
+        name = f"{self.backend} {self.format}"
         if self.draft is None:
             return name
         return f"{name} + {self.draft} k={self.speculate_k}{' reject' if self.speculate_rule == 'reject' else ''}"
 
     @property
     def plain(self) -> Case:
-        """Return the same without speculation: what is loaded, and what speculation is measured against."""
+        """The same without speculation: what is loaded, and what speculation is measured against."""
         return replace(self, draft=None, speculate_k="auto", speculate_rule="reproduce")
 
     def params(self, output_tokens: int) -> SamplingParams:
@@ -99,39 +93,42 @@ class Case:
         chosen = SAMPLERS[self.sampler]
         return SamplingParams(max_tokens=output_tokens, ignore_eos=True, seed=0, overflow="slide", **chosen)
 
+    def mean_length(self, block_size: int) -> int:
+        """Return the tokens of a sequence halfway through its output, `block_size` at most."""
+        return min(block_size, self.prompt_tokens + max(1, self.output_tokens // 2))
+
 
 @dataclass(frozen=True)
-class Work:
-    """The requests of one run: token ids in, and how many tokens out."""
+class Requests:
+    """The requests of one run: prompts as token ids, and how many tokens to generate for each."""
 
     prompts: list[list[int]]
     output_tokens: list[int]
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output together."""
+        return max(len(prompt) + n for prompt, n in zip(self.prompts, self.output_tokens, strict=True))
 
-def make_work(case: Case, vocab_size: int, seed: int = 0, passages: Passages = ()) -> Work:
-    """Return the requests of a case: the same for every backend and every round.
+
+def make_requests(case: Case, vocab_size: int, seed: int = 0, passages: Passages = ()) -> Requests:
+    """Return the requests of a case: the same for every backend.
 
     Args:
         case: its shape decides the lengths.
-        vocab_size: token ids are drawn below this.
+        vocab_size: random token ids are below this.
         seed: another seed gives other prompts of the same lengths; of passages the next ones.
         passages: for the workloads text and copy.
     """
-    import random
-
-    lengths = random.Random(0)
-    tokens = random.Random(seed)
+    sizes = [(case.prompt_tokens, case.output_tokens)] * case.batch
     if case.workload == "mixed":
-        bounds = (MIXED_LOW, MIXED_HIGH)
-        drawn = [(lengths.randint(*bounds), lengths.randint(*bounds)) for _ in range(case.batch)]
-        sizes = [(n, min(m, case.output_tokens)) for n, m in drawn]
-    else:
-        sizes = [(case.prompt_tokens, case.output_tokens)] * case.batch
+        lengths = random.Random(0)
+        pairs = [(lengths.randint(MIXED_LOW, MIXED_HIGH), lengths.randint(MIXED_LOW, MIXED_HIGH)) for _ in sizes]
+        sizes = [(n, min(m, case.output_tokens)) for n, m in pairs]
     if case.workload in ("text", "copy"):
-        prompts = [
-            (cut_prompt if case.workload == "text" else repeat_prompt)(passages, i, n)
-            for i, (n, _) in enumerate(sizes, seed * case.batch)
-        ]
-        return Work(prompts, [m for _, m in sizes])
-    prompts = [[tokens.randrange(vocab_size) for _ in range(n)] for n, _ in sizes]
-    return Work(prompts, [m for _, m in sizes])
+        make = cut_prompt if case.workload == "text" else repeat_prompt
+        prompts = [make(passages, i, n) for i, (n, _) in enumerate(sizes, seed * case.batch)]
+    else:
+        tokens = random.Random(seed)
+        prompts = [[tokens.randrange(vocab_size) for _ in range(n)] for n, _ in sizes]
+    return Requests(prompts, [m for _, m in sizes])

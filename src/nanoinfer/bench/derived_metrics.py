@@ -1,125 +1,149 @@
-"""What the roofline says of a row: bytes and FLOPs a token, MBU, MFU, and what the machine would allow."""
+"""Metrics computed from a measured row and the roofline: bytes and FLOPs a token, MBU, MFU, ceilings, speed-ups."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.results import Row
-from nanoinfer.config import ModelConfig
+from nanoinfer.config import PRESETS, ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints.load import builtin_names
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.devices import Ceiling
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
 from nanoinfer.roofline.predict import predict
 from nanoinfer.roofline.shapes import find_shape
-from nanoinfer.roofline.speculation import Speculation, best_speculation
+from nanoinfer.roofline.speculation import best_speculation
 
-_LLAMA_CPP = {  # blocks of 32 weights and a 16-bit scale
+if TYPE_CHECKING:
+    from nanoinfer.bench.results import Row
+
+NAIVE = ("recompute", "nanogpt")  # backends without a cache
+_FORMATS = FORMATS | {  # llama.cpp's: blocks of 32 weights and a 16-bit scale
     "Q8_0": WeightFormat("Q8_0", 8, 2, group_size=32, group_bytes=2),
     "Q4_0": WeightFormat("Q4_0", 4, 2, group_size=32, group_bytes=2),
 }
 
 
-def weight_format(dtype: str, quantization: str | None) -> WeightFormat | None:
-    """Return the roofline's format of a case's weights, None for one that it does not know."""
-    return (FORMATS | _LLAMA_CPP).get(quantization or dtype)
+def installed_shape(model: str) -> ModelConfig | None:
+    """Return the shape of a model that every installation has: a preset, a built-in or a widened one; else None."""
+    source = model.removeprefix("random:").removeprefix("wide:").partition(":")[0]
+    try:
+        return find_shape(model) if source in (*PRESETS, *builtin_names()) else None
+    except NanoinferError:  # wide:shakespeare:no-preset
+        return None
 
 
-def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling, *, naive: bool) -> None:
-    """Add the arithmetic to a measured row.
+def costs(case: Case, config: ModelConfig, bandwidth: float, flops_per_sec: Mapping[str, float]) -> dict[str, float]:
+    """Return the fields of `results.Row` that follow from a case and the ceiling; without those that are unknown.
 
     A decode step at the mean length of the run stands for all of them. Without a cache a step reads and
     computes the whole prefix.
 
     Args:
-        row: with figures; changed in place.
+        case: its weight format may be one that the roofline does not know.
         config: the model's shape.
-        ceiling: the machine.
-        naive: whether the backend keeps no cache.
+        bandwidth: bytes per second.
+        flops_per_sec: by dtype, as in `Ceiling`.
     """
-    case, figures = row.case, row.figures
-    fmt = weight_format(case.dtype, case.quantization)
-    if fmt is None or figures is None:
-        return
-    mean = min(config.block_size, case.prompt_tokens + max(1, case.output_tokens // 2))
-    cost = (arithmetic.prefill if naive else arithmetic.decode)(config, fmt).model
+    fmt = _FORMATS.get(case.format)
+    if fmt is None:
+        return {}
+    cost = (arithmetic.prefill if case.backend in NAIVE else arithmetic.decode)(config, fmt).model
+    mean = case.mean_length(config.block_size)
     num_bytes, flops = cost.bytes(case.batch, mean), cost.flops(case.batch, mean)
-    row.weight_bytes = cost.bytes(0, 0)
-    row.bytes_per_token, row.flops_per_token = num_bytes / case.batch, flops / case.batch
-    seconds = num_bytes / ceiling.bandwidth_bytes_per_sec
-    throughput = ceiling.flops_per_sec.get(case.dtype if fmt.is_float else ceiling.compute_dtype(fmt))
-    if throughput is not None:
-        row.predicted_tokens_per_sec = case.batch / max(seconds, flops / throughput)
-    if (speed := figures.decode_tokens_per_sec) is not None and case.workload != "mixed" and case.draft is None:
-        row.mbu_percent = 100 * row.bytes_per_token * speed / ceiling.bandwidth_bytes_per_sec
-        if throughput is not None:
-            row.mfu_percent = 100 * row.flops_per_token * speed / throughput
+    found = {
+        "weight_bytes": cost.bytes(0, 0),
+        "bytes_per_token": num_bytes / case.batch,
+        "flops_per_token": flops / case.batch,
+    }
+    if throughput := _throughput(case, flops_per_sec):
+        found["predicted_tokens_per_sec"] = case.batch / max(num_bytes / bandwidth, flops / throughput)
+    return found
+
+
+def _throughput(case: Case, flops_per_sec: Mapping[str, float]) -> float | None:
+    """Return the FLOP/s of the dtype that a case computes in: the fastest or int8 for quantized weights."""
+    if case.quantization is None or "int8" in flops_per_sec:
+        return flops_per_sec.get(case.dtype if case.quantization is None else "int8")
+    return max(flops_per_sec.values(), default=None)
+
+
+def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
+    """Set `costs` and the shares of the ceiling of a measured row."""
+    case, figures = row.case, row.figures
+    if figures is None:
+        return
+    for name, value in costs(case, config, ceiling.bandwidth_bytes_per_sec, ceiling.flops_per_sec).items():
+        setattr(row, name, value)
+    speed = figures.decode_tokens_per_sec
+    if speed is None or row.bytes_per_token is None or case.workload == "mixed" or case.draft is not None:
+        return
+    row.mbu_percent = 100 * row.bytes_per_token * speed / ceiling.bandwidth_bytes_per_sec
+    if row.flops_per_token is not None and (throughput := _throughput(case, ceiling.flops_per_sec)):
+        row.mfu_percent = 100 * row.flops_per_token * speed / throughput
 
 
 def add_speculation(row: Row, made: dict[str, float], config: ModelConfig, ceiling: Ceiling) -> None:
-    """Add to a row what a run proposed, and what the roofline would propose at that acceptance.
+    """Set what a run proposed, and the best number of proposals at that acceptance by the roofline.
 
     Args:
         row: changed in place.
-        made: totals of `outputs.SpeculationMetrics` over the run's requests; empty where there were none.
+        made: totals of `outputs.SpeculationMetrics` over the run's requests.
         config: the target's shape.
         ceiling: the machine.
     """
-    judged = made.get("num_accepted", 0) + made.get("num_rejected", 0)
-    row.draft_share_percent = 100 * made.get("draft_share", 0.0)
-    if not judged:
-        return
-    row.acceptance_percent = 100 * made["num_accepted"] / judged
-    row.mean_accepted_length = made["num_accepted"] / made["num_verify_steps"]
-    best = _best_speculation(row.case, made["num_accepted"] / judged, config, ceiling)
-    row.predicted_speculation = f"k={best.speculate_k}, {best.speedup:.2f}x" if best is not None else None
+    row.draft_share_percent = 100 * made["draft_share"]
+    if judged := made["num_accepted"] + made["num_rejected"]:
+        acceptance = made["num_accepted"] / judged
+        row.acceptance_percent = 100 * acceptance
+        row.mean_accepted_length = made["num_accepted"] / made["num_verify_steps"]
+        row.predicted_speculation = _best_speculation(row.case, acceptance, config, ceiling)
 
 
-def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceiling: Ceiling) -> Speculation | None:
-    """Return the best number of proposals by the roofline; None for a draft or a format that it does not know."""
-    fmt = weight_format(case.dtype, case.quantization)
+def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceiling: Ceiling) -> str | None:
+    """Return "k=6, 2.60x"; None for a draft or a format that the roofline does not know."""
+    fmt = _FORMATS.get(case.format)
     if fmt is None or case.draft is None:
         return None
-    N = min(config.block_size, case.prompt_tokens + max(1, case.output_tokens // 2))
+
+    def seconds(cost: arithmetic.StepCost, fmt: WeightFormat) -> float:
+        return predict(cost, ceiling, fmt, case.batch, case.mean_length(config.block_size)).seconds
+
     draft_sec = 0.0
     if case.draft != "prompt-lookup":
         try:  # packed in 8 bits, as speculative/build.py does
-            draft, small = find_shape(case.draft), FORMATS["int8"]
+            draft_sec = seconds(arithmetic.decode(find_shape(case.draft), FORMATS["int8"]), FORMATS["int8"])
         except NanoinferError:  # on the Hub, or a copy of the target
             return None
-        draft_sec = predict(arithmetic.decode(draft, small), ceiling, small, case.batch, N).seconds
-    target_sec = predict(arithmetic.decode(config, fmt), ceiling, fmt, case.batch, N).seconds
+    target_sec = seconds(arithmetic.decode(config, fmt), fmt)
 
     def verify_cost(num_tokens: int) -> float:
-        cost = arithmetic.extend(config, fmt, num_tokens)
-        return predict(cost, ceiling, fmt, case.batch, N).seconds / target_sec
+        return seconds(arithmetic.extend(config, fmt, num_tokens), fmt) / target_sec
 
-    return best_speculation(acceptance, draft_sec / target_sec, verify_cost, max_k=12)
+    best = best_speculation(acceptance, draft_sec / target_sec, verify_cost, max_k=12)
+    return f"k={best.speculate_k}, {best.speedup:.2f}x"
 
 
 def add_speedups(rows: Sequence[Row], baseline: str) -> None:
     """Set each row's speed-up over backend `baseline` in the same shape and dtype; None where there is none.
 
-    A row with a draft is measured against its own backend without: the median over the rounds that both have run,
+    A row with a draft is compared to its own backend without: the median over the rounds that both have run,
     each round's two runs beside each other.
     """
-
-    def key(row: Row) -> object:
-        return row.case.shape, row.case.dtype
-
+    plain = [r for r in rows if r.case.draft is None and r.figures is not None]
+    alone = {r.case: r for r in plain}
     base = {
-        key(r): r.figures.output_tokens_per_sec
-        for r in rows
-        if r.case.backend == baseline and r.case.quantization is None and r.case.draft is None and r.figures
+        (r.case.shape, r.case.dtype): r for r in plain if r.case.backend == baseline and r.case.quantization is None
     }
-    plain = {r.case: r.figures.output_tokens_per_sec for r in rows if r.case.draft is None and r.figures}
     for row in rows:
-        own = base.get(key(row)) if row.case.draft is None else plain.get(row.case.plain)
-        row.speedup = row.figures.output_tokens_per_sec / own if row.figures is not None and own else None
-    rounds = {r.case: r.round_sec for r in rows if r.case.draft is None and r.round_sec}
-    for row in rows:
-        if row.case.draft is not None and row.round_sec and row.case.plain in rounds:
-            ratios = [a / b for a, b in zip(rounds[row.case.plain], row.round_sec, strict=False)]
-            row.speedup, row.speedup_min, row.speedup_max = statistics.median(ratios), min(ratios), max(ratios)
+        case = row.case
+        other = base.get((case.shape, case.dtype)) if case.draft is None else alone.get(case.plain)
+        row.speedup = None
+        if row.figures is not None and other is not None and other.figures is not None:
+            row.speedup = row.figures.output_tokens_per_sec / other.figures.output_tokens_per_sec
+            if case.draft is not None and row.round_sec and other.round_sec:
+                ratios = [a / b for a, b in zip(other.round_sec, row.round_sec, strict=False)]
+                row.speedup, row.speedup_min, row.speedup_max = statistics.median(ratios), min(ratios), max(ratios)

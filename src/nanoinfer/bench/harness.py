@@ -2,9 +2,8 @@
 
     for each shape:   load all -> check greedy tokens -> warm up until steady -> rounds: A B C, A B C, ... -> rows
 
-A backend that cannot be loaded, says other words, or dies is a row with its error; the others go on.
-Backends of one shape are all in memory at once where they fit; where they do not, they are run in parts,
-and their rows say so.
+A backend that cannot be loaded, generates other tokens, or dies is a row with its error; the others continue.
+All backends of one shape are in memory at once if they fit; otherwise they run in parts, and their rows say so.
 """
 
 from __future__ import annotations
@@ -13,58 +12,39 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import torch
 
-from nanoinfer.bench import extrapolate
 from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.derived_metrics import add_speculation, fill_in
+from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
 from nanoinfer.bench.memory_plan import split
-from nanoinfer.bench.process import Processes, Run, WorkerHandle
+from nanoinfer.bench.process import Processes, RunResult, WorkerHandle
 from nanoinfer.bench.results import Row
-from nanoinfer.bench.stats import RunTimes, by_position, is_steady, summarize
+from nanoinfer.bench.stats import RunTimes, by_position, is_steady, naive_token_times, summarize
+from nanoinfer.bench.suites import Options
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
+from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.formats import FORMATS
 
-NAIVE = ("recompute", "nanogpt")
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
-CHECK_TOKENS_SHORTENED = 2  # the same where each costs a pass over everything
-WARM_UP_SEC = 5.0  # of untimed runs, after which a backend is warm
+CHECK_TOKENS_SHORTENED = 2  # the same where each needs a forward pass over everything
+WARM_UP_SEC = 5.0  # of untimed runs, after which a backend counts as warm
 LOAD_AT_ONCE = 8  # workers on a GPU that load at the same time, at most one for two CPUs
-
-
-@dataclass(frozen=True)
-class Options:
-    """How carefully to measure."""
-
-    rounds: int = 3
-    """Timed runs of each case."""
-    max_warmups: int = 3
-    """Untimed runs until two in a row agree within 10%."""
-    naive_limit_sec: float = 4.0
-    """A run without a cache that would take longer is extrapolated from its time at a few lengths."""
-    max_case_sec: float = 6.0
-    """A case that has been timed for this long gets no further round; every case gets one."""
-    vary_prompts: bool = False
-    """Every round has prompts of its own, the same for all cases of a shape."""
-    breakdown: bool = False
-    """Also profile where the time goes: our engines, where their rounds fit max_case_sec."""
-    verify: bool = False
-    """Also measure what verifying 5 tokens costs: our engines at batch 1."""
-    budget_sec: float | None = None
-    """No further backend is loaded after this time; what is loaded is finished. None: no limit."""
+NUM_LENGTHS = 7  # that an extrapolated run is measured at
+NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
 
 
 @dataclass(frozen=True)
 class Status:
-    """Progress, for whoever shows it."""
+    """What a suite is doing, for its progress display."""
 
     what: str
     done: int
@@ -104,7 +84,7 @@ class Harness:
 
         Args:
             cases: what to measure.
-            keep: called with the rows of each shape as soon as they are there.
+            keep: called with the rows of each shape as soon as they are complete.
         """
         self._total = len(cases)
         for _, same_shape in groupby(cases, key=lambda c: c.shape):
@@ -114,14 +94,13 @@ class Harness:
                 if self._late:
                     return
                 rows = self._run_part(part, self._reference_case(group))
-                if len(parts) > 1:
-                    for row in rows:
-                        row.note = _join(row.note, "not interleaved with all of its shape: they do not fit the memory")
+                for row in rows if len(parts) > 1 else ():
+                    row.note = _join(row.note, "not interleaved with all of its shape: they do not fit the memory")
                 keep(rows)
 
     @property
     def _late(self) -> bool:
-        """Whether the time that may be spent is spent."""
+        """Whether the time budget is spent."""
         budget = self._options.budget_sec
         return budget is not None and self._clock() - self._started >= budget
 
@@ -134,7 +113,7 @@ class Harness:
         return split(group, self._config, weights, room)
 
     def _reference_case(self, group: list[Case]) -> Case | None:
-        """Return whose greedy tokens the others are held to: the first of our engines in float32, not shortened."""
+        """Return the case whose greedy tokens are the reference: the first of our engines in float32, not shortened."""
         exact = [c for c in group if c.backend in ENGINES and _is_exact(c)]
         return min(exact, key=self._shortened) if exact else None
 
@@ -146,7 +125,6 @@ class Harness:
         spent = dict.fromkeys(cases, 0.0)
         with Processes(self._weights) as processes:
             workers = self._load(cases, rows, processes)
-            cases = [case for case in cases if case in workers or rows[case].error is not None]
             checked_sec = self._check(workers, rows, reference)
             for case, worker in workers.items():
                 if rows[case].error is None and not self._shortened(case):
@@ -157,62 +135,63 @@ class Harness:
                     if rows[case].error is None and (i == 0 or spent[case] < self._options.max_case_sec):
                         start = self._clock()
                         with self._step(rows[case], f"round {i + 1} of {self._options.rounds}"):
-                            runs[case].append(self._timed(case, worker, rows[case], i))
+                            runs[case].append(self._timed(worker, rows[case], i))
                         spent[case] += self._clock() - start
             for case, worker in workers.items():
-                quick = spent[case] < self._options.max_case_sec and not self._shortened(case)
-                if self._options.breakdown and quick and rows[case].error is None and case.backend in ENGINES:
-                    with self._step(rows[case], "profile"), contextlib.suppress(NanoinferError):
-                        rows[case].breakdown_percent = worker.breakdown()  # an engine may be opaque: then unknown
                 if rows[case].error is None and case.backend in ENGINES and not self._shortened(case):
-                    self._count(case, worker, rows[case])
-        for case in cases:
-            row = rows[case]
+                    self._measure_more(worker, rows[case], quick=spent[case] < self._options.max_case_sec)
+        done = [case for case in cases if case in workers or rows[case].error is not None]
+        for case in done:
             self._done += 1
-            if row.error is None:
-                row.figures = summarize(runs[case])
-                row.round_sec = [r.total_sec for r in runs[case]]
-                if case.batch == 1 and case.workload == "uniform":
-                    row.per_position_sec = by_position(runs[case], case.prompt_tokens) or None
-                fill_in(row, self._config, self._ceiling, naive=case.backend in NAIVE)
-        return [rows[case] for case in cases]
+            if rows[case].error is None:
+                self._finish(rows[case], runs[case])
+        return [rows[case] for case in done]
+
+    def _finish(self, row: Row, runs: list[RunTimes]) -> None:
+        """Set the figures of a row, and what follows from them."""
+        row.figures = summarize(runs)
+        row.round_sec = [run.total_sec for run in runs]
+        if row.case.batch == 1 and row.case.workload == "uniform":
+            row.per_position_sec = by_position(runs, row.case.prompt_tokens) or None
+        fill_in(row, self._config, self._ceiling)
 
     def _load(self, cases: list[Case], rows: dict[Case, Row], processes: Processes) -> dict[Case, WorkerHandle]:
-        """Return the backends that could be loaded; the rows of those that could not get the reason.
+        """Return the backends that could be loaded; the rows of the others get the reason.
 
-        On a GPU several load at a time, and what compiles is run once: a compiler would otherwise be in the check.
+        On a GPU several load at a time, and those that compile run once, so that compilation is not part of the check.
         """
-        together = []
         for case in cases:
             with self._step(rows[case], "load"):
-                prepare(case, self._weights)  # here, so that exporting is not in the worker's peak memory
-                if case.device != "cpu":
-                    together.append(case)
+                prepare(case, self._weights)
+        together = [case for case in cases if rows[case].error is None and case.device != "cpu"]
         at_once = min(LOAD_AT_ONCE, max(1, num_cpus() // 2))
-        workers: dict[Case, WorkerHandle] = {}
         for first in range(0, len(together), at_once):
             if not self._late:
                 some = together[first : first + at_once]
                 processes.load_together(some, lambda case: case.backend not in NAIVE, at_once)
+        workers: dict[Case, WorkerHandle] = {}
         for case in cases:
             if rows[case].error is None and (processes.knows(case) or not self._late):
                 with self._step(rows[case], "load"):
                     workers[case] = processes.worker(case)
         return workers
 
-    def _count(self, case: Case, worker: WorkerHandle, row: Row) -> None:
-        """Add what is counted and compared outside of the timing; what an engine cannot say stays unknown."""
-        if case.device != "cpu":
+    def _measure_more(self, worker: WorkerHandle, row: Row, *, quick: bool) -> None:
+        """Measure what is not part of the timing; what an engine does not support stays unknown."""
+        if self._options.breakdown and quick:
+            with self._step(row, "profile"), contextlib.suppress(NanoinferError):  # some engines have no parts
+                row.breakdown_percent = worker.measure("breakdown")
+        if row.case.device != "cpu":
             with self._step(row, "count launches"), _noting(row, "launches"):
-                for name, value in worker.launches().items():
+                for name, value in worker.measure("launches").items():
                     setattr(row, name, value)
-        if self._options.verify and case.batch == 1 and case.backend not in NAIVE:
+        if self._options.verify and row.case.batch == 1 and row.case.backend not in NAIVE:
             with self._step(row, "verify"), _noting(row, "cost of verifying"):
-                row.verify_ratio = worker.verify()
+                row.verify_ratio = worker.measure("verify")
 
     @contextlib.contextmanager
     def _step(self, row: Row, what: str) -> Iterator[None]:
-        """Show what is going on; make its failure the row's error."""
+        """Show the current step; record its failure as the row's error."""
         spent = self._clock() - self._started
         left = spent / self._done * (self._total - self._done) if self._done else None
         case = row.case
@@ -226,7 +205,7 @@ class Harness:
     def _check(
         self, workers: dict[Case, WorkerHandle], rows: dict[Case, Row], reference: Case | None
     ) -> dict[Case, float]:
-        """Compare greedy float32 tokens with the reference's; a backend that says other words is not timed.
+        """Compare greedy float32 tokens with the reference's; a backend with other tokens is not timed.
 
         Returns:
             the seconds that each case's run took: its first warm-up.
@@ -237,35 +216,34 @@ class Harness:
             if reference is not None and reference not in workers and any(_is_exact(c) for c in workers):
                 with contextlib.suppress(NanoinferError):  # it is in another part, or failed there
                     expected[reference] = self._sample(processes.worker(reference)).tokens
-            order = sorted(workers, key=lambda c: (c != reference, c.draft is not None))
-            for case in order:
+            for case in sorted(workers, key=lambda c: (c != reference, c.draft is not None)):
                 if rows[case].error is not None:
                     continue
                 with self._step(rows[case], "check"):
                     checked = self._sample(workers[case])
-                    run, seconds[case] = checked.tokens, checked.times.total_sec
+                    seconds[case] = checked.times.total_sec
                     if case == reference or case.draft is None:
-                        expected[case] = run
-                    held_to = _held_to(case, reference)
-                    if held_to in expected:
-                        difference = _difference(run, expected[held_to])
+                        expected[case] = checked.tokens
+                    if (other := _reference_of(case, reference)) in expected:
+                        difference = _difference(checked.tokens, expected[other])
                         rows[case].same_tokens = difference is None
                         if difference is not None:
                             raise NanoinferError(f"not timed: {difference}")
         return seconds
 
-    def _sample(self, worker: WorkerHandle) -> Run:
-        case = worker.case
-        count = CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS
-        return worker.run(output_tokens=min(count, case.output_tokens))
+    def _sample(self, worker: WorkerHandle) -> RunResult:
+        """Generate the tokens of the check."""
+        count = CHECK_TOKENS_SHORTENED if self._shortened(worker.case) else CHECK_TOKENS
+        return worker.run(output_tokens=min(count, worker.case.output_tokens))
 
     def _warm_up(self, worker: WorkerHandle, first_sec: float) -> None:
-        """Run until two runs agree; short ones, for what is warmed up (caches, compilers, clocks) is per step.
+        """Run until two runs agree. Short runs suffice on a CPU: caches and clocks warm up per step.
 
-        On a GPU they are as long as the timed ones: graphs are captured, and code is compiled, for lengths of text
+        On a GPU they are as long as the timed ones: graphs are captured, and code is compiled, for sequence lengths
         that a short run does not reach.
 
         Args:
+            worker: the backend.
             first_sec: what the check took, the same short run.
         """
         short = worker.case.device == "cpu"
@@ -274,35 +252,34 @@ class Harness:
         while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
             seconds.append(worker.run(**shape).times.total_sec)
 
-    def _timed(self, case: Case, worker: WorkerHandle, row: Row, round_index: int) -> RunTimes:
-        if not self._shortened(case):
-            run = worker.run(seed=round_index if self._options.vary_prompts else 0)
-            _note_memory(row, run)
-            if run.speculation is not None:
-                add_speculation(row, run.speculation, self._config, self._ceiling)
-            return run.times
+    def _timed(self, worker: WorkerHandle, row: Row, round_index: int) -> RunTimes:
+        case = row.case
 
-        def step_sec(length: int) -> float:
-            run: Run = worker.run(prompt_tokens=length, output_tokens=1)
-            _note_memory(row, run)
-            return run.times.ttft_sec
+        def run(seed: int = 0, **shape: int) -> RunResult:
+            result = worker.run(seed=seed, **shape)
+            for name, value in result.memory.items():
+                setattr(row, name, value)
+            return result
 
-        count = extrapolate.NUM_POSITIONS if case.output_tokens > 64 else extrapolate.NUM_POSITIONS_SHORT
-        times = extrapolate.token_times(
-            step_sec, case.prompt_tokens, case.output_tokens, self._config.block_size, count
-        )
-        row.note = f"extrapolated from its time at {count} lengths"
-        return RunTimes(case.prompt_tokens * case.batch, [extrapolate.arrivals(times)] * case.batch)
+        if self._shortened(case):
+            count = NUM_LENGTHS if case.output_tokens > 64 else NUM_LENGTHS_SHORT
+            row.note = f"extrapolated from its time at {count} lengths"
+            seconds = naive_token_times(
+                lambda length: run(prompt_tokens=length, output_tokens=1).times.ttft_sec,
+                case.prompt_tokens, case.output_tokens, self._config.block_size, count,
+            )  # fmt: skip
+            return RunTimes(case.prompt_tokens * case.batch, [list(accumulate(seconds))] * case.batch)
+        result = run(seed=round_index if self._options.vary_prompts else 0)
+        if result.speculation is not None:
+            add_speculation(row, result.speculation, self._config, self._ceiling)
+        return result.times
 
     def _shortened(self, case: Case) -> bool:
-        """Return whether a naive case would take too long: by the arithmetic, which is never too pessimistic."""
-        from nanoinfer.roofline import arithmetic
-        from nanoinfer.roofline.formats import FORMATS
-
+        """Return whether a naive case would take too long, by the arithmetic, which never overestimates the time."""
         if case.backend not in NAIVE or case.workload == "mixed":
             return False
-        mean = min(self._config.block_size, case.prompt_tokens + case.output_tokens // 2)
-        flops = arithmetic.prefill(self._config, FORMATS[case.dtype]).model.flops(case.batch, mean)
+        cost = arithmetic.prefill(self._config, FORMATS[case.dtype]).model
+        flops = cost.flops(case.batch, case.mean_length(self._config.block_size))
         peaks = self._ceiling.flops_per_sec
         fastest = peaks.get(case.dtype) or max(peaks.values())
         return flops / fastest * case.output_tokens > self._options.naive_limit_sec
@@ -310,22 +287,17 @@ class Harness:
 
 @contextlib.contextmanager
 def _noting(row: Row, what: str) -> Iterator[None]:
-    """Make a failure a note of the row, whose figures stand without."""
+    """Record a failure as a note of the row; its figures remain valid."""
     try:
         yield
     except NanoinferError as e:
         row.note = _join(row.note, f"{what} unknown: {e}")
 
 
-def _note_memory(row: Row, run: Run) -> None:
-    row.peak_memory_bytes, row.kv_cache_bytes = run.peak_memory_bytes, run.kv_cache_bytes
-    row.reserved_memory_bytes = run.reserved_bytes
+def _reference_of(case: Case, reference: Case | None) -> Case | None:
+    """Return the case whose greedy tokens a case must repeat; None if there is none.
 
-
-def _held_to(case: Case, reference: Case | None) -> Case | None:
-    """Return the case whose greedy tokens a case must repeat; None: nobody's.
-
-    A draft must not change a word, also in few bits where rows do not depend on company, as those of `native`.
+    A draft must not change a token, also in few bits where rows do not depend on the batch, as those of `native`.
     """
     if _is_exact(case):
         return reference
@@ -338,7 +310,7 @@ def _is_exact(case: Case) -> bool:
 
 
 def _difference(run: list[list[int]], expected: list[list[int]]) -> str | None:
-    """Say where texts first leave the expected ones, None if nowhere; they may be shorter.
+    """Return where sequences first differ from the expected ones, None if nowhere; they may be shorter.
 
     _difference([[1, 2]], [[1, 3, 4]]) -> "token 1 of sequence 0 is 2, the reference's is 3"
     """
@@ -350,4 +322,4 @@ def _difference(run: list[list[int]], expected: list[list[int]]) -> str | None:
 
 
 def _join(*notes: str) -> str:
-    return "; ".join(n for n in notes if n)
+    return "; ".join(filter(None, notes))

@@ -1,14 +1,14 @@
-"""How many kernels a decode step runs on a GPU, and how many launches of the host that takes.
+"""How many kernels a decode step runs on a GPU, and how many launches by the host.
 
 At batch 1 a small model is bound by launches: 124M parameters in 16 bits are read in 80 us of an H100's memory, and
-200 kernels launched one by one take several times as long. So the two numbers stand beside the MBU:
+200 kernels launched one by one take several times as long. So the two numbers are reported beside the MBU:
 
-    kernels     what ran on the device, those replayed from a graph included; copies and fills are not counted
+    kernels     kernels on the device, those replayed from a graph included; copies and fills are not counted
     launches    calls of the host that start work: one for each kernel, or one for a whole graph
 
-Both come from torch's profiler over some decode steps, outside of any timing. `layer` is what one layer of the model
-takes: of each kernel, how often it ran in a step divided by the layers, rounded down, so that the head's and the
-sampler's fall out (25 of one name in 12 layers: 2 a layer, and 1 elsewhere).
+Both come from torch's profiler over some decode steps, outside of any timing. The kernels of a layer: of each kernel,
+its calls in a step divided by the layers, rounded down, which excludes those of the head and the sampler (25 of one
+name in 12 layers: 2 a layer, and 1 elsewhere).
 
     from nanoinfer.bench.launches import measure_launches
     print(measure_launches(LLM("random:gpt2", device="cuda"), params=SamplingParams(temperature=0)))
@@ -29,7 +29,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.sampling.params import SamplingParams
 
 DECODE_STEPS = 16
-PREFILL_TOKENS = 2048  # about what one step reads of a batch's prompts while texts that are ahead decode already
+PREFILL_TOKENS = 2048  # about what one step reads of a batch's prompts while the first sequences decode already
 
 # cudaLaunchKernel, cudaLaunchKernelExC, cudaLaunchCooperativeKernel, cuLaunchKernel, cuLaunchKernelEx, cudaGraphLaunch
 _LAUNCH = re.compile(r"cu(da)?(Launch\w*Kernel|GraphLaunch)")
@@ -38,12 +38,12 @@ _NO_KERNEL = re.compile(r"(Memcpy|Memset)\b")
 
 @dataclass(frozen=True)
 class Launches:
-    """Counts of a step: one token of every text."""
+    """Counts of a step: one token of every sequence."""
 
     kernels_per_step: float
     """Kernels that ran on the device."""
     kernels_per_layer: int
-    """Of them, what one layer takes."""
+    """Of them, those of one layer."""
     launches_per_step: float
     """Launches by the host: of kernels and of graphs."""
 
@@ -61,7 +61,7 @@ def is_kernel(event: Any) -> bool:
 
 
 def count(events: Sequence[Any], num_steps: int, n_layer: int) -> Launches | None:
-    """Return the counts of a step; None if the profiler saw no kernel, which is then unknown and not zero.
+    """Return the counts of a step; None if the profiler saw no kernel: they are unknown then, not zero.
 
     Args:
         events: of torch's profiler over `num_steps` steps.
@@ -72,30 +72,29 @@ def count(events: Sequence[Any], num_steps: int, n_layer: int) -> Launches | Non
     if not kernels or not num_steps:
         return None
     layer = sum(calls // (num_steps * n_layer) for calls in kernels.values())
-    launches = sum(map(is_launch, events))
-    return Launches(kernels.total() / num_steps, layer, launches / num_steps)
+    return Launches(kernels.total() / num_steps, layer, sum(map(is_launch, events)) / num_steps)
 
 
 def measure_launches(
     llm: LLM, *, batch: int = 1, prompt_tokens: int = 32, params: SamplingParams | None = None
 ) -> Launches:
-    """Return what a decode step of some texts launches.
+    """Return the launches of a decode step.
 
     Args:
         llm: on a CUDA device, idle.
-        batch: prompts of random tokens, generated for together.
+        batch: sequences, with prompts of random tokens.
         prompt_tokens: tokens of each.
-        params: how to sample; its max_tokens and ignore_eos are not used. None is greedy.
+        params: how to sample; its max_tokens and ignore_eos are not used. None: greedy.
 
     Raises:
         NanoinferError: the device is a CPU, or the profiler sees no kernels here.
     """
     if llm.device.type != "cuda":
         raise NanoinferError(f"device={str(llm.device)!r} launches no kernels: count them on a CUDA device")
-    # The first texts of a large batch decode while the prompts of the last are read: texts must last beyond that.
+    # The first sequences of a large batch decode while the last prompts are read: sequences must last beyond that.
     tokens = 1 + DECODE_STEPS + batch * prompt_tokens // PREFILL_TOKENS
-    asked = replace(params or SamplingParams(temperature=0), max_tokens=tokens, min_tokens=0, ignore_eos=True)
-    job = replace(new_job(llm, random_prompts(llm, batch, prompt_tokens), asked, decode_only=True), parts=())
+    sampling = replace(params or SamplingParams(temperature=0), max_tokens=tokens, min_tokens=0, ignore_eos=True)
+    job = replace(new_job(llm, random_prompts(llm, batch, prompt_tokens), sampling, decode_only=True), parts=())
     job.warm_up()
     recorder, ranges, *_ = job.recorded()
     require_tokens(ranges)

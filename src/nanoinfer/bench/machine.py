@@ -1,9 +1,11 @@
-"""What was measured on, and with what: machine, versions, commit. Unknown is None, never a guess."""
+"""The machine of a measurement: hardware, versions, commit. Unknown is None, never a guess."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,10 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGES = ("nanoinfer", "torch", "numpy", "transformers", "ctranslate2", "llama-cpp-python", "triton")
-
-
-# Fields of nvidia-smi -> keys of the description, with their units.
-_GPU_FIELDS = {
+_GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description, with their units
     "driver_version": "driver",
     "clocks.sm": "sm_clock_mhz",
     "clocks.max.sm": "max_sm_clock_mhz",
@@ -38,11 +37,10 @@ def describe_machine(device: torch.device | None = None) -> dict[str, Any]:
     import torch
 
     on_gpu = device if device is not None and device.type == "cuda" else None
-    flags = _cpuinfo("flags").split()
-    isa = [f for f in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile") if f in flags]
+    flags = (_cpuinfo("flags") or "").split()
     return {
         "cpu": _cpuinfo("model name") or platform.processor() or None,
-        "isa": isa,
+        "isa": [f for f in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile") if f in flags],
         "cores": num_cpus(),
         "threads": torch.get_num_threads(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -53,7 +51,7 @@ def describe_machine(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def describe_gpu(device: torch.device) -> dict[str, Any]:
-    """Return a CUDA device's memory, capability, CUDA version, and what nvidia-smi says of driver and clocks now."""
+    """Return a CUDA device's memory, capability and CUDA version, and its driver and clocks from nvidia-smi."""
     import torch
 
     properties = torch.cuda.get_device_properties(device)
@@ -65,61 +63,45 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
     }
     uuid = getattr(properties, "uuid", None)  # torch's index counts what CUDA_VISIBLE_DEVICES shows, nvidia-smi's all
-    return described | _nvidia_smi(f"GPU-{uuid}" if uuid is not None else str(device.index or 0))
-
-
-def _nvidia_smi(which: str) -> dict[str, Any]:
-    """Return what nvidia-smi says of a GPU, by the keys of _GPU_FIELDS; None for what it does not say."""
+    which = f"GPU-{uuid}" if uuid is not None else str(device.index or 0)
     query = ["nvidia-smi", "-i", which, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    try:
+    values: list[str] = []
+    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
         done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20)
         values = done.stdout.splitlines()[0].split(", ")
-    except (OSError, subprocess.SubprocessError, IndexError):
-        values = []
-    said = dict(zip(_GPU_FIELDS.values(), values, strict=False))
-    return {key: said.get(key) if key == "driver" else _number(said.get(key)) for key in _GPU_FIELDS.values()}
+    described |= dict.fromkeys(_GPU_FIELDS.values())
+    for key, value in zip(_GPU_FIELDS.values(), values, strict=False):
+        with contextlib.suppress(ValueError):  # "[N/A]" and the like
+            described[key] = value if key == "driver" else float(value)
+    return described
 
 
-def _number(text: str | None) -> float | None:
-    """Return a number as it was printed, None for "[N/A]" and the like."""
-    try:
-        return float(text) if text is not None else None
-    except ValueError:
-        return None
-
-
-def _cpuinfo(name: str) -> str:
-    """Return a field of /proc/cpuinfo, "" where there is none."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == name:
-                return value.strip()
-    except OSError:
-        pass
-    return ""
+def _cpuinfo(name: str) -> str | None:
+    """Return a field of /proc/cpuinfo, None if there is none."""
+    with contextlib.suppress(OSError):
+        found = re.search(rf"^{name}\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return found[1].strip() if found else None
+    return None
 
 
 def describe_versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that matter; None for what is not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
     return found
 
 
 def commit() -> str | None:
     """Return the commit of the checkout that this package runs from, "+dirty" if it has changes; else None."""
-    folder = Path(__file__).parent
     try:
-        head = _git(folder, "rev-parse", "--short", "HEAD")
-        return head + ("+dirty" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+        head = _git("rev-parse", "--short", "HEAD")
+        return head + ("+dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-def _git(folder: Path, *arguments: str) -> str:
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parent
     return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

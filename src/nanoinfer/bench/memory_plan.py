@@ -1,8 +1,8 @@
-"""Which backends are alive together: as many as the memory holds, the GPU's too, by a careful estimate.
+"""Which backends are in memory together: as many as main memory and the GPU's hold, by a conservative estimate.
 
     room for 60 GB, static 22, cuda_graph 22, triton 22, nanogpt 4  ->  [static, cuda_graph], [triton, nanogpt]
 
-No tensor library here: tests feed plain numbers.
+No tensor library here: tests use plain numbers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def split(group: Sequence[Case], config: ModelConfig, weights: int, room: Sequen
     used = [0] * len(room)
     parts: list[list[Case]] = [[]]
     for case in group:
-        need = needs(case, config, weights)
-        if any(c.plain == case.plain for c in parts[-1]):
-            need = [0] * len(room)  # it shares their process
+        shared = any(c.plain == case.plain for c in parts[-1])  # it uses their process
+        need = [0] * len(room) if shared else needs(case, config, weights)
         if parts[-1] and any(u + n > limit for u, n, limit in zip(used, need, room, strict=True)):
             parts.append([])
             used = [0] * len(room)

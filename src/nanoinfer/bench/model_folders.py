@@ -1,7 +1,7 @@
-"""The models that a call of `nanoinfer bench` measures: their shapes, and folders that all backends load from.
+"""Temporary folders with the measured models, which all backends load from.
 
-The folders are temporary. A process of its own removes each one when every process that uses it has ended, however
-it ended: a benchmark that is killed leaves nothing behind either.
+A process of its own removes each folder when every process that uses it has ended, however it ended: a benchmark
+that is killed leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -19,35 +19,29 @@ from pathlib import Path
 
 from nanoinfer.bench import prompts
 from nanoinfer.bench.case import Case
-from nanoinfer.config import ModelConfig
-from nanoinfer.roofline.shapes import find_shape
 
 
-class Models(ExitStack):
+class ModelFolders(ExitStack):
     """The folders of the models that a call measures, each written once, and removed at the end.
 
     Args:
-        text: where the prompts of the workloads text and copy come from; None: the model makes them up.
-        say: told what takes time.
+        text: source of the prompts of the workloads text and copy; None: the model samples them.
+        log: receives a line about what takes time.
     """
 
-    def __init__(self, text: Path | None, say: Callable[[str], None]) -> None:
+    def __init__(self, text: Path | None, log: Callable[[str], None]) -> None:
         super().__init__()
-        self._text, self._say = text, say
+        self._text, self._log = text, log
         self._folders: dict[str, Path] = {}
 
-    def config(self, model: str) -> ModelConfig:
-        """Return a model's shape."""
-        return find_shape(model)
-
     def folder(self, cases: list[Case]) -> Path:
-        """Return the folder for some cases of one model, with passages for prompts where they want them."""
+        """Return the folder for some cases of one model, with passages for prompts if a case needs them."""
         model = cases[0].model
         if model not in self._folders:
             self._folders[model] = self.enter_context(_weights(model))
         folder = self._folders[model]
         if any(c.workload in ("text", "copy") for c in cases) and not prompts.read(folder):
-            self._say("taking passages for prompts ...")
+            self._log("preparing passages for prompts ...")
             prompts.write(folder, model, self._text)
         return folder
 
@@ -72,7 +66,7 @@ shutil.rmtree(sys.argv[1], ignore_errors=True)
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A temporary folder that is removed when this process is done with it and all that `hold` it have ended."""
+    """A temporary folder, removed when this process leaves the context and all that `hold` the folder have ended."""
     folder = Path(tempfile.mkdtemp(prefix="nanoinfer-bench-"))
     lock = hold(folder)
     remover = subprocess.Popen(
@@ -80,13 +74,13 @@ def shared_folder() -> Iterator[Path]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is not for it
+        start_new_session=True,  # Ctrl-C must not reach it
     )
     try:
         yield folder
     finally:
         os.close(lock)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that still holds it: the remover waits for it
+        with contextlib.suppress(subprocess.TimeoutExpired):  # while a process holds the folder, the remover waits
             remover.wait(timeout=10)
         if remover.poll() is not None:
             shutil.rmtree(folder, ignore_errors=True)  # the remover was killed, or could not lock

@@ -1,8 +1,7 @@
-"""Prompts of real text: passages, cut to length, or repeated with edits.
+"""Prompts of natural text: passages, cut to length, or repeated with edits.
 
-They come from a file (`--text`: held-out text of the model's kind), or where none is given from the model itself:
-passages that it samples at temperature 1. Random tokens would do for speed, but how often a draft is right depends on
-the text.
+They come from a file (`--text`: held-out text of the model's kind), or without one from the model itself, which
+samples them at temperature 1. Random tokens would do for speed, but the acceptance of a draft depends on the text.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Passages = Sequence[Sequence[int]]
 NUM_PASSAGES = 64
 PASSAGE_TOKENS = 256
 FILE = "passages.json"
-SHARE_REPEATED = 4 / 7  # of a repeating prompt: the passage itself; the rest is its beginning once more, edited
+SHARE_REPEATED = 4 / 7  # of a repeating prompt: the passage itself; the rest is its beginning again, edited
 EDIT_EVERY = 15
 
 
@@ -35,7 +34,7 @@ def write(folder: Path, model: str, text: Path | None) -> None:
 
 
 def read(folder: Path) -> Passages:
-    """Return a folder's passages; none where it has none."""
+    """Return a folder's passages; none if it has no file of them."""
     path = folder / FILE
     passages: Passages = json.loads(path.read_text()) if path.is_file() else ()
     return passages
@@ -47,7 +46,7 @@ def cut_prompt(passages: Passages, i: int, num_tokens: int) -> list[int]:
 
 
 def repeat_prompt(passages: Passages, i: int, num_tokens: int) -> list[int]:
-    """Return a passage and its beginning again, with every 15th token another: what follows has been said before."""
+    """Return a passage and its beginning again, with every 15th token replaced: what follows occurred before."""
     whole = list(passages[i % len(passages)])
     first = whole[: int(num_tokens * SHARE_REPEATED)]
     again = [whole[(7 * at) % len(whole)] if at % EDIT_EVERY == EDIT_EVERY - 1 else t for at, t in enumerate(first)]
@@ -55,7 +54,7 @@ def repeat_prompt(passages: Passages, i: int, num_tokens: int) -> list[int]:
 
 
 def _cut(model: str, text: Path) -> list[list[int]]:
-    """Return passages from all over a text."""
+    """Return passages from random places of a text."""
     from nanoinfer.models.checkpoints.load import load_model
 
     loaded = load_model(model)
@@ -64,15 +63,15 @@ def _cut(model: str, text: Path) -> list[list[int]]:
     ids = loaded.tokenizer.encode(read_text(text, "--text"))
     if len(ids) < 2 * PASSAGE_TOKENS:
         raise NanoinferError(f"--text {text} has {len(ids)} tokens: give {2 * PASSAGE_TOKENS} or more")
-    draw = random.Random(0)
-    starts = [draw.randrange(len(ids) - PASSAGE_TOKENS) for _ in range(NUM_PASSAGES)]
+    places = random.Random(0)
+    starts = [places.randrange(len(ids) - PASSAGE_TOKENS) for _ in range(NUM_PASSAGES)]
     return [ids[at : at + PASSAGE_TOKENS] for at in starts]
 
 
 def _sample(model: str) -> list[list[int]]:
-    """Return passages that the model makes up; a widened model says what its source does, which is quicker.
+    """Return passages that the model samples; for a widened model its source samples the same, in less time.
 
-    Always on the CPU: the same prompts whatever is measured, and nothing of this stays in a GPU's memory.
+    This runs on the CPU for every device: the prompts are the same, and no GPU memory stays allocated.
     """
     from nanoinfer.llm import LLM
     from nanoinfer.models.checkpoints.load import split_wide

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 
 from nanoinfer.bench import spans as sp
-from nanoinfer.bench.case import Case, make_work
+from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.errors import NanoinferError
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput
@@ -125,7 +125,7 @@ def new_job(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingParams
 def random_prompts(llm: LLM, batch: int, prompt_tokens: int) -> list[list[int]]:
     """Return prompts of random tokens, the same every time."""
     case = Case(llm.engine_name, llm.model_name, batch=batch, prompt_tokens=prompt_tokens)
-    return make_work(case, llm.config.vocab_size).prompts
+    return make_requests(case, llm.config.vocab_size).prompts
 
 
 def require_tokens(spans: sp.Spans) -> None:

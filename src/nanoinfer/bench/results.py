@@ -11,10 +11,10 @@
       "rows": [Row, ...]
     }
 
-On a GPU `read_bytes_per_sec` is the speed of a copy, bytes read and bytes written together. A row is a case, what was
-measured, and what the arithmetic says of it; every key is a field of `Row`. A case that failed is a row with `error`
-set and no figures. Unknown is null, never a guess. A row is one line; fields with their default value are left out,
-and numbers have 4 significant digits.
+On a GPU `read_bytes_per_sec` is the speed of a copy, bytes read and bytes written together. A row is a case, its
+measurements, and what the arithmetic derives from them; every key is a field of `Row`. A case that failed is a row with
+`error` set and no figures. Unknown is null, never a guess. A row is one line, and numbers have 4 significant digits.
+Fields with their default value are left out, and so are those that reading the file computes: `derived_metrics.costs`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench.case import Case
+from nanoinfer.bench.derived_metrics import costs, installed_shape
 from nanoinfer.bench.stats import Figures
 from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
@@ -48,13 +49,13 @@ class Row:
     figures: Figures | None = None
     """Medians over the rounds; None when the case failed."""
     same_tokens: bool | None = None
-    """Whether its greedy tokens were the reference's; None where that is not asked (reduced precision)."""
+    """Whether its greedy tokens were the reference's; None where that is not required (reduced precision)."""
     peak_memory_bytes: int | None = None
     """Of the backend's own process (on a GPU: torch.cuda's peak of what was in use)."""
     reserved_memory_bytes: int | None = None
     """On a GPU: the most that torch's allocator took for the process, in use or not; None on a CPU."""
     kv_cache_bytes: int | None = None
-    """Keys and values that one of our engines has reserved for its texts; None where they come and go."""
+    """Keys and values that one of our engines has reserved; None where they are allocated as needed."""
     weight_bytes: int | None = None
     """Bytes of weights that one decoding step reads."""
     bytes_per_token: float | None = None
@@ -74,7 +75,7 @@ class Row:
     verify_ratio: float | None = None
     """Time of a step that verifies 5 tokens, over that of a step that decodes 1."""
     predicted_tokens_per_sec: float | None = None
-    """What the roofline allows, all sequences together."""
+    """The roofline's limit, all sequences together."""
     speedup: float | None = None
     """Output tokens/s over the baseline's in the same shape."""
     speedup_min: float | None = None
@@ -82,9 +83,9 @@ class Row:
     speedup_max: float | None = None
     """The same, the largest."""
     acceptance_percent: float | None = None
-    """Of the proposals that were judged, those that the model agreed with (cases with a draft)."""
+    """Share of the verified proposals that were accepted (cases with a draft)."""
     mean_accepted_length: float | None = None
-    """Proposals accepted in a verify step; each gives one token more."""
+    """Proposals accepted in a verify step, which gives one token more."""
     draft_share_percent: float | None = None
     """Time in the drafter, of the time in drafter, engine and sampler."""
     predicted_speculation: str | None = None
@@ -96,7 +97,7 @@ class Row:
     breakdown_percent: dict[str, float] | None = None
     """Where the time goes: part of the model -> share of the step."""
     note: str = ""
-    """What a reader must know: extrapolated, not interleaved, ..."""
+    """How the row was measured differently: extrapolated, not interleaved, ..."""
     error: str | None = None
     """Why there are no figures, on one line."""
 
@@ -124,12 +125,25 @@ class Results:
 def to_json(results: Results) -> str:
     """Return the document as JSON text, a line for each row."""
     head = {"schema": SCHEMA} | {f.name: getattr(results, f.name) for f in dataclasses.fields(results)[:-1]}
-    rows = ",\n".join(json.dumps(_compact(row), separators=(",", ":")) for row in results.rows)
+    lines = []
+    for row in results.rows:
+        derived = _costs(row, results.ceiling) if row.figures is not None else {}
+        kept = {name: own for name, own in _compact(row).items() if name not in derived or own != derived[name]}
+        lines.append(json.dumps(kept, separators=(",", ":")))
+    rows = ",\n".join(lines)
     return f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}'
 
 
+def _costs(row: Row, ceiling: dict[str, Any]) -> dict[str, Any]:
+    """Return `derived_metrics.costs` as a file would hold them; nothing for a model that needs files of the user."""
+    if (config := installed_shape(row.case.model)) is None or not ceiling.get("read_bytes_per_sec"):
+        return {}
+    found: dict[str, Any] = _compact(costs(row.case, config, ceiling["read_bytes_per_sec"], ceiling["flops_per_sec"]))
+    return found
+
+
 def _compact(value: Any) -> Any:
-    """Return a row as plain data: without fields that have their default value, numbers rounded."""
+    """Return a value as plain data: without fields that have their default value, numbers rounded."""
     if dataclasses.is_dataclass(value):
         fields = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
         return {name: _compact(own) for name, (own, default) in fields.items() if own != default}
@@ -142,23 +156,15 @@ def _compact(value: Any) -> Any:
 
 def to_csv(results: Results) -> str:
     """Return the rows as CSV: a column for each number of case, figures and row; lists are left out."""
-    records = [_flat(row) for row in results.rows]
+    lists = ("case", "figures", "per_position_sec", "round_sec", "breakdown_percent")
+    own = [f.name for f in dataclasses.fields(Row) if f.name not in lists]
     out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(dict.fromkeys(k for r in records for k in r)))
+    writer = csv.DictWriter(out, [*(f.name for kind in (Case, Figures) for f in dataclasses.fields(kind)), *own])
     writer.writeheader()
-    writer.writerows(records)
+    for row in results.rows:
+        figures = {} if row.figures is None else dataclasses.asdict(row.figures)
+        writer.writerow(dataclasses.asdict(row.case) | figures | {name: getattr(row, name) for name in own})
     return out.getvalue()
-
-
-def _flat(row: Row) -> dict[str, Any]:
-    """Return one row as plain columns."""
-    figures: dict[str, Any] = dict.fromkeys(f.name for f in dataclasses.fields(Figures))
-    if row.figures is not None:
-        figures = dataclasses.asdict(row.figures)
-    own = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
-    for name in ("case", "figures", "per_position_sec", "round_sec", "breakdown_percent"):
-        del own[name]
-    return dataclasses.asdict(row.case) | figures | own
 
 
 def from_json(text: str, source: str) -> Results:
@@ -185,17 +191,19 @@ def from_json(text: str, source: str) -> Results:
         for name, hint in (("read_bytes_per_sec", float), ("flops_per_sec", dict[str, float])):
             if not _fits(made.ceiling.get(name), hint):
                 raise ValueError(f"ceiling: {name} is {show(made.ceiling.get(name))}")
-        return made
-    except NanoinferError as e:  # of a case
-        raise NanoinferError(f"{source} does not follow {SCHEMA}: {e}") from None
     except (TypeError, ValueError, KeyError, AttributeError) as e:
         raise NanoinferError(f"{source} does not follow {SCHEMA}: {reason(e)}") from None
+    for row in rows:
+        for name, value in _costs(row, made.ceiling).items() if row.figures is not None else ():
+            if getattr(row, name) is None:
+                setattr(row, name, value)
+    return made
 
 
 def _row(raw: dict[str, Any]) -> Row:
     case, figures = _checked(Case(**raw.pop("case"))), raw.pop("figures", None)
     row = _checked(Row(case=case, figures=_checked(Figures(**figures)) if figures is not None else None, **raw))
-    if any(len(point) != 2 for point in row.per_position_sec or []):
+    if any(len(point) != 2 for point in row.per_position_sec or ()):
         raise ValueError("per_position_sec is not a list of pairs")
     return row
 

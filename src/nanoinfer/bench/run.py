@@ -1,4 +1,4 @@
-"""One call of `nanoinfer bench`: from what was asked for to results files."""
+"""One call of `nanoinfer bench`: from the user's options to results files."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from nanoinfer.bench import results as files
 from nanoinfer.bench.backends import PEERS
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
-from nanoinfer.bench.model_folders import Models
+from nanoinfer.bench.model_folders import ModelFolders
 from nanoinfer.bench.results import Results, Row
-from nanoinfer.bench.suites import SUITES
-from nanoinfer.checks import require_float, require_int
+from nanoinfer.bench.suites import SUITES, Options
+from nanoinfer.checks import require_choice, require_float, require_int
 from nanoinfer.config import ModelConfig
+from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import write_atomically
 from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.shapes import find_shape
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +36,7 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True)
 class Plan:
-    """What the user asked for; empty means "the default"."""
+    """The user's options; empty means the default."""
 
     suite: tuple[str, ...] = ()
     """ladder, kv-cache, long, throughput, peers, speculative or gpu; may be repeated. Without: a run of your own."""
@@ -65,33 +67,29 @@ class Plan:
     workload: str = "uniform"
     """Prompts of a run of your own: uniform (random tokens), mixed, text or copy."""
     text: Path | None = None
-    """Text whose passages are the prompts of text and copy; None: the model makes them up."""
+    """File whose passages are the prompts of text and copy; None: the model samples them."""
     rounds: int | None = None
     """Timed runs of each case; None is the suite's own number."""
     quick: bool = False
     """Fewer and smaller cases, one round."""
     minutes: float | None = None
-    """Begin nothing new after so many minutes; --resume goes on with the rest."""
+    """Begin nothing new after this many minutes; --resume runs the rest."""
     output: Path | None = None
     """Write the JSON document here, after every shape."""
     csv: Path | None = None
     """Write the rows as CSV here."""
     resume: Path | None = None
-    """Go on with this JSON document: cases in it are not run again."""
+    """Continue this JSON document: cases in it are not run again."""
     load: tuple[Path, ...] = ()
     """Measure nothing: show and report on these JSON documents; may be repeated."""
     report: Path | None = None
     """Write an HTML page and figures into this folder."""
 
     def __post_init__(self) -> None:
-        own: tuple[object, ...] = (
-            self.engine, self.dtype, self.quantization, self.sampler, self.batch, self.prompt_tokens
-        )  # fmt: skip
         for name in self.suite:
-            if name not in SUITES:
-                raise NanoinferError(f"suite={name!r} is unknown: use one of {', '.join(SUITES)}")
-        own += (self.speculate_k, self.draft is not None, self.workload != "uniform")
-        if self.suite and (any(own) or self.output_tokens):
+            require_choice("suite", name, tuple(SUITES))
+        own = ("engine", "dtype", "quantization", "sampler", "batch", "prompt_tokens", "output_tokens", "speculate_k")
+        if self.suite and (any(getattr(self, f) for f in own) or self.draft is not None or self.workload != "uniform"):
             raise NanoinferError("--suite fixes its own cases: leave out --engine, --batch and the like, or --suite")
         if self.rounds is not None:
             require_int("rounds", self.rounds, 1, 1000)
@@ -104,15 +102,22 @@ class Plan:
         if self.text is not None and not self.text.is_file():
             raise NanoinferError(f"--text {self.text}: there is no such file")
         if len(self.suite) > 1 and (self.output or self.csv or self.resume):
-            raise NanoinferError(f"--output, --csv and --resume hold one suite, and {len(self.suite)} are asked for")
+            raise NanoinferError(f"--output, --csv and --resume hold one suite, and {len(self.suite)} are given")
 
     def model_of(self, suite: str) -> str:
         """Return the model that a suite measures."""
         return self.model or (SUITES[suite].model if suite in SUITES else "random:gpt2")
 
+    def options_of(self, suite: str) -> Options:
+        """Return how carefully a suite is measured."""
+        options = SUITES[suite].options if suite in SUITES else Options()
+        if self.quick:
+            options = replace(options, rounds=1, max_warmups=2)
+        return replace(options, rounds=self.rounds or options.rounds)
+
 
 def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -> tuple[list[Results], bool]:
-    """Measure what the plan asks for.
+    """Measure what the plan requests.
 
     Results are written after every shape, so that an interruption loses one shape at most.
 
@@ -124,9 +129,7 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
     """
     from nanoinfer.bench.table import headline
     from nanoinfer.engines.devices import resolve_device
-    from nanoinfer.engines.registry import ENGINES
     from nanoinfer.roofline.measure import measure
-    from nanoinfer.roofline.shapes import find_shape
 
     if plan.load:
         loaded = [files.read(path) for path in plan.load]
@@ -136,36 +139,37 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
         return loaded, False
     started = time.monotonic()
     device = resolve_device(plan.device)
-    # On a CPU `compiled` gains nothing and takes minutes to compile (docs/log.md): it is measured where it is named.
+    # On a CPU `compiled` gains nothing and takes minutes to compile (docs/log.md): it is measured only where named.
     here = (s for s in ENGINES.values() if s.unavailable() is None and device.type in s.devices)
     engines = [spec.name for spec in here if spec.preferred or device.type != "cpu"]
     config = find_shape(plan.model_of(plan.suite[0] if plan.suite else CUSTOM))
     jobs = _check(plan, config, engines, device)
-    old = files.read(plan.resume) if plan.resume is not None else None
-    say = log or (lambda text: print(text, file=sys.stderr))
-    say("measuring the ceiling of this machine ...")
+    old = files.read(plan.resume).rows if plan.resume is not None else []
+    log = log or (lambda line: print(line, file=sys.stderr))
+    log("measuring the ceiling of this machine ...")
     ceiling = measure(device=device)
     made = _empty_results(ceiling, command, device)
-    say(headline(made))
+    log(headline(made))
     done, interrupted = [], False
-    with Models(plan.text, say) as models:
+    with ModelFolders(plan.text, log) as folders:
         for name, cases in jobs:
-            results = replace(made, suite=name, baseline=_baseline(plan, name, engines), rows=[])
-            done.append(results)
-            known = {r.case.key: r for r in old.rows if r.error is None} if old else {}
+            first = (plan.engine or tuple(engines))[0]
+            baseline = plan.baseline or (SUITES[name].baseline if name in SUITES else first)
+            done.append(replace(made, suite=name, baseline=baseline, rows=[]))
+            known = {row.case: row for row in old if row.error is None}
             try:
-                _measure(plan, results, cases, known, models, ceiling, started)
+                _measure(plan, done[-1], cases, known, folders, ceiling, started)
             except KeyboardInterrupt:
                 interrupted = True
                 break
-            if left := len(cases) - len(results.rows):
-                say(f"suite {name}: {left} of {len(cases)} cases are left after {plan.minutes:g} minutes: use --resume")
+            if left := len(cases) - len(done[-1].rows):
+                log(f"suite {name}: {left} of {len(cases)} cases are left after {plan.minutes:g} minutes: use --resume")
     _report(plan, done)
     return done, interrupted
 
 
 def _report(plan: Plan, results: list[Results]) -> None:
-    """Write the report, where one is asked for and there is anything to report."""
+    """Write the report, if one is requested and there is anything to report."""
     with_rows = [r for r in results if r.rows]
     if plan.report is not None and with_rows:
         from nanoinfer.bench.report import write_report
@@ -175,18 +179,14 @@ def _report(plan: Plan, results: list[Results]) -> None:
 
 def _check(plan: Plan, config: ModelConfig, engines: list[str], device: torch.device) -> list[tuple[str, list[Case]]]:
     """Return the cases of each suite, after refusing what does not exist or cannot be written."""
-    from nanoinfer.engines.registry import ENGINES
-
     for name in plan.suite:
         if SUITES[name].device not in (None, device.type):
             raise NanoinferError(
-                f"suite={name!r} measures a CUDA device, and this run is on device={device.type!r}: run it where there"
-                " is one"
+                f"suite={name!r} measures a CUDA device, and this run is on device={device.type!r}: run it on a machine"
+                " that has one"
             )
-
     for name in (*plan.engine, *([plan.baseline] if plan.baseline else [])):
-        if name not in ENGINES and name not in PEERS:
-            raise NanoinferError(f"engine={name!r} is unknown: use one of {', '.join([*ENGINES, *PEERS])}")
+        require_choice("engine", name, (*ENGINES, *PEERS))
     jobs = [(name, _cases(plan, name, config, engines, str(device))) for name in plan.suite or (CUSTOM,)]
     for path in (plan.output or plan.resume, plan.csv):
         if path is not None:
@@ -197,7 +197,7 @@ def _check(plan: Plan, config: ModelConfig, engines: list[str], device: torch.de
 
 
 def _empty_results(ceiling: Ceiling, command: str, device: torch.device) -> Results:
-    """Return results without rows: when, where and with what."""
+    """Return results without rows: time, machine and versions."""
     from nanoinfer.bench import machine
 
     return Results(
@@ -218,95 +218,72 @@ def _empty_results(ceiling: Ceiling, command: str, device: torch.device) -> Resu
 
 def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], device: str) -> list[Case]:
     """Return the cases of a suite, or of the user's own lists, those of one shape together."""
-    if name != CUSTOM:
-        cases = SUITES[name].cases(plan.model_of(name), config, engines, plan.quick)
+    model = plan.model_of(name)
+    if name in SUITES:
+        cases = SUITES[name].cases(model, config, engines, plan.quick)
     else:
         shapes = product(
             plan.sampler or ("greedy",), plan.batch or (1,), plan.prompt_tokens or (32,), plan.output_tokens or (32,)
         )
         formats = [(d, None) for d in plan.dtype or ("float32",)] + [("float32", q) for q in plan.quantization]
+        backends = plan.engine or tuple(engines)
         cases = [
-            Case(who, plan.model_of(name), d, q, s, b, p, o, plan.workload)
-            for s, b, p, o in shapes
-            for who in plan.engine or tuple(engines)
-            for d, q in formats
+            Case(backend, model, dtype, quantization, *shape, plan.workload)
+            for shape, backend, (dtype, quantization) in product(shapes, backends, formats)
         ]
         if plan.draft is not None:
             ks = plan.speculate_k or ("auto",)
-            drafted = [[replace(c, draft=plan.draft, speculate_k=k) for k in ks] for c in cases]
-            cases = [c for plain, some in zip(cases, drafted, strict=True) for c in (plain, *some)]
+            cases = [c for x in cases for c in (x, *(replace(x, draft=plan.draft, speculate_k=k) for k in ks))]
     for case in cases:
-        if case.model == plan.model_of(name) and case.prompt_tokens > config.block_size:
+        if case.model == model and case.prompt_tokens > config.block_size:
             raise NanoinferError(
-                f"prompt_tokens={case.prompt_tokens} is more than the context length of {case.model},"
-                f" {config.block_size}"
+                f"prompt_tokens={case.prompt_tokens} is more than the context length of {model}, {config.block_size}"
             )
     return [replace(c, device=device) for c in cases]
-
-
-def _baseline(plan: Plan, name: str, engines: list[str]) -> str:
-    if plan.baseline is not None:
-        return plan.baseline
-    return SUITES[name].baseline if name != CUSTOM else (plan.engine or tuple(engines))[0]
 
 
 def _measure(
     plan: Plan,
     results: Results,
     cases: list[Case],
-    known: dict[str, Row],
-    models: Models,
+    known: dict[Case, Row],
+    folders: ModelFolders,
     ceiling: Ceiling,
     started: float,
 ) -> None:
     """Run the cases that are not known yet, keeping the results file up to date."""
-    from nanoinfer.bench.harness import NAIVE, Harness, Options
-    from nanoinfer.bench.progress import Progress
+    from nanoinfer.bench.harness import Harness
+    from nanoinfer.bench.progress import progress_bar
 
-    suite = SUITES.get(results.suite)
-    rounds = plan.rounds or (1 if plan.quick else suite.rounds if suite else 3)
-    order = {case.key: i for i, case in enumerate(cases)}
-    results.rows = [known[c.key] for c in cases if c.key in known]
+    order = {case: i for i, case in enumerate(cases)}
+    results.rows = [known[c] for c in cases if c in known]
     for row in results.rows:  # their shares are of this run's ceiling now
-        fill_in(row, models.config(row.case.model), ceiling, naive=row.case.backend in NAIVE)
+        fill_in(row, find_shape(row.case.model), ceiling)
 
     def keep(rows: list[Row]) -> None:
-        results.rows = sorted([*results.rows, *rows], key=lambda r: order[r.case.key])
+        results.rows = sorted([*results.rows, *rows], key=lambda r: order[r.case])
         add_speedups(results.rows, results.baseline)
-        _write(plan, results)
+        if target := plan.output or plan.resume:
+            write_atomically(target, files.to_json(results).encode() + b"\n")
+        if plan.csv is not None:
+            write_atomically(plan.csv, files.to_csv(results).encode())
 
-    options = Options(
-        rounds=rounds,
-        max_warmups=2 if plan.quick else 3,
-        max_case_sec=suite.max_case_sec if suite else Options.max_case_sec,
-        vary_prompts=bool(suite and suite.vary_prompts),
-        breakdown=bool(suite and suite.breakdown),
-        verify=bool(suite and suite.verify),
-    )
-    todo = [c for c in cases if c.key not in known]
     if results.rows:
         keep([])  # what --resume brought, also if nothing is added
-    for model, some in groupby(todo, key=lambda c: c.model):
+    options = plan.options_of(results.suite)
+    for model, some in groupby((c for c in cases if c not in known), key=lambda c: c.model):
         if plan.minutes is not None:
             left = 60 * plan.minutes - (time.monotonic() - started)
             if left <= 0:
                 break
             options = replace(options, budget_sec=left)
         same = list(some)
-        with Progress(results.suite) as progress:
-            Harness(models.folder(same), models.config(model), ceiling, options, progress.show).run(same, keep)
-
-
-def _write(plan: Plan, results: Results) -> None:
-    target = plan.output or plan.resume
-    if target is not None:
-        write_atomically(target, files.to_json(results).encode() + b"\n")
-    if plan.csv is not None:
-        write_atomically(plan.csv, files.to_csv(results).encode())
+        with progress_bar(results.suite) as show:
+            Harness(folders.folder(same), find_shape(model), ceiling, options, show).run(same, keep)
 
 
 def _check_writable(folder: Path, name: str | None = None) -> None:
-    """Fail before anything is measured, where a folder, or a file of this name in it, cannot be written."""
+    """Fail before anything is measured, if a folder, or a file of this name in it, cannot be written."""
     path = folder if name is None else folder / name
     try:
         folder.mkdir(parents=True, exist_ok=True)

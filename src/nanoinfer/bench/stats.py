@@ -1,6 +1,6 @@
 """The statistics of a benchmark: from arrival times of tokens to the figures that are reported.
 
-No tensor library and no clock here: tests feed plain numbers.
+No tensor library and no clock here: tests use plain numbers.
 
     a sequence's arrival times (seconds since the run began)   [0.50, 0.60, 0.70]
     ->  TTFT 0.50    token gaps [0.10, 0.10]
@@ -9,29 +9,15 @@ No tensor library and no clock here: tests feed plain numbers.
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+
+import numpy as np
 
 from nanoinfer.errors import NanoinferError
 
 MIN_POSITIONS, MAX_POSITIONS = 31, 32  # points of a curve of time against position
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, linear between neighbours: percentile([1, 2, 3], 50) -> 2.
-
-    Raises:
-        NanoinferError: there are no values, or percent is outside [0, 100].
-    """
-    if not values or not 0 <= percent <= 100:
-        raise NanoinferError(f"percentile {percent} of {len(values)} values: need a value and 0 <= percent <= 100")
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 @dataclass(frozen=True)
@@ -65,7 +51,7 @@ class RunTimes:
 
     @property
     def decode_tokens_per_sec(self) -> float | None:
-        """Tokens per second of all sequences together while all of them decode; None where that never is.
+        """Tokens per second of all sequences together while all of them decode; None if they never do.
 
         From the last sequence's first token to the first sequence's end: before, prompts of others share the steps;
         after, the batch is smaller.
@@ -87,10 +73,7 @@ def _tokens_by(times: Sequence[float], now: float) -> float:
 
     The sequences of a step arrive microseconds apart: whole tokens would count up to a step too much or too little.
     """
-    count = bisect_right(times, now)
-    if not 0 < count < len(times):
-        return float(count)
-    return count + (now - times[count - 1]) / (times[count] - times[count - 1])
+    return float(np.interp(now, times, range(1, len(times) + 1), left=0.0))
 
 
 @dataclass(frozen=True)
@@ -104,7 +87,7 @@ class Figures:
     tpot_p90_sec: float | None
     tpot_p99_sec: float | None
     decode_tokens_per_sec: float | None
-    """All sequences together, while all of them decode; None where that never is."""
+    """All sequences together, while all of them decode; None if they never do."""
     prefill_tokens_per_sec: float
     output_tokens_per_sec: float
     """Generated tokens by wall time, prefill included."""
@@ -123,14 +106,15 @@ def summarize(runs: Sequence[RunTimes]) -> Figures:
         raise NanoinferError("no timed run: rounds must be 1 or more")
     totals = [r.total_sec for r in runs]
     gaps = [g for r in runs for g in r.gaps_sec]
-    decode = [r.decode_tokens_per_sec for r in runs if r.decode_tokens_per_sec is not None]
+    p50, p90, p99 = np.percentile(gaps, (50, 90, 99)).tolist() if gaps else (None, None, None)
+    decode = [rate for r in runs if (rate := r.decode_tokens_per_sec) is not None]
     total = statistics.median(totals)
     return Figures(
         rounds=len(runs),
         ttft_sec=statistics.median(r.ttft_sec for r in runs),
-        tpot_sec=percentile(gaps, 50) if gaps else None,
-        tpot_p90_sec=percentile(gaps, 90) if gaps else None,
-        tpot_p99_sec=percentile(gaps, 99) if gaps else None,
+        tpot_sec=p50,
+        tpot_p90_sec=p90,
+        tpot_p99_sec=p99,
         decode_tokens_per_sec=statistics.median(decode) if decode else None,
         prefill_tokens_per_sec=statistics.median(r.prefill_tokens_per_sec for r in runs),
         output_tokens_per_sec=statistics.median(r.num_tokens / r.total_sec for r in runs),
@@ -142,7 +126,7 @@ def summarize(runs: Sequence[RunTimes]) -> Figures:
 def by_position(runs: Sequence[RunTimes], num_prompt_tokens: int) -> list[list[float]]:
     """Return [position, seconds] of the first sequence's tokens: medians over the rounds, and over nearby positions.
 
-    The first token waits for the prompt and is left out; so are sequences that are too short for a curve.
+    The first token includes the prompt and is left out; sequences that are too short for a curve give none.
 
     Args:
         runs: the rounds.
@@ -162,3 +146,24 @@ def by_position(runs: Sequence[RunTimes], num_prompt_tokens: int) -> list[list[f
 def is_steady(seconds: Sequence[float], tolerance: float = 0.1) -> bool:
     """Return whether the last two of some warm-up times differ by at most `tolerance`: [3.0, 1.1, 1.0] -> True."""
     return len(seconds) >= 2 and abs(seconds[-1] - seconds[-2]) <= tolerance * seconds[-2]
+
+
+def naive_token_times(
+    step_sec: Callable[[int], float], prompt_tokens: int, output_tokens: int, block_size: int, num_lengths: int
+) -> list[float]:
+    """Return the time of each token of a generation without a cache, from measurements at a few lengths.
+
+    Without a cache a token costs one forward pass over everything before it: the time of the token after p tokens is
+    the time to first token of a prompt of p tokens. It is measured at some lengths and linear between them.
+
+    Args:
+        step_sec: measures the time of one token after this many.
+        prompt_tokens: length of the prompt.
+        output_tokens: tokens to generate.
+        block_size: longer contexts are cropped to it, so the time stays constant beyond it.
+        num_lengths: lengths to measure at, evenly spaced.
+    """
+    lengths = [min(prompt_tokens + i, block_size) for i in range(output_tokens)]
+    first, last = lengths[0], lengths[-1]
+    measured = sorted({round(n) for n in np.linspace(first, last, min(num_lengths, last - first + 1))})
+    return [float(sec) for sec in np.interp(lengths, measured, [step_sec(n) for n in measured])]

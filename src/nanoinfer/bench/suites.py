@@ -1,4 +1,4 @@
-"""The suites: what each measures, in the shapes of the published tables that it answers."""
+"""The suites: what each measures, in the shapes of the published tables that it corresponds to."""
 
 from __future__ import annotations
 
@@ -9,40 +9,58 @@ from nanoinfer.bench.case import MIXED_HIGH, Case
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.registry import ENGINES
 
+_Format = tuple[str, str, str | None]  # backend, dtype, quantization
+
+
+@dataclass(frozen=True)
+class Options:
+    """How carefully to measure."""
+
+    rounds: int = 3
+    """Timed runs of each case."""
+    max_warmups: int = 3
+    """Untimed runs until two in a row agree within 10%."""
+    naive_limit_sec: float = 4.0
+    """A run without a cache that would take longer is extrapolated from its time at a few lengths."""
+    max_case_sec: float = 6.0
+    """A case that has been timed for this long gets no further round; every case gets one."""
+    vary_prompts: bool = False
+    """Every round has prompts of its own, the same for all cases of a shape."""
+    breakdown: bool = False
+    """Also profile the parts of a step: our engines, where their rounds fit max_case_sec."""
+    verify: bool = False
+    """Also measure the cost of verifying 5 tokens: our engines at batch 1."""
+    budget_sec: float | None = None
+    """No further backend is loaded after this time; those that are loaded finish. None: no limit."""
+
 
 @dataclass(frozen=True)
 class Suite:
-    """A set of cases, and how to read them."""
+    """A set of cases, and how to measure them."""
 
-    name: str
     answers: str
-    """Whose published figures it stands beside."""
+    """The published figures that it corresponds to."""
     baseline: str
     """Backend that speed-ups are over, in the same shape and dtype."""
     cases: Callable[[str, ModelConfig, Sequence[str], bool], list[Case]]
     """(model, its shape, our engines here, quick) -> cases, those of one shape together."""
-    rounds: int = 3
-    max_case_sec: float = 6.0
-    """A case that has been timed for this long gets no further round."""
-    vary_prompts: bool = False
-    """Whether every round has prompts of its own."""
-    breakdown: bool = False
+    options: Options = Options()
     model: str = "random:gpt2"
-    """Model to measure, unless another is asked for."""
+    """Model to measure, unless another is requested."""
     device: str | None = None
-    """Kind of device that it is about; None: any."""
-    verify: bool = False
-    """Also measure what verifying 5 tokens costs."""
+    """Kind of device that it needs; None: any."""
+
+
+def _in_formats(shape: Case, formats: Sequence[_Format]) -> list[Case]:
+    """Return one shape for several backends and formats."""
+    return [replace(shape, backend=name, dtype=d, quantization=q) for name, d, q in formats]
 
 
 def _ladder(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
     batches = (1, 4, 16) if quick else (1, 4, 16, 64, 256, 512)
-    rungs = [(engine, q) for engine in engines for q in (None, *ENGINES[engine].quantizations)]
-    return [
-        Case(engine, model, quantization=q, batch=b, prompt_tokens=32, output_tokens=8 if quick else 16)
-        for b in batches
-        for engine, q in rungs
-    ]
+    rungs = [(engine, "float32", q) for engine in engines for q in (None, *ENGINES[engine].quantizations)]
+    shape = Case(engines[-1], model, prompt_tokens=32, output_tokens=8 if quick else 16)
+    return [case for b in batches for case in _in_formats(replace(shape, batch=b), rungs)]
 
 
 def _kv_cache(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
@@ -62,19 +80,15 @@ def _long(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) 
 
 
 def _throughput(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
+    best = Case(engines[-1], model, prompt_tokens=32, output_tokens=32 if quick else 100)
     batches = (8,) if quick else (1, 8, 32)
-    cases = [
-        Case(name, model, batch=b, prompt_tokens=32, output_tokens=32 if quick else 100)
-        for b in batches
-        for name in ("nanogpt", *engines)
-    ]
-    first = Case(engines[-1], model, prompt_tokens=32, output_tokens=32 if quick else 100)
-    drafts = [replace(first, draft=draft) for draft in _drafts(model, config)]
+    cases = [replace(best, backend=name, batch=b) for b in batches for name in ("nanogpt", *engines)]
+    drafts = [replace(best, draft=draft) for draft in _drafts(model, config)]
     return [c for c in cases if c.batch == 1] + drafts + [c for c in cases if c.batch > 1]
 
 
 def _drafts(model: str, config: ModelConfig) -> list[str]:
-    """Return the drafts to measure with a model: the nearest to ten times as small, a smaller one, prompt lookup."""
+    """Return the drafts to measure with a model: one about a tenth of its size, a smaller one, prompt lookup."""
     source = model.split(":")[1] if model.startswith("wide:") else model
     if source == "shakespeare":
         small = ["shakespeare-draft", "shakespeare-head", "prompt-lookup"]
@@ -114,144 +128,92 @@ def _with(plain: Case, draft: str, ks: Sequence[int | str]) -> list[Case]:
     return [plain, *(replace(plain, draft=draft, speculate_k=k) for k in ks)]
 
 
+_PEERS: list[_Format] = [
+    *((f"transformers-{cache}", dtype, None) for cache in ("dynamic", "static") for dtype in ("float32", "bfloat16")),
+    ("ctranslate2", "float32", None),
+    ("ctranslate2", "float32", "int8"),
+    ("llama.cpp", "float32", None),
+    ("llama.cpp", "bfloat16", None),
+    ("llama.cpp", "float32", "Q8_0"),
+    ("llama.cpp", "float32", "Q4_0"),
+]
+
+
 def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
     best = engines[-1]
-    long_prompt = min(1000, config.block_size - 24)
+    ours: list[_Format] = [(best, "float32", None), (best, "bfloat16", None)]
+    ours += [(best, "float32", q) for q in ENGINES[best].quantizations]
     short = Case(best, model, prompt_tokens=32, output_tokens=16 if quick else 32)
     if quick:
-        return _everyone(short)
-    long = replace(short, prompt_tokens=long_prompt, output_tokens=16)
+        return _in_formats(short, ours + _PEERS)
+    long = replace(short, prompt_tokens=min(1000, config.block_size - 24), output_tokens=16)
     mixed = replace(short, batch=64, workload="mixed", prompt_tokens=MIXED_HIGH, output_tokens=MIXED_HIGH)
-    cases = [
-        case for shape in (short, replace(short, batch=8), replace(short, batch=64), long) for case in _everyone(shape)
-    ]
-    # Minutes a case in float32, and for the mix in transformers, which pads all texts to the longest (69 tokens/s where
-    # the others make 200 and more: docs/log.md): so only the formats that people would use for speed.
-    cases += [c for c in _everyone(replace(long, batch=8)) if _is_light(c)]
-    return cases + [c for c in _everyone(mixed) if _is_light(c) and not c.backend.startswith("transformers")]
+    # A case takes minutes in float32; the mix also in transformers, which pads all sequences to the longest (69
+    # tokens/s where the others reach 200 and more: docs/log.md). So these have only the formats used for speed.
+    light = [f for f in ours + _PEERS if f[1:] != ("float32", None) and f[0] != "transformers-static"]
+    shapes = (short, replace(short, batch=8), replace(short, batch=64), long)
+    cases = [case for shape in shapes for case in _in_formats(shape, ours + _PEERS)]
+    cases += _in_formats(replace(long, batch=8), light)
+    return cases + _in_formats(mixed, [f for f in light if not f[0].startswith("transformers")])
 
 
-def _everyone(shape: Case) -> list[Case]:
-    """Return one shape for our best engine and every peer, in the formats that each is used in."""
-    formats: list[tuple[str, str, str | None]] = [
-        (shape.backend, "float32", None),
-        (shape.backend, "bfloat16", None),
-        *((shape.backend, "float32", q) for q in ENGINES[shape.backend].quantizations),
-        ("transformers-dynamic", "float32", None),
-        ("transformers-dynamic", "bfloat16", None),
-        ("transformers-static", "float32", None),
-        ("transformers-static", "bfloat16", None),
-        ("ctranslate2", "float32", None),
-        ("ctranslate2", "float32", "int8"),
-        ("llama.cpp", "float32", None),
-        ("llama.cpp", "bfloat16", None),
-        ("llama.cpp", "float32", "Q8_0"),
-        ("llama.cpp", "float32", "Q4_0"),
-    ]
-    return [replace(shape, backend=name, dtype=d, quantization=q) for name, d, q in formats]
-
-
-def _is_light(case: Case) -> bool:
-    return (case.dtype != "float32" or case.quantization is not None) and case.backend != "transformers-static"
-
-
-# Rungs of a GPU, by name: one that is not there is a row that says so.
-_Format = tuple[str, str, str | None]  # backend, dtype, quantization
-_GPU_RUNGS: list[_Format] = [
-    ("static", "bfloat16", None),
-    ("compiled", "bfloat16", None),
-    ("cuda_graph", "bfloat16", None),
-    ("triton", "bfloat16", None),
-    ("triton", "bfloat16", "int8"),
-    ("triton", "bfloat16", "int4"),
-]
-_GPU_PEERS: list[_Format] = [
-    ("nanogpt", "bfloat16", None),
-    ("transformers-dynamic", "bfloat16", None),
-    ("transformers-static", "bfloat16", None),
-]
-_GPU_HALF: list[_Format] = [(name, "float16", None) for name in ("transformers-dynamic", "transformers-static")]
-_GPU_EXACT: list[_Format] = [
-    (name, "float32", None)
-    for name in ("static", "compiled", "cuda_graph", "triton", "nanogpt", "transformers-dynamic", "transformers-static")
-]
 GPU_LARGE = "random:gpt2-xl"
+# Engines of a GPU, by name: one that does not exist here is a row with its error.
+_GPU_RUNGS: list[_Format] = [(name, "bfloat16", None) for name in ("static", "compiled", "cuda_graph", "triton")]
+_GPU_RUNGS += [("triton", "bfloat16", q) for q in ("int8", "int4")]
+_GPU_PEERS: list[_Format] = [
+    (name, "bfloat16", None) for name in ("nanogpt", "transformers-dynamic", "transformers-static")
+]
+_GPU_HALF: list[_Format] = [(name, "float16", None) for name, _, _ in _GPU_PEERS[1:]]
+_GPU_EXACT: list[_Format] = [(name, "float32", None) for name, _, q in _GPU_RUNGS + _GPU_PEERS if q is None]
 
 
 def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
-    """GPT-2 at batch 1 and GPT-2 XL first: what a short lease of a GPU must answer. Then larger batches.
+    """GPT-2 at batch 1 and GPT-2 XL first, which matter most where GPU time is short; then larger batches.
 
-    Float32 runs where it costs little, so that every backend's words are compared before its speed is read.
+    Float32 runs where it costs little, so that every backend's tokens are compared before it is timed.
     """
-    short = Case("static", model, prompt_tokens=32, output_tokens=32 if quick else 64)
-    large = replace(short, model=GPU_LARGE)
-    exact_large = [f for f in _GPU_EXACT if f[0] in ("static", "cuda_graph", "triton")]
-    quick_rungs = [f for f in _GPU_RUNGS if f[0] != "compiled"]
-    plan: list[tuple[Case, list[_Format]]] = (
-        [(short, exact_large + quick_rungs + _GPU_PEERS[1:2]), (large, quick_rungs + _GPU_PEERS[1:2]),
-         (replace(short, batch=512), [_GPU_RUNGS[0], *_GPU_RUNGS[2:4]])]
-        if quick else
-        [(short, _GPU_EXACT + _GPU_RUNGS + _GPU_PEERS + _GPU_HALF), (large, exact_large + _GPU_RUNGS + _GPU_PEERS),
-         (replace(short, batch=512), _GPU_RUNGS + _GPU_PEERS), (replace(short, batch=64), _GPU_RUNGS + _GPU_PEERS),
-         (replace(short, batch=8), _GPU_EXACT + _GPU_RUNGS + _GPU_PEERS)]
-    )  # fmt: skip
-    return [replace(c, backend=name, dtype=d, quantization=q) for c, formats in plan for name, d, q in formats]
+    small = Case("static", model, prompt_tokens=32, output_tokens=32 if quick else 64)
+    large, many = replace(small, model=GPU_LARGE), replace(small, batch=512)
+    exact = [f for f in _GPU_EXACT if f[0] in ("static", "cuda_graph", "triton")]
+    if quick:
+        rungs = [f for f in _GPU_RUNGS if f[0] != "compiled"]
+        plain = [f for f in rungs if f[2] is None]
+        plan = [(small, exact + rungs + _GPU_PEERS[1:2]), (large, rungs + _GPU_PEERS[1:2]), (many, plain)]
+    else:
+        half = _GPU_RUNGS + _GPU_PEERS
+        plan = [(small, _GPU_EXACT + half + _GPU_HALF), (large, exact + half), (many, half)]
+        plan += [(replace(small, batch=64), half), (replace(small, batch=8), _GPU_EXACT + half)]
+    return [case for shape, formats in plan for case in _in_formats(shape, formats)]
 
 
 SUITES: dict[str, Suite] = {
-    suite.name: suite
-    for suite in (
-        Suite(
-            "ladder",
-            "nanoGPT-inference: throughput, time to first token and memory against batch size",
-            "recompute",
-            _ladder,
-            breakdown=True,
-        ),
-        Suite(
-            "kv-cache",
-            "nanoGPT_KV_Cache (T4: 2.44x, 2.82x, 4.24x for gpt2, medium, large), building-from-scratch (up to 2.76x)",
-            "nanogpt",
-            _kv_cache,
-            rounds=2,
-        ),
-        Suite(
-            "long",
-            "time per token at every position up to the context length and past it",
-            "recompute",
-            _long,
-            rounds=1,
-        ),
-        Suite(
-            "throughput",
-            "CS229S: batch throughput with a cache over the naive loop (10x asked), latency with speculation (2x)",
-            "nanogpt",
-            _throughput,
-        ),
-        Suite(
-            "peers",
-            "what people would use instead, on the same weights",
-            "transformers-dynamic",
-            _peers,
-        ),
-        Suite(
-            "speculative",
-            "building-from-scratch: gpt2 to gpt2-large and gpt2-xl, k = 3 to 7, three dtypes",
-            "native",
-            _speculative,
-            rounds=6,
-            max_case_sec=30.0,  # how often a draft is right depends on the passage: all six are wanted
-            vary_prompts=True,
-            model="wide:shakespeare:gpt2-large",
-        ),
-        Suite(
-            "gpu",
-            "nanoGPT-inference's question on CUDA: the loop, a static cache, graphs, few kernels, and transformers",
-            "static",
-            _gpu,
-            rounds=5,  # short ones: most of the time is loading
-            device="cuda",
-            verify=True,
-        ),
-    )
-}
+    "ladder": Suite(
+        "nanoGPT-inference: throughput, time to first token and memory against batch size",
+        "recompute", _ladder, Options(breakdown=True),
+    ),
+    "kv-cache": Suite(
+        "nanoGPT_KV_Cache (T4: 2.44x, 2.82x, 4.24x for gpt2, medium, large), building-from-scratch (up to 2.76x)",
+        "nanogpt", _kv_cache, Options(rounds=2),
+    ),
+    "long": Suite(
+        "time per token at every position up to the context length and past it",
+        "recompute", _long, Options(rounds=1),
+    ),
+    "throughput": Suite(
+        "CS229S: batch throughput with a cache over the naive loop (10x required), latency with speculation (2x)",
+        "nanogpt", _throughput,
+    ),
+    "peers": Suite("other systems on the same weights", "transformers-dynamic", _peers),
+    "speculative": Suite(
+        "building-from-scratch: gpt2 to gpt2-large and gpt2-xl, k = 3 to 7, three dtypes",
+        "native", _speculative,
+        Options(rounds=6, max_case_sec=30.0, vary_prompts=True),  # acceptance depends on the passage: all count
+        model="wide:shakespeare:gpt2-large",
+    ),
+    "gpu": Suite(
+        "nanoGPT-inference's question on CUDA: the loop, a static cache, graphs, few kernels, and transformers",
+        "static", _gpu, Options(rounds=5, verify=True),  # short rounds: most of the time is loading
+        device="cuda",
+    ),
+}  # fmt: skip

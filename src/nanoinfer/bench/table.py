@@ -1,188 +1,156 @@
-"""Results as tables on the terminal: one row a case, and the layouts of the published tables beside them."""
+"""Results as tables on the terminal: a row a case by shape, and the layouts of the published tables beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from typing import TypeVar
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from nanoinfer.bench.case import Case
+from nanoinfer.bench.columns import COLUMNS, TERMINAL_ONLY, Column, figure
+from nanoinfer.bench.formatting import DASH, clean
 from nanoinfer.bench.results import Results, Row
 
-MIB = 1 << 20
+T = TypeVar("T")
+_BY_HEAD = {column.head: column for column in (*COLUMNS, *TERMINAL_ONLY) if column.head}
+# Headings by importance: as many of them are shown as the terminal has room for.
+_PLAIN = ("tok/s", "x", "TTFT ms", "TPOT ms", "MBU %", "MB", "limit", "p99 ms")
+_ON_GPU = ("tok/s", "x", "kernels", "launches", "verify", "a layer", "TTFT ms", "TPOT ms", "MBU %", "MB")
+_DRAFTED = ("tok/s", "x", "range", "accepted %", "a step", "draft %", "best k", "TTFT ms")
 
 
 def show(results: Results, console: Console) -> None:
-    """Print a results file: the ceiling, every case, and the suite's own layout."""
-    console.print(headline(results), highlight=False, soft_wrap=True)
-    console.print(_cases(results))
+    """Print a results file: the ceiling, every case, and the suite's own layout, in the columns that fit the width."""
+    console.print(headline(results), highlight=False)
+    console.print(_fitting(lambda columns: _cases(results, columns), _columns(results), console))
     for row in results.failed:
-        console.print(f"{row.case.label}, batch {row.case.batch}: {row.error}", highlight=False, soft_wrap=True)
+        line = f"{row.case.label}, batch {row.case.batch}: {row.error}"
+        console.print(clean(line), highlight=False, soft_wrap=True, markup=False)
     if results.suite in ("kv-cache", "throughput"):
         console.print(_with_and_without(results))
+    layouts: list[tuple[str, Callable[[Row], str]]] = []
     if results.suite in ("peers", "gpu"):
-        title = "tokens/s, all sequences together (mixed: output tokens by wall time)"
-        console.print(_by_shape(results, title, _speed))
+        layouts.append(("tokens/s of all sequences (mixed: output tokens by wall time)", _speed))
     if results.suite == "gpu":
-        console.print(_by_shape(results, "peak memory of the GPU, MiB", _memory))
+        layouts.append(("peak memory of the GPU, MB", figure("peak_memory_bytes", 1e-6)))
+    shapes = list(dict.fromkeys(_shape(row) for row in results.rows))
+    for title, cell in layouts:
+        console.print(_fitting(partial(_by_shape, results, title, cell), shapes, console))
 
 
 def headline(results: Results) -> str:
-    """Return the ceiling on one line: of the device that was measured."""
+    """Return the ceiling of the measured device on one line."""
     flops = ", ".join(f"{name} {value / 1e12:.2f} TFLOP/s" for name, value in results.ceiling["flops_per_sec"].items())
     bandwidth = results.ceiling["read_bytes_per_sec"] / 1e9
     if results.machine.get("gpu_details"):
-        return (
-            f"ceiling of {results.machine.get('gpu')}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
-        )
-    threads = results.machine.get("threads", "?")
+        name = results.machine.get("gpu")
+        return f"ceiling of {name}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
     products = f"; products {flops}" if flops else ""
-    return f"ceiling of this machine: reads {bandwidth:.1f} GB/s{products} ({threads} threads)"
-
-
-def number(value: float | None, digits: int = 0, scale: float = 1.0) -> str:
-    """Return a number for a cell: number(0.01234, 1, 1e3) -> "12.3"; None -> "–"."""
-    return "–" if value is None else f"{value * scale:,.{digits}f}"
-
-
-def _figure(row: Row, name: str) -> float | None:
-    """Return a figure of a row, None where the row has none."""
-    value: float | None = getattr(row.figures, name, None)
-    return value
-
-
-def _in_and_out(case: Case) -> str:
-    """ "32+64"; "copy 96+64"; "mixed"."""
-    if case.workload == "mixed":
-        return "mixed"
-    sizes = f"{case.prompt_tokens}+{case.output_tokens}"
-    words = [w for w in (case.workload, case.sampler) if w not in ("uniform", "greedy")]
-    return " ".join([*words, sizes])
-
-
-_LONGEST_WORD = len("transformers-dynamic")  # of a backend's name, which breaks between words alone
-_Column = tuple[str, Callable[[Row], str]]
-_LIMITS: list[_Column] = [
-    ("TPOT ms", lambda r: number(_figure(r, "tpot_sec"), 1, 1e3)),
-    ("p99", lambda r: number(_figure(r, "tpot_p99_sec"), 1, 1e3)),
-    ("MiB", lambda r: number(r.peak_memory_bytes, 0, 1 / MIB)),
-    ("MBU %", lambda r: number(r.mbu_percent, 0)),
-    ("limit", lambda r: number(r.predicted_tokens_per_sec, 0)),
-]
-_LAUNCHES: list[_Column] = [
-    ("kernels", lambda r: number(r.kernels_per_step, 0)),
-    ("a layer", lambda r: number(r.kernels_per_layer, 0)),
-    ("launches", lambda r: number(r.launches_per_step, 0)),
-]
-_LESS = ("p99", "limit")  # what makes room for them
-_VERIFY: list[_Column] = [("verify", lambda r: number(r.verify_ratio, 2))]
-_SPECULATION: list[_Column] = [
-    ("right %", lambda r: number(r.acceptance_percent, 0)),
-    ("a round", lambda r: number(r.mean_accepted_length, 1)),
-    ("draft %", lambda r: number(r.draft_share_percent, 0)),
-    ("roofline", lambda r: r.predicted_speculation or "–"),
-    ("range", lambda r: f"{r.speedup_min:.2f}-{r.speedup_max:.2f}" if r.speedup_min and r.speedup_max else "–"),
-]
-
-
-def _cases(results: Results) -> Table:
-    table = Table(
-        box=box.SIMPLE, title=f"suite {results.suite}, speed-ups over {results.baseline} in the same shape and dtype"
+    return (
+        f"ceiling of this machine: reads {bandwidth:.1f} GB/s{products} ({results.machine.get('threads', '?')} threads)"
     )
-    launches = any(r.kernels_per_step is not None for r in results.rows)
-    limits = [c for c in _LIMITS if not launches or c[0] not in _LESS]
-    columns: list[_Column] = [
-        ("backend", lambda r: r.case.label),
-        *(
-            [("model", lambda r: r.case.model.removeprefix("random:"))]
-            if len({r.case.model for r in results.rows}) > 1
-            else []
-        ),
-        ("batch", lambda r: str(r.case.batch)),
-        (
-            "in+out",
-            lambda r: _in_and_out(r.case),
-        ),
-        ("tok/s", lambda r: number(_figure(r, "decode_tokens_per_sec"), 1)),
-        ("TTFT ms", lambda r: number(_figure(r, "ttft_sec"), 1, 1e3)),
-        *(_SPECULATION if any(r.case.draft for r in results.rows) else limits),
-        *(_LAUNCHES if launches else []),
-        *(_VERIFY if any(r.verify_ratio is not None for r in results.rows) else []),
-        ("x", lambda r: number(r.speedup, 2)),
-        ("", lambda r: "error" if r.error else "~" if "extrapolated" in r.note else ""),
-    ]
-    for i, (name, _) in enumerate(columns):
-        table.add_column(
-            name, justify="left" if i == 0 else "right", no_wrap=i > 0, min_width=_LONGEST_WORD if i == 0 else None
-        )
-    for row in results.rows:
-        table.add_row(*(cell(row) for _, cell in columns))
-    table.caption = "tok/s: all sequences; limit: what the roofline allows; ~: extrapolated from a few lengths"
-    if _SPECULATION[0] in columns:
-        table.caption = (
-            "tok/s: all sequences; right: of the proposals that were judged; a round: accepted at a time;"
-            " draft: share of the time; roofline: the best k at that acceptance; x: over the row without a draft, the"
-            " median of the rounds; range: the smallest and the largest of a round"
-        )
-    if launches:
-        table.caption = (
-            "tok/s: all sequences; kernels, launches: of a decode step (at batch 1, a token); a layer: its kernels;"
-            " verify: a step of 5 tokens over one of 1; ~: extrapolated"
-        )
+
+
+def _new_table(title: str) -> Table:
+    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", caption_justify="left", show_edge=False,
+                 pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+
+
+def _fitting(build: Callable[[list[T]], Table], items: list[T], console: Console) -> Table:
+    """Return the table that `build` makes of the items, without the last ones where the console is too narrow."""
+    table = build(items)
+    wide = console.options.update(width=10_000)
+    if len(items) > 1 and Measurement.get(console, wide, table).maximum > console.width:
+        return _fitting(build, items[:-1], console)
     return table
+
+
+def _columns(results: Results) -> list[Column]:
+    """Return the columns of the main table with any value, by importance."""
+    on_gpu = any(r.kernels_per_step is not None for r in results.rows)
+    heads = _DRAFTED if any(r.case.draft for r in results.rows) else _ON_GPU if on_gpu else _PLAIN
+    columns = [_BY_HEAD[head] for head in heads]
+    return [c for c in columns if c.head == "tok/s" or any(c.show(r) != DASH for r in results.rows)]
+
+
+def _cases(results: Results, columns: list[Column]) -> Table:
+    """Return the main table: the rows of each shape below its name, those with a draft below the same without."""
+    table = _new_table(f"suite {results.suite}, speed-ups over {results.baseline} in the same shape and dtype")
+    table.add_column("backend", no_wrap=True)
+    for column in columns:
+        table.add_column(column.head, justify="right", no_wrap=True)
+    several = len({r.case.model for r in results.rows}) > 1
+    plain: Case | None = None
+    for _, rows in groupby(results.rows, key=lambda r: r.case.shape):
+        for i, row in enumerate(rows):
+            if i == 0:
+                table.add_section()
+                table.add_row(clean(shape_name(row.case, several_models=several)), style="bold")
+            label = row.case.label
+            if row.case.draft is None:
+                plain = row.case
+            elif row.case.plain == plain:
+                label = f"  + {label.removeprefix(f'{plain.label} + ')}"
+            mark = " (error)" if row.error else " ~" if "extrapolated" in row.note else ""
+            table.add_row(f"  {clean(label)}{mark}", *(column.show(row) for column in columns))
+    legends = [f"{c.head}: {c.legend}" for c in columns if c.legend]
+    table.caption = "; ".join([*legends, "~: extrapolated from a few lengths"])
+    return table
+
+
+def shape_name(case: Case, *, several_models: bool = False) -> str:
+    """Return the name of a shape: "batch 8, 32+64 tokens"; "gpt2-xl, batch 1, copy sampled 96+64 tokens"."""
+    sizes = "" if case.workload == "mixed" else f"{case.prompt_tokens}+{case.output_tokens} tokens"
+    kind = [x for x in (case.workload, case.sampler) if x not in ("uniform", "greedy")]
+    model = [case.model.removeprefix("random:")] if several_models else []
+    return ", ".join([*model, f"batch {case.batch}", " ".join(filter(None, [*kind, sizes]))])
 
 
 def _with_and_without(results: Results) -> Table:
-    """The layout of the KV-cache tables: seconds without and with, and the ratio."""
-    table = Table(box=box.SIMPLE, title="with and without a cache")
+    """Return the layout of the KV-cache tables: seconds without and with, and the ratio."""
+    table = _new_table("with and without a cache")
     for name in ("new tokens", "batch", "dtype", "engine", "without s", "with s", "speed-up"):
-        table.add_column(name, justify="left" if name in ("dtype", "engine") else "right")
+        table.add_column(name, justify="left" if name in ("dtype", "engine") else "right", no_wrap=True)
+    bases = {(r.case.shape, r.case.dtype): r for r in results.rows if r.case.backend == results.baseline}
+    seconds, speedup = figure("total_sec"), figure("speedup")
     for row in results.rows:
-        base = next(
-            (
-                r
-                for r in results.rows
-                if r.case.backend == results.baseline
-                and r.case.shape == row.case.shape
-                and r.case.dtype == row.case.dtype
-            ),
-            None,
-        )
-        if row.case.backend == results.baseline or base is None or row.case.draft is not None:
-            continue
-        table.add_row(
-            str(row.case.output_tokens), str(row.case.batch), row.case.dtype, row.case.backend,
-            number(_figure(base, "total_sec"), 2), number(_figure(row, "total_sec"), 2),
-            number(row.speedup, 2),
-        )  # fmt: skip
+        case = row.case
+        base = bases.get((case.shape, case.dtype))
+        if case.backend != results.baseline and base is not None and case.draft is None:
+            times = seconds(base), seconds(row), speedup(row)
+            table.add_row(str(case.output_tokens), str(case.batch), case.dtype, case.backend, *times)
     return table
 
 
-def _by_shape(results: Results, title: str, say: Callable[[Row], str]) -> Table:
-    """The layout of a peers table: a row each, and one figure of it in every shape."""
+def _shape(row: Row) -> tuple[str, int, int, str]:
+    return row.case.model, row.case.batch, row.case.prompt_tokens, row.case.workload
+
+
+def _by_shape(
+    results: Results, title: str, cell: Callable[[Row], str], shapes: list[tuple[str, int, int, str]]
+) -> Table:
+    """Return the layout of a peers table: a row for each system, a column for each shape."""
     several = len({r.case.model for r in results.rows}) > 1
-    shapes = list(
-        dict.fromkeys((r.case.model, r.case.batch, r.case.prompt_tokens, r.case.workload) for r in results.rows)
-    )
-    table = Table(box=box.SIMPLE, title=title)
-    table.add_column("system")
+    table = _new_table(title)
+    table.padding = (0, 0, 0, 0)
+    table.add_column("system", no_wrap=True)
     for model, batch, prompt, workload in shapes:
-        where = f"{model.removeprefix('random:')}, " if several else ""
-        table.add_column(where + ("mixed" if workload == "mixed" else f"batch {batch}, {prompt} in"), justify="right")
-    rows = {(r.case.label, r.case.model, r.case.batch, r.case.prompt_tokens, r.case.workload): r for r in results.rows}
+        lines = [clean(model.removeprefix("random:"))] if several else []
+        lines += [f"batch {batch}", "mixed" if workload == "mixed" else f"{prompt} in"]
+        table.add_column("\n".join(lines), justify="right", no_wrap=True)
+    rows = {(r.case.label, _shape(r)): r for r in results.rows}
     for label in dict.fromkeys(r.case.label for r in results.rows):
-        cells = [rows.get((label, *shape)) for shape in shapes]
-        said = ["–" if row is None else "error" if row.figures is None else say(row) for row in cells]
-        table.add_row(label, *said)
+        cells = [rows.get((label, shape)) for shape in shapes]
+        values = [DASH if row is None else "error" if row.figures is None else cell(row) for row in cells]
+        table.add_row(clean(label), *values)
     return table
 
 
 def _speed(row: Row) -> str:
-    name = "output_tokens_per_sec" if row.case.workload == "mixed" else "decode_tokens_per_sec"
-    return number(_figure(row, name), 1)
-
-
-def _memory(row: Row) -> str:
-    return number(row.peak_memory_bytes, 0, 1 / MIB)
+    return figure("output_tokens_per_sec" if row.case.workload == "mixed" else "decode_tokens_per_sec")(row)

@@ -1,9 +1,9 @@
-"""What verifying several tokens in one step costs, in decode steps: the price of speculation on an engine.
+"""The time of verifying several tokens in one step, in decode steps: the cost of speculation on an engine.
 
     ratio = time of extend by 5 tokens, logits after each / time of extend by 1 token
 
-Weights are read once in either step, so the ratio is near 1 where they are what a step waits for. Both steps start
-from the same length of text, take turns, and end when the logits are there; what they appended is truncated again.
+Weights are read once in either step, so the ratio is near 1 where reading them takes most of a step. Both steps start
+from the same sequence length, alternate, and end when the logits are ready; their tokens are truncated again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanoinfer.errors import NanoinferError
 
 VERIFY_TOKENS = 5
 ROUNDS = 20
-WARM_UPS = 4  # of each step: something may be compiled or captured at first, or when a length is met for the first time
+WARM_UPS = 4  # of each step: code is compiled and graphs are captured at the first step of a length
 
 
 def verify_ratio(
@@ -32,12 +32,12 @@ def verify_ratio(
 
     Args:
         engine: with room for one more sequence.
-        token_ids: the text before; its last tokens are fed again as the new ones.
+        token_ids: the sequence so far; its first tokens are also used as the new ones.
         num_tokens: tokens of the longer step.
         clock: seconds; a fake one in tests.
 
     Raises:
-        NanoinferError: the text is shorter than num_tokens, or a clock that stands still.
+        NanoinferError: the sequence is shorter than num_tokens, or the clock does not advance.
     """
     require_int("num_tokens", num_tokens, 1, len(token_ids))
     handle = engine.open()
@@ -64,7 +64,7 @@ def verify_ratio(
 
 
 def synchronize(device: Any) -> None:
-    """Wait until a torch.device has done what it was given; a CPU has."""
+    """Wait until a torch.device has finished all work that was launched; a CPU has none."""
     if device.type == "cuda":
         import torch
 

@@ -1,10 +1,10 @@
-"""`nanoinfer bench`: what each rung buys on this machine, against the physical limit and against peers.
+"""`nanoinfer bench`: measure engines and peers on this machine, beside the physical limit.
 
 Examples:
     nanoinfer bench --suite ladder --model random:gpt2 --quick
     nanoinfer bench --engine static --engine dynamic --batch 1 --batch 8 --dtype float32 --dtype bfloat16
     nanoinfer bench --suite peers --output peers.json --report out/
-    nanoinfer bench --resume peers.json                     (after Ctrl-C: goes on where it stopped)
+    nanoinfer bench --resume peers.json                     (after Ctrl-C: continues where it stopped)
 
 The table and the JSON document go to stdout or to --output; progress goes to stderr. Exit code 1 when a case failed.
 """
@@ -26,6 +26,7 @@ from nanoinfer.cli.terminal import finite_json
 @flags(Plan, "plan", short={"model": "-m", "output": "-o"})
 def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON documents instead of tables.")] = False,
+    all_columns: Annotated[bool, typer.Option("--all-columns", help="Show columns that do not fit.")] = False,
     *,
     plan: Plan,
 ) -> None:
@@ -39,9 +40,8 @@ def bench(
 
         from nanoinfer.bench.table import show
 
-        console = Console()
         for r in results:
-            show(r, console if console.is_terminal else Console(width=140))
+            show(r, Console(width=1000) if all_columns else Console())
     if interrupted:
         raise KeyboardInterrupt
     if any(r.failed for r in results):

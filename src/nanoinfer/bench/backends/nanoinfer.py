@@ -6,20 +6,24 @@ import dataclasses
 import time
 from pathlib import Path
 
-from nanoinfer.bench.case import Case, Work, make_work
+from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize, verify_ratio
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.llm import LLM
-from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.outputs import Delta, RequestOutput, SpeculationMetrics
 
 
 class NanoinferBackend:
-    """One of our engines, driven through the public interface."""
+    """One of our engines, driven through the public interface.
+
+    Raises:
+        NanoinferError: the engine does not exist or does not support the case.
+    """
 
     def __init__(self, case: Case, weights: Path) -> None:
         self._case = case
-        self._totals: dict[str, float] = {}
+        self._speculation: list[SpeculationMetrics] = []
         self._llm = LLM(
             str(weights),
             engine=case.backend,
@@ -29,42 +33,36 @@ class NanoinferBackend:
             max_num_seqs=case.batch,
         )
 
-    def run(self, work: Work) -> tuple[list[list[int]], RunTimes]:
-        """Generate; a token's arrival is the return of the step that drew it."""
-        params = [self._case.params(n) for n in work.output_tokens]
-        self._totals = {}
-        synchronize(self._llm.device)  # of the run before: closing a text may clear its part of the cache
+    def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
+        """Generate; a token's arrival is the return of the step that sampled it."""
+        params = [self._case.params(n) for n in requests.output_tokens]
+        self._speculation = []
+        synchronize(self._llm.device)  # of the previous run: closing a sequence may clear its part of the cache
         start = time.perf_counter()
-        ids, stream = self._llm.stream_outputs(work.prompts, params)
+        ids, stream = self._llm.stream_outputs(requests.prompts, params)
         arrivals: dict[int, list[float]] = {request_id: [] for request_id in ids}
         tokens: dict[int, list[int]] = {}
         for item in stream:
             if isinstance(item, Delta):
-                arrivals[item.request_id] += _spread(
-                    arrivals[item.request_id], time.perf_counter() - start, item.num_tokens
-                )
+                times = arrivals[item.request_id]
+                times += _spread(times, time.perf_counter() - start, item.num_tokens)
             elif isinstance(item, RequestOutput):
                 tokens[item.request_id] = item.check().outputs[0].token_ids
-                if (made := item.metrics.speculation) is not None:
-                    self._add(dataclasses.asdict(made))
-        times = RunTimes(sum(map(len, work.prompts)), [arrivals[i] for i in ids])
-        return [tokens[i] for i in ids], times
-
-    def _add(self, made: dict[str, float]) -> None:
-        for name in ("num_proposed", "num_accepted", "num_rejected", "num_verify_steps"):
-            self._totals[name] = self._totals.get(name, 0) + made[name]
-        self._totals["draft_share"] = max(made["draft_share"], self._totals.get("draft_share", 0.0))
+                self._speculation += [made] if (made := item.metrics.speculation) is not None else []
+        return [tokens[i] for i in ids], RunTimes(sum(map(len, requests.prompts)), [arrivals[i] for i in ids])
 
     def speculate(self, case: Case) -> None:
-        """Decode from now on as a case says: with its draft, or plainly. Drafts are loaded once."""
+        """Decode with a case's draft from now on, or without one. Drafts are loaded once."""
         self._llm.set_draft(case.draft, speculate_k=case.speculate_k, speculate_rule=case.speculate_rule)
 
     def speculation(self) -> dict[str, float]:
-        """Return what the last run proposed, over all of its requests."""
-        return self._totals
+        """Return the totals of `outputs.SpeculationMetrics` over the last run's requests; the largest draft share."""
+        names = ("num_accepted", "num_rejected", "num_verify_steps")
+        totals = {name: sum(getattr(made, name) for made in self._speculation) for name in names}
+        return totals | {"draft_share": max((made.draft_share for made in self._speculation), default=0.0)}
 
     def breakdown(self) -> dict[str, float]:
-        """Return where the time of a decode step goes, in percent."""
+        """Return the shares of a decode step's time in percent."""
         from nanoinfer.bench.profile import breakdown_percent
 
         case = self._case
@@ -72,22 +70,21 @@ class NanoinferBackend:
         return breakdown_percent(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=params)
 
     def launches(self) -> dict[str, float]:
-        """Return the fields of `launches.Launches`: what a decode step launches on a GPU."""
+        """Return the fields of `launches.Launches` for a decode step on a GPU."""
         from nanoinfer.bench.launches import measure_launches
 
         case = self._case
-        params = case.params(1)  # how many tokens is the measurement's own choice
-        made = measure_launches(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=params)
+        made = measure_launches(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=case.params(1))
         return dataclasses.asdict(made)
 
     def verify(self) -> float:
-        """Return what verifying 5 tokens costs in decode steps, after the case's first prompt."""
-        prompt = make_work(self._case, self._llm.config.vocab_size).prompts[0]
+        """Return the time of verifying 5 tokens after the case's first prompt, in decode steps."""
+        prompt = make_requests(self._case, self._llm.config.vocab_size).prompts[0]
         return verify_ratio(self._llm.engine, prompt)
 
     @property
     def kv_cache_bytes(self) -> int | None:
-        """Return the size of the keys and values that the engine has reserved; None where they come and go."""
+        """Size of the keys and values that the engine has reserved; None where they are allocated as needed."""
         spec, limits = ENGINES[self._llm.engine_name], self._llm.engine.limits
         if not spec.has_slots:
             return None
@@ -96,14 +93,9 @@ class NanoinferBackend:
 
 
 def _spread(arrivals: list[float], now: float, num_tokens: int) -> list[float]:
-    """Return when each token of a step arrived: those of a burst evenly since the text's last token.
+    """Return when each token of a step arrived: several tokens are spread evenly since the sequence's last token.
 
     _spread([1.0], 4.0, 3)  ->  [2.0, 3.0, 4.0]
     """
     before = arrivals[-1] if arrivals else now
     return [before + (now - before) * (i + 1) / num_tokens for i in range(num_tokens)]
-
-
-def open_nanoinfer(case: Case, weights: Path) -> NanoinferBackend:
-    """Load an engine of ours. Raises NanoinferError for an engine that does not exist or does not fit."""
-    return NanoinferBackend(case, weights)

@@ -1,64 +1,92 @@
-"""Exporters: one of our Hugging Face folders, rewritten in the file format of a peer.
+"""Other systems as backends: adapters, and exporters of one of our Hugging Face folders to their file formats.
 
-An export is a folder that is complete or not there: it is written beside its place and then moved. It carries the
-fingerprint of the weights it was made from, so that it is made once, and again when the weights change.
+This module holds what the adapters share. An adapter checks its installation and the case before it loads anything:
+no field of a case is ignored, and what a system lacks is an error of one line.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
+import dataclasses
+import importlib
+import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from nanoinfer.bench.case import SAMPLERS, Case
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import reason
+from nanoinfer.sampling.params import SamplingParams
 
-FOLDER = "exports"  # inside the weights folder, where backends look
-_STAMP = "made-from.txt"
+FOLDER = "exports"  # inside the weights folder
+_PACKAGES = {"llama_cpp": "llama-cpp-python"}  # module -> its name on the package index, where they differ
 
 
-def export_once(target: Path, weights: Path, write: Callable[[Path], None]) -> Path:
-    """Return the folder `target`, written by `write` unless it is there and made from these weights.
+def require_module(name: str) -> Any:
+    """Return a peer's module. Raises NanoinferError with the command that installs it if it cannot be imported."""
+    command = f"pip install {_PACKAGES.get(name, name)}"
+    if importlib.util.find_spec(name) is None:
+        raise NanoinferError(f"{name} is not installed: {command}")
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as e:  # the last two: a shared library that does not load
+        raise NanoinferError(f"{name} cannot be imported ({reason(e)}): {command}") from None
+
+
+def require_case(
+    case: Case,
+    *,
+    sampling: Sequence[str],
+    dtypes: Sequence[str],
+    quantizations: Sequence[str] = (),
+    devices: Sequence[str] = ("cpu", "cuda"),
+) -> None:
+    """Raise NanoinferError unless a backend supports a case.
 
     Args:
-        target: folder to make.
-        weights: Hugging Face folder that is exported.
-        write: fills the empty folder it is given.
+        case: the case.
+        sampling: the fields of SamplingParams that the backend has, beside greedy.
+        dtypes: the dtypes it computes in.
+        quantizations: its names for weight formats below 16 bits.
+        devices: the kinds of device it runs on.
+    """
+    name = case.backend
+    if case.dtype not in dtypes:
+        raise NanoinferError(f"{name} does not run in dtype={case.dtype!r} here: use one of {', '.join(dtypes)}")
+    if case.quantization is not None and case.quantization not in quantizations:
+        known = ", ".join(quantizations) or "none"
+        raise NanoinferError(f"{name} has no quantization={case.quantization!r}: it has {known}")
+    if (kind := case.device.partition(":")[0]) not in devices:
+        raise NanoinferError(f"{name} does not run on device={kind!r}: use {' or '.join(devices)}")
+    neutral = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
+    requested = [field for field, value in SAMPLERS[case.sampler].items() if value not in (neutral[field], 0)]
+    if missing := [field for field in requested if field not in sampling]:
+        raise NanoinferError(
+            f"{name} has no {', '.join(missing)}, which sampler={case.sampler!r} needs: use another sampler"
+        )
+
+
+def require_room(name: str, num_tokens: int, limit: int) -> None:
+    """Raise NanoinferError if a sequence of prompt and output would be longer than a backend holds."""
+    if num_tokens > limit:
+        raise NanoinferError(f"{name}: {num_tokens} tokens of prompt and output are more than the {limit} it holds")
+
+
+def export_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """Return the folder `target`, filled by `write` if it does not exist. A failure leaves no folder.
 
     Raises:
-        NanoinferError: the weights cannot be read, or the folder cannot be written.
+        NanoinferError: the folder cannot be written.
     """
+    partial = target.with_name(f"{target.name}.tmp")
     try:
-        made_from = fingerprint(weights)
-        if _is_made(target, made_from):
-            return target
-        partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-        partial.mkdir(parents=True)
-        try:
+        if not target.exists():
+            partial.mkdir(parents=True)
             write(partial)
-            (partial / _STAMP).write_text(made_from, encoding="utf-8")
-            if not _is_made(target, made_from):  # another process may have been faster
-                shutil.rmtree(target, ignore_errors=True)  # made from other weights
-                partial.rename(target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            partial.rename(target)
     except OSError as e:
-        raise NanoinferError(f"export {target} cannot be made: {' '.join(str(e).split())[:200]}") from None
+        raise NanoinferError(f"export {target} cannot be made: {reason(e)}") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return target
-
-
-def _is_made(target: Path, made_from: str) -> bool:
-    """Return whether `target` is there and made from the weights with this fingerprint."""
-    stamp = target / _STAMP
-    return stamp.is_file() and stamp.read_text(encoding="utf-8") == made_from
-
-
-def fingerprint(weights: Path) -> str:
-    """Return what changes when the model in a folder does: a digest of config and file sizes and times."""
-    digest = hashlib.sha256((weights / "config.json").read_bytes())
-    for path in sorted(weights.glob("*.safetensors")):
-        stat = path.stat()
-        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()

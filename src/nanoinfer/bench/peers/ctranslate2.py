@@ -1,28 +1,32 @@
-"""CTranslate2: its Generator, with a callback for each token.
+"""CTranslate2: its Generator, with a callback for each token; and the export to its model folder.
 
 Requests of unequal length run in one batch. The callback ends each request at its own number of tokens, and
-CTranslate2 takes it out of the batch then. Of unequal prompts it reads the shortest one's length at once and the
-rest a token at a time, which costs the longer ones time to first token.
+CTranslate2 removes it from the batch. Of unequal prompts it reads the shortest one's length at once and the rest one
+token at a time, which adds to the time to first token of the longer ones.
 
-Covered: greedy, temperature, top_k, top_p, repetition_penalty. Not covered: min_p, presence and frequency
-penalties.
+Supported: greedy, temperature, top_k, top_p, repetition_penalty. Not supported: min_p, presence and frequency
+penalties. Exported: every model that our loader reads (both kinds of GELU, tied and untied heads, any MLP width). The
+exported vocabulary is "t0", "t1", ...: prompts of a benchmark are token ids.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanoinfer.bench.backends.capabilities import longest, require_case, require_module, require_room
-from nanoinfer.bench.case import SAMPLERS, Case, Work
-from nanoinfer.bench.peers import FOLDER
-from nanoinfer.bench.peers.export_ctranslate2 import export_ctranslate2, token
+from nanoinfer.bench.case import SAMPLERS, Case, Requests
+from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import DTYPES
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import reason
 from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.checkpoints.huggingface import load_folder
+
+if TYPE_CHECKING:
+    from nanoinfer.models.gpt import GPT
 
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 _NAMES = {"top_k": "sampling_topk", "top_p": "sampling_topp", "temperature": "sampling_temperature"}
@@ -39,29 +43,29 @@ def compute_type(case: Case) -> str:
     if case.quantization is not None:
         name = "int8" if case.dtype == "float32" else f"int8_{case.dtype}"
     device, _, index = case.device.partition(":")
+    ctranslate2 = require_module("ctranslate2")
     try:
-        have = require_module("ctranslate2").get_supported_compute_types(device, int(index or 0))
+        have = ctranslate2.get_supported_compute_types(device, int(index or 0))
     except (ValueError, RuntimeError) as e:  # no such device, or built without CUDA
-        raise NanoinferError(f"ctranslate2 on device={case.device!r}: {' '.join(str(e).split())[:160]}") from None
+        raise NanoinferError(f"ctranslate2 on device={case.device!r}: {reason(e)}") from None
     if name not in have:
         raise NanoinferError(f"ctranslate2 has no {name} on this {device}: it has {', '.join(sorted(have))}")
     return name
 
 
-def export(case: Case, weights: Path) -> Path:
-    """Return the model folder for a case, made from `weights` unless it is there."""
-    return export_ctranslate2(weights, weights / FOLDER, compute_type(case))
-
-
 class CTranslate2:
-    """A Generator on all cores."""
+    """A Generator on all cores.
+
+    Raises:
+        NanoinferError: a dtype, quantization, sampler or device that CTranslate2 does not have.
+    """
 
     def __init__(self, case: Case, weights: Path) -> None:
         ctranslate2 = require_module("ctranslate2")
         device, _, index = case.device.partition(":")
         self._block_size = hf_config.read(weights / "config.json").block_size
         self._generator: Any = ctranslate2.Generator(
-            str(export(case, weights)),
+            str(self.export(case, weights)),
             device=device,
             device_index=int(index or 0),
             compute_type=compute_type(case),
@@ -73,33 +77,80 @@ class CTranslate2:
         if case.sampler != "greedy":
             self._options = {_NAMES.get(name, name): value for name, value in SAMPLERS[case.sampler].items()}
 
-    def run(self, work: Work) -> tuple[list[list[int]], RunTimes]:
-        """Generate; a token's arrival is the callback with it."""
+    @staticmethod
+    def export(case: Case, weights: Path) -> Path:
+        """Return the model folder for a case, made from `weights` if it does not exist.
+
+        Weights are converted here, so that loading them takes no more memory than running the model.
+        """
+        kind = compute_type(case)
+
+        def write(partial: Path) -> None:
+            spec = _spec(load_folder(weights)[0])
+            spec.validate()
+            spec.optimize(quantization=kind)
+            spec.save(str(partial))
+
+        return export_once(weights / FOLDER / f"ctranslate2-{kind}", write)
+
+    def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
+        """Generate; a token's arrival is its callback."""
         start = time.perf_counter()
-        require_room("ctranslate2", longest(work), self._block_size)
+        require_room("ctranslate2", requests.longest, self._block_size)
         self._set_seed(self._seed)
-        tokens: list[list[int]] = [[] for _ in work.prompts]
-        arrivals: list[list[float]] = [[] for _ in work.prompts]
+        tokens: list[list[int]] = [[] for _ in requests.prompts]
+        arrivals: list[list[float]] = [[] for _ in requests.prompts]
 
         def note(step: Any) -> bool:
             i = step.batch_id
             tokens[i].append(step.token_id)
             arrivals[i].append(time.perf_counter() - start)
-            return bool(len(tokens[i]) >= work.output_tokens[i])
+            return bool(len(tokens[i]) >= requests.output_tokens[i])
 
         self._generator.generate_batch(
-            [[token(i) for i in prompt] for prompt in work.prompts],
-            max_length=max(work.output_tokens),
-            min_length=max(work.output_tokens),
-            end_token=[],  # no token ends a text, and min_length bans none
+            [[_token(i) for i in prompt] for prompt in requests.prompts],
+            max_length=max(requests.output_tokens),
+            min_length=max(requests.output_tokens),
+            end_token=[],  # no token ends a sequence, and min_length bans none
             include_prompt_in_result=False,
             beam_size=1,
             callback=note,
             **self._options,
         )
-        return tokens, RunTimes(sum(map(len, work.prompts)), arrivals)
+        return tokens, RunTimes(sum(map(len, requests.prompts)), arrivals)
 
 
-def open_ctranslate2(case: Case, weights: Path) -> CTranslate2:
-    """Load CTranslate2. Raises NanoinferError for a dtype, quantization, sampler or device that it does not have."""
-    return CTranslate2(case, weights)
+def _token(token_id: int) -> str:
+    """Return the name of a token in the exported vocabulary: 7 -> "t7"."""
+    return f"t{token_id}"
+
+
+def _spec(model: GPT) -> Any:
+    """Return CTranslate2's description of a model, which holds its weights."""
+    specs, config = require_module("ctranslate2").specs, model.config
+    activation = specs.Activation.GELUTanh if config.activation == "gelu_new" else specs.Activation.GELU
+    spec = specs.TransformerDecoderModelSpec.from_config(
+        config.n_layer, config.n_head, pre_norm=True, activation=activation
+    )
+    spec.register_vocabulary([_token(i) for i in range(config.vocab_size)])
+    spec.config.layer_norm_epsilon = config.layer_norm_epsilon
+    for name in ("unk_token", "bos_token", "eos_token"):  # one that is not in the vocabulary would be added to it
+        setattr(spec.config, name, _token(0))
+    decoder, parts = spec.decoder, model.transformer
+    decoder.scale_embeddings = False  # by sqrt(C), as translation models do
+    decoder.embeddings.weight = parts["wte"].weight
+    decoder.position_encodings.encodings = parts["wpe"].weight
+    decoder.projection.weight = model.lm_head.weight
+    norms = [(decoder.layer_norm, parts["ln_f"])]
+    linears = []
+    blocks: Any = parts["h"]
+    for layer, block in zip(decoder.layer, blocks, strict=True):
+        attention = layer.self_attention
+        norms += [(attention.layer_norm, block.ln_1), (layer.ffn.layer_norm, block.ln_2)]
+        linears += [(attention.linear[0], block.attn.c_attn), (attention.linear[1], block.attn.c_proj)]
+        linears += [(layer.ffn.linear_0, block.mlp.c_fc), (layer.ffn.linear_1, block.mlp.c_proj)]
+    for out, norm in norms:
+        out.gamma, out.beta = norm.weight, norm.bias
+    for out, linear in linears:
+        out.weight, out.bias = linear.weight, linear.bias
+    return spec

@@ -1,19 +1,27 @@
-"""llama.cpp through its C interface: one llama_decode a step for all sequences, as its server does.
+"""llama.cpp through its C interface: one llama_decode a step for all sequences; and the export to GGUF files.
 
 All prompts are read first, in batches of n_batch tokens; then every step holds one token of each sequence. A
-sequence that has its tokens is removed, and the steps after it are smaller. Each sequence has its own part of the
+sequence that has its tokens is removed, and later steps are smaller. Each sequence has its own part of the
 KV cache (`kv_unified` off, the default), as many tokens long as the case's longest.
 
 Keys and values are float32 in a float32 case, so that its tokens can be compared; elsewhere they are float16,
 llama.cpp's default. Greedy is numpy's argmax over the logits: llama.cpp's own sampler first builds a list of all
 candidates, which takes longer. Every other sampler is a chain of llama.cpp's own, in its command line's order.
 
-Covered: weights F32, BF16, Q8_0, Q4_0; greedy and every sampler of the benchmark; CPUs. Not covered: GPUs, and
-more sequences than one context takes (256).
+The `gguf` package writes the float32 file of architecture "gpt2"; llama.cpp's own quantizer makes the other types from
+it, so that they are what its users get: Q4_0 keeps a tied embedding in 8 bits or 6 (Q8_0, Q6_K), positions and
+everything with one dimension stay float32.
+
+Supported: weights F32, BF16, Q8_0, Q4_0; tied and untied heads, any MLP width; greedy and every sampler of the
+benchmark; CPUs. Not supported: GPUs, more sequences than one context takes (256), exact GELU (llama.cpp's GPT-2 has the
+tanh approximation only), and in Q8_0 and Q4_0 widths that are no multiple of 32.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import re
 import time
 import weakref
 from pathlib import Path
@@ -21,26 +29,29 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.bench.backends.capabilities import longest, require_case, require_module, require_room, silence_llama_cpp
-from nanoinfer.bench.case import Case, Work, make_work
-from nanoinfer.bench.peers import FOLDER
-from nanoinfer.bench.peers.export_gguf import export_gguf
+from nanoinfer.bench.case import Case, Requests, make_requests
+from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.checkpoints.huggingface import load_folder
 
 _SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
-_FILE_TYPES = {"float32": "F32", "bfloat16": "BF16"}
-_Entry = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are wanted
+    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
+)  # fmt: skip
+_TYPES = {"float32": "F32", "bfloat16": "BF16"}
+_QUANTIZER = {  # llama.cpp's name -> its constant
+    "BF16": "LLAMA_FTYPE_MOSTLY_BF16", "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"
+}  # fmt: skip
+QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale
+_FILE = "model.gguf"
+_GGUF_NAMES = {
+    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+    "lm_head": "output", "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+}  # fmt: skip
+_Entry = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are needed
 
 
 def file_type(case: Case) -> str:
@@ -49,32 +60,31 @@ def file_type(case: Case) -> str:
     Raises:
         NanoinferError: llama.cpp cannot do what the case asks for.
     """
-    require_case(case, sampling=_SAMPLING, dtypes=tuple(_FILE_TYPES), quantizations=("Q8_0", "Q4_0"), devices=("cpu",))
-    return case.quantization or _FILE_TYPES[case.dtype]
-
-
-def export(case: Case, weights: Path) -> Path:
-    """Return the GGUF file for a case, made from `weights` unless it is there."""
-    return export_gguf(weights, weights / FOLDER, file_type(case))
+    require_case(case, sampling=_SAMPLING, dtypes=tuple(_TYPES), quantizations=("Q8_0", "Q4_0"), devices=("cpu",))
+    return case.quantization or _TYPES[case.dtype]
 
 
 class LlamaCpp:
-    """A llama.cpp model, a context sized to the case, and one batch that every step fills."""
+    """A llama.cpp model, a context sized to the case, and one batch that every step fills.
+
+    Raises:
+        NanoinferError: a dtype, quantization, device or batch that llama.cpp does not have, or too little memory.
+    """
 
     def __init__(self, case: Case, weights: Path) -> None:
         kind = file_type(case)
         self._lib = lib = require_module("llama_cpp")
-        silence_llama_cpp()
+        _silence()
         self._params = case.params(1)
         config = hf_config.read(weights / "config.json")
-        self._capacity = min(longest(make_work(case, 1)), config.block_size)
+        self._capacity = min(make_requests(case, 1).longest, config.block_size)
         if case.batch > (most := lib.llama_max_parallel_sequences()):
             raise NanoinferError(f"llama.cpp: batch={case.batch} is more than the {most} sequences of one context")
-        path = export(case, weights)
+        path = self.export(case, weights)
         lib.llama_backend_init()
         options = lib.llama_model_default_params()
         options.n_gpu_layers = 0
-        self._model = lib.llama_model_load_from_file(bytes(path or weights), options)
+        self._model = lib.llama_model_load_from_file(bytes(path), options)
         if not self._model:
             raise NanoinferError(f"llama.cpp cannot load {path}")
         self._context = lib.llama_init_from_model(self._model, self._context_params(case, kind))
@@ -86,6 +96,11 @@ class LlamaCpp:
         self._batch = lib.llama_batch_init(self._n_batch, 0, 1)
         weakref.finalize(self, _free, lib, self._model, self._context, self._batch)
 
+    @staticmethod
+    def export(case: Case, weights: Path) -> Path:
+        """Return the GGUF file for a case, made from `weights` if it does not exist."""
+        return export_gguf(weights, weights / FOLDER, file_type(case))
+
     def _context_params(self, case: Case, kind: str) -> Any:
         params = self._lib.llama_context_default_params()
         params.n_seq_max = case.batch
@@ -95,57 +110,57 @@ class LlamaCpp:
             params.type_k = params.type_v = self._lib.GGML_TYPE_F32
         return params
 
-    def run(self, work: Work) -> tuple[list[list[int]], RunTimes]:
-        """Generate; a token's arrival is when it has been drawn from its step's logits."""
+    def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
+        """Generate; a token's arrival is when it has been sampled from its step's logits."""
         start = time.perf_counter()
-        require_room("llama.cpp", longest(work), self._capacity)
+        require_room("llama.cpp", requests.longest, self._capacity)
         lib = self._lib
         lib.llama_memory_clear(self._memory, False)
-        chains = [] if self._params.greedy else [self._chain(prompt) for prompt in work.prompts]
-        tokens: list[list[int]] = [[] for _ in work.prompts]
-        arrivals: list[list[float]] = [[] for _ in work.prompts]
+        chains = [] if self._params.greedy else [self._chain(prompt) for prompt in requests.prompts]
+        tokens: list[list[int]] = [[] for _ in requests.prompts]
+        arrivals: list[list[float]] = [[] for _ in requests.prompts]
         entries = [
             (token, pos, i, pos == len(prompt) - 1)
-            for i, prompt in enumerate(work.prompts)
+            for i, prompt in enumerate(requests.prompts)
             for pos, token in enumerate(prompt)
         ]
         while entries:
-            drawn: list[tuple[int, int]] = []
+            sampled: list[tuple[int, int]] = []
             for first in range(0, len(entries), self._n_batch):
-                drawn += (new := self._step(entries[first : first + self._n_batch], chains))
+                sampled += (new := self._step(entries[first : first + self._n_batch], chains))
                 now = time.perf_counter() - start
                 for i, token in new:
                     tokens[i].append(token)
                     arrivals[i].append(now)
             entries = []
-            for i, token in drawn:
-                if len(tokens[i]) < work.output_tokens[i]:
-                    entries.append((token, len(work.prompts[i]) + len(tokens[i]) - 1, i, True))
+            for i, token in sampled:
+                if len(tokens[i]) < requests.output_tokens[i]:
+                    entries.append((token, len(requests.prompts[i]) + len(tokens[i]) - 1, i, True))
                 else:
                     lib.llama_memory_seq_rm(self._memory, i, -1, -1)
         for chain in chains:
             lib.llama_sampler_free(chain)
-        return tokens, RunTimes(sum(map(len, work.prompts)), arrivals)
+        return tokens, RunTimes(sum(map(len, requests.prompts)), arrivals)
 
     def _step(self, entries: list[_Entry], chains: list[Any]) -> list[tuple[int, int]]:
-        """Decode one batch; return (sequence, token) for each entry whose logits are wanted, in their order."""
+        """Decode one batch; return (sequence, token) for each entry whose logits are needed, in their order."""
         batch = self._batch
         batch.n_tokens = len(entries)
-        for j, (token, pos, seq, wanted) in enumerate(entries):
+        for j, (token, pos, seq, needed) in enumerate(entries):
             batch.token[j], batch.pos[j] = token, pos
             batch.n_seq_id[j], batch.seq_id[j][0] = 1, seq
-            batch.logits[j] = wanted
+            batch.logits[j] = needed
         if code := self._lib.llama_decode(self._context, batch):
             raise NanoinferError(f"llama.cpp: llama_decode of {len(entries)} tokens returned {code}")
-        wanting = [(j, seq) for j, (_, _, seq, wanted) in enumerate(entries) if wanted]
-        if not wanting:
+        outputs = [(j, seq) for j, (_, _, seq, needed) in enumerate(entries) if needed]
+        if not outputs:
             return []
         if chains:
             sample = self._lib.llama_sampler_sample
-            return [(seq, int(sample(chains[seq], self._context, j))) for j, seq in wanting]
-        shape = (len(wanting), self._n_vocab)
+            return [(seq, int(sample(chains[seq], self._context, j))) for j, seq in outputs]
+        shape = (len(outputs), self._n_vocab)
         logits = np.ctypeslib.as_array(self._lib.llama_get_logits(self._context), shape)  # a view: in batch order
-        return [(seq, int(token)) for (_, seq), token in zip(wanting, logits.argmax(1), strict=True)]
+        return [(seq, int(token)) for (_, seq), token in zip(outputs, logits.argmax(1), strict=True)]
 
     def _chain(self, prompt: list[int]) -> Any:
         """Return a chain of llama.cpp's samplers for one sequence, which has seen the prompt."""
@@ -174,6 +189,92 @@ def _free(lib: Any, model: Any, context: Any, batch: Any) -> None:
     lib.llama_model_free(model)
 
 
-def open_llamacpp(case: Case, weights: Path) -> LlamaCpp:
-    """Load llama.cpp. Raises NanoinferError for a dtype, quantization or device that it does not have."""
-    return LlamaCpp(case, weights)
+@functools.cache  # llama.cpp keeps the pointer: the callback must live as long as the process
+def _silence() -> Any:
+    """Drop llama.cpp's log, which goes to stderr otherwise; return the callback. Errors are also return codes."""
+    llama_cpp = require_module("llama_cpp").llama_cpp
+    callback = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    return callback
+
+
+def export_gguf(weights: Path, folder: Path, kind: str) -> Path:
+    """Return a GGUF file, written if it does not exist.
+
+    Args:
+        weights: Hugging Face folder.
+        folder: the file is made in its sub-folder `gguf-<kind>`; all but F32 need and keep the F32 one.
+        kind: llama.cpp's name for the format of the weights: F32, BF16, Q8_0 or Q4_0.
+
+    Raises:
+        NanoinferError: a model that the format cannot hold, gguf or llama_cpp is missing, or a folder cannot be
+            read or written.
+    """
+    config = hf_config.read(weights / "config.json")
+    if config.activation != "gelu_new":
+        raise NanoinferError(
+            f"{weights}: activation={config.activation!r} cannot be exported: llama.cpp's GPT-2 has gelu_new only"
+        )
+    for name, width in (("n_embd", config.n_embd), ("n_inner", config.mlp_dim)):
+        if kind.startswith("Q") and width % QUANT_BLOCK:
+            raise NanoinferError(
+                f"{weights}: {name}={width} cannot be exported as {kind}: it is no multiple of {QUANT_BLOCK}"
+            )
+
+    def write(partial: Path) -> None:
+        if kind == "F32":
+            _write_f32(weights, partial / _FILE)
+        else:
+            _quantize(export_gguf(weights, folder, "F32"), partial / _FILE, kind)
+
+    return export_once(folder / f"gguf-{kind}", write) / _FILE
+
+
+def gguf_name(name: str) -> str:
+    """transformer.h.3.attn.c_attn.weight -> blk.3.attn_qkv.weight."""
+    stem, _, kind = name.rpartition(".")
+    if match := re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", stem):
+        return f"blk.{match.group(1)}.{_GGUF_NAMES[match.group(2)]}.{kind}"
+    return f"{_GGUF_NAMES[stem]}.{kind}"
+
+
+def _write_f32(weights: Path, path: Path) -> None:
+    """Write the float32 file."""
+    gguf = require_module("gguf")
+    model, config = load_folder(weights)
+    out = gguf.GGUFWriter(str(path), "gpt2")
+    try:
+        out.add_file_type(int(gguf.LlamaFileType.ALL_F32))
+        out.add_block_count(config.n_layer)
+        out.add_context_length(config.block_size)
+        out.add_embedding_length(config.n_embd)
+        out.add_feed_forward_length(config.mlp_dim)
+        out.add_head_count(config.n_head)
+        out.add_layer_norm_eps(config.layer_norm_epsilon)
+        # The least that llama.cpp takes for a tokenizer, without which it loads no file: byte-level BPE with one merge.
+        out.add_tokenizer_model("gpt2")
+        out.add_tokenizer_pre("gpt-2")
+        out.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+        out.add_token_merges(["t 0"])
+        out.add_bos_token_id(0)  # the default, 11, need not be in a small vocabulary
+        out.add_eos_token_id(0)
+        out.add_add_bos_token(False)
+        for name, p in model.state_dict().items():
+            if name != "lm_head.weight" or not config.tie_word_embeddings:
+                out.add_tensor(gguf_name(name), p.contiguous().numpy())
+        out.write_header_to_file()
+        out.write_kv_data_to_file()
+        out.write_tensors_to_file()
+    finally:
+        out.close()
+
+
+def _quantize(source: Path, path: Path, kind: str) -> None:
+    """Write a float32 file in another type."""
+    llama_cpp = require_module("llama_cpp")
+    _silence()
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, _QUANTIZER[kind])
+    params.nthread = num_cpus()
+    if code := llama_cpp.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(params)):
+        raise NanoinferError(f"{source} cannot be quantized to {kind}: llama.cpp's quantizer returned {code}")

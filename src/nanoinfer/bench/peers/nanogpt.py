@@ -1,10 +1,10 @@
-"""nanoGPT's way to generate, the naive backend: the whole prefix of the whole batch again for every token.
+"""nanoGPT's loop, the naive backend: it computes the whole prefix of the whole batch again for every token.
 
 The loop of `GPT.generate` (karpathy/nanoGPT: model.py), on our reference model:
-crop to block_size, run everything, keep the logits of the last position, draw, append. Weights lie in memory as
-nanoGPT has them, (out, in) row by row. A batch needs equal lengths, as it does there: unequal ones run one by one.
+crop to block_size, run everything, keep the logits of the last position, sample, append. Weights are in nanoGPT's
+layout, (out, in) row by row. A batch needs equal lengths, as it does there: unequal ones run one after the other.
 
-Covered: temperature and top_k, and greedy, which nanoGPT has as top_k=1.
+Supported: temperature and top_k, and greedy, which nanoGPT has as top_k=1.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoinfer.bench.backends.capabilities import require_case
-from nanoinfer.bench.case import Case, Work
+from nanoinfer.bench.case import Case, Requests
+from nanoinfer.bench.peers import require_case
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize
 from nanoinfer.config import DTYPES
@@ -27,7 +27,11 @@ from nanoinfer.sampling.params import SamplingParams
 
 
 class NanoGPT:
-    """The reference model, and the loop."""
+    """The reference model, and the loop.
+
+    Raises:
+        NanoinferError: quantization, a sampler or a device that nanoGPT does not have.
+    """
 
     def __init__(self, case: Case, weights: Path) -> None:
         require_case(case, sampling=("temperature", "top_k"), dtypes=DTYPES)
@@ -38,20 +42,20 @@ class NanoGPT:
             p.data = p.data.contiguous()
         self._model = model.to(self._device)
 
-    def run(self, work: Work) -> tuple[list[list[int]], RunTimes]:
+    def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token has arrived when it is on the CPU."""
-        synchronize(self._device)  # nothing of the run before is left to be done
+        synchronize(self._device)  # nothing of the previous run is still running
         start = time.perf_counter()
         torch.manual_seed(self._params.seed or 0)
         tokens: list[list[int]] = []
         arrivals: list[list[float]] = []
-        sizes = {(len(p), n) for p, n in zip(work.prompts, work.output_tokens, strict=True)}
-        group = len(work.prompts) if len(sizes) == 1 else 1
-        for i in range(0, len(work.prompts), group):
-            steps, times = self._generate(work.prompts[i : i + group], work.output_tokens[i], start)
+        sizes = {(len(p), n) for p, n in zip(requests.prompts, requests.output_tokens, strict=True)}
+        group = len(requests.prompts) if len(sizes) == 1 else 1
+        for i in range(0, len(requests.prompts), group):
+            steps, times = self._generate(requests.prompts[i : i + group], requests.output_tokens[i], start)
             tokens += [list(row) for row in zip(*steps, strict=True)]
             arrivals += [list(times) for _ in range(group)]
-        return tokens, RunTimes(sum(map(len, work.prompts)), arrivals)
+        return tokens, RunTimes(sum(map(len, requests.prompts)), arrivals)
 
     @torch.inference_mode()
     def _generate(self, prompts: list[list[int]], num_tokens: int, start: float) -> tuple[list[list[int]], list[float]]:
@@ -62,14 +66,14 @@ class NanoGPT:
             window = idx[:, -self._config.block_size :]
             pos = torch.arange(window.shape[1], device=self._device)
             x = self._model.hidden(window, pos, causal_attention)[:, -1]  # (B, C)
-            new = _draw(self._model.lm_head(x), self._params)  # (B, 1)
+            new = _sample(self._model.lm_head(x), self._params)  # (B, 1)
             idx = torch.cat((idx, new), dim=1)
             steps.append(new[:, 0].tolist())
             times.append(time.perf_counter() - start)
         return steps, times
 
 
-def _draw(logits: Tensor, params: SamplingParams) -> Tensor:
+def _sample(logits: Tensor, params: SamplingParams) -> Tensor:
     """Return one token, (B, 1), of each row of logits, (B, V)."""
     if params.greedy:
         return logits.argmax(-1, keepdim=True)
@@ -78,8 +82,3 @@ def _draw(logits: Tensor, params: SamplingParams) -> Tensor:
         border = torch.topk(logits, min(params.top_k, logits.shape[-1])).values[:, -1:]
         logits[logits < border] = -float("inf")
     return torch.multinomial(torch.softmax(logits, dim=-1), num_samples=1)
-
-
-def open_nanogpt(case: Case, weights: Path) -> NanoGPT:
-    """Load nanoGPT's loop. Raises NanoinferError for quantization, a sampler or a device that it does not have."""
-    return NanoGPT(case, weights)

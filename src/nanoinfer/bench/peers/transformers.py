@@ -1,10 +1,10 @@
 """Hugging Face transformers: GPT2LMHeadModel.generate with its growing cache, or with its static one.
 
 Prompts of unequal length are padded on the left, as its documentation says. A batch runs until its longest
-request has its tokens, because that is what `generate` does; each sequence is credited with the tokens it asked
-for and no more, so the rest of the work counts against it only as time.
+request has its tokens, because that is what `generate` does; each sequence is counted with the tokens
+requested for it and no more, so the padding costs time and adds no tokens.
 
-Covered: greedy, temperature, top_k, top_p, min_p, repetition_penalty. Not covered: presence and frequency
+Supported: greedy, temperature, top_k, top_p, min_p, repetition_penalty. Not supported: presence and frequency
 penalties, which transformers does not have.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from nanoinfer.bench.backends.capabilities import require_case, require_module, require_room
-from nanoinfer.bench.case import SAMPLERS, Case, Work
+from nanoinfer.bench.case import SAMPLERS, Case, Requests
+from nanoinfer.bench.peers import require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize
 from nanoinfer.config import DTYPES
@@ -27,7 +27,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class _Clock:
-    """What `generate` calls a streamer: it is given the prompt, then the tokens of each step."""
+    """A streamer in the sense of `generate`: it receives the prompt, then the tokens of each step."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -45,9 +45,13 @@ class _Clock:
 
 
 class Transformers:
-    """GPT2LMHeadModel with one of its caches."""
+    """GPT2LMHeadModel with its default cache, or with its static one (on a GPU it compiles the model).
 
-    def __init__(self, case: Case, weights: Path, **options: Any) -> None:
+    Raises:
+        NanoinferError: quantization, a sampler or a device that transformers does not have.
+    """
+
+    def __init__(self, case: Case, weights: Path) -> None:
         require_case(case, sampling=_SAMPLING, dtypes=DTYPES)
         transformers = require_module("transformers")
         transformers.utils.logging.disable_progress_bar()
@@ -56,21 +60,23 @@ class Transformers:
         model = transformers.GPT2LMHeadModel.from_pretrained(str(weights), dtype=dtype)
         self._model: Any = model.to(self._device).eval()
         for config in (model.config, model.generation_config):
-            config.eos_token_id = None  # nothing ends a text early, and min_new_tokens bans no token
-        self._who, self._seed = case.backend, case.params(1).seed or 0
-        self._options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0} | options
+            config.eos_token_id = None  # nothing ends a sequence early, and min_new_tokens bans no token
+        self._name, self._seed = case.backend, case.params(1).seed or 0
+        self._options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+        if case.backend == "transformers-static":
+            self._options["cache_implementation"] = "static"
         if case.sampler != "greedy":
             self._options |= {"do_sample": True, "top_k": 0} | SAMPLERS[case.sampler]
 
-    def run(self, work: Work) -> tuple[list[list[int]], RunTimes]:
+    def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is the streamer's call with it."""
-        lengths = [len(prompt) for prompt in work.prompts]
-        T, num_steps = max(lengths), max(work.output_tokens)
-        require_room(self._who, T + num_steps, self._model.config.n_positions)
+        lengths = [len(prompt) for prompt in requests.prompts]
+        T, num_steps = max(lengths), max(requests.output_tokens)
+        require_room(self._name, T + num_steps, self._model.config.n_positions)
         torch.manual_seed(self._seed)
-        synchronize(self._device)  # nothing of the run before is left to be done
+        synchronize(self._device)  # nothing of the previous run is still running
         clock = _Clock()
-        idx = torch.tensor([[0] * (T - len(p)) + p for p in work.prompts], device=self._device)  # (B, T)
+        idx = torch.tensor([[0] * (T - len(p)) + p for p in requests.prompts], device=self._device)  # (B, T)
         mask = torch.tensor([[0] * (T - n) + [1] * n for n in lengths], device=self._device)
         out = self._model.generate(
             idx,
@@ -81,15 +87,5 @@ class Transformers:
             **self._options,
         )
         rows = out[:, T:].tolist()
-        tokens = [row[:n] for row, n in zip(rows, work.output_tokens, strict=True)]
-        return tokens, RunTimes(sum(lengths), [clock.times[:n] for n in work.output_tokens])
-
-
-def open_dynamic(case: Case, weights: Path) -> Transformers:
-    """Load transformers with its default cache. Raises NanoinferError for what it cannot do."""
-    return Transformers(case, weights)
-
-
-def open_static(case: Case, weights: Path) -> Transformers:
-    """Load transformers with its static cache (on a GPU it compiles the model). Raises as `open_dynamic` does."""
-    return Transformers(case, weights, cache_implementation="static")
+        tokens = [row[:n] for row, n in zip(rows, requests.output_tokens, strict=True)]
+        return tokens, RunTimes(sum(lengths), [clock.times[:n] for n in requests.output_tokens])

@@ -3,8 +3,8 @@
     write_report([read(Path("ladder.json")), read(Path("peers.json"))], Path("out"))
     ->  out/index.html  out/ladder-throughput.svg  ...
 
-`panels` sorts rows, `charts` and `speculation` draw them with what is in `marks`, `headlines` says what was found,
-`page` puts it together.
+`panels` sorts rows into figures, `charts` fills the Vega-Lite templates of charts.json (`marks`), `headlines` computes
+the findings, and `page` renders the template page.html.j2.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from nanoinfer.bench.report.text import slug
+from nanoinfer.bench.formatting import slug
 from nanoinfer.bench.results import Results
 from nanoinfer.errors import NanoinferError, missing_extra
 
@@ -43,7 +43,6 @@ def _files(results: list[Results]) -> dict[str, bytes]:
     """Return the content of every file of the report by its name."""
     try:
         from nanoinfer.bench.report.charts import figures
-        from nanoinfer.bench.report.marks import svg
         from nanoinfer.bench.report.page import Section, page
     except ImportError as e:
         raise NanoinferError(f"the report cannot be written: {missing_extra(e.name or 'a package', 'bench')}") from None
@@ -53,7 +52,7 @@ def _files(results: list[Results]) -> dict[str, bytes]:
     for each in results:
         sections.append(Section(_unique(slug(each.suite), taken), each, figures(each)))
         for figure in sections[-1].figures:
-            files[f"{_unique(f'{sections[-1].name}-{figure.name}', taken)}.svg"] = svg(figure)
+            files[f"{_unique(f'{sections[-1].name}-{figure.name}', taken)}.svg"] = figure.svg
     files[PAGE] = page(sections).encode()
     return files
 

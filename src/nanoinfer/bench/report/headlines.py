@@ -1,12 +1,12 @@
-"""What a suite found, in a few sentences that are computed from its rows."""
+"""The findings of a suite in a few sentences, computed from its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nanoinfer.bench.formatting import clean, digits
 from nanoinfer.bench.report.marks import bits
 from nanoinfer.bench.report.panels import TTFT, Panel, panels, setting, sweep_axis, varying
-from nanoinfer.bench.report.text import clean, digits
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.engines.registry import ENGINES
 
@@ -14,43 +14,36 @@ MAX_SENTENCES = 6
 
 
 def headlines(results: Results) -> list[str]:
-    """Return the findings: over peers where there are any, over plain decoding for drafts, else over the baseline."""
+    """Return the findings: over peers if there are any, over plain decoding for drafts, else over the baseline."""
     rows = [row for row in results.rows if row.figures is not None]
-    peers = {r.case.backend for r in rows} - {*ENGINES, "nanogpt"}
-    if any(row.case.draft is not None for row in rows) and not any(r.case.backend == "nanogpt" for r in rows):
+    backends = {row.case.backend for row in rows}
+    if any(row.case.draft is not None for row in rows) and "nanogpt" not in backends:
         found = list(_over_plain(rows))
-    elif peers:
-        found = [said for part in panels(rows, "batch", split=True) if (said := _over_peers(part, rows))]
+    elif backends - {*ENGINES, "nanogpt"}:
+        found = [line for part in panels(rows, "batch", split=True) if (line := _over_peers(part, rows))]
     else:
         found = list(_over_baseline(rows, results.baseline))
     return found[:MAX_SENTENCES]
 
 
-def _where(rows: list[Row], every: list[Row]) -> str:
-    return setting(rows, varying(every))
-
-
 def _over_peers(panel: Panel, every: list[Row]) -> str | None:
-    """Return our best engine over the best peer, in 8 bits where both have it, else in the format that both have.
+    """Return our best engine over the best peer, in 8 bits if both have it, else in the format that both have.
 
     "native int8: 1.58x llama.cpp Q8_0 (371 against 234 tokens/s), batch 1"
     """
     measure = panel.measure
     sign = -1 if measure is TTFT else 1
+    values = [(r, y) for r in panel.rows if r.case.draft is None and (y := measure.value(r)) is not None]
     for width in (8, 16, 32, 4):
-        some = [
-            r for r in panel.rows if bits(r.case) == width and r.case.draft is None and measure.value(r) is not None
-        ]
-        ours = [r for r in some if r.case.backend in ENGINES]
-        peers = [r for r in some if r.case.backend not in ENGINES]
+        same = [(row, y) for row, y in values if bits(row.case) == width]
+        ours = [each for each in same if each[0].case.backend in ENGINES]
+        peers = [each for each in same if each[0].case.backend not in ENGINES]
         if ours and peers:
-            a, b = (max(group, key=lambda r: sign * (measure.value(r) or 0)) for group in (ours, peers))
-            x, y = measure.value(a) or 0, measure.value(b) or 1
+            (a, x), (b, y) = (max(group, key=lambda each: sign * each[1]) for group in (ours, peers))
             what = measure.axis if sign > 0 else "ms to the first token"
-            said = f"{clean(a.case.label)}: {digits((x / y) ** sign)}x {clean(b.case.label)}"
-            return ", ".join(
-                filter(None, (f"{said} ({digits(x)} against {digits(y)} {what})", _where(panel.rows, every)))
-            )
+            ratio = f"{clean(a.case.label)}: {digits((x / y) ** sign)}x {clean(b.case.label)}"
+            where = setting(panel.rows, varying(every))
+            return ", ".join(filter(None, (f"{ratio} ({digits(x)} against {digits(y)} {what})", where)))
     return None
 
 
@@ -59,10 +52,11 @@ def _over_baseline(rows: list[Row], baseline: str) -> Iterator[str]:
     axis = sweep_axis(rows)
     plain = [r for r in rows if r.case.draft is None and r.case.dtype == "float32"]
     for panel in panels(plain, axis):
-        for at in dict.fromkeys((panel.places[0], panel.places[-1])):
-            some = [r for r in panel.rows if getattr(r.case, axis) == at and r.case.backend != baseline]
-            base = next((r for r in panel.rows if getattr(r.case, axis) == at and r.case.backend == baseline), None)
-            best = max((r for r in some if r.speedup), key=lambda r: r.speedup or 0, default=None)
+        for place in dict.fromkeys((panel.places[0], panel.places[-1])):
+            here = [r for r in panel.rows if getattr(r.case, axis) == place]
+            base = next((r for r in here if r.case.backend == baseline), None)
+            others = [r for r in here if r.speedup and r.case.backend != baseline]
+            best = max(others, key=lambda r: r.speedup or 0, default=None)
             if best is not None and base is not None and best.figures is not None and base.figures is not None:
                 speeds = (best.figures.output_tokens_per_sec, base.figures.output_tokens_per_sec)
                 how = " (extrapolated)" if "extrapolated" in base.note else ""
@@ -80,8 +74,6 @@ def _over_plain(rows: list[Row]) -> Iterator[str]:
     for row in sorted(drafted, key=lambda r: -(r.speedup or 0)):
         best.setdefault(row.case.plain, row)
     for row in best.values():
-        speed = digits(row.figures.output_tokens_per_sec if row.figures is not None else None)
-        yield (
-            f"{clean(row.case.label)}: {digits(row.speedup)}x the same without a draft ({speed} output tokens/s),"
-            f" {_where([row], rows)}"
-        )
+        speed = digits(getattr(row.figures, "output_tokens_per_sec", None))
+        over = f"{clean(row.case.label)}: {digits(row.speedup)}x the same without a draft"
+        yield f"{over} ({speed} output tokens/s), {setting([row], varying(rows))}"

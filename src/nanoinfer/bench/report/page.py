@@ -1,6 +1,6 @@
-"""The page: for each suite what was found, its figures, and behind a click all of its numbers and where they were made.
+"""The page: for each suite its findings and figures, and in folded sections all numbers, the machine and the command.
 
-`page.html.j2` is the document. It fetches nothing: the charts' library and their data are inside it.
+`page.html.j2` is the template. The page fetches nothing: it contains the charts' library and their data.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, cast
 import jinja2
 import vl_convert
 
+from nanoinfer.bench.columns import COLUMNS
+from nanoinfer.bench.formatting import DASH, clean
 from nanoinfer.bench.report.headlines import headlines
 from nanoinfer.bench.report.marks import VEGA_LITE, Figure
-from nanoinfer.bench.report.panels import ceiling, share_of_ceiling
-from nanoinfer.bench.report.text import DASH, clean, digits, number
 from nanoinfer.bench.results import Results, Row
 
 
@@ -34,7 +34,6 @@ def page(sections: Sequence[Section]) -> str:
     """Return the HTML document."""
     loader = jinja2.PackageLoader("nanoinfer.bench.report", "")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["clean"] = clean
     suites = ", ".join(clean(section.results.suite) for section in sections)
     return environment.get_template("page.html.j2").render(
         title=f"nanoinfer bench: {suites}", sections=[_section(section) for section in sections], bundle=_bundle()
@@ -52,51 +51,26 @@ def _section(section: Section) -> dict[str, Any]:
     """Return what the template shows of a suite."""
     results = section.results
     heads, lines = table(results.rows)
-    failed = len(results.failed)
-    count = f"{len(results.rows):,} {'case' if len(results.rows) == 1 else 'cases'}, {failed:,} failed."
-    machine = results.machine
-    where = ", ".join(clean(machine[key]) for key in ("gpu", "cpu") if machine.get(key))
+    count = f"{len(results.rows):,} {'case' if len(results.rows) == 1 else 'cases'}, {len(results.failed):,} failed."
+    where = ", ".join(clean(results.machine[key]) for key in ("gpu", "cpu") if results.machine.get(key))
+    date, commit = clean(results.created), clean(results.commit or DASH)
+    facts = {"date": date, "commit": commit, "command": clean(results.command),
+             "speed-ups over": clean(results.baseline), "machine": _listing(results.machine),
+             "versions": _listing(results.versions), "ceiling": _listing(results.ceiling)}  # fmt: skip
     return {
-        "name": section.name,
-        "results": results,
-        "headlines": headlines(results),
-        "summary": f"{count} {where}, {clean(results.created)[:10]}, commit {clean(results.commit or DASH)}.",
-        "figures": section.figures,
-        "heads": heads,
-        "lines": lines,
-        "facts": _facts(results),
-    }
+        "name": section.name, "suite": clean(results.suite), "headlines": headlines(results),
+        "summary": f"{count} {where}, {date[:10]}, commit {commit}.", "figures": section.figures, "heads": heads,
+        "lines": lines, "facts": facts,
+    }  # fmt: skip
 
 
-def _facts(results: Results) -> list[tuple[str, str]]:
-    return [
-        ("date", clean(results.created)),
-        ("commit", clean(results.commit or DASH)),
-        ("command", clean(results.command)),
-        ("speed-ups over", clean(results.baseline)),
-        ("machine", _said(results.machine)),
-        ("versions", _said(results.versions)),
-        ("ceiling", _said(results.ceiling)),
-    ]
-
-
-def _said(found: dict[str, Any]) -> str:
-    """Return a record as text: {"cores": 2, "flops": {"float32": 1}} -> "cores 2, flops: float32 1"."""
+def _listing(found: dict[str, Any]) -> str:
+    """Return a record as a string: {"cores": 2, "flops": {"float32": 1}} -> "cores 2, flops: float32 1"."""
     return ", ".join(
-        f"{clean(name).replace('_', ' ')}{f': {_said(value)}' if isinstance(value, dict) else f' {clean(value)}'}"
+        f"{clean(name).replace('_', ' ')}{f': {_listing(value)}' if isinstance(value, dict) else f' {clean(value)}'}"
         for name, value in found.items()
         if value is not None
     )
-
-
-def _of(name: str, scale: float = 1.0) -> Callable[[Row], str]:
-    """Return the function that says a number of a row or of its figures, scaled."""
-
-    def say(row: Row) -> str:
-        found = number(getattr(row, name, None) if hasattr(row, name) else getattr(row.figures, name, None))
-        return digits(None if found is None else found * scale)
-
-    return say
 
 
 _IDENTITY: dict[str, Callable[[Row], str]] = {
@@ -106,46 +80,14 @@ _IDENTITY: dict[str, Callable[[Row], str]] = {
     "tokens in": lambda r: f"{r.case.prompt_tokens:,}",
     "tokens out": lambda r: f"{r.case.output_tokens:,}",
 }
-_COLUMNS: dict[str, Callable[[Row], str]] = {
-    "decode tokens/s": _of("decode_tokens_per_sec"),
-    "ceiling": lambda r: digits(ceiling(r)),
-    "of it, %": lambda r: digits(share_of_ceiling(r)),
-    "spread, %": _of("spread_percent"),
-    "output tokens/s": _of("output_tokens_per_sec"),
-    "speed-up": _of("speedup"),
-    "prefill tokens/s": _of("prefill_tokens_per_sec"),
-    "TTFT, ms": _of("ttft_sec", 1e3),
-    "TPOT, ms": _of("tpot_sec", 1e3),
-    "p90": _of("tpot_p90_sec", 1e3),
-    "p99": _of("tpot_p99_sec", 1e3),
-    "total, s": _of("total_sec"),
-    "rounds": _of("rounds"),
-    "peak memory, MB": _of("peak_memory_bytes", 1e-6),
-    "reserved, MB": _of("reserved_memory_bytes", 1e-6),
-    "KV cache, MB": _of("kv_cache_bytes", 1e-6),
-    "weights, MB": _of("weight_bytes", 1e-6),
-    "MB a token": _of("bytes_per_token", 1e-6),
-    "GFLOP a token": _of("flops_per_token", 1e-9),
-    "MBU, %": _of("mbu_percent"),
-    "MFU, %": _of("mfu_percent"),
-    "accepted, %": _of("acceptance_percent"),
-    "accepted a step": _of("mean_accepted_length"),
-    "time in the draft, %": _of("draft_share_percent"),
-    "kernels a step": _of("kernels_per_step"),
-    "kernels a layer": _of("kernels_per_layer"),
-    "launches a step": _of("launches_per_step"),
-    "verifying 5 tokens, decodes": _of("verify_ratio"),
-    "same tokens": lambda r: DASH if r.same_tokens is None else "yes" if r.same_tokens else "NO",
-    "note": lambda r: clean(r.note) or DASH,
-}
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, list[str], str]]]:
-    """Return the columns that say anything, and each row's label, cells and error (in the place of its figures)."""
-    heads = [name for name, say in _COLUMNS.items() if any(say(row) != DASH for row in rows if row.error is None)]
+    """Return the columns with any value, and each row's label, cells and error (in the place of its figures)."""
+    columns = [c for c in COLUMNS if any(c.show(row) != DASH for row in rows if row.error is None)]
     lines = []
     for row in rows:
-        own = [say(row) for say in _IDENTITY.values()]
-        cells = own if row.error is not None else own + [_COLUMNS[name](row) for name in heads]
+        cells = [show(row) for show in _IDENTITY.values()]
+        cells += [] if row.error is not None else [column.show(row) for column in columns]
         lines.append((clean(row.case.label), cells, clean(row.error or "")))
-    return [*_IDENTITY, *(heads or ["error"])], lines
+    return [*_IDENTITY, *([column.name for column in columns] or ["error"])], lines

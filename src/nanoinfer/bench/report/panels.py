@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from nanoinfer.bench.case import MIXED_HIGH, MIXED_LOW, Case
-from nanoinfer.bench.report.text import clean, digits, number, positive
+from nanoinfer.bench.formatting import clean, digits, number, positive
 from nanoinfer.bench.results import Row
 
 Value = Callable[[Row], float | None]
@@ -25,7 +25,7 @@ _WORKLOADS = {
     "text": "passages of text",
     "copy": "repeating passages",
 }
-_FIELDS: dict[str, Callable[[Case], str]] = {  # fields in which cases differ, backend and format apart -> as prose
+_FIELDS: dict[str, Callable[[Case], str]] = {  # fields in which cases differ, besides backend and format -> as prose
     "model": lambda c: clean(c.model),
     "sampler": lambda c: c.sampler,
     "batch": lambda c: f"batch {c.batch:,}",
@@ -52,32 +52,33 @@ class Measure:
     ceiling: bool = False
     """Whether `ceiling` limits it."""
 
-    def say(self, value: float) -> str:
+    def show(self, value: float) -> str:
         """Return a value with its unit: "1,235 tokens/s"."""
         return f"{digits(value)} {self.unit}"
 
 
-def _figure(name: str, scale: float = 1.0) -> Value:
-    """Return the function that reads one of a row's figures, scaled."""
+def _of(name: str, scale: float = 1.0) -> Value:
+    """Return the function that reads a field of a row or of its figures, scaled."""
 
     def value(row: Row) -> float | None:
-        found = positive(getattr(row.figures, name, None))
+        found = positive(getattr(row, name, None) or getattr(row.figures, name, None))
         return None if found is None else positive(found * scale)
 
     return value
 
 
 DECODE = Measure(
-    "throughput", "Decode throughput", "decode tokens/s", _figure("decode_tokens_per_sec"), "tokens/s", ceiling=True
+    "throughput", "Decode throughput", "decode tokens/s", _of("decode_tokens_per_sec"), "tokens/s", ceiling=True
 )
 OUTPUT = Measure(
-    "output", "Output throughput, prompts included", "output tokens/s", _figure("output_tokens_per_sec"), "tokens/s"
+    "output", "Output throughput, prompts included", "output tokens/s", _of("output_tokens_per_sec"), "tokens/s"
 )
-TTFT = Measure("ttft", "Time to first token", "time to first token (ms)", _figure("ttft_sec", 1e3), "ms")
+TTFT = Measure("ttft", "Time to first token", "time to first token (ms)", _of("ttft_sec", 1e3), "ms")
 MEMORY = Measure(
-    "memory", "Peak memory of the process", "peak memory (MB)",
-    lambda row: None if (found := positive(row.peak_memory_bytes)) is None else found / 1e6, "MB", log=False,
-)  # fmt: skip
+    "memory", "Peak memory of the process", "peak memory (MB)", _of("peak_memory_bytes", 1e-6), "MB", log=False
+)
+SPEEDUP = Measure("speedup", "Speed-up", "times plain decoding", _of("speedup"), "x")
+TIME = Measure("position", "Time per token against position", "time per token (ms)", lambda row: None, "ms")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Panel:
 
     @property
     def measure(self) -> Measure:
-        """The measure that says most about these rows: decoding, unless the prompts take the time."""
+        """The most informative measure of these rows: decoding, unless the prompts take most of the time."""
         case = self.rows[0].case
         together = all(DECODE.value(row) is not None for row in self.rows if row.figures is not None)
         if case.workload == "mixed" or not together:
@@ -129,8 +130,8 @@ def varying(rows: Sequence[Row]) -> list[str]:
 def setting(rows: Sequence[Row], fields: Collection[str] = tuple(_FIELDS)) -> str:
     """Return what the cases share of `fields`: "gpt2, greedy, batch 1, 32-token prompts, 64 tokens out, cpu"."""
     different = varying(rows)
-    said = [_FIELDS[field](rows[0].case) for field in fields if rows and field not in different]
-    return ", ".join(filter(None, said))
+    parts = [_FIELDS[field](rows[0].case) for field in fields if rows and field not in different]
+    return ", ".join(filter(None, parts))
 
 
 def sweep_axis(rows: Sequence[Row]) -> str:

@@ -1,4 +1,4 @@
-"""Numbers and names as the report shows them: with units, thousands separated, without characters that break markup."""
+"""Numbers and names as tables and the report show them: thousands separated, without characters that break markup."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe
 
 
 def clean(value: Any) -> str:
-    """Return a value as text that any document may hold: "a\\x00b" -> "a\\ufffdb"."""
+    """Return a value as a string that any document may hold: "a\\x00b" -> "a\\ufffdb"."""
     return _FORBIDDEN.sub("\ufffd", str(value))
 
 

@@ -1,0 +1,79 @@
+"""The columns of the tables: one list for the page and for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from nanoinfer.bench.formatting import DASH, clean, digits, number
+from nanoinfer.bench.results import Row
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its headings, and what it shows of a row."""
+
+    name: str
+    """Heading on the page."""
+    show: Callable[[Row], str]
+    head: str = ""
+    """Heading on the terminal; columns without are on the page only."""
+    legend: str = ""
+    """What the terminal's heading means, where that is not clear."""
+
+
+def figure(name: str, scale: float = 1.0) -> Callable[[Row], str]:
+    """Return the function that shows a number of a row or of its figures, scaled."""
+
+    def show(row: Row) -> str:
+        found = number(getattr(row, name) if hasattr(row, name) else getattr(row.figures, name, None))
+        return digits(None if found is None else found * scale)
+
+    return show
+
+
+def _share_of_ceiling(row: Row) -> str:
+    speed, limit = number(getattr(row.figures, "decode_tokens_per_sec", None)), number(row.predicted_tokens_per_sec)
+    return digits(100 * speed / limit if speed and limit and limit > 0 else None)
+
+
+def _range(row: Row) -> str:
+    return f"{row.speedup_min:.2f}-{row.speedup_max:.2f}" if row.speedup_min and row.speedup_max else DASH
+
+
+COLUMNS = (
+    Column("decode tokens/s", figure("decode_tokens_per_sec"), "tok/s", "all sequences"),
+    Column("ceiling", lambda r: digits(r.predicted_tokens_per_sec if r.figures else None), "limit", "the roofline's"),
+    Column("of it, %", _share_of_ceiling),
+    Column("spread, %", figure("spread_percent")),
+    Column("output tokens/s", figure("output_tokens_per_sec")),
+    Column("speed-up", figure("speedup"), "x", "speed-up"),
+    Column("prefill tokens/s", figure("prefill_tokens_per_sec")),
+    Column("TTFT, ms", figure("ttft_sec", 1e3), "TTFT ms"),
+    Column("TPOT, ms", figure("tpot_sec", 1e3), "TPOT ms"),
+    Column("p90", figure("tpot_p90_sec", 1e3)),
+    Column("p99", figure("tpot_p99_sec", 1e3), "p99 ms"),
+    Column("total, s", figure("total_sec")),
+    Column("rounds", figure("rounds")),
+    Column("peak memory, MB", figure("peak_memory_bytes", 1e-6), "MB"),
+    Column("reserved, MB", figure("reserved_memory_bytes", 1e-6)),
+    Column("KV cache, MB", figure("kv_cache_bytes", 1e-6)),
+    Column("weights, MB", figure("weight_bytes", 1e-6)),
+    Column("MB a token", figure("bytes_per_token", 1e-6)),
+    Column("GFLOP a token", figure("flops_per_token", 1e-9)),
+    Column("MBU, %", figure("mbu_percent"), "MBU %"),
+    Column("MFU, %", figure("mfu_percent")),
+    Column("accepted, %", figure("acceptance_percent"), "accepted %"),
+    Column("accepted a step", figure("mean_accepted_length"), "a step", "accepted in a verify step"),
+    Column("time in the draft, %", figure("draft_share_percent"), "draft %", "share of the time"),
+    Column("kernels a step", figure("kernels_per_step"), "kernels", "of a decode step"),
+    Column("kernels a layer", figure("kernels_per_layer"), "a layer", "kernels"),
+    Column("launches a step", figure("launches_per_step"), "launches", "of a decode step"),
+    Column("verifying 5 tokens, decodes", figure("verify_ratio"), "verify", "a step of 5 tokens over one of 1"),
+    Column("same tokens", lambda r: DASH if r.same_tokens is None else "yes" if r.same_tokens else "NO"),
+    Column("note", lambda r: clean(r.note) or DASH),
+)
+TERMINAL_ONLY = (
+    Column("", _range, "range", "of the rounds' speed-ups"),
+    Column("", lambda r: r.predicted_speculation or DASH, "best k", "by the roofline at that acceptance"),
+)
