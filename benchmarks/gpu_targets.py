@@ -1,8 +1,8 @@
-"""The goals of the GPU engines, and what the rows of suite `gpu` reached.
+"""The goals of the GPU engines, and the values that the rows of suite `gpu` reached.
 
-    for t in judge(results.rows): print(t.name, t.wanted, t.value, t.met)
+    for goal in judge(results.rows): print(goal.name, goal.wanted, goal.value, goal.met)
 
-Each goal is judged by the engine that decodes fastest in bfloat16, which it names. Where a row that it needs is
+Each goal is judged by the engine that decodes fastest in bfloat16, which it names. If a row that it needs is
 missing or failed, its value is unknown (None), which is not met.
 """
 
@@ -20,24 +20,23 @@ LARGE_BATCH = 512
 
 
 @dataclass(frozen=True)
-class Target:
-    """One line of the table; `wanted` is a limit from above where `at_most`, else from below."""
+class Goal:
+    """One line of the table; `wanted` is an upper limit if `at_most`, else a lower one."""
 
     name: str
     wanted: float
     at_most: bool
     unit: str
     value: float | None
-    who: str | None
-    note: str = ""
+    engine: str | None
 
     @property
     def met(self) -> bool:
         return self.value is not None and (self.value <= self.wanted if self.at_most else self.value >= self.wanted)
 
 
-def judge(rows: Sequence[Row]) -> list[Target]:
-    """Return every goal beside what these rows of suite gpu reached."""
+def judge(rows: Sequence[Row]) -> list[Goal]:
+    """Return every goal with the value that these rows of suite gpu reached."""
     small, large, many = (best(rows, *case) for case in ((GPU_SMALL, 1), (GPU_LARGE, 1), (GPU_SMALL, LARGE_BATCH)))
     peer, static = find(rows, "transformers-dynamic", GPU_SMALL, 1), find(rows, "static", GPU_SMALL, LARGE_BATCH)
     alone = find(rows, many.case.backend, GPU_SMALL, 1) if many is not None else None
@@ -54,22 +53,18 @@ def judge(rows: Sequence[Row]) -> list[Target]:
         ("GPT-2 124M: verifying 5 tokens", 1.1, True, "decodes", small, small and small.verify_ratio),
         ("GPT-2 XL: verifying 5 tokens", 1.1, True, "decodes", large, large and large.verify_ratio),
     ]  # fmt: skip
-    missing = "not measured: a row that it needs is missing or failed"
-    return [
-        Target(*goal, value, row.case.backend if row is not None else None, "" if value is not None else missing)
-        for *goal, row, value in found
-    ]
+    return [Goal(*goal, value, row.case.backend if row is not None else None) for *goal, row, value in found]
 
 
 def find(rows: Sequence[Row], backend: str, model: str, batch: int) -> Row | None:
-    """Return a backend's bfloat16 row; None where there is none or it failed."""
-    wanted = (backend, model, batch, "bfloat16", None)
-    keys = ((r.case.backend, r.case.model, r.case.batch, r.case.dtype, r.case.quantization) for r in rows)
-    return next((r for r, key in zip(rows, keys, strict=True) if key == wanted and r.figures is not None), None)
+    """Return a backend's bfloat16 row; None if there is none or it failed."""
+    wanted = (backend, model, batch, "bfloat16")
+    measured = [r for r in rows if r.figures is not None]
+    return next((r for r in measured if (r.case.backend, r.case.model, r.case.batch, r.case.format) == wanted), None)
 
 
 def best(rows: Sequence[Row], model: str, batch: int) -> Row | None:
-    """Return the row of the engine that decodes fastest in bfloat16; None where none was measured."""
+    """Return the row of the engine that decodes fastest in bfloat16; None if none was measured."""
     found = [row for name in ENGINES if (row := find(rows, name, model, batch)) is not None]
     return max(found, key=lambda r: speed(r) or 0.0, default=None)
 
@@ -84,14 +79,15 @@ def over(above: float | None, below: float | None) -> float | None:
 
 
 def growth(alone: Row | None, many: Row | None) -> float | None:
-    """Return the memory that each sequence of a batch adds, over what its keys and values take; None if unknown.
+    """Return the memory that each sequence of a batch adds, over its keys and values; None if unknown.
 
-    1.0 is memory that is flat but for the cache: growth of (3 GB at batch 1, 23 GB at 512), of which the caches are
+    1.0 is memory that is constant but for the cache: growth of (3 GB at batch 1, 23 GB at 512), of which the caches are
     0.04 and 20 GB, is 20 / 19.96.
     """
-    if alone is None or many is None or None in (alone.kv_cache_bytes, many.kv_cache_bytes):
+    if alone is None or many is None:
         return None
-    if None in (alone.peak_memory_bytes, many.peak_memory_bytes):
-        return None
-    cache = (many.kv_cache_bytes or 0) - (alone.kv_cache_bytes or 0)
-    return ((many.peak_memory_bytes or 0) - (alone.peak_memory_bytes or 0)) / cache if cache > 0 else None
+    memory, cache = (
+        None if a is None or b is None else b - a
+        for a, b in ((alone.peak_memory_bytes, many.peak_memory_bytes), (alone.kv_cache_bytes, many.kv_cache_bytes))
+    )
+    return memory / cache if memory is not None and cache is not None and cache > 0 else None

@@ -266,6 +266,15 @@ def test_svg_has_text_title_and_follows_the_colour_scheme(full: tuple[list[Path]
     assert COLORS["static"] in text
 
 
+def test_svg_has_short_coordinates_and_full_labels(tmp_path: Path) -> None:
+    rows = [make_row(who) for who in SPEED]
+    rows[0] = replace(rows[0], figures=replace(rows[0].figures, decode_tokens_per_sec=0.66612))  # type: ignore[type-var]
+    report.write_report([make_results(rows)], tmp_path)
+    text = (tmp_path / "ladder-throughput.svg").read_text(encoding="utf-8")
+    assert ">0.666</text>" in text
+    assert not any(re.search(r"\d\.\d{3}", tag) for tag in re.findall("<[^>]*>", text))
+
+
 def test_the_same_results_give_the_same_files(full: tuple[list[Path], str, Page], tmp_path: Path) -> None:
     for again in report.write_report([full_results()], tmp_path):
         assert again.read_bytes() == (full[0][0].parent / again.name).read_bytes(), again.name

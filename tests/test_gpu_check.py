@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,7 +75,7 @@ def everything() -> list[Row]:
 
 
 def test_targets_by_hand() -> None:
-    made = [(t.value, t.met, t.who) for t in judge(everything())]
+    made = [(t.value, t.met, t.engine) for t in judge(everything())]
     assert made == [
         (64.5, True, "triton"),
         (700.0, True, "triton"),
@@ -95,8 +95,7 @@ def test_targets_by_hand() -> None:
 
 def test_what_was_not_measured_is_unknown_and_not_met() -> None:
     for target in judge([]):
-        assert (target.value, target.met, target.who) == (None, False, None)
-        assert "not measured" in target.note
+        assert (target.value, target.met, target.engine) == (None, False, None)
     failed = [Row(r.case, error="out of memory") for r in everything()]
     assert all(t.value is None for t in judge(failed))
     without_peer = [r for r in everything() if r.case.backend != "transformers-dynamic"]
@@ -128,7 +127,7 @@ def test_memory_is_flat_when_only_the_cache_grows() -> None:
 
 
 def answer(check: ModuleType, code: int | None = 0, out: str = "", err: str = "") -> Any:
-    return sys.modules["gpu_parts"].Done(code, out, err)
+    return check.Done(code, out, err)
 
 
 class Commands:
@@ -185,7 +184,7 @@ def all_rows() -> list[Row]:
 def here(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, Any]]:
     """Returns what runs a check with stand-ins, on a machine with all modules and both scripts."""
     monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(sys.modules["gpu_parts"], "ROOT", tmp_path)
+    monkeypatch.setattr(check, "ROOT", tmp_path)
     (tmp_path / "benchmarks").mkdir()
     for script in check.SCRIPTS.values():
         (tmp_path / "benchmarks" / script).touch()
@@ -193,7 +192,7 @@ def here(check: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     def run(commands: Commands, document: dict[str, Any] | None = None, **options: Any) -> tuple[int, Any]:
         made = document or blank(check)
         asked = check.Check(
-            tmp_path / "gpu.json", run=commands, clock=lambda: commands.now, say=lambda _: None, **options
+            tmp_path / "gpu.json", run=commands, clock=lambda: commands.now, log=lambda _: None, **options
         )
         code = asked(made)
         assert json.loads((tmp_path / "gpu.json").read_text()) == json.loads(json.dumps(made))
@@ -209,7 +208,7 @@ def blank(check: ModuleType) -> dict[str, Any]:
     return {
         "schema": check.SCHEMA, "created": "2026-01-01", "commit": "abc", "earlier_commits": [], "quick": False,
         "machine": {"gpu": "NVIDIA H100", "gpu_details": details}, "versions": {"torch": "2.11.0"},
-        "copy_bytes_per_sec": None, "parts": {name: asdict(check.Part()) for name in check.PARTS}, "targets": [],
+        "copy_bytes_per_sec": None, "parts": {name: check.new_part() for name in check.PARTS}, "targets": [],
         "bench": None,
     }  # fmt: skip
 
@@ -297,7 +296,7 @@ def test_the_time_is_shared_out_and_resuming_goes_on(check: ModuleType, here: Ca
     assert commands.limits == [115.0]  # 120 s, less what writing takes; nothing is left for the others
     assert made["parts"]["tests"]["status"] == "unfinished"
     assert "stopped after 115 s: pytest: the last words" in made["parts"]["tests"]["error"]
-    assert made["parts"]["sampler"]["error"] == "no time was left: --resume goes on"
+    assert made["parts"]["sampler"]["error"] == "no time was left: continue with --resume"
 
     commands.seconds["pytest"] = 60.0
     code, made = here(commands, made, minutes=9.0)
@@ -305,7 +304,7 @@ def test_the_time_is_shared_out_and_resuming_goes_on(check: ModuleType, here: Ca
     assert [made["parts"][n]["status"] for n in check.PARTS] == ["passed", "passed", "passed", "unfinished"]
     bench = made["parts"]["bench"]
     total = len(all_rows())
-    assert bench["error"] == f"{total - 7} cases are left: --resume goes on"
+    assert bench["error"] == f"{total - 7} cases are left: continue with --resume"
     minutes = float(commands.seen[-1][commands.seen[-1].index("--minutes") + 1])
     assert 60 * minutes == pytest.approx(0.75 * commands.limits[-1], abs=1)
 
@@ -377,13 +376,22 @@ def test_src_is_importable_in_a_command(check: ModuleType) -> None:
     assert Path(done.out.strip()).is_relative_to(FOLDER.parent / "src")
 
 
-def test_json_of_an_output(check: ModuleType) -> None:
-    last_json = sys.modules["gpu_parts"].last_json
-    assert last_json('{"a": 1}') == {"a": 1}
-    assert last_json('a table\n{"a": 1}\n') == {"a": 1}
-    assert last_json("[1, 2]") == {"rows": [1, 2]}
-    assert last_json("nothing") is None
-    assert last_json("") is None
+@pytest.mark.parametrize(
+    "out, status, data",
+    [
+        ('{"a": 1}', "passed", {"a": 1}),
+        ('a table\n{"a": 1}\n', "passed", {"a": 1}),
+        ('{\n"a": 1\n}', "passed", {"a": 1}),
+        ("[1, 2]", "passed", {"rows": [1, 2]}),
+        ("nothing", "failed", {}),
+        ("", "failed", {}),
+    ],
+)
+def test_json_of_an_output(
+    check: ModuleType, here: Callable[..., tuple[int, Any]], out: str, status: str, data: dict[str, Any]
+) -> None:
+    part = check.run_script("benchmarks/triton_sampler.py", lambda command, limit_sec: check.Done(0, out, ""), 1.0)
+    assert (part["status"], part["data"]) == (status, data)
 
 
 def run_main(check: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -412,14 +420,16 @@ def test_bad_arguments_and_files(
     monkeypatch.setattr(check.Check, "__call__", lambda self, document: asked.append((self, document)) or 0)
     old = tmp_path / "old.json"
     old.write_text("{")
-    assert run_main(check, capsys, "--resume", old) == (2, f"gpu_check: error: --resume: {old} is no JSON\n")
+    code, err = run_main(check, capsys, "--resume", old)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{old} cannot be read as an older run" in err
     old.write_text('{"schema": "else"}')
     code, err = run_main(check, capsys, "--resume", old)
     assert (code, err.count("\n")) == (2, 1)
     assert check.SCHEMA in err
     old.write_text(json.dumps(blank(check)))
     code, err = run_main(check, capsys, "--resume", old, "--quick")
-    assert (code, err) == (2, f"gpu_check: error: --resume: {old} is of a run without --quick\n")
+    assert (code, err) == (2, f"gpu_check: error: {old} is of a run without --quick\n")
     assert run_main(check, capsys, "--resume", old)[0] == 0
     assert run_main(check, capsys, "--resume", "--output", tmp_path / "new.json")[0] == 0  # begins
     old.write_text(json.dumps(blank(check) | {"commit": "older", "earlier_commits": ["oldest"]}))

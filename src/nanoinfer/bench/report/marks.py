@@ -56,7 +56,7 @@ class Figure:
         """The figure as a file of its own, which follows the colour scheme of the viewer."""
         alone = self.spec | {"width": SVG_WIDTH, "config": self.spec["config"] | {"aria": False}}
         made: str = vl_convert.vegalite_to_svg(alone, vl_version=VEGA_LITE)
-        made = re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", made)  # pixels
+        made = re.sub("<[^>]*>", lambda tag: re.sub(r"(\d+\.\d\d)\d+", r"\1", tag[0]), made)  # hundredths of a pixel
         return made.replace(">", f' role="img"><title>{html.escape(self.title)}</title>{_SVG_STYLE}', 1).encode()
 
 
