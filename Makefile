@@ -81,7 +81,7 @@ bench: .venv/installed-test
 	@$(PIP) --editable '.[bench,peers]'
 	@mkdir -p docs/results
 	@for suite in $(SUITES); do \
-	  $(BIN)/nanoinfer bench --suite $$suite $(if $(TEXT),--text "$(TEXT)") --output docs/results/$$suite.json \
+	  $(BIN)/nanoinfer bench --suite $$suite $(if $(TEXT),--text "$(TEXT)") --output docs/results/$$suite.json --all-columns \
 	    | sed 's/ *$$//' > docs/results/$$suite.txt; \
 	done
 	$(BIN)/nanoinfer bench $(SUITES:%=--load docs/results/%.json) --report docs/results

@@ -28,22 +28,22 @@ def main(model: str, max_tokens: int) -> int:
     }
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
     ids = load_tokenizer("shakespeare").encode(PROMPT)
-    said = {name: llm.generate(ids, params)[0].check().outputs[0].token_ids for name, llm in llms.items()}
+    tokens = {name: llm.generate(ids, params)[0].check().outputs[0].token_ids for name, llm in llms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in llms}
     for _ in range(ROUNDS):  # interleaved, so that a noisy minute hits all of them
         for name, llm in llms.items():
             seconds[name].append(llm.generate(ids, params)[0].metrics.total_sec)
 
     table = Table(box=box.SIMPLE, title=f"{model}, {max_tokens} tokens, batch 1, float32, greedy")
-    for column in ("engine", "tokens/s", "against recompute", "same words", "the one idea"):
+    for column in ("engine", "tokens/s", "against recompute", "same tokens", "the one idea"):
         table.add_column(column, justify="right" if column in ("tokens/s", "against recompute") else "left")
     slowest = statistics.median(seconds["recompute"])
     for name in llms:
         median = statistics.median(seconds[name])
-        same = "yes" if said[name] == said["recompute"] else "NO"
+        same = "yes" if tokens[name] == tokens["recompute"] else "NO"
         table.add_row(name, f"{max_tokens / median:,.0f}", f"{slowest / median:.1f}x", same, ENGINES[name].idea)
     Console().print(table)
-    return 0 if all(words == said["recompute"] for words in said.values()) else 1
+    return 0 if all(found == tokens["recompute"] for found in tokens.values()) else 1
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/native.py [MODEL]              random:gpt2 unless given
     NANOINFER_ISA=avx2 python benchmarks/native.py   on another instruction set
 
-For each format: a decode step of one text at 32 and at 900 tokens of context, the share of its speed that the long
+For each format: a decode step of one sequence at 32 and at 900 tokens of context, the share of its speed that the long
 context keeps, verifying 5 tokens in one step over decoding 1, a prompt of 900 tokens, and where the time of a step
 goes. Medians; the formats take turns, so that a noisy minute hits all of them.
 """

@@ -1,4 +1,4 @@
-"""What reduced precision does to a model's words: perplexity and distance from float32 on held-out text.
+"""The effect of reduced precision: perplexity and distance from float32 on held-out text.
 
 Every configuration of the native engine sees the same tokens as the reference (float32 on engine `static`), in
 windows of the context length that do not overlap, and gives its whole distribution at every position. So do the
@@ -45,7 +45,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 }
 
 VALUES = {"int8 of triton": pack_int8, "int4 of triton": pack_int4}
-"""Formats that are judged by what their weights stand for."""
+"""Formats that are measured with their unpacked weights."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ def weight_bytes(engine: Engine) -> int:
 
 
 def round_weights(model: GPT, pack: Callable[[torch.Tensor], Weight]) -> int:
-    """Put what packed weights stand for in the place of a model's linear weights; return the bytes of the packed."""
+    """Replace a model's linear weights by the values of their packed format; return the bytes of the packed weights."""
     num_bytes = 0
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):

@@ -1,4 +1,4 @@
-"""The samplers on GPT-2's vocabulary: microseconds to draw one token for each row, after checking that they agree.
+"""The samplers on GPT-2's vocabulary: microseconds to sample one token for each row, after checking that they agree.
 
 Run: OMP_NUM_THREADS=1 python benchmarks/sampler.py [ROUNDS]        (default: 15)
 """
@@ -57,8 +57,8 @@ def main(rounds: int) -> int:
         for B in BATCHES:
             logits = torch.randn(B, V, generator=generator) * 3
             rows = make_rows(SamplingParams(**settings), B, generator)
-            drawn = {which: sample(logits, rows) for which, sample in IMPLEMENTATIONS.items()}
-            same = drawn["reference"] == drawn["native"]
+            tokens = {which: sample(logits, rows) for which, sample in IMPLEMENTATIONS.items()}
+            same = tokens["reference"] == tokens["native"]
             all_same = all_same and same
             seconds: dict[str, list[float]] = {which: [] for which in IMPLEMENTATIONS}
             for _ in range(rounds):  # interleaved, so that a noisy minute hits both

@@ -2,7 +2,7 @@
 
     python benchmarks/start.py
 
-The clock starts before the process and stops at its first byte of text; medians of several rounds, interleaved.
+The clock starts before the process and stops at its first byte of output; medians of several rounds, interleaved.
 """
 
 from __future__ import annotations

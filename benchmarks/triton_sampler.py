@@ -1,8 +1,8 @@
-"""The samplers on a GPU: microseconds to draw one token for each row of GPT-2's vocabulary, checked before it is timed.
+"""The samplers on a GPU: microseconds to sample one token for each row of GPT-2's vocabulary, compared first.
 
 Run: python benchmarks/triton_sampler.py [--json] [--rows 1 8 64 512]    (exit code 2 without CUDA, 1 if tokens differ)
 
-fused: `TritonSampler.draw` in a CUDA graph, the slots already taken: what a step on the device pays. call: `Sample`,
+fused: `TritonSampler.draw` in a CUDA graph, the slots already assigned: its cost in a step on the device. call: `Sample`,
 which uploads all parameters and waits for the tokens. reference: the sorting sampler on the same device, likewise.
 flashinfer: where it is installed; its tokens are others, so it is timed unchecked. Medians, by CUDA events.
 """

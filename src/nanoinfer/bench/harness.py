@@ -3,7 +3,7 @@
     for each shape:   load all -> check greedy tokens -> warm up until steady -> rounds: A B C, A B C, ... -> rows
 
 A backend that cannot be loaded, generates other tokens, or dies is a row with its error; the others continue.
-All backends of one shape are in memory at once if they fit; otherwise they run in parts, and their rows say so.
+All backends of one shape are in memory at once if they fit; otherwise they run in parts, which their rows note.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ WARMUP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Job:
-    """What is generated, and from where on it is measured."""
+    """A generation, and which part of it is measured."""
 
     llm: LLM
     prompts: Prompt | Sequence[Prompt]
@@ -35,10 +35,10 @@ class Job:
     def run(
         self, spans: sp.Spans | None, recorder: AbstractContextManager[Any] | None
     ) -> tuple[float, list[list[int]]]:
-        """Generate once; return the wall seconds of the part that is measured, and the tokens of each text.
+        """Generate once; return the wall seconds of the measured part, and the tokens of each sequence.
 
         Args:
-            spans: put around the parts meanwhile.
+            spans: put around the parts during the run.
             recorder: torch's profiler; entered before the clock starts.
         """
         start, outputs = 0.0, dict[int, RequestOutput]()
@@ -69,7 +69,7 @@ class Job:
     def _skip_first_tokens(
         self, num_requests: int, stream: Iterator[Delta | RequestOutput]
     ) -> dict[int, RequestOutput]:
-        """Go on until every text has its first token; return what has ended by then."""
+        """Run until every sequence has its first token; return the outputs that have ended by then."""
         begun: set[tuple[int, int]] = set()
         outputs = {}
         while len(begun) < num_requests * self.params.n:
@@ -116,7 +116,7 @@ class Job:
 
 
 def new_job(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingParams, decode_only: bool) -> Job:
-    """Return the job, with a seed that every run shares."""
+    """Return the job, with one seed for every run."""
     if decode_only and params.max_tokens == 1:
         raise NanoinferError("max_tokens=1: the first token comes with the prompt, so there is no decoding to profile")
     return Job(llm, prompts, params if params.seed is not None else replace(params, seed=0), decode_only)
@@ -132,6 +132,6 @@ def require_tokens(spans: sp.Spans) -> None:
     """Raise NanoinferError if nothing was measured."""
     if not spans.num_tokens:
         raise NanoinferError(
-            "no token was drawn in the part that is profiled: the texts ended before; use a shorter prompt, or"
+            "no token was sampled in the profiled part: the sequences ended before; use a shorter prompt, or"
             " ignore_eos=True"
         )

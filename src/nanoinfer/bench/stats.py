@@ -78,7 +78,7 @@ def _tokens_by(times: Sequence[float], now: float) -> float:
 
 @dataclass(frozen=True)
 class Figures:
-    """What is reported of a case: medians over its rounds, and their spread."""
+    """The figures of a case: medians over its rounds, and their spread."""
 
     rounds: int
     ttft_sec: float

@@ -88,7 +88,7 @@ def _lines(panel: Panel, measure: Measure, rows: Sequence[Row]) -> Iterator[Figu
 
 
 def _ceilings(panel: Panel) -> list[Record]:
-    """Return the highest ceiling of each format and place; a backend without a cache has one of its own, not drawn."""
+    """Return the highest ceiling of each format and place; those of backends without a cache are not shown."""
     found: dict[tuple[str, int], float] = {}
     for row in panel.rows:
         if row.case.backend not in NAIVE and (limit := ceiling(row)) is not None:
