@@ -2,7 +2,7 @@
 
 Run: python benchmarks/triton_sampler.py [--json] [--rows 1 8 64 512]    (exit code 2 without CUDA, 1 if tokens differ)
 
-fused: `TritonSampler.draw` in a CUDA graph, the slots already assigned: its cost in a step on the device. call: `Sample`,
+fused: `TritonSampler.draw` in a CUDA graph, slots already assigned: its cost in a step on the device. call: `Sample`,
 which uploads all parameters and waits for the tokens. reference: the sorting sampler on the same device, likewise.
 flashinfer: where it is installed; its tokens are others, so it is timed unchecked. Medians, by CUDA events.
 """

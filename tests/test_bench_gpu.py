@@ -371,7 +371,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 
 def harness(tmp_path: Path, options: Options, clock: Any = time.perf_counter) -> Harness:
-    return Harness(tmp_path, TINY, CEILING, options, lambda status: None, clock)
+    return Harness(tmp_path, TINY, CEILING, options, lambda *progress: None, clock)
 
 
 def test_a_row_of_a_gpu_has_its_counts_and_memory(tmp_path: Path, log: list[tuple[str, Any]]) -> None:

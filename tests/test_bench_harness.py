@@ -100,7 +100,7 @@ def test_a_backend_that_says_other_words_is_not_timed(tmp_path: Path) -> None:
     from conftest import TINY
 
     rows: list[results.Row] = []
-    harness = Harness(good, TINY, ceiling, Options(rounds=1), lambda status: None)
+    harness = Harness(good, TINY, ceiling, Options(rounds=1), lambda *progress: None)
     original = WorkerProcess.load
     try:
         WorkerProcess.load = lambda self, weights: original(self, bad if self.case.backend == "dynamic" else weights)  # type: ignore[method-assign]

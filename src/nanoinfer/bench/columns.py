@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanoinfer.bench.formatting import DASH, clean, digits, number
+from nanoinfer.bench.report.panels import ceiling, share_of_ceiling
 from nanoinfer.bench.results import Row
 
 
@@ -32,19 +33,14 @@ def figure(name: str, scale: float = 1.0) -> Callable[[Row], str]:
     return show
 
 
-def _share_of_ceiling(row: Row) -> str:
-    speed, limit = number(getattr(row.figures, "decode_tokens_per_sec", None)), number(row.predicted_tokens_per_sec)
-    return digits(100 * speed / limit if speed and limit and limit > 0 else None)
-
-
 def _range(row: Row) -> str:
     return f"{row.speedup_min:.2f}-{row.speedup_max:.2f}" if row.speedup_min and row.speedup_max else DASH
 
 
 COLUMNS = (
     Column("decode tokens/s", figure("decode_tokens_per_sec"), "tok/s", "all sequences"),
-    Column("ceiling", lambda r: digits(r.predicted_tokens_per_sec if r.figures else None), "limit", "the roofline's"),
-    Column("of it, %", _share_of_ceiling),
+    Column("ceiling", lambda r: digits(ceiling(r)), "limit", "the roofline's"),
+    Column("of it, %", lambda r: digits(share_of_ceiling(r))),
     Column("spread, %", figure("spread_percent")),
     Column("output tokens/s", figure("output_tokens_per_sec")),
     Column("speed-up", figure("speedup"), "x", "speed-up"),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
 
@@ -42,15 +41,7 @@ NUM_LENGTHS = 7  # that an extrapolated run is measured at
 NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
 
 
-@dataclass(frozen=True)
-class Status:
-    """What a suite is doing, for its progress display."""
-
-    what: str
-    done: int
-    """Cases finished."""
-    total: int
-    seconds_left: float | None
+Show = Callable[[str, int, int, float | None], None]  # current step, finished cases, all cases, seconds left
 
 
 class Harness:
@@ -71,7 +62,7 @@ class Harness:
         config: ModelConfig,
         ceiling: Ceiling,
         options: Options,
-        show: Callable[[Status], None],
+        show: Show,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._weights, self._config, self._ceiling, self._options = weights, config, ceiling, options
@@ -196,7 +187,7 @@ class Harness:
         left = spent / self._done * (self._total - self._done) if self._done else None
         case = row.case
         shape = f"batch {case.batch}, {case.prompt_tokens} + {case.output_tokens} tokens"
-        self._show(Status(f"{case.label}, {shape}: {what}", self._done, self._total, left))
+        self._show(f"{case.label}, {shape}: {what}", self._done, self._total, left)
         try:
             yield
         except NanoinferError as e:

@@ -38,8 +38,6 @@ class Options:
 class Suite:
     """A set of cases, and how to measure them."""
 
-    answers: str
-    """The published figures that it corresponds to."""
     baseline: str
     """Backend that speed-ups are over, in the same shape and dtype."""
     cases: Callable[[str, ModelConfig, Sequence[str], bool], list[Case]]
@@ -187,33 +185,17 @@ def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -
     return [case for shape, formats in plan for case in _in_formats(shape, formats)]
 
 
-SUITES: dict[str, Suite] = {
-    "ladder": Suite(
-        "nanoGPT-inference: throughput, time to first token and memory against batch size",
-        "recompute", _ladder, Options(breakdown=True),
-    ),
-    "kv-cache": Suite(
-        "nanoGPT_KV_Cache (T4: 2.44x, 2.82x, 4.24x for gpt2, medium, large), building-from-scratch (up to 2.76x)",
-        "nanogpt", _kv_cache, Options(rounds=2),
-    ),
-    "long": Suite(
-        "time per token at every position up to the context length and past it",
-        "recompute", _long, Options(rounds=1),
-    ),
-    "throughput": Suite(
-        "CS229S: batch throughput with a cache over the naive loop (10x required), latency with speculation (2x)",
-        "nanogpt", _throughput,
-    ),
-    "peers": Suite("other systems on the same weights", "transformers-dynamic", _peers),
+SUITES: dict[str, Suite] = {  # the published figures that each corresponds to: docs/benchmarks.md
+    "ladder": Suite("recompute", _ladder, Options(breakdown=True)),
+    "kv-cache": Suite("nanogpt", _kv_cache, Options(rounds=2)),
+    "long": Suite("recompute", _long, Options(rounds=1)),
+    "throughput": Suite("nanogpt", _throughput),
+    "peers": Suite("transformers-dynamic", _peers),
     "speculative": Suite(
-        "building-from-scratch: gpt2 to gpt2-large and gpt2-xl, k = 3 to 7, three dtypes",
-        "native", _speculative,
+        "native",
+        _speculative,
         Options(rounds=6, max_case_sec=30.0, vary_prompts=True),  # acceptance depends on the passage: all count
         model="wide:shakespeare:gpt2-large",
     ),
-    "gpu": Suite(
-        "nanoGPT-inference's question on CUDA: the loop, a static cache, graphs, few kernels, and transformers",
-        "static", _gpu, Options(rounds=5, verify=True),  # short rounds: most of the time is loading
-        device="cuda",
-    ),
-}  # fmt: skip
+    "gpu": Suite("static", _gpu, Options(rounds=5, verify=True), device="cuda"),  # short rounds: most time is loading
+}
