@@ -16,8 +16,8 @@ from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.outputs import Logprob, RequestOutput
-from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sampler import Sampled, SamplerRow, sample
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
 

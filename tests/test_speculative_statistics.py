@@ -25,9 +25,9 @@ from nanoinfer.config import SchedulerConfig
 from nanoinfer.core import Core
 from nanoinfer.engines.base import EngineLimits
 from nanoinfer.roofline.speculation import expected_tokens, sampled_acceptance
-from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler, Work
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal

@@ -32,10 +32,10 @@ from nanoinfer.isolation import Faults
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.request_outputs import Logprobs
-from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.sampling.sampler import Sampled, SamplerRow, not_finite
+from nanoinfer.sampling.sampler import Sampled, Sampler, not_finite
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
-from nanoinfer.scheduling.sequence import Request, RequestParams, Sequence
+from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoinfer")
 
-Sampler = Callable[["Tensor", Seq[SamplerRow]], list[Sampled]]
 T = TypeVar("T")
 HAND_OVER_SEC = 1e-4  # a lock of Python's is not fair: a thread that steps in a loop must let the others have it
 
@@ -108,7 +107,7 @@ class Core:
         Args:
             prompt: its text; None where token ids were given.
             token_ids: the prompt, in range.
-            params: checked against the model by the caller. max_tokens=None becomes a number here.
+            params: checked against the model by the caller.
             seed: of its random numbers.
             end_token_ids: the model's end-of-text tokens.
 
@@ -116,8 +115,7 @@ class Core:
             NanoinferError: it can never run here (see `Scheduler.check`).
         """
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
-        params = params.bounded(self.engine.limits.block_size + 1 - len(token_ids))
-        request = Request(next(self._ids), prompt, token_ids, cast(RequestParams, params), seed, tuple(sorted(end)))
+        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)))
         request.arrival_sec = self._clock()
         for i in range(params.n):
             stream = self._tokenizer.stream(token_ids) if self._tokenizer else None
@@ -376,7 +374,7 @@ class Core:
             at += count
         if len(rows) > at:
             logits = logits[rows]
-        groups = [(cast("SamplerRow", s), done.proposals.get(s)) for s in drawing(work)]
+        groups = [(s, done.proposals.get(s)) for s in drawing(work)]
         return isolation.draw_tokens(self._sampler, logits[:, : self._vocab_size], groups, rule, faults)
 
     def _close(self, ended: list[Sequence]) -> None:

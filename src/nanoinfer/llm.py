@@ -28,8 +28,8 @@ from nanoinfer.overlap import overlap_scheduler
 from nanoinfer.processes import computing
 from nanoinfer.progress import ProgressBar
 from nanoinfer.prompts import Prompt, as_list, as_prompt, numbered
-from nanoinfer.sampling.native import choose_sampler
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling.choose import choose_sampler
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.speculative.build import DraftFactory, TargetModel

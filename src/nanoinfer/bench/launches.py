@@ -26,7 +26,7 @@ from nanoinfer.bench import spans as sp
 from nanoinfer.bench.recording import new_job, random_prompts, require_tokens
 from nanoinfer.errors import NanoinferError
 from nanoinfer.llm import LLM
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 DECODE_STEPS = 16
 PREFILL_TOKENS = 2048  # about what one step reads of a batch's prompts while texts that are ahead decode already

@@ -30,7 +30,7 @@ from nanoinfer.bench.recording import new_job, random_prompts, require_tokens
 from nanoinfer.errors import NanoinferError
 from nanoinfer.llm import LLM
 from nanoinfer.prompts import Prompt
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 OTHERS = "everything else"
 _NAMED = (sp.MATRIX_PRODUCTS, sp.ATTENTION, sp.OUTPUT_HEAD, sp.SAMPLING)

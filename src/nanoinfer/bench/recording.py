@@ -16,7 +16,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.prompts import Prompt
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 WARMUP_TOKENS = 4
 

@@ -26,7 +26,7 @@ from nanoinfer.config import EngineConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.files import read_text
 from nanoinfer.outputs import Delta, RequestOutput
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 ModelFlag = Annotated[
     str,

@@ -25,7 +25,7 @@ from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import finite_json
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoinfer.bench.profile import Profile, ProfileRow

@@ -24,7 +24,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
 from nanoinfer.models.cut import cut
-from nanoinfer.sampling.native import choose_sampler
+from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.base import Drafter
 from nanoinfer.speculative.draft_model import DraftModel

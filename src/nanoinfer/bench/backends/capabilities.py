@@ -14,7 +14,7 @@ from typing import Any
 
 from nanoinfer.bench.case import SAMPLERS, Case, Work
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 _PACKAGES = {"llama_cpp": "llama-cpp-python"}  # module -> its name on the package index, where they differ
 
