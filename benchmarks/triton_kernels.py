@@ -117,7 +117,7 @@ def attention_row(heads: int, rows: int, new: int) -> dict[str, Any]:
 
 def step_row(model: str, device: str = "cuda", num_steps: int = 200) -> dict[str, Any]:
     """A decode step at batch 1 of engine `triton`, against one of `cuda_graph`: tokens are compared, then timed."""
-    from nanoinfer.engines.base import EngineLimits
+    from nanoinfer.config import EngineLimits
     from nanoinfer.engines.cuda_graph import CudaGraphEngine
     from nanoinfer.engines.triton_engine import TritonEngine
     from nanoinfer.models.checkpoints.load import load_model

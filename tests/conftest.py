@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoinfer.config import ModelConfig
-from nanoinfer.engines.base import EngineLimits
+from nanoinfer.config import EngineLimits, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.weights import Weights

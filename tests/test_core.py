@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.config import SchedulerConfig
+from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core import Core
-from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
+from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.outputs import Logprob, RequestOutput

@@ -17,6 +17,7 @@ from torch import Tensor
 from conftest import CHARS, TINY, make_folder, make_limits, make_model, refuses, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.train import _Writer
+from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.engines.registry import ENGINES
@@ -87,7 +88,7 @@ def test_the_hidden_states_are_what_the_logits_are_made_from(name: str, tied: bo
 def test_the_hidden_states_of_fewer_bits(quantization: str, tolerance: float) -> None:
     """They are not rounded themselves: what differs is the head, and the layers before."""
     gpt = make_model()
-    engines = [NativeEngine(weights_of(gpt), make_limits(), quantization=q) for q in (None, quantization)]
+    engines = [NativeEngine(weights_of(gpt), make_limits(), EngineConfig(quantization=q)) for q in (None, quantization)]
     for engine in engines:
         batch = StepBatch()
         batch.add(engine.open(), prompt(9), 9)

@@ -62,12 +62,12 @@ def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
         engine._compiled = BLOCKS[device.type]
         return engine
     if name == "cuda_graph" and device.type == "cpu":
-        return CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=FakeRecorder())
+        return CudaGraphEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=FakeRecorder())
     if name == "triton" and device.type == "cpu" and find_spec("triton"):
         from nanoinfer.engines.triton_engine import TritonEngine
 
         # Its kernels run in Triton's interpreter, whose work no recording sees: so there are none.
-        return TritonEngine(gpt, limits, graph_memory=2**30, recorder=FakeRecorder(fail_at=0))
+        return TritonEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=FakeRecorder(fail_at=0))
     spec = ENGINES[name]
     if (reason := spec.unavailable()) is not None:
         pytest.skip(f"engine {name}: {reason}")

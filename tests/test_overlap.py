@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conftest import TINY, make_folder, make_limits, make_model
 from nanoinfer import LLM, NanoinferError, SamplingParams
-from nanoinfer.config import SchedulerConfig
+from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
@@ -65,7 +65,7 @@ def make_core(gpt: GPT, *, recorded: bool = True, ahead: bool = True, chunk: int
     limits = make_limits(gpt.config, 4)
     recorder = FakeRecorder()
     engine: StaticShapeEngine = (
-        CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=recorder)
+        CudaGraphEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=recorder)
         if recorded
         else StaticShapeEngine(gpt, limits)
     )

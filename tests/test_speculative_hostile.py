@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from conftest import CHARS, TINY, make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engines.base import StepBatch
-from nanoinfer.engines.registry import ENGINES, KV_BLOCK, kv_block_bytes
+from nanoinfer.engines.registry import ENGINES
+from nanoinfer.kv.plan import KV_BLOCK, kv_block_bytes
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.speculative.draft_model import DraftModel
 

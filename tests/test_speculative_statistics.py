@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
 
-from nanoinfer.config import SchedulerConfig
+from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core import Core
-from nanoinfer.engines.base import EngineLimits
 from nanoinfer.roofline.speculation import expected_tokens, sampled_acceptance
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample

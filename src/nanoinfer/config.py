@@ -133,6 +133,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class EngineLimits:
+    """What an engine can hold."""
+
+    max_num_seqs: int
+    """Sequences open at a time."""
+    block_size: int
+    """Tokens in one sequence."""
+    max_num_cached_tokens: int
+    """Tokens in all open sequences together."""
+
+
+@dataclass(frozen=True)
 class SpeculationConfig:
     """Whether and how tokens are proposed and verified several at a time."""
 

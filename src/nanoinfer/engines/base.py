@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType, Protocol
 
+from nanoinfer.config import EngineLimits
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -52,18 +54,6 @@ class StepBatch:
         self.token_ids += token_ids
         self.num_new.append(len(token_ids))
         self.num_logits.append(num_logits)
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """What an engine can hold."""
-
-    max_num_seqs: int
-    """Sequences open at a time."""
-    block_size: int
-    """Tokens in one sequence."""
-    max_num_cached_tokens: int
-    """Tokens in all open sequences together."""
 
 
 class Engine(Protocol):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from nanoinfer import processes
-from nanoinfer.config import ModelConfig
-from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
+from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.errors import NanoinferError
+
+DEFAULTS = EngineConfig()
 
 
 class Sequences:

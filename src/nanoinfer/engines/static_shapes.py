@@ -27,13 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines import buckets
-from nanoinfer.engines.base import PENDING, Draw, EngineLimits, Handle, StepBatch
-from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch, with_padding
-from nanoinfer.engines.sequences import Sequences
+from nanoinfer.engines.base import PENDING, Draw, Handle, StepBatch
+from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch
+from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.engines.torch_engine import lay_out
 from nanoinfer.engines.transfers import PendingTokens, StepInputs, pick
 from nanoinfer.errors import NanoinferError
+from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.gpt import GPT, Block
 
@@ -75,6 +77,7 @@ class StaticShapeEngine(Sequences):
     Args:
         model: the weights, on the device and in the dtype to compute in.
         limits: what the engine may hold.
+        config: options of rungs that have some (EngineSpec.options).
 
     Raises:
         NanoinferError: the keys and values do not fit the device.
@@ -83,13 +86,13 @@ class StaticShapeEngine(Sequences):
     min_context = 64
     """Tokens of the smallest context that is read."""
 
-    def __init__(self, model: GPT, limits: EngineLimits) -> None:
+    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model.config, limits)
         self.model = model
         self.device = model.lm_head.weight.device
         self.survives_fork = self.device.type == "cpu"
         self.dtype = model.lm_head.weight.dtype
-        columns = with_padding(limits.block_size)
+        columns = slot_tokens("padded slots", limits.block_size)
         self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)
         self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=self.device)
         """The token drawn last in each slot; one more for rows that draw nothing."""

@@ -24,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.engines.base import EngineLimits
+from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
+from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import Step
 from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, MAX_ROWS, Epilogue, Norm, Pages, product
@@ -54,8 +55,8 @@ class TritonEngine(CudaGraphEngine):
     Args:
         model: the weights, on the device and in the dtype to compute in. Quantized ones are taken out of it.
         limits: what the engine may hold.
-        quantization: None, "int8" or "int4": of the layers' weights and the output head; embeddings stay as they are.
-        graph_memory: bytes that captured graphs may take: see CudaGraphEngine.
+        config: graph_memory and quantization are used, the latter for the layers' weights and the output head;
+            embeddings stay as they are.
         recorder: makes graphs; None: CUDA's own.
 
     Raises:
@@ -67,13 +68,12 @@ class TritonEngine(CudaGraphEngine):
         self,
         model: GPT,
         limits: EngineLimits,
+        config: EngineConfig = DEFAULTS,
         *,
-        quantization: str | None = None,
-        graph_memory: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(model, limits, graph_memory=graph_memory, recorder=recorder)
-        pack = PACK[quantization]
+        super().__init__(model, limits, config, recorder=recorder)
+        quantization, pack = config.quantization, PACK[config.quantization]
         self._gelu = GELU_TANH if self.config.activation == "gelu_new" else GELU_ERF
         self._processors = multiprocessors(self.device)
         self._weights: dict[str, Weight] = {}

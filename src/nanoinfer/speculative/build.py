@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.config import EngineConfig, ModelConfig, SpeculationConfig
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, SpeculationConfig
 from nanoinfer.engines import registry
-from nanoinfer.engines.base import Engine, EngineLimits
+from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model

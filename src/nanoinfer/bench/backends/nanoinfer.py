@@ -10,6 +10,7 @@ from nanoinfer.bench.case import Case, Work, make_work
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize, verify_ratio
 from nanoinfer.engines.registry import ENGINES
+from nanoinfer.kv.plan import SLOTS, slot_tokens
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput
 
@@ -88,10 +89,10 @@ class NanoinferBackend:
     @property
     def kv_cache_bytes(self) -> int | None:
         """Return the size of the keys and values that the engine has reserved; None where they come and go."""
-        spec, limits = ENGINES[self._llm.engine_name], self._llm.engine.limits
-        if not spec.has_slots:
+        layout, limits = ENGINES[self._llm.engine_name].memory, self._llm.engine.limits
+        if layout not in SLOTS:
             return None
-        tokens = limits.max_num_seqs * spec.slot_tokens(limits.block_size)
+        tokens = limits.max_num_seqs * slot_tokens(layout, limits.block_size)
         return tokens * self._llm.config.kv_bytes_per_token(self._llm.dtype.itemsize)
 
 
