@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
 
+from conftest import submit
 from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core import Core
 from nanoinfer.roofline.speculation import expected_tokens, sampled_acceptance
@@ -153,7 +154,7 @@ def draw_texts(
     scheduler = Scheduler(SchedulerConfig(num_texts, 64, max_num_batched_tokens=1 << 20))
     core = Core(engine, scheduler, sample, None, V, speculator=speculator)
     seeds = range(first_seed, first_seed + num_texts // params.n)
-    requests: list[Request] = [core.add(None, [*prompt], params, seed) for seed in seeds]
+    requests: list[Request] = [submit(core, None, [*prompt], params, seed) for seed in seeds]
     while core.unfinished:
         core.step()
     texts = [s.token_ids[len(prompt) :] for r in requests for s in r.sequences]

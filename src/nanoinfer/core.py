@@ -29,6 +29,7 @@ from nanoinfer import isolation, processes, request_outputs
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
 from nanoinfer.isolation import Faults
+from nanoinfer.observer import ENGINE, SAMPLER, NoObserver, Observer
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.request_outputs import Logprobs
@@ -81,6 +82,7 @@ class Core:
         self._vocab_size = vocab_size
         self._clock = clock
         self.speculator = speculator
+        self.observer: Observer = NoObserver()
         self._overlap = ahead
         self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
@@ -135,19 +137,6 @@ class Core:
                 if self._overlap is not None:
                     self._overlap.add(request)
                 self.scheduler.add(request)
-
-    def add(
-        self,
-        prompt: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        seed: int,
-        end_token_ids: tuple[int, ...] = (),
-    ) -> Request:
-        """Make a request, queue it and return it: see `make`."""
-        request = self.make(prompt, token_ids, params, seed, end_token_ids)
-        self.submit([request])
-        return request
 
     def cancel(self, requests: Seq[Request]) -> None:
         """End requests before the next step. Takes no lock, so that a finalizer may call it at any point of a step."""
@@ -298,7 +287,8 @@ class Core:
         work = self.scheduler.schedule()
         if not work:
             return None
-        in_flight = ahead.launch(work, self._batch(work, SpecStep()))
+        with self.observer.span(ENGINE):
+            in_flight = ahead.launch(work, self._batch(work, SpecStep()))
         self.scheduler.defer(work)
         return in_flight
 
@@ -326,8 +316,11 @@ class Core:
         """
         done = isolation.propose(speculator, work, faults) if speculator is not None else SpecStep()
         start = self._clock()
-        logits = self.engine.extend(self._batch(work, done))
-        kept = self._draw(work, done, logits, speculator.rule if speculator is not None else "reproduce", faults)
+        batch, rule = self._batch(work, done), speculator.rule if speculator is not None else "reproduce"
+        with self.observer.span(ENGINE):
+            logits = self.engine.extend(batch)
+        with self.observer.span(SAMPLER):
+            kept = self._draw(work, done, logits, rule, faults)
         tokens = [[drawn.token_id for drawn in some] for some in kept]
         now = self._clock()
         for s, some in zip(drawing(work), kept, strict=True):

@@ -141,7 +141,7 @@ def overlap_scheduler(engine: Engine, vocab_size: int, device: torch.device) -> 
         vocab_size: tokens that may be drawn.
         device: the engine's.
     """
-    if device.type != "cuda" or not hasattr(engine, "step"):
+    if device.type != "cuda" or not engine.can_overlap:
         return None  # on a CPU a step is computed when it is called: there is nothing to overlap
     from nanoinfer.sampling import triton
 

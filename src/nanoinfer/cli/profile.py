@@ -28,7 +28,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoinfer.bench.profile import Profile, ProfileRow
+    from nanoinfer.profiling.profile import Profile, ProfileRow
 
 NUM_OPERATORS = 12  # shown one by one; --json has them all
 PROMPT_TOKENS = 32
@@ -64,9 +64,9 @@ def profile(
     with _new_file(trace) if trace is not None else nullcontext() as partial:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its start on stderr otherwise
 
-        from nanoinfer.bench.profile import profile as run
-        from nanoinfer.bench.recording import random_prompts
         from nanoinfer.llm import LLM
+        from nanoinfer.profiling.profile import profile as run
+        from nanoinfer.profiling.recording import random_prompts
 
         llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config))
         given = random_prompts(llm, 1, num_prompt_tokens) if prompt is None else prompt
@@ -152,7 +152,7 @@ def _times(seconds: float, p: Profile) -> str:
 
 def _summed(rows: list[ProfileRow]) -> ProfileRow:
     """Return one row for several."""
-    from nanoinfer.bench.profile import ProfileRow
+    from nanoinfer.profiling.profile import ProfileRow
 
     calls, seconds, share = (sum(getattr(r, f) for r in rows) for f in ("calls", "self_sec", "share_percent"))
     return ProfileRow(f"{len(rows)} more", calls, seconds, share)
@@ -160,7 +160,7 @@ def _summed(rows: list[ProfileRow]) -> ProfileRow:
 
 def _no_operator(p: Profile) -> ProfileRow:
     """Return the row of the time in which no operator ran, or on a GPU no kernel."""
-    from nanoinfer.bench.profile import ProfileRow
+    from nanoinfer.profiling.profile import ProfileRow
 
     total = _summed(p.operators)
     name = "none: Python, the profiler" if p.kernel_launches_per_token is None else "none: the GPU waits"

@@ -14,14 +14,14 @@ without torch can take one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType, Protocol
 
-from nanoinfer.config import EngineLimits
+from nanoinfer.config import EngineLimits, ModelConfig
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Handle = NewType("Handle", int)
 """Names one open sequence of one engine. Never reused."""
@@ -59,7 +59,12 @@ class StepBatch:
 class Engine(Protocol):
     """A rung of the ladder. Not thread-safe: one caller at a time."""
 
+    config: ModelConfig
     limits: EngineLimits
+    can_overlap: bool
+    """Whether it is an `OverlapEngine`."""
+    model: nn.Module | None
+    """The reference model that the steps run, module by module; None where they do not."""
 
     def open(self) -> Handle:
         """Return an empty sequence. Raises NanoinferError when max_num_seqs are open."""
@@ -76,6 +81,10 @@ class Engine(Protocol):
             NanoinferError: an unknown or repeated handle, a token outside the vocabulary, counts that do not
                 add up, or a sequence past `block_size`. Nothing has changed then.
         """
+        ...
+
+    def part_seconds(self) -> Mapping[str, float]:
+        """Return where the time of all steps so far went, by part of the model; empty where it is not measured."""
         ...
 
     def hidden(self) -> Tensor:

@@ -83,8 +83,11 @@ class StaticShapeEngine(Sequences):
         NanoinferError: the keys and values do not fit the device.
     """
 
+    can_overlap = True
     min_context = 64
     """Tokens of the smallest context that is read."""
+
+    model: GPT
 
     def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model.config, limits)
@@ -219,14 +222,14 @@ class StaticShapeEngine(Sequences):
 
     def _forward(self, step: Step) -> Tensor:
         """Return the final hidden states, (R, n, C), having stored the new keys and values."""
-        parts = self.model.transformer
-        x = parts["wte"](step.idx) + parts["wpe"](step.pos.clamp(max=self.limits.block_size - 1))
         unseen = torch.arange(step.context, device=self.device) > step.pos[..., None]  # (R, n, context)
         mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
         mask = mask.masked_fill_(unseen, float("-inf"))[:, None]  # added to the scores of all layers and heads
-        for layer, block in enumerate(self.model.blocks):
-            x = self._block(block, x, self._cache.k[layer], self._cache.v[layer], step, mask)
-        return parts["ln_f"](x)  # type: ignore[no-any-return]
+
+        def run_block(layer: int, block: Block, x: Tensor) -> Tensor:
+            return self._block(block, x, self._cache.k[layer], self._cache.v[layer], step, mask)
+
+        return self.model.hidden(step.idx, step.pos.clamp(max=self.limits.block_size - 1), run_block=run_block)
 
     def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: Step, mask: Tensor) -> Tensor:
         """Return one block's output, (R, n, C)."""

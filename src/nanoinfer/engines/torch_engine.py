@@ -29,6 +29,8 @@ class TorchEngine(Sequences):
         config: options of rungs that have some (EngineSpec.options).
     """
 
+    model: GPT
+
     def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model.config, limits)
         self.model = model

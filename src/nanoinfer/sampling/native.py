@@ -28,7 +28,7 @@ except ImportError:  # built with NANOINFER_NO_NATIVE=1
 
 def available() -> bool:
     """Return whether the extension is there."""
-    return hasattr(_native, "sample_rows")
+    return _native is not None
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:

@@ -66,7 +66,7 @@ class NanoinferBackend:
 
     def breakdown(self) -> dict[str, float]:
         """Return where the time of a decode step goes, in percent."""
-        from nanoinfer.bench.profile import breakdown_percent
+        from nanoinfer.profiling.profile import breakdown_percent
 
         case = self._case
         params = case.params(17)  # one token from the prompt, 16 decoded
@@ -74,7 +74,7 @@ class NanoinferBackend:
 
     def launches(self) -> dict[str, float]:
         """Return the fields of `launches.Launches`: what a decode step launches on a GPU."""
-        from nanoinfer.bench.launches import measure_launches
+        from nanoinfer.profiling.launches import measure_launches
 
         case = self._case
         params = case.params(1)  # how many tokens is the measurement's own choice

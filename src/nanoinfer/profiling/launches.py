@@ -10,7 +10,7 @@ Both come from torch's profiler over some decode steps, outside of any timing. `
 takes: of each kernel, how often it ran in a step divided by the layers, rounded down, so that the head's and the
 sampler's fall out (25 of one name in 12 layers: 2 a layer, and 1 elsewhere).
 
-    from nanoinfer.bench.launches import measure_launches
+    from nanoinfer.profiling.launches import measure_launches
     print(measure_launches(LLM("random:gpt2", device="cuda"), params=SamplingParams(temperature=0)))
 """
 
@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoinfer.bench import spans as sp
-from nanoinfer.bench.recording import new_job, random_prompts, require_tokens
 from nanoinfer.errors import NanoinferError
 from nanoinfer.llm import LLM
+from nanoinfer.profiling import spans as sp
+from nanoinfer.profiling.recording import new_job, random_prompts
 from nanoinfer.sampling_params import SamplingParams
 
 DECODE_STEPS = 16
@@ -97,8 +97,7 @@ def measure_launches(
     asked = replace(params or SamplingParams(temperature=0), max_tokens=tokens, min_tokens=0, ignore_eos=True)
     job = replace(new_job(llm, random_prompts(llm, batch, prompt_tokens), asked, decode_only=True), parts=())
     job.warm_up()
-    recorder, ranges, *_ = job.recorded()
-    require_tokens(ranges)
+    recorder, ranges, _ = job.recorded()
     counts = count(list(recorder.events()), ranges.calls[sp.ENGINE], llm.config.n_layer)
     if counts is None:
         raise NanoinferError(f"torch's profiler saw no kernel on {llm.device}: it may lack the right to (CUPTI)")
