@@ -23,7 +23,7 @@ from nanoinfer.checks import require_int
 from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import finite_json
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 
@@ -68,7 +68,7 @@ def profile(
         from nanoinfer.profiling.profile import profile as run
         from nanoinfer.profiling.recording import random_prompts
 
-        llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config))
+        llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config))
         given = random_prompts(llm, 1, num_prompt_tokens) if prompt is None else prompt
         result = run(llm, given, params, decode_only=decode_only, trace=partial)
     text = finite_json(dataclasses.asdict(result))
