@@ -128,12 +128,12 @@ def _show(p: Profile) -> None:
             f"{p.model} on {p.engine}, {p.device}, {p.dtype}; {what}: {p.num_tokens:,} tokens in {p.num_steps:,} steps"
         )
         console.print(f"\nby part of the model, of {_times(p.wall_sec, p)}")
-        console.print(_table("part", p.parts, p))
+        console.print(_table("part", [row for row in p.parts if row.calls or row.self_sec], p))
         if not p.tells_apart:
             console.print(f"{p.engine} runs the model in a call of its own: its parts are not told apart.")
         console.print(f"\nby operator, of {_times(p.profiled_sec, p)} under torch's profiler")
         first, rest = p.operators[:NUM_OPERATORS], p.operators[NUM_OPERATORS:]
-        console.print(_table("operator", [*first, _summed(rest), _no_operator(p)], p))
+        console.print(_table("operator", [*first, *([_summed(rest)] if rest else []), _no_operator(p)], p))
         console.print(f"\n{p.operator_calls_per_token:,.1f} operator calls a token, inner ones included", end="")
         launches = p.kernel_launches_per_token
         console.print("" if launches is None else f"; {launches:,.1f} kernel launches a token")
