@@ -1,4 +1,4 @@
-"""The README's commands run as written, in an empty folder with an empty home; its figures are those of docs/results."""
+"""The pages are true: README's commands run, and figures, links, paths and options are those of the repository."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line]
 NOT_RUN = {
-    "make demo": "installs PyTorch; the continuous integration runs it",
+    "make demo": "installs PyTorch: minutes, and the network",
     "make test": "runs this file",
     "pip install .": "builds the extension; .ci/build builds it and checks the wheel",
     "nanoinfer bench --suite ladder --report out/": "takes minutes; tests/test_bench_report.py makes a report",
@@ -84,7 +85,7 @@ def test_every_engine_has_its_page_and_its_row() -> None:
 
 
 def figure(label: str, shape: tuple[int, int, str], key: str) -> str:
-    """Return a figure of docs/results/peers.json as the pages show it: 90.18 -> "90.2", 3465.0 -> "3,465", none -> "–"."""
+    """Return a figure of docs/results/peers.json as pages show it: 90.18 -> "90.2", 3465.0 -> "3,465", none -> "–"."""
     for row in PEERS:
         case = row.case
         if (case.label, (case.batch, case.prompt_tokens, case.workload)) == (label, shape) and row.figures:
@@ -123,6 +124,33 @@ def test_the_large_tables_figures_are_the_results() -> None:
     assert table == [[label, *(figure(label, *column) for column in columns)] for label in labels]
 
 
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+CURRENT = [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")]  # those are history
+SOURCES = [path.as_posix() for path in ROOT.glob("*/**/*.*") if ".venv" not in path.parts]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_source_files_that_a_page_names_exist(page: Path) -> None:
+    names = set(re.findall(r"`([a-z_\d./]+\.(?:py|cpp|h|sh))`", page.read_text()))
+    assert [name for name in names if not any(path.endswith(f"/{name}") for path in SOURCES)] == []
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_options_that_a_page_names_exist(page: Path) -> None:
+    for name, rest in re.findall(
+        r"\bnanoinfer (generate|bench|eval|train|profile|roofline) ([^|#`]*)", page.read_text()
+    ):
+        line = rest.split("\n")[0]
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= options(name), f"{page.name}: nanoinfer {name} {line}"
+
+
+@cache
+def options(name: str) -> set[str]:
+    command = [sys.executable, "-m", "nanoinfer", name, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(re.findall(r"--[a-z-]+", done.stdout))
+
+
 def anchors(page: Path) -> set[str]:
     """Return what a link to a page may have after its #, by GitHub's rule."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
@@ -130,7 +158,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+    for page in PAGES:
         for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             place = page.parent / target if target else page
             assert target.startswith("https://") or place.exists(), f"{page.name}: {target}"
