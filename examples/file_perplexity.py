@@ -11,7 +11,7 @@ from nanoinfer import LLM
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("files", type=Path, nargs="+")
 parser.add_argument("--model", default="shakespeare")
-parser.add_argument("--stride", type=int, default=None, help="tokens by which the window advances (default: half the context)")
+parser.add_argument("--stride", type=int, default=None, help="tokens by which the window advances")
 args = parser.parse_args()
 
 llm = LLM(args.model)
