@@ -73,6 +73,9 @@ def test_every_fenced_block_is_tested_or_listed() -> None:
     assert sorted(NOT_RUN) == sorted({line.split("  ")[0] for line in LINES} - {c.split("  ")[0] for c in COMMANDS})
 
 
+PARTS = ["The idea", "What changes", "Why it helps", "When it does not help", "Limits", "Measure it"]
+
+
 def test_every_engine_has_its_page_and_its_row() -> None:
     from nanoinfer.engines.registry import ENGINES
 
@@ -82,6 +85,8 @@ def test_every_engine_has_its_page_and_its_row() -> None:
     for number, name in rows:
         page = (ROOT / "docs" / "rungs" / f"{name}.md").read_text()
         assert page.startswith(f"# Rung {number}: {name}\n")
+        parts = re.findall(r"^## (.+)$", page, re.M)
+        assert [part.split(" from ")[0] for part in parts] == PARTS
 
 
 def figure(label: str, shape: tuple[int, int, str], key: str) -> str:
