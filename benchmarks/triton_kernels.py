@@ -5,7 +5,7 @@
 Products of GPT-2 (768) and GPT-2 XL (1600) with everything fused into them, against F.linear of the same dtype alone
 (quantized weights: against bfloat16), and attention over 1,023 tokens against scaled_dot_product_attention. Weights
 take turns, more of them than the second-level cache holds, as the layers of a model do. Whole decode steps at batch
-1, in launches and in one persistent launch, against `cuda_graph`'s. Results are checked before anything is timed.
+1 against `cuda_graph`'s. Results are checked before anything is timed.
 GB/s = bytes of weights (or keys and values) / median time of a launch in a CUDA graph.
 
 The sizes to tune by this are the table of src/nanoinfer/kernels/triton/tiles.py.
@@ -115,9 +115,9 @@ def attention_row(heads: int, rows: int, new: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def step_row(model: str, persistent: bool, device: str = "cuda", num_steps: int = 200) -> dict[str, Any]:
+def step_row(model: str, device: str = "cuda", num_steps: int = 200) -> dict[str, Any]:
     """A decode step at batch 1 of engine `triton`, against one of `cuda_graph`: tokens are compared, then timed."""
-    from nanoinfer.engines.base import EngineLimits
+    from nanoinfer.config import EngineLimits
     from nanoinfer.engines.cuda_graph import CudaGraphEngine
     from nanoinfer.engines.triton_engine import TritonEngine
     from nanoinfer.models.checkpoints.load import load_model
@@ -127,16 +127,15 @@ def step_row(model: str, persistent: bool, device: str = "cuda", num_steps: int 
     config, weights = loaded.config, loaded.take()
     limits = EngineLimits(1, config.block_size, config.block_size)
     reference = CudaGraphEngine(weights.gpt(torch.device(device)), limits)
-    fused = TritonEngine(weights.gpt(torch.device(device)), limits, persistent=persistent)
+    fused = TritonEngine(weights.gpt(torch.device(device)), limits)
     first, last = (logits_after(engine) for engine in (reference, fused))
-    what = f"{'persistent' if persistent else 'fused'} step of {model}"
-    check(last, first.double(), STEP_TOLERANCE, what)
+    check(last, first.double(), STEP_TOLERANCE, f"step of {model}")
     theirs, ours = (step_microseconds(engine, num_steps) for engine in (reference, fused))
     num_bytes = dtype.itemsize * (
         sum(p.numel() for p in reference.model.parameters()) - config.block_size * config.n_embd
     )
     return {
-        "kernel": "persistent step" if persistent else "step", "format": "bfloat16", "n": config.n_layer,
+        "kernel": "step", "format": "bfloat16", "n": config.n_layer,
         "k": config.n_embd, "rows": 1, "us": ours, "torch_us": theirs, "gb_per_sec": num_bytes / ours / 1e3,
         "torch_gb_per_sec": num_bytes / theirs / 1e3,
     }  # fmt: skip
@@ -192,7 +191,7 @@ def main() -> int:
         rows += [product_row(name, n, k, m) for name in FORMATS for n, k in shapes for m in ROWS]
         rows += [attention_row(C // 64, *shape) for shape in ((1, 1), (1, 5), (16, 1))]
     presets = [name for name, config in PRESETS.items() if config.n_embd in arguments.width]
-    rows += [step_row(f"random:{name}", persistent) for name in presets for persistent in (False, True)]
+    rows += [step_row(f"random:{name}") for name in presets]
     if arguments.json:
         print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}))
         return 0

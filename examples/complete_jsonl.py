@@ -1,4 +1,4 @@
-"""Complete every line of a JSONL file: {"prompt": ..., ...} in, the same object with "completion" out.
+"""Complete the prompts of a JSONL file: each line is an object with "prompt"; "completion" is added to it.
 
 python examples/complete_jsonl.py prompts.jsonl > completed.jsonl
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from nanoinfer import LLM, SamplingParams
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("file", type=Path, help="one JSON object a line, with a key prompt")
+parser.add_argument("file", type=Path, help="one JSON object a line, with the key prompt")
 parser.add_argument("--model", default="shakespeare")
 parser.add_argument("--max-tokens", type=int, default=64)
 parser.add_argument("--temperature", type=float, default=0.8)

@@ -1,4 +1,4 @@
-"""Perplexity of text files under a model, and the line of each that the model finds least likely.
+"""Print the perplexity of text files, and the line of each with the highest perplexity.
 
 python examples/file_perplexity.py a.txt b.txt --model shakespeare
 """
@@ -11,7 +11,7 @@ from nanoinfer import LLM
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("files", type=Path, nargs="+")
 parser.add_argument("--model", default="shakespeare")
-parser.add_argument("--stride", type=int, default=None, help="tokens that the window moves on by (half the context)")
+parser.add_argument("--stride", type=int, default=None, help="tokens by which the window advances")
 args = parser.parse_args()
 
 llm = LLM(args.model)

@@ -1,6 +1,6 @@
-"""Multiple choice as lm-evaluation-harness counts it: the answer is the choice with the highest log-likelihood.
+"""Answer multiple-choice questions as lm-evaluation-harness does: by the choice with the highest log-likelihood.
 
-Each line of the file is {"question": ..., "choices": [...], "answer": 0}. Without a file, a question of the program's.
+Each line of the file is {"question": ..., "choices": [...], "answer": 0}. Without a file, one built-in question.
 python examples/multiple_choice.py questions.jsonl --model gpt2
 """
 
@@ -27,7 +27,7 @@ right = right_per_character = 0
 for item in map(json.loads, lines):
     found = llm.loglikelihood(item["question"], item["choices"])
     best = max(range(len(found)), key=lambda i: found[i].log_likelihood)
-    # acc_norm: by the character, so that a long choice is not worse for being long
+    # acc_norm: log-likelihood a character, so that long choices are not at a disadvantage
     best_norm = max(range(len(found)), key=lambda i: found[i].log_likelihood / len(item["choices"][i]))
     right += best == item["answer"]
     right_per_character += best_norm == item["answer"]

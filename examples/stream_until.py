@@ -1,4 +1,4 @@
-"""Stream a continuation up to a stop string, and say which one ended it.
+"""Stream a continuation up to a stop string, and print which one ended it.
 
 python examples/stream_until.py "O Romeo," --stop . --stop "!"
 """
@@ -12,7 +12,7 @@ from nanoinfer.outputs import Delta
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("prompt", nargs="?", default="O Romeo,")
 parser.add_argument("--model", default="shakespeare")
-parser.add_argument("--stop", action="append", help="string that ends the text; may be repeated (default: . ! ?)")
+parser.add_argument("--stop", action="append", help="string that ends the output; may be repeated (default: . ! ?)")
 parser.add_argument("--max-tokens", type=int, default=None, help="default: up to the context length")
 parser.add_argument("--seed", type=int, default=0)
 args = parser.parse_args()

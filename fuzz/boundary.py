@@ -16,7 +16,7 @@ ERRORS = (ValueError, IndexError, TypeError, OverflowError, MemoryError)
 V, T, C, MLP = 21, 24, 8, 32
 SHAPE: dict[str, Any] = {
     "vocab_size": V, "block_size": T, "n_layer": 1, "n_head": 2, "n_embd": C, "mlp_dim": MLP, "activation": "gelu_new",
-    "tied": True, "epsilon": 1e-5, "weights": "float32", "cache": "float32", "max_num_seqs": 4,
+    "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, "weights": "float32", "cache": "float32", "max_num_seqs": 4,
     "max_num_cached_tokens": 4 * T, "threads": 1, "huge_pages": False,
 }  # fmt: skip
 FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")
@@ -62,6 +62,16 @@ def ids(c: Choices, count: int, high: int, one_in: int = 100) -> list[Any]:
     return [c.pick(NUMBERS) if c.odd(one_in) else c.number(high) for _ in range(count + c.odd(100))]
 
 
+def new_decoder(options: dict[str, Any]) -> Any:
+    """Return a decoder without weights. Raises one of ERRORS where an option is refused."""
+    from nanoinfer import _native
+
+    given = _native.DecoderOptions()
+    for name, value in options.items():
+        setattr(given, name, value)
+    return _native.Decoder(given)
+
+
 def make_decoder(c: Choices) -> Any:
     """Return a decoder, of random options where they are accepted."""
     from nanoinfer import _native
@@ -73,10 +83,10 @@ def make_decoder(c: Choices) -> Any:
         name = c.pick(list(SHAPE))
         value = c.pick(ANY)
         try:  # only to see it refused: what is accepted may be large
-            _native.Decoder(**(options | {name: value, "max_num_seqs": 1}))
+            new_decoder(options | {name: value, "max_num_seqs": 1})
         except ERRORS:
             pass
-    decoder = _native.Decoder(**options)
+    decoder = new_decoder(options)
     for name, shape in tensors().items():
         if c.odd(40):
             try:

@@ -23,9 +23,8 @@ from triton.runtime.jit import JITFunction
 from nanoinfer.kernels.triton import attention as attention_module
 from nanoinfer.kernels.triton import products as products_module
 from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.persistent import Cache, Linear, Stack, decode_step
 from nanoinfer.kernels.triton.products import GELU_TANH, Epilogue, Norm, Pages, product
-from nanoinfer.kernels.triton.quantize import Weight, dense, stack
+from nanoinfer.kernels.triton.quantize import Weight, dense
 from nanoinfer.kernels.triton.rows import embed, layer_norm
 
 OPERATIONS = r"\b((?:LDG|LDGSTS|STG|LDL|STL|ATOM|ATOMG|RED|CCTL|MEMBAR|HMMA)\.[\w.]+)"
@@ -132,21 +131,6 @@ def compile_layer(name: str, C: int, rows: int) -> None:
         attention(q, pages, context, q)
 
 
-def compile_step(name: str, C: int) -> None:
-    """Launch the persistent step of 2 layers; the number of layers is not compiled in."""
-
-    def stacked(n: int, k: int) -> Linear:
-        one = weight(name, n, k)
-        return Linear(stack([one, one]), torch.empty(2, n, dtype=one.operand))
-
-    dtype = weight(name, 1, 64).operand
-    gain, table = torch.empty(2, C, dtype=dtype), torch.empty(9, C, dtype=dtype)
-    linears = stacked(3 * C, C), stacked(C, C), stacked(4 * C, C), stacked(C, 4 * C)
-    whole = Stack(table, table, linears, (gain, gain, gain, gain), (gain[0], gain[0]), GELU_TANH, 1e-5)
-    keys, one = torch.empty(2, 1, C // 64, 1040, 64, dtype=dtype), torch.zeros(1, dtype=torch.int64)
-    decode_step(whole, Cache(keys, keys, one, one.view(1, 1)), one, 1024, 132)
-
-
 def main() -> None:
     """Compile for one capability and print one JSON line a kernel: what was asked for, and what came out."""
     capability, formats = int(sys.argv[1]), sys.argv[2].split(",")
@@ -158,8 +142,6 @@ def main() -> None:
             for rows in (1, 5):
                 with Compiled(capability) as compiled:
                     compile_layer(name, C, rows)
-                    if rows == 1:
-                        compile_step(name, C)
                 for kernel_name, kernel in compiled.kernels:
                     if kernel.hash not in seen:
                         seen.add(kernel.hash)

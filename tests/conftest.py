@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoinfer.config import ModelConfig
-from nanoinfer.engines.base import EngineLimits
+from nanoinfer.config import EngineLimits, ModelConfig
+from nanoinfer.core import Core
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import char_to_json
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.sequence import Request
 
 if not torch.cuda.is_available():  # read when triton is imported: its kernels then run on the CPU, in Python
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -87,3 +89,17 @@ def refuses(call: Callable[[], object], *words: str) -> None:
 @pytest.fixture
 def tiny_folder(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "tiny")
+
+
+def submit(
+    core: Core,
+    prompt: str | None,
+    token_ids: list[int],
+    params: SamplingParams,
+    seed: int,
+    end_token_ids: tuple[int, ...] = (),
+) -> Request:
+    """Make a request, queue it and return it: see `Core.make`."""
+    request = core.make(prompt, token_ids, params, seed, end_token_ids)
+    core.submit([request])
+    return request

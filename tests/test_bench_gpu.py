@@ -17,7 +17,7 @@ from rich.console import Console
 
 from conftest import TINY, make_folder, make_limits, make_model, refuses
 from nanoinfer import LLM
-from nanoinfer.bench import launches, machine, memory_plan, process, prompts, results, table, worker
+from nanoinfer.bench import machine, memory_plan, process, prompts, results, table, worker
 from nanoinfer.bench import run as running
 from nanoinfer.bench.backends.nanoinfer import NanoinferBackend
 from nanoinfer.bench.case import Case
@@ -33,6 +33,7 @@ from nanoinfer.config import PRESETS
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.errors import NanoinferError
+from nanoinfer.profiling import launches
 from nanoinfer.roofline import measure as measuring
 from nanoinfer.roofline.devices import Ceiling
 from nanoinfer.roofline.measure import Workload, measure

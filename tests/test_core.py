@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoinfer.config import SchedulerConfig
+from conftest import submit
+from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core import Core
-from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
+from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.outputs import Logprob, RequestOutput
-from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sampler import Sampled, SamplerRow, sample
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
 
@@ -120,7 +121,7 @@ def make_core(
 
 def add(core: Core, prompt: str, params: SamplingParams = GREEDY, eos: str = "") -> Request:
     ids = [CHARS.index(c) for c in prompt]
-    return core.add(prompt, ids, params, params.seed or 0, tuple(CHARS.index(c) for c in eos))
+    return submit(core, prompt, ids, params, params.seed or 0, tuple(CHARS.index(c) for c in eos))
 
 
 def run(core: Core, *requests: Request) -> list[RequestOutput]:
@@ -196,7 +197,7 @@ def test_a_window_that_slides_is_fed_again() -> None:
 def test_without_a_tokenizer_there_are_token_ids_only() -> None:
     _, engine, clock = make_core()
     core = Core(engine, Scheduler(SchedulerConfig(4, 32)), sample, None, V, clock)
-    request = core.add(None, [0], SamplingParams(temperature=0.0, max_tokens=2, logprobs=0), 0)
+    request = submit(core, None, [0], SamplingParams(temperature=0.0, max_tokens=2, logprobs=0), 0)
     (output,) = run(core, request)
     (o,) = output.outputs
     assert (output.prompt, o.text, o.token_ids, o.finish_reason) == (None, "", [1, 2], "length")

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conftest import CHARS, TINY, make_folder, make_limits, make_model, refuses, weights_of
+from conftest import CHARS, TINY, make_folder, make_limits, make_model, refuses, submit, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.train import _Writer
+from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.engines.registry import ENGINES
@@ -87,7 +88,7 @@ def test_the_hidden_states_are_what_the_logits_are_made_from(name: str, tied: bo
 def test_the_hidden_states_of_fewer_bits(quantization: str, tolerance: float) -> None:
     """They are not rounded themselves: what differs is the head, and the layers before."""
     gpt = make_model()
-    engines = [NativeEngine(weights_of(gpt), make_limits(), quantization=q) for q in (None, quantization)]
+    engines = [NativeEngine(weights_of(gpt), make_limits(), EngineConfig(quantization=q)) for q in (None, quantization)]
     for engine in engines:
         batch = StepBatch()
         batch.add(engine.open(), prompt(9), 9)
@@ -138,7 +139,7 @@ def test_a_drafter_sees_the_state_of_the_newest_token(name: str) -> None:
     }
     watcher = Watcher(gpt, texts, lambda i: (3, 0, 2, 1)[i % 4])
     core = make_core(make_engine(name, gpt), watcher, 3, max_num_batched_tokens=8)
-    requests = [core.add(None, p, q, 0) for p, q in zip(prompts, params, strict=True)]
+    requests = [submit(core, None, p, q, 0) for p, q in zip(prompts, params, strict=True)]
     while core.unfinished:
         core.step()
         for r in requests:
@@ -234,7 +235,7 @@ def test_a_widened_target_is_proposed_the_same(tied: bool) -> None:
     tallies = []
     for target in (gpt, widen(gpt, n_embd=3 * TINY.n_embd, n_layer=3)):
         core = make_core(make_engine("static", target), make_drafter(target), 4)
-        requests = [core.add(None, prompt(6, i), replace(GREEDY, max_tokens=20), 0) for i in range(3)]
+        requests = [submit(core, None, prompt(6, i), replace(GREEDY, max_tokens=20), 0) for i in range(3)]
         said: list[list[int]] = []
         propose = core.speculator.drafter.propose  # type: ignore[union-attr]
 

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import TINY, make_folder, make_limits, make_model, weights_of
+import nanoinfer
+from conftest import TINY, make_folder, make_limits, make_model, submit, weights_of
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
@@ -62,12 +67,12 @@ def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
         engine._compiled = BLOCKS[device.type]
         return engine
     if name == "cuda_graph" and device.type == "cpu":
-        return CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=FakeRecorder())
+        return CudaGraphEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=FakeRecorder())
     if name == "triton" and device.type == "cpu" and find_spec("triton"):
         from nanoinfer.engines.triton_engine import TritonEngine
 
         # Its kernels run in Triton's interpreter, whose work no recording sees: so there are none.
-        return TritonEngine(gpt, limits, graph_memory=2**30, recorder=FakeRecorder(fail_at=0))
+        return TritonEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=FakeRecorder(fail_at=0))
     spec = ENGINES[name]
     if (reason := spec.unavailable()) is not None:
         pytest.skip(f"engine {name}: {reason}")
@@ -87,7 +92,7 @@ def make_core(engine: Engine, **limits: int) -> Core:
 
 
 def generate(core: Core, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:
-    requests = [core.add(None, p, q, seed=7, end_token_ids=()) for p, q in zip(prompts, params, strict=True)]
+    requests = [submit(core, None, p, q, seed=7, end_token_ids=()) for p, q in zip(prompts, params, strict=True)]
     while core.unfinished:
         core.step()
         core.scheduler.check_integrity()
@@ -415,3 +420,46 @@ def test_attention_over_lengths_that_are_always_new_is_not_planned() -> None:
         assert torch.backends.cuda.mem_efficient_sdp_enabled()
         assert torch.backends.cuda.math_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+# Frames -----------------------------------------------------------------------------------------------------
+
+FRAMES = {"recompute": 7, "dynamic": 7, "static": 7, "compiled": 11, "cuda_graph": 6, "triton": 9, "native": 3}
+"""Python frames of this package, from Core.step to what computes (LLM.generate is one more): a matrix product of
+PyTorch's, a compiled block, the replay of a graph, the launch of a kernel, the call into C++."""
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_few_frames_from_a_step_to_what_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, depths = str(Path(nanoinfer.__file__).parent), []
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            frame, depth = sys._getframe(1), 0
+            while frame is not None:
+                depth += package in frame.f_code.co_filename
+                frame = frame.f_back  # type: ignore[assignment]
+            depths.append(depth)
+            return call(*args, **kwargs)
+
+        return run
+
+    engine: Any = make_engine(name, make_model())
+    core = make_core(engine)
+    submit(core, None, [1, 2, 3], GREEDY, 0)
+    for _ in range(3):  # compiled, recorded
+        core.step()
+    if name == "compiled":
+        monkeypatch.setattr(engine, "_compiled", {key: counted(run) for key, run in engine._compiled.items()})
+    elif name == "cuda_graph":
+        recorded = {key: (counted(replay), out) for key, (replay, out) in engine.graphs._recorded.items()}
+        monkeypatch.setattr(engine.graphs, "_recorded", recorded)
+    elif name == "triton":
+        triton_engine = importlib.import_module("nanoinfer.engines.triton_engine")
+        monkeypatch.setattr(triton_engine, "product", counted(triton_engine.product))
+    elif name == "native":
+        monkeypatch.setattr(engine, "_decoder", SimpleNamespace(extend=counted(engine._decoder.extend)))
+    else:
+        monkeypatch.setattr(torch.nn.functional, "linear", counted(torch.nn.functional.linear))
+    core.step()
+    assert max(depths) == FRAMES[name]

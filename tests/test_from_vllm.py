@@ -12,7 +12,7 @@ import pytest
 import tokenizers as hf
 import torch
 
-from conftest import CHARS, TINY, make_folder, make_model, refuses
+from conftest import CHARS, TINY, make_folder, make_model, refuses, submit
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.models import tokenizers
 from nanoinfer.outputs import CompletionOutput, RequestOutput
@@ -129,7 +129,7 @@ def test_ends(llm: LLM, tmp_path: Path) -> None:
     eos = LLM(str(make_folder(tmp_path / "eos", replace(TINY, eos_token_ids=(token,)))))
     o = one(eos, params=SamplingParams(max_tokens=20, seed=1))
     assert (o.finish_reason, o.stop_reason) == ("stop", token)
-    request = llm.core.add(None, [1], GREEDY, 0)
+    request = submit(llm.core, None, [1], GREEDY, 0)
     assert llm.core.output(request).outputs[0].finish_reason is None
     llm.core.abort(request)
     assert llm.core.output(request).outputs[0].finish_reason == "abort"
@@ -201,7 +201,7 @@ def test_request_output(llm: LLM) -> None:
     assert (out.prompt, out.prompt_token_ids, len(out.outputs)) == ("Go", [CHARS.index(c) for c in "Go"], 1)
     assert type(out.request_id) is int
     assert out.finished is True
-    request = llm.core.add(None, [1], GREEDY, 0)
+    request = submit(llm.core, None, [1], GREEDY, 0)
     assert llm.core.output(request).finished is False
     llm.core.abort(request)
     assert llm.core.output(request).finished is True

@@ -23,7 +23,7 @@ import pytest
 import nanoinfer
 from conftest import TINY, make_folder, make_limits, make_model
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.config import SchedulerConfig
+from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
@@ -137,7 +137,7 @@ def test_interrupted_while_a_step_is_in_flight() -> None:
 
     gpt = make_model()
     limits = make_limits(gpt.config, 5)
-    engine = CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=FakeRecorder())
+    engine = CudaGraphEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=FakeRecorder())
 
     class Sampler(TorchSampler):
         num_slots = 5

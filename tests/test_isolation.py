@@ -13,6 +13,7 @@ import pytest
 from conftest import CHARS, make_folder, make_model
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.engines import registry
+from nanoinfer.kv.plan import kv_block_bytes
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.tokenizers import char_to_json
 from nanoinfer.outputs import Delta, RequestOutput
@@ -151,7 +152,7 @@ def test_score_waits_for_room_in_a_full_pool(tmp_path: Path) -> None:
     """A pool of one text's blocks and few more, all of them promised to a stream: this was an IndexError."""
     folder = make_folder(tmp_path)
     config = LLM(str(folder), engine="native").config
-    memory = 5 * registry.kv_block_bytes(config, "float32")
+    memory = 5 * kv_block_bytes(config, "float32")
     llm = LLM(str(folder), engine="native", max_num_seqs=2, kv_cache_memory=memory)
     score = llm.perplexity("a" * 32)[0]
     stream = llm.stream("To be", SamplingParams(seed=1, max_tokens=27))

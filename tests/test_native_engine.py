@@ -36,13 +36,20 @@ V, BLOCK = TINY.vocab_size, TINY.block_size
 ERRORS = (ValueError, IndexError, TypeError, OverflowError)
 GOOD: dict[str, Any] = {
     "vocab_size": V, "block_size": BLOCK, "n_layer": 2, "n_head": 2, "n_embd": 16, "mlp_dim": 64,
-    "activation": "gelu_new", "tied": True, "epsilon": 1e-5, "weights": "float32", "cache": "float32",
-    "max_num_seqs": 20, "max_num_cached_tokens": 20 * BLOCK, "threads": 1,
+    "activation": "gelu_new", "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, "weights": "float32",
+    "cache": "float32", "max_num_seqs": 20, "max_num_cached_tokens": 20 * BLOCK, "threads": 1,
 }  # fmt: skip
 
 
+def new_decoder(**changes: Any) -> Any:
+    options = _native.DecoderOptions()
+    for name, value in (GOOD | changes).items():
+        setattr(options, name, value)
+    return _native.Decoder(options)
+
+
 def make_decoder(**changes: Any) -> Any:
-    decoder = _native.Decoder(**(GOOD | changes))
+    decoder = new_decoder(**changes)
     for name, tensor in make_model().named_parameters():
         decoder.load(name, tensor.float().contiguous().numpy())
     decoder.check_loaded()
@@ -68,20 +75,20 @@ def tokens(n: int, seed: int) -> list[int]:
 def test_sizes_out_of_range_are_refused(field: str) -> None:
     for value in (0, -1, -(2**63), 2**63 - 1, 2**64, 1.5, None, "3"):
         with pytest.raises(ERRORS):
-            _native.Decoder(**(GOOD | {field: value}))
+            new_decoder(**{field: value})
 
 
 def test_unknown_names_are_refused() -> None:
     for change in (
         {"weights": "int3"}, {"cache": "float16"}, {"isa": "mmx"}, {"activation": "relu"}, {"n_head": 3},
-        {"epsilon": -1.0}, {"epsilon": math.nan}, {"epsilon": 2.0},
+        {"layer_norm_epsilon": -1.0}, {"layer_norm_epsilon": math.nan}, {"layer_norm_epsilon": 2.0},
     ):  # fmt: skip
         with pytest.raises(ValueError):
-            _native.Decoder(**(GOOD | change))
+            new_decoder(**change)
 
 
 def test_tensors_are_checked() -> None:
-    decoder = _native.Decoder(**GOOD)
+    decoder = new_decoder()
     wte = np.zeros((V, 16), np.float32)
     for name, values in (
         ("transformer.wte", wte), ("", wte), ("lm_head.weight", wte), ("transformer.wte.weight", wte.T.copy()),
@@ -372,9 +379,9 @@ def test_steps_of_two_python_threads_and_a_sampler_on_one_buffer() -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_nan_in_one_row_reaches_no_other(fmt: str) -> None:
     for isa in ISAS:
-        decoder = _native.Decoder(**(GOOD | {"weights": fmt, "tied": False, "isa": isa}))
+        decoder = new_decoder(weights=fmt, tie_word_embeddings=False, isa=isa)
         gpt = make_model(replace(TINY, tie_word_embeddings=False))
-        alone = _native.Decoder(**(GOOD | {"weights": fmt, "tied": False, "isa": isa}))
+        alone = new_decoder(weights=fmt, tie_word_embeddings=False, isa=isa)
         for name, tensor in gpt.named_parameters():
             values = tensor.float().contiguous().numpy().copy()
             alone.load(name, values)

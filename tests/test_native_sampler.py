@@ -27,8 +27,9 @@ from conftest import refuses
 from nanoinfer import LLM
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import native, sampler
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.sampling.rng import uniform
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
 from test_sampler import make_row
 
@@ -421,14 +422,14 @@ def test_no_rows_are_no_tokens() -> None:
 
 
 def test_cpus_sample_natively_and_other_devices_do_not(tiny_folder: Path) -> None:
-    assert native.choose_sampler(torch.device("cpu")) is native.sample
-    assert native.choose_sampler(torch.device("mps")) is sampler.sample
-    assert native.choose_sampler(torch.device("cpu"), "reference") is sampler.sample
-    refuses(lambda: native.choose_sampler(torch.device("cpu"), "fast"), "sampler='fast'", "flashinfer")
+    assert choose_sampler(torch.device("cpu")) is native.sample
+    assert choose_sampler(torch.device("mps")) is sampler.sample
+    assert choose_sampler(torch.device("cpu"), "reference") is sampler.sample
+    refuses(lambda: choose_sampler(torch.device("cpu"), "fast"), "sampler='fast'", "flashinfer")
     assert LLM(str(tiny_folder), device="cpu").core._sampler is native.sample
 
 
 def test_without_the_extension_the_reference_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_native", None)
     assert not native.available()
-    assert native.choose_sampler(torch.device("cpu")) is sampler.sample
+    assert choose_sampler(torch.device("cpu")) is sampler.sample

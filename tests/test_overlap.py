@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import TINY, make_folder, make_limits, make_model
+from conftest import TINY, make_folder, make_limits, make_model, submit
 from nanoinfer import LLM, NanoinferError, SamplingParams
-from nanoinfer.config import SchedulerConfig
+from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
@@ -65,7 +65,7 @@ def make_core(gpt: GPT, *, recorded: bool = True, ahead: bool = True, chunk: int
     limits = make_limits(gpt.config, 4)
     recorder = FakeRecorder()
     engine: StaticShapeEngine = (
-        CudaGraphEngine(gpt, limits, graph_memory=2**30, recorder=recorder)
+        CudaGraphEngine(gpt, limits, EngineConfig(graph_memory=2**30), recorder=recorder)
         if recorded
         else StaticShapeEngine(gpt, limits)
     )
@@ -133,7 +133,7 @@ def test_a_request_that_the_sampler_refuses_is_read_at_once_and_then_it_runs_ahe
 def test_a_step_is_launched_before_the_last_one_is_read() -> None:
     gpt = make_model()
     core = make_core(gpt)
-    request = core.add(None, prompt(5), replace(GREEDY, max_tokens=3), seed=0, end_token_ids=())
+    request = submit(core, None, prompt(5), replace(GREEDY, max_tokens=3), seed=0, end_token_ids=())
     assert core.step() == []  # the prompt is on its way
     (first,) = core.step()
     assert (first.num_tokens, first.finish_reason) == (1, None)
@@ -149,12 +149,12 @@ def test_a_step_is_launched_before_the_last_one_is_read() -> None:
 def test_an_aborted_request_leaves_its_neighbours_alone() -> None:
     gpt = make_model()
     core = make_core(gpt)
-    a = core.add(None, prompt(5), replace(GREEDY, max_tokens=20), seed=0, end_token_ids=())
-    b = core.add(None, prompt(9), replace(GREEDY, max_tokens=12), seed=0, end_token_ids=())
+    a = submit(core, None, prompt(5), replace(GREEDY, max_tokens=20), seed=0, end_token_ids=())
+    b = submit(core, None, prompt(9), replace(GREEDY, max_tokens=12), seed=0, end_token_ids=())
     for _ in range(4):
         core.step()
     core.abort(a)
-    c = core.add(None, prompt(3), replace(GREEDY, max_tokens=9), seed=0, end_token_ids=())  # takes its slot and slot
+    c = submit(core, None, prompt(3), replace(GREEDY, max_tokens=9), seed=0, end_token_ids=())  # takes its slots
     while core.unfinished:
         core.step()
     made = core.output(a).outputs[0]
@@ -168,7 +168,7 @@ def test_logits_that_are_not_finite_end_their_own_sequence() -> None:
     gpt.transformer["wte"].weight[5] = float("nan")
     core = make_core(gpt)
     clean = [t for t in prompt(12) if t != 5]
-    request, other = core.add(None, [5], GREEDY, seed=0), core.add(None, clean, GREEDY, seed=0)
+    request, other = submit(core, None, [5], GREEDY, seed=0), submit(core, None, clean, GREEDY, seed=0)
     while core.unfinished:
         core.step()
     (failed,), (whole,) = core.output(request).outputs, core.output(other).outputs

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 NAN, INF = math.nan, math.inf
 NAMES = [f.name for f in fields(SamplingParams)]

@@ -19,13 +19,12 @@ import torch
 
 from conftest import TINY, make_folder, refuses
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.bench import profile as module
-from nanoinfer.bench.profile import breakdown_percent, profile
-from nanoinfer.bench.spans import PARTS, Clock, attached
 from nanoinfer.cli import main
-from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
+from nanoinfer.profiling import profile as module
+from nanoinfer.profiling.profile import breakdown_percent, profile
+from nanoinfer.profiling.spans import PARTS, Clock, attached
 
 Run = Callable[..., tuple[int, str, str]]
 BREAKDOWN = ["matrix products", "attention", "output head", "sampling", "everything else"]
@@ -52,11 +51,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 def marks(llm: LLM) -> list[Any]:
     """What a profile changes while it lasts."""
-    model = getattr(llm.engine, "model", None)
-    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    modules = [] if llm.engine.model is None else list(llm.engine.model.modules())
     hooks = [h for m in modules for h in (*m._forward_hooks, *m._forward_pre_hooks)]
     own = [m for m in modules if "forward" in m.__dict__]
-    return [llm.core.engine, llm.core._sampler, hooks, own, sorted(vars(llm.engine)), llm.core.unfinished]
+    return [llm.core.observer.__class__, hooks, own, sorted(vars(llm.engine)), llm.core.unfinished]
 
 
 # The profile -----------------------------------------------------------------------------------------------
@@ -79,7 +77,7 @@ def test_shares_add_up_and_tokens_are_the_same(tiny_folder: Path, engine: str) -
     assert p.operator_calls_per_token == sum(row.calls for row in p.operators) / 12
     assert not any(row.name.startswith("nanoinfer") for row in p.operators)
     assert marks(llm) == before
-    assert before[2:4] == [[], []]
+    assert before[1:3] == [[], []]
 
 
 def test_calls_are_those_of_the_model(llm: LLM) -> None:
@@ -110,7 +108,7 @@ def test_decode_only_leaves_the_first_token_out(llm: LLM) -> None:
     assert (p.num_tokens, p.num_steps) == (10, 5)
     refuses(lambda: profile(llm, "Go", SamplingParams(max_tokens=1), decode_only=True), "max_tokens=1")
     last = SamplingParams(max_tokens=5, overflow="stop")
-    refuses(lambda: profile(llm, "a" * TINY.block_size, last, decode_only=True), "no token was drawn")
+    refuses(lambda: profile(llm, "a" * TINY.block_size, last, decode_only=True), "no token was generated")
 
 
 def test_without_a_seed_every_run_draws_the_same(llm: LLM) -> None:
@@ -133,7 +131,7 @@ def test_an_error_leaves_nothing_behind(llm: LLM, failing_call: int) -> None:
     with pytest.raises(NanoinferError, match="overflow"):
         profile(llm, "Go", SamplingParams(max_tokens=6, seed=0))
     assert marks(llm) == before
-    assert before[2:4] == [[], []]
+    assert before[1:3] == [[], []]
     llm.core._sampler = sampler
     assert profile(llm, "Go", PARAMS).num_tokens == 6
 
@@ -174,33 +172,14 @@ def test_only_the_parts_asked_for_get_spans(llm: LLM) -> None:
     assert set(clock.calls) == {"matrix products", "rest of the engine", "sampling"}
 
 
-class Drawing:
-    """An engine that also draws: its step is an extend, and greedy."""
-
-    def __init__(self, engine: Any) -> None:
-        self.inner = engine
-
-    def step(self, batch: Any, draw: Any, sampler_slots: list[int]) -> list[int]:
-        assert sampler_slots == [0]
-        return self.inner.extend(batch).argmax(-1).tolist()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-
-def test_steps_that_draw_on_the_device_are_counted(llm: LLM) -> None:
-    """An engine that runs ahead is stepped by another than the core, which keeps the engine itself."""
-    engine: Any = Drawing(llm.engine)
-    ahead = SimpleNamespace(_engine=engine)
-    llm.core.engine = engine
-    llm.core._overlap = ahead  # type: ignore[assignment, attr-defined]
-    clock, handle = Clock(), engine.open()
+def test_the_observer_sees_every_step_of_the_engine_and_the_sampler(llm: LLM) -> None:
+    clock = Clock()
     with attached(llm.core, clock):
-        for _ in range(3):
-            ahead._engine.step(StepBatch([handle], [1], [1], [1]), None, [0])
-    assert (clock.num_tokens, clock.calls["rest of the engine"]) == (3, 3)
-    assert clock.calls["attention"] == 3 * TINY.n_layer
-    assert ahead._engine is engine
+        llm.generate(["Go", "To be"], PARAMS)
+    assert clock.calls["rest of the engine"] == clock.calls["sampling"] == 6
+    assert clock.calls["attention"] == 6 * TINY.n_layer
+    llm.generate("Go", PARAMS)
+    assert clock.calls["sampling"] == 6  # nothing is observed afterwards
 
 
 # On a GPU: the same arithmetic over what its profiler would report ------------------------------------------
@@ -286,12 +265,12 @@ def test_a_compiled_block_cannot_be_told_apart(tiny_folder: Path) -> None:
 class Opaque:
     """An engine in one call: nothing of the model can be seen from outside."""
 
+    model = None
+
     def __init__(self, engine: Any) -> None:
         self.inner = [engine]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "model":
-            raise AttributeError(name)
         return getattr(self.inner[0], name)
 
 

@@ -1,4 +1,4 @@
-"""The README's commands run as written, in an empty folder with an empty home."""
+"""The pages are true: README's commands run, and figures, links, paths and options are those of the repository."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from nanoinfer.bench.results import read
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line]
+LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line]
+NOT_RUN = {
+    "make demo": "installs PyTorch: minutes, and the network",
+    "make test": "runs this file",
+    "pip install .": "builds the extension; .ci/build builds it and checks the wheel",
+    "nanoinfer bench --suite ladder --report out/": "takes minutes; tests/test_bench_report.py makes a report",
+}
+COMMANDS = [line for line in LINES if line.split("  ")[0] not in NOT_RUN]
+PEERS = read(ROOT / "docs" / "results" / "peers.json").rows
 
 
 def block(language: str) -> str:
@@ -57,15 +68,103 @@ def test_python_block(home: Path) -> None:
     assert "\nMy lord," not in done.stdout  # stream yields the continuation only
 
 
+def test_every_fenced_block_is_tested_or_listed() -> None:
+    assert set(re.findall(r"^```(\w+)$", README, re.M)) == {"bash", "python"}
+    assert sorted(NOT_RUN) == sorted({line.split("  ")[0] for line in LINES} - {c.split("  ")[0] for c in COMMANDS})
+
+
+PARTS = ["The idea", "What changes", "Why it helps", "When it does not help", "Limits", "Measure it"]
+
+
 def test_every_engine_has_its_page_and_its_row() -> None:
     from nanoinfer.engines.registry import ENGINES
 
-    for name in ENGINES:
-        assert f"| `{name}` |" in README
-        assert (ROOT / "docs" / "rungs" / f"{name}.md").is_file()
+    rows = re.findall(r"^\| (\d) \| \[`(\w+)`\]\(docs/rungs/\2\.md\) \|", README, re.M)
+    assert sorted(name for _, name in rows) == sorted(ENGINES)
+    assert [int(number) for number, _ in rows] == list(range(1, len(ENGINES) + 1))
+    for number, name in rows:
+        page = (ROOT / "docs" / "rungs" / f"{name}.md").read_text()
+        assert page.startswith(f"# Rung {number}: {name}\n")
+        parts = re.findall(r"^## (.+)$", page, re.M)
+        assert [part.split(" from ")[0] for part in parts] == PARTS
+
+
+def figure(label: str, shape: tuple[int, int, str], key: str) -> str:
+    """Return a figure of docs/results/peers.json as pages show it: 90.18 -> "90.2", 3465.0 -> "3,465", none -> "–"."""
+    for row in PEERS:
+        case = row.case
+        if (case.label, (case.batch, case.prompt_tokens, case.workload)) == (label, shape) and row.figures:
+            value = getattr(row.figures, key) * (1000 if key == "ttft_sec" else 1)
+            return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return "–"
+
+
+ONE, EIGHT, MANY = (1, 32, "uniform"), (8, 32, "uniform"), (64, 32, "uniform")
+LONG, EIGHT_LONG, MIXED = (1, 1000, "uniform"), (8, 1000, "uniform"), (64, 256, "mixed")
+DECODE, FIRST, OUTPUT = "decode_tokens_per_sec", "ttft_sec", "output_tokens_per_sec"
+
+
+def rows(page: str, first: str) -> list[list[str]]:
+    """Return the cells of a page's table rows whose first cell begins with a word of `first`."""
+    lines = re.findall(rf"^\| (?:\*\*)?((?:{first}).*) \|$", page, re.M)
+    return [[cell.strip(" *") for cell in line.split(" | ")] for line in lines]
+
+
+def test_the_front_pages_figures_are_the_results() -> None:
+    expected = []
+    for shape, key in ((ONE, DECODE), (MANY, DECODE), (LONG, FIRST)):
+        either = [figure(f"transformers-{cache} bfloat16", shape, key) for cache in ("dynamic", "static")]
+        best = (min if key == FIRST else max)(either, key=lambda cell: float(cell.replace(",", "")))
+        cells = [figure(system, shape, key) for system in ("native int8", "llama.cpp Q8_0", "ctranslate2 int8")]
+        expected.append([*cells, best])
+    assert [cells[1:] for cells in rows(README, "decode,|time to")] == expected
+
+
+def test_the_large_tables_figures_are_the_results() -> None:
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    table = rows(page.split("## The ladder")[0], "native|transformers-|ctranslate2|llama")
+    columns = [(shape, DECODE) for shape in (ONE, EIGHT, MANY, LONG)]
+    columns += [(LONG, FIRST), (EIGHT_LONG, OUTPUT), (MIXED, OUTPUT)]
+    labels = list(dict.fromkeys(row.case.label for row in PEERS))
+    assert table == [[label, *(figure(label, *column) for column in columns)] for label in labels]
+
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+CURRENT = [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")]  # those are history
+SOURCES = [path.as_posix() for path in ROOT.glob("*/**/*.*") if ".venv" not in path.parts]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_source_files_that_a_page_names_exist(page: Path) -> None:
+    names = set(re.findall(r"`([a-z_\d./]+\.(?:py|cpp|h|sh))`", page.read_text()))
+    assert [name for name in names if not any(path.endswith(f"/{name}") for path in SOURCES)] == []
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_options_that_a_page_names_exist(page: Path) -> None:
+    for name, rest in re.findall(
+        r"\bnanoinfer (generate|bench|eval|train|profile|roofline) ([^|#`]*)", page.read_text()
+    ):
+        line = rest.split("\n")[0]
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= options(name), f"{page.name}: nanoinfer {name} {line}"
+
+
+@cache
+def options(name: str) -> set[str]:
+    command = [sys.executable, "-m", "nanoinfer", name, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(re.findall(r"--[a-z-]+", done.stdout))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what a link to a page may have after its #, by GitHub's rule."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-            assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+            place = page.parent / target if target else page
+            assert target.startswith("https://") or place.exists(), f"{page.name}: {target}"
+            assert not anchor or target.startswith("https://") or anchor in anchors(place), f"{page.name}: {anchor}"

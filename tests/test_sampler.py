@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import filtered_weights, inverse_transform, sample
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.tokenizers import CharTokenizer
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence, window_start
 from nanoinfer.scheduling.text import OutputText

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import CHARS, TINY, make_folder, make_model, refuses
+from conftest import CHARS, TINY, make_folder, make_model, refuses, submit
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.core import Core
@@ -76,7 +76,7 @@ def make_core(engine: Engine, drafter: Drafter, k: int | None, **limits: int) ->
 def generate(
     core: Core, prompts: list[list[int]], params: list[SamplingParams], eos: tuple[int, ...] = ()
 ) -> list[object]:
-    requests = [core.add(None, p, q, seed=7, end_token_ids=eos) for p, q in zip(prompts, params, strict=True)]
+    requests = [submit(core, None, p, q, seed=7, end_token_ids=eos) for p, q in zip(prompts, params, strict=True)]
     while core.unfinished:
         core.step()
         core.scheduler.check_integrity()
@@ -193,7 +193,7 @@ def test_what_is_counted() -> None:
     start = prompt(4)
     text = naive_greedy(make_model(), start, 13)
     core = make_core(engine, Scripted({tuple(start): text}, lambda i: (3, 0, 2)[i % 3]), 3)
-    request = core.add(None, start, replace(GREEDY, max_tokens=13), 0, ())
+    request = submit(core, None, start, replace(GREEDY, max_tokens=13), 0, ())
     pieces = [d.num_tokens for _ in range(6) for d in core.step()]
     # the prompt gives 1; then 0 right, 2, 3, 0, 2 of 3 and, with 1 token to come, of none
     assert pieces == [1, 1, 3, 4, 1, 3]
@@ -206,8 +206,8 @@ def test_nothing_is_left_behind_when_a_request_is_cancelled_between_two_bursts()
     gpt = make_model()
     engine, drafter = make_engine("static", gpt), make_drafter("itself", "static")
     core = make_core(engine, drafter, 4)
-    first, other = core.add(None, prompt(5), replace(GREEDY, max_tokens=20), 0, ()), prompt(9, 1)
-    second = core.add(None, other, replace(GREEDY, max_tokens=15), 0, ())
+    first, other = submit(core, None, prompt(5), replace(GREEDY, max_tokens=20), 0, ()), prompt(9, 1)
+    second = submit(core, None, other, replace(GREEDY, max_tokens=15), 0, ())
     for _ in range(3):
         core.step()
     core.abort(first)
@@ -227,7 +227,7 @@ def test_a_draft_model_that_failed_reads_again_and_holds_nothing_wrong(monkeypat
     drafter = make_drafter("itself", "static")
     assert isinstance(drafter, DraftModel)
     core = make_core(make_engine("static", make_model()), PromptLookup(), 1)
-    request = core.add(None, prompt(6), replace(GREEDY, max_tokens=20), 0)
+    request = submit(core, None, prompt(6), replace(GREEDY, max_tokens=20), 0)
     core.step()
     (s,) = core.scheduler.running
     asked = [DraftRequest(s, s.token_ids, 0, 5)]  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ def test_a_drafter_that_fails_ends_the_sequences_that_it_was_asked_for() -> None
     gpt = make_model()
     engine = make_engine("static", gpt)
     core = make_core(engine, Broken({}, lambda i: 0), 2)
-    request = core.add(None, prompt(3), GREEDY, 0, ())
+    request = submit(core, None, prompt(3), GREEDY, 0, ())
     core.step()
     core.step()
     (failed,) = core.output(request).outputs

@@ -14,8 +14,9 @@ from functools import cache
 
 import pytest
 
-from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.config import EngineLimits
+from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.scheduling.sequence import Sequence as Text
 from nanoinfer.scheduling.text import OutputText

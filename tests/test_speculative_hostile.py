@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from conftest import CHARS, TINY, make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engines.base import StepBatch
-from nanoinfer.engines.registry import ENGINES, KV_BLOCK, kv_block_bytes
+from nanoinfer.engines.registry import ENGINES
+from nanoinfer.kv.plan import KV_BLOCK, kv_block_bytes
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.speculative.draft_model import DraftModel
 
@@ -139,7 +140,7 @@ def test_requests_that_join_while_others_decode(draft: str, folders: dict[str, s
     waiting, requests = params * 3, []
     while waiting or llm.core.unfinished:
         if waiting:
-            requests.append(llm._make("To be or not to be", waiting.pop(0)))
+            requests.append(llm._requests.make("To be or not to be", waiting.pop(0)))
             llm.core.submit(requests[-1:])
         llm.core.step()
         llm.core.scheduler.check_integrity()

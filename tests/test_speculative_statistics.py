@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
 
-from nanoinfer.config import SchedulerConfig
+from conftest import submit
+from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core import Core
-from nanoinfer.engines.base import EngineLimits
 from nanoinfer.roofline.speculation import expected_tokens, sampled_acceptance
-from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler, Work
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
@@ -154,7 +154,7 @@ def draw_texts(
     scheduler = Scheduler(SchedulerConfig(num_texts, 64, max_num_batched_tokens=1 << 20))
     core = Core(engine, scheduler, sample, None, V, speculator=speculator)
     seeds = range(first_seed, first_seed + num_texts // params.n)
-    requests: list[Request] = [core.add(None, [*prompt], params, seed) for seed in seeds]
+    requests: list[Request] = [submit(core, None, [*prompt], params, seed) for seed in seeds]
     while core.unfinished:
         core.step()
     texts = [s.token_ids[len(prompt) :] for r in requests for s in r.sequences]

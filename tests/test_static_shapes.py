@@ -12,8 +12,9 @@ from torch._dynamo.testing import CompileCounter
 
 from conftest import TINY, make_limits, make_model
 from nanoinfer import LLM, NanoinferError, SamplingParams
+from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines import transfers
-from nanoinfer.engines.base import PENDING, EngineLimits, StepBatch
+from nanoinfer.engines.base import PENDING, StepBatch
 from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch, plan, round_up
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
@@ -70,7 +71,7 @@ def run(engine: StaticShapeEngine, ids: list[int]) -> Tensor:
 
 def test_a_replay_at_any_position_equals_eager() -> None:
     gpt, recorder = make_model(), FakeRecorder()
-    engine = CudaGraphEngine(gpt, make_limits(), graph_memory=2**30, recorder=recorder)
+    engine = CudaGraphEngine(gpt, make_limits(), EngineConfig(graph_memory=2**30), recorder=recorder)
     expected = gpt(torch.tensor([prompt(20)]))[0]
     for _ in range(2):
         torch.testing.assert_close(run(engine, prompt(20)), expected, atol=1e-4, rtol=1e-4)
@@ -92,7 +93,7 @@ class BakesThePosition(CudaGraphEngine):
 
 def test_the_recorder_finds_a_position_that_is_baked_in() -> None:
     gpt = make_model()
-    engine = BakesThePosition(gpt, make_limits(), graph_memory=2**30, recorder=FakeRecorder())
+    engine = BakesThePosition(gpt, make_limits(), EngineConfig(graph_memory=2**30), recorder=FakeRecorder())
     logits, expected = run(engine, prompt(5)), gpt(torch.tensor([prompt(5)]))[0]
     torch.testing.assert_close(logits[:2], expected[:2], atol=1e-4, rtol=1e-4)
     assert (logits[2] - expected[2]).abs().max() > 0.1
@@ -109,7 +110,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_a_decode_step_needs_nothing_from_the_host(uploads: list[object]) -> None:
     gpt, recorder, sampler = make_model(), FakeRecorder(), TorchSampler()
-    engine = CudaGraphEngine(gpt, make_limits(), graph_memory=2**30, recorder=recorder)
+    engine = CudaGraphEngine(gpt, make_limits(), EngineConfig(graph_memory=2**30), recorder=recorder)
     handles = [engine.open(), engine.open()]
     ids = [*prompt(6), *prompt(3)]
     drawn = [engine.step(StepBatch(handles, ids, [6, 3], [1, 1]), sampler.draw, [2, 0])]
@@ -136,7 +137,7 @@ def test_graphs_stay_within_their_memory(caplog: pytest.LogCaptureFixture) -> No
 
 def test_memory_that_runs_out_in_a_recording_is_said_and_survived(caplog: pytest.LogCaptureFixture) -> None:
     gpt = make_model()
-    engine = CudaGraphEngine(gpt, make_limits(), graph_memory=2**30, recorder=FakeRecorder(fail_at=0))
+    engine = CudaGraphEngine(gpt, make_limits(), EngineConfig(graph_memory=2**30), recorder=FakeRecorder(fail_at=0))
     expected = gpt(torch.tensor([prompt(8)]))[0]
     torch.testing.assert_close(run(engine, prompt(8)), expected, atol=1e-4, rtol=1e-4)
     assert "the device has no memory for another: lower kv_cache_memory or max_num_seqs" in caplog.text

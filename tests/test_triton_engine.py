@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from triton.runtime import interpreter
 
 from conftest import TINY, make_limits, make_model
-from nanoinfer.engines.base import EngineLimits, StepBatch
+from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.triton_engine import TritonEngine
 from nanoinfer.kernels.triton import products
@@ -32,7 +33,7 @@ EXACT = {"rtol": 0, "atol": 2e-4}
 def make_engine(gpt: GPT, limits: EngineLimits, quantization: str | None = None) -> TritonEngine:
     """An engine without graphs: what Triton's interpreter does is not among the operations that can be recorded."""
     none = FakeRecorder(fail_at=0)
-    return TritonEngine(gpt, limits, quantization=quantization, graph_memory=2**30, recorder=none)
+    return TritonEngine(gpt, limits, EngineConfig(quantization=quantization, graph_memory=2**30), recorder=none)
 
 
 def ids(count: int, seed: int = 0) -> list[int]:

@@ -23,7 +23,7 @@ from nanoinfer.outputs import (
     RequestOutput,
     SpeculationMetrics,
 )
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM

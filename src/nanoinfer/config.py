@@ -5,7 +5,8 @@ No tensor library is imported here: the scheduler and the command line's `--help
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from inspect import Parameter, Signature
 from typing import Any
 
 from nanoinfer.checks import keep_int, require_bool, require_choice, require_float, require_int, show
@@ -133,6 +134,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class EngineLimits:
+    """What an engine can hold."""
+
+    max_num_seqs: int
+    """Sequences open at a time."""
+    block_size: int
+    """Tokens in one sequence."""
+    max_num_cached_tokens: int
+    """Tokens in all open sequences together."""
+
+
+@dataclass(frozen=True)
 class SpeculationConfig:
     """Whether and how tokens are proposed and verified several at a time."""
 
@@ -159,6 +172,50 @@ class SpeculationConfig:
     def fixed_k(self) -> int | None:
         """Tokens proposed at a time; None for auto."""
         return self.speculate_k if isinstance(self.speculate_k, int) else None
+
+
+@dataclass(frozen=True)
+class LLMConfig:
+    """What to load, and how to run it."""
+
+    model: str
+    """What `models.checkpoints.load.load_model` takes."""
+    tokenizer: str | None = None
+    """Where to take the tokenizer from instead of the model's own place."""
+    seed: int = 0
+    """Of random weights."""
+    engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+
+    @classmethod
+    def from_options(cls, model: str, tokenizer: str | None, seed: int, options: dict[str, Any]) -> LLMConfig:
+        """Return the configuration with fields of EngineConfig and SpeculationConfig given by their names.
+
+        Raises:
+            TypeError: neither has a field of that name.
+        """
+        names = {f.name for f in fields(SpeculationConfig)}
+        speculation = {name: value for name, value in options.items() if name in names}
+        engine = {name: value for name, value in options.items() if name not in names}
+        for name in engine.keys() - {f.name for f in fields(EngineConfig)}:
+            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
+        return cls(model, tokenizer, seed, EngineConfig(**engine), SpeculationConfig(**speculation))
+
+
+def llm_signature() -> Signature:
+    """Return the signature of `LLM.__init__`, with every option."""
+    options = [f for config in (EngineConfig, SpeculationConfig) for f in fields(config)]
+    kind, positional = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+    return Signature(
+        [
+            Parameter("self", positional),
+            Parameter("model", positional, annotation="str"),
+            Parameter("tokenizer", kind, default=None, annotation="str | None"),
+            Parameter("seed", kind, default=0, annotation="int"),
+            *(Parameter(f.name, kind, default=f.default, annotation=f.type) for f in options),
+        ],
+        return_annotation=None,
+    )
 
 
 @dataclass(frozen=True)

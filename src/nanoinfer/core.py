@@ -29,13 +29,14 @@ from nanoinfer import isolation, processes, request_outputs
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
 from nanoinfer.isolation import Faults
+from nanoinfer.observer import ENGINE, SAMPLER, NoObserver, Observer
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.request_outputs import Logprobs
-from nanoinfer.sampling.params import SamplingParams
-from nanoinfer.sampling.sampler import Sampled, SamplerRow, not_finite
+from nanoinfer.sampling.sampler import Sampled, Sampler, not_finite
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
-from nanoinfer.scheduling.sequence import Request, RequestParams, Sequence
+from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoinfer")
 
-Sampler = Callable[["Tensor", Seq[SamplerRow]], list[Sampled]]
 T = TypeVar("T")
 HAND_OVER_SEC = 1e-4  # a lock of Python's is not fair: a thread that steps in a loop must let the others have it
 
@@ -82,6 +82,7 @@ class Core:
         self._vocab_size = vocab_size
         self._clock = clock
         self.speculator = speculator
+        self.observer: Observer = NoObserver()
         self._overlap = ahead
         self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
@@ -108,7 +109,7 @@ class Core:
         Args:
             prompt: its text; None where token ids were given.
             token_ids: the prompt, in range.
-            params: checked against the model by the caller. max_tokens=None becomes a number here.
+            params: checked against the model by the caller.
             seed: of its random numbers.
             end_token_ids: the model's end-of-text tokens.
 
@@ -116,8 +117,7 @@ class Core:
             NanoinferError: it can never run here (see `Scheduler.check`).
         """
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
-        params = params.bounded(self.engine.limits.block_size + 1 - len(token_ids))
-        request = Request(next(self._ids), prompt, token_ids, cast(RequestParams, params), seed, tuple(sorted(end)))
+        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)))
         request.arrival_sec = self._clock()
         for i in range(params.n):
             stream = self._tokenizer.stream(token_ids) if self._tokenizer else None
@@ -137,19 +137,6 @@ class Core:
                 if self._overlap is not None:
                     self._overlap.add(request)
                 self.scheduler.add(request)
-
-    def add(
-        self,
-        prompt: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        seed: int,
-        end_token_ids: tuple[int, ...] = (),
-    ) -> Request:
-        """Make a request, queue it and return it: see `make`."""
-        request = self.make(prompt, token_ids, params, seed, end_token_ids)
-        self.submit([request])
-        return request
 
     def cancel(self, requests: Seq[Request]) -> None:
         """End requests before the next step. Takes no lock, so that a finalizer may call it at any point of a step."""
@@ -300,7 +287,8 @@ class Core:
         work = self.scheduler.schedule()
         if not work:
             return None
-        in_flight = ahead.launch(work, self._batch(work, SpecStep()))
+        with self.observer.span(ENGINE):
+            in_flight = ahead.launch(work, self._batch(work, SpecStep()))
         self.scheduler.defer(work)
         return in_flight
 
@@ -328,8 +316,11 @@ class Core:
         """
         done = isolation.propose(speculator, work, faults) if speculator is not None else SpecStep()
         start = self._clock()
-        logits = self.engine.extend(self._batch(work, done))
-        kept = self._draw(work, done, logits, speculator.rule if speculator is not None else "reproduce", faults)
+        batch, rule = self._batch(work, done), speculator.rule if speculator is not None else "reproduce"
+        with self.observer.span(ENGINE):
+            logits = self.engine.extend(batch)
+        with self.observer.span(SAMPLER):
+            kept = self._draw(work, done, logits, rule, faults)
         tokens = [[drawn.token_id for drawn in some] for some in kept]
         now = self._clock()
         for s, some in zip(drawing(work), kept, strict=True):
@@ -376,7 +367,7 @@ class Core:
             at += count
         if len(rows) > at:
             logits = logits[rows]
-        groups = [(cast("SamplerRow", s), done.proposals.get(s)) for s in drawing(work)]
+        groups = [(s, done.proposals.get(s)) for s in drawing(work)]
         return isolation.draw_tokens(self._sampler, logits[:, : self._vocab_size], groups, rule, faults)
 
     def _close(self, ended: list[Sequence]) -> None:

@@ -7,13 +7,14 @@ other, so the others get the tokens that they would have got.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanoinfer.errors import one_line
-from nanoinfer.sampling.sampler import Sampled
+from nanoinfer.sampling.sampler import Sampled, Sampler
 from nanoinfer.scheduling.scheduler import Work
 from nanoinfer.speculative.speculator import SpecStep, Speculator
-from nanoinfer.speculative.verify import Group, Sampler, draw
+from nanoinfer.speculative.verify import Group, draw
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,7 @@ def propose(speculator: Speculator, work: list[Work], faults: Faults) -> SpecSte
 
 
 def draw_tokens(
-    sampler: Sampler, logits: Tensor, groups: list[Group], rule: str, faults: Faults
+    sampler: Sampler, logits: Tensor, groups: Sequence[Group], rule: str, faults: Faults
 ) -> list[list[Sampled]]:
     """Return the tokens of each group, as `verify.draw` does; none where it is at fault, which `faults` then says."""
     try:

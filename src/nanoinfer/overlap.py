@@ -95,7 +95,7 @@ class OverlapScheduler:
         return not self._held_back
 
     def _refuses(self, request: Request) -> bool:
-        return self._sampler.covers(cast(SamplerRow, request.sequences[0])) is not None
+        return self._sampler.covers(request.sequences[0]) is not None
 
     def launch(self, work: list[Work], batch: StepBatch) -> InFlightStep:
         """Start a step.
@@ -118,7 +118,7 @@ class OverlapScheduler:
         position = sequence.num_output_tokens + sequence.num_inflight_tokens
         if slot.position != position:
             assert not sequence.num_inflight_tokens, "a token that has not been read cannot be told to the sampler"
-            self._sampler.assign(slot.number, cast(SamplerRow, sequence))
+            self._sampler.assign(slot.number, sequence)
             slot.position = position
         return slot
 
@@ -141,7 +141,7 @@ def overlap_scheduler(engine: Engine, vocab_size: int, device: torch.device) -> 
         vocab_size: tokens that may be drawn.
         device: the engine's.
     """
-    if device.type != "cuda" or not hasattr(engine, "step"):
+    if device.type != "cuda" or not engine.can_overlap:
         return None  # on a CPU a step is computed when it is called: there is nothing to overlap
     from nanoinfer.sampling import triton
 

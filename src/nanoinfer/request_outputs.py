@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from nanoinfer.models.tokenizers import decode
@@ -15,7 +15,6 @@ from nanoinfer.outputs import (
     RequestOutput,
     SpeculationMetrics,
 )
-from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sampler import Sampled
 from nanoinfer.scheduling.sequence import Request, Sequence
 
@@ -39,7 +38,7 @@ class Logprobs:
 
     def of(self, sequence: Sequence) -> list[dict[int, Logprob]] | None:
         """Return them for each output token; None where none were asked for."""
-        if cast(SamplingParams, sequence.params).logprobs is None:
+        if sequence.params.logprobs is None:
             return None
         return self._of.get(sequence, [])[: sequence.num_output_tokens]  # less tokens drawn past the output's end
 

@@ -9,7 +9,7 @@ from typing import Any
 from nanoinfer.bench.prompts import Passages, cut_prompt, repeat_prompt
 from nanoinfer.checks import require_choice, require_int
 from nanoinfer.config import DTYPES, SpeculationConfig
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 SAMPLERS: dict[str, dict[str, Any]] = {  # name -> fields of SamplingParams
     "greedy": {"temperature": 0.0},

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from nanoinfer.bench.case import Case
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.registry import ENGINES
+from nanoinfer.kv.plan import SLOTS, slot_tokens
 
 PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights; one that drives a GPU takes twice that
 CONTEXT_BYTES = 1 << 30  # of a GPU: what a process holds there before any weights (CUDA's context, cuBLAS' workspace)
@@ -51,8 +52,8 @@ def needs(case: Case, config: ModelConfig, weights: int) -> list[int]:
     if case.device == "cpu":
         return [PROCESS_BYTES + 2 * weights + tokens * config.kv_bytes_per_token(4)]
     size = 4 if case.dtype == "float32" else 2
-    if case.backend in ENGINES and ENGINES[case.backend].has_slots:
-        tokens = case.batch * ENGINES[case.backend].slot_tokens(config.block_size)  # reserved, used or not
+    if case.backend in ENGINES and (layout := ENGINES[case.backend].memory) in SLOTS:
+        tokens = case.batch * slot_tokens(layout, config.block_size)  # reserved, used or not
     logits = 4 * case.batch * config.vocab_size * 4  # and what a sampler makes of them
     held = CONTEXT_BYTES + weights * size // 4 + tokens * config.kv_bytes_per_token(size) + logits
     return [2 * PROCESS_BYTES + 2 * weights, held]

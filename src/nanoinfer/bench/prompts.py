@@ -75,7 +75,7 @@ def _sample(model: str) -> list[list[int]]:
     """
     from nanoinfer.llm import LLM
     from nanoinfer.models.checkpoints.load import split_wide
-    from nanoinfer.sampling.params import SamplingParams
+    from nanoinfer.sampling_params import SamplingParams
 
     source = split_wide(model)[0] if model.startswith("wide:") else model
     llm = LLM(source, device="cpu")

@@ -18,7 +18,7 @@ import typer
 from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import print_json
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import read_text
 from nanoinfer.progress import ProgressBar
@@ -42,7 +42,7 @@ def evaluate(
 
     from nanoinfer.llm import LLM
 
-    llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config))
+    llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config))
     start = time.perf_counter()
     with ProgressBar("eval") as bar:
         try:

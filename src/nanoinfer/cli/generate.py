@@ -22,11 +22,11 @@ import typer
 
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import complain, print_json
-from nanoinfer.config import EngineConfig, SpeculationConfig
+from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.files import read_text
 from nanoinfer.outputs import Delta, RequestOutput
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 ModelFlag = Annotated[
     str,
@@ -81,7 +81,7 @@ def generate(
 
     from nanoinfer.llm import LLM
 
-    llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config), **dataclasses.asdict(speculation))
+    llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation))
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises: says why there is no text to print
     ids, stream = llm.stream_outputs(given, params)

@@ -23,12 +23,12 @@ from nanoinfer.checks import require_int
 from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import finite_json
-from nanoinfer.config import EngineConfig
+from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoinfer.bench.profile import Profile, ProfileRow
+    from nanoinfer.profiling.profile import Profile, ProfileRow
 
 NUM_OPERATORS = 12  # shown one by one; --json has them all
 PROMPT_TOKENS = 32
@@ -64,11 +64,11 @@ def profile(
     with _new_file(trace) if trace is not None else nullcontext() as partial:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its start on stderr otherwise
 
-        from nanoinfer.bench.profile import profile as run
-        from nanoinfer.bench.recording import random_prompts
         from nanoinfer.llm import LLM
+        from nanoinfer.profiling.profile import profile as run
+        from nanoinfer.profiling.recording import random_prompts
 
-        llm = LLM(model, tokenizer=tokenizer, **dataclasses.asdict(engine_config))
+        llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config))
         given = random_prompts(llm, 1, num_prompt_tokens) if prompt is None else prompt
         result = run(llm, given, params, decode_only=decode_only, trace=partial)
     text = finite_json(dataclasses.asdict(result))
@@ -128,12 +128,12 @@ def _show(p: Profile) -> None:
             f"{p.model} on {p.engine}, {p.device}, {p.dtype}; {what}: {p.num_tokens:,} tokens in {p.num_steps:,} steps"
         )
         console.print(f"\nby part of the model, of {_times(p.wall_sec, p)}")
-        console.print(_table("part", p.parts, p))
+        console.print(_table("part", [row for row in p.parts if row.calls or row.self_sec], p))
         if not p.tells_apart:
             console.print(f"{p.engine} runs the model in a call of its own: its parts are not told apart.")
         console.print(f"\nby operator, of {_times(p.profiled_sec, p)} under torch's profiler")
         first, rest = p.operators[:NUM_OPERATORS], p.operators[NUM_OPERATORS:]
-        console.print(_table("operator", [*first, _summed(rest), _no_operator(p)], p))
+        console.print(_table("operator", [*first, *([_summed(rest)] if rest else []), _no_operator(p)], p))
         console.print(f"\n{p.operator_calls_per_token:,.1f} operator calls a token, inner ones included", end="")
         launches = p.kernel_launches_per_token
         console.print("" if launches is None else f"; {launches:,.1f} kernel launches a token")
@@ -152,7 +152,7 @@ def _times(seconds: float, p: Profile) -> str:
 
 def _summed(rows: list[ProfileRow]) -> ProfileRow:
     """Return one row for several."""
-    from nanoinfer.bench.profile import ProfileRow
+    from nanoinfer.profiling.profile import ProfileRow
 
     calls, seconds, share = (sum(getattr(r, f) for r in rows) for f in ("calls", "self_sec", "share_percent"))
     return ProfileRow(f"{len(rows)} more", calls, seconds, share)
@@ -160,7 +160,7 @@ def _summed(rows: list[ProfileRow]) -> ProfileRow:
 
 def _no_operator(p: Profile) -> ProfileRow:
     """Return the row of the time in which no operator ran, or on a GPU no kernel."""
-    from nanoinfer.bench.profile import ProfileRow
+    from nanoinfer.profiling.profile import ProfileRow
 
     total = _summed(p.operators)
     name = "none: Python, the profiler" if p.kernel_launches_per_token is None else "none: the GPU waits"

@@ -14,12 +14,14 @@ without torch can take one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType, Protocol
 
+from nanoinfer.config import EngineLimits, ModelConfig
+
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Handle = NewType("Handle", int)
 """Names one open sequence of one engine. Never reused."""
@@ -54,22 +56,15 @@ class StepBatch:
         self.num_logits.append(num_logits)
 
 
-@dataclass(frozen=True)
-class EngineLimits:
-    """What an engine can hold."""
-
-    max_num_seqs: int
-    """Sequences open at a time."""
-    block_size: int
-    """Tokens in one sequence."""
-    max_num_cached_tokens: int
-    """Tokens in all open sequences together."""
-
-
 class Engine(Protocol):
     """A rung of the ladder. Not thread-safe: one caller at a time."""
 
+    config: ModelConfig
     limits: EngineLimits
+    can_overlap: bool
+    """Whether it is an `OverlapEngine`."""
+    model: nn.Module | None
+    """The reference model that the steps run, module by module; None where they do not."""
 
     def open(self) -> Handle:
         """Return an empty sequence. Raises NanoinferError when max_num_seqs are open."""
@@ -86,6 +81,10 @@ class Engine(Protocol):
             NanoinferError: an unknown or repeated handle, a token outside the vocabulary, counts that do not
                 add up, or a sequence past `block_size`. Nothing has changed then.
         """
+        ...
+
+    def part_seconds(self) -> Mapping[str, float]:
+        """Return where the time of all steps so far went, by part of the model; empty where it is not measured."""
         ...
 
     def hidden(self) -> Tensor:

@@ -45,11 +45,6 @@ def round_up(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def with_padding(block_size: int) -> int:
-    """Return the columns of a slot whose column block_size takes what is written for padding: a multiple of 16."""
-    return -(-(block_size + 1) // 16) * 16
-
-
 @dataclass(frozen=True)
 class BucketLimits:
     """What calls may be made for."""

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
-from nanoinfer.engines.base import EngineLimits
+from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import StaticShapeEngine, Step, run_block
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.gpt import GPT, Block
@@ -36,6 +37,7 @@ class CompiledEngine(StaticShapeEngine):
     Args:
         model: the weights, on the device and in the dtype to compute in.
         limits: what the engine may hold.
+        config: not used.
         backend: of torch.compile.
 
     Raises:
@@ -44,8 +46,15 @@ class CompiledEngine(StaticShapeEngine):
 
     min_context = 256  # fewer shapes to compile
 
-    def __init__(self, model: GPT, limits: EngineLimits, *, backend: str | Callable[..., object] = "inductor") -> None:
-        super().__init__(model, limits)
+    def __init__(
+        self,
+        model: GPT,
+        limits: EngineLimits,
+        config: EngineConfig = DEFAULTS,
+        *,
+        backend: str | Callable[..., object] = "inductor",
+    ) -> None:
+        super().__init__(model, limits, config)
         self._backend = backend
         self._compiled: dict[tuple[torch.Size, int, bool], RunBlock] = {}
 

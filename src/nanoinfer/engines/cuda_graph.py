@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nanoinfer.engines.base import EngineLimits
+from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.graphs import CudaRecorder, Graphs, Recorder
+from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import Output, StaticShapeEngine
 from nanoinfer.models.gpt import GPT
 
@@ -32,7 +33,7 @@ class CudaGraphEngine(StaticShapeEngine):
     Args:
         model: the weights, on a CUDA device.
         limits: what the engine may hold.
-        graph_memory: bytes that captured graphs may take; None: an eighth of what is free when the engine starts.
+        config: graph_memory is used; None: an eighth of what is free when the engine starts.
         recorder: makes graphs; None: CUDA's own.
 
     Raises:
@@ -43,13 +44,12 @@ class CudaGraphEngine(StaticShapeEngine):
         self,
         model: GPT,
         limits: EngineLimits,
+        config: EngineConfig = DEFAULTS,
         *,
-        graph_memory: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(model, limits)
-        if graph_memory is None:
-            graph_memory = free_memory(self.device) // 8
+        super().__init__(model, limits, config)
+        graph_memory = config.graph_memory if config.graph_memory is not None else free_memory(self.device) // 8
         self.graphs: Graphs[Output] = Graphs(recorder or CudaRecorder(self.device), graph_memory)
 
     def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], Output]) -> Output:

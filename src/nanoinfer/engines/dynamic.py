@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
+from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine, causal_mask
 from nanoinfer.models.gpt import GPT, Attend
 
@@ -27,8 +29,8 @@ LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each (H, T, D)
 class DynamicEngine(TorchEngine):
     """One list of (keys, values) per sequence, a pair for each layer."""
 
-    def __init__(self, model: GPT, limits: EngineLimits) -> None:
-        super().__init__(model, limits)
+    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
+        super().__init__(model, limits, config)
         self._kv: dict[Handle, list[LayerKV]] = {}
 
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:

@@ -14,14 +14,23 @@ int8 and int4 to 8 bits, a scale for every 64 of them; sums, layer norms, softma
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from nanoinfer import environment
-from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
-from nanoinfer.engines.sequences import Sequences
+from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.errors import NanoinferError
+from nanoinfer.kv.plan import resolve_cache_dtype
 from nanoinfer.models.checkpoints.weights import Weights
+
+SHAPE = (
+    "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_dim", "activation", "tie_word_embeddings",
+    "layer_norm_epsilon",
+)  # fmt: skip
 
 
 class NativeEngine(Sequences):
@@ -30,46 +39,18 @@ class NativeEngine(Sequences):
     Args:
         weights: each is packed as it comes, and not kept.
         limits: what the engine may hold.
-        quantization: int8, int4, or None for the weights' own type.
-        kv_cache_dtype: float32, bfloat16 or int8; auto: see `resolve_cache_dtype`.
-        threads: None is the CPUs that this process may use.
+        config: quantization, kv_cache_dtype and threads are used.
 
     Raises:
         NanoinferError: an instruction set that this CPU lacks is forced, or the memory does not suffice.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        limits: EngineLimits,
-        *,
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
-        threads: int | None = None,
-    ) -> None:
+    def __init__(self, weights: Weights, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         from nanoinfer._native import Decoder
 
         super().__init__(weights.config, limits)
-        c = weights.config
-        dtype = str(weights.dtype).removeprefix("torch.")
         try:
-            self._decoder = Decoder(
-                vocab_size=c.vocab_size,
-                block_size=c.block_size,
-                n_layer=c.n_layer,
-                n_head=c.n_head,
-                n_embd=c.n_embd,
-                mlp_dim=c.mlp_dim,
-                activation=c.activation,
-                tied=c.tie_word_embeddings,
-                epsilon=c.layer_norm_epsilon,
-                weights=quantization or dtype,
-                cache=resolve_cache_dtype(kv_cache_dtype, dtype, quantization),
-                max_num_seqs=limits.max_num_seqs,
-                max_num_cached_tokens=limits.max_num_cached_tokens,
-                threads=threads or environment.num_cpus(),
-                isa=environment.isa(),
-            )
+            self._decoder = Decoder(decoder_options(weights, limits, config))
         except (ValueError, RuntimeError) as e:  # RuntimeError: threads cannot be created
             raise NanoinferError(f"engine=native: {e}") from None
         except MemoryError:
@@ -140,14 +121,15 @@ class NativeEngine(Sequences):
         self._handles.clear()
 
 
-def resolve_cache_dtype(kv_cache_dtype: str, dtype: str, quantization: str | None) -> str:
-    """Return the type of keys and values: the one asked for, or for auto the one as wide as the weights.
+def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig) -> Any:
+    """Return what the decoder in C++ is made from. An attribute that it does not have is an AttributeError."""
+    from nanoinfer._native import DecoderOptions
 
-    Eight bits beside int4 too: keys and values in 8 bits move the words of the built-in model no further than in 16
-    (docs/quality.md), and many or long texts read more of them than of weights.
-    """
-    if kv_cache_dtype != "auto":
-        return kv_cache_dtype
-    if quantization is not None:
-        return "int8"
-    return "float32" if dtype == "float32" else "bfloat16"
+    options, dtype = DecoderOptions(), str(weights.dtype).removeprefix("torch.")
+    for name in SHAPE:
+        setattr(options, name, getattr(weights.config, name))
+    options.weights = config.quantization or dtype
+    options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization)
+    options.max_num_seqs, options.max_num_cached_tokens = limits.max_num_seqs, limits.max_num_cached_tokens
+    options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()
+    return options

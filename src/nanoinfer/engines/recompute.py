@@ -15,7 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
+from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine
 from nanoinfer.models.gpt import GPT, causal_attention
 
@@ -23,8 +25,8 @@ from nanoinfer.models.gpt import GPT, causal_attention
 class RecomputeEngine(TorchEngine):
     """Keeps token ids only."""
 
-    def __init__(self, model: GPT, limits: EngineLimits) -> None:
-        super().__init__(model, limits)
+    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
+        super().__init__(model, limits, config)
         self._tokens: dict[Handle, list[int]] = {}
 
     def _run(self, batch: StepBatch) -> Tensor:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanoinfer import processes
-from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
-from nanoinfer.engines.base import Engine, EngineLimits
-from nanoinfer.engines.buckets import with_padding
+from nanoinfer.config import DTYPES, EngineConfig, EngineLimits
+from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.kv.plan import plan_limits
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from nanoinfer.models.checkpoints.weights import Weights
 
 log = logging.getLogger("nanoinfer")
-
-DEFAULT_MAX_NUM_SEQS = 64
-KV_BLOCK = 16
-"""Tokens in a block of the native engine's cache."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +38,15 @@ class EngineSpec:
     dtypes: tuple[str, ...] = DTYPES
     quantizations: tuple[str, ...] = ()
     memory: str = "tokens"
-    """What keys and values take: "none", "tokens" (grows with the text), "slots" (a full text each), "padded slots"
-    (and room for padding) or "blocks" (of one pool, of KV_BLOCK tokens)."""
+    """How it keeps keys and values: one of kv.plan.LAYOUTS."""
     options: tuple[str, ...] = ()
-    """Fields of EngineConfig that the engine takes beside the model and its limits."""
+    """Fields of EngineConfig that the engine takes beside those that decide its limits; others are errors."""
     module: str | None = None
-    """A package outside the requirements that it needs."""
+    """Optional dependency (import name)."""
     native: bool = False
     """Whether it needs the native extension, and takes the weights one at a time instead of a model."""
     preferred: bool = True
     """Whether `auto` takes it where another engine does what is asked for, too."""
-
-    @property
-    def has_slots(self) -> bool:
-        """Whether it reserves memory for a full text of each sequence."""
-        return self.memory in ("slots", "padded slots")
-
-    def slot_tokens(self, block_size: int) -> int:
-        """Return the tokens that a sequence's slot has memory for."""
-        return with_padding(block_size) if self.memory == "padded slots" else block_size
 
     def unavailable(self) -> str | None:
         """Return why this engine cannot run on this machine, or None."""
@@ -189,7 +175,7 @@ def build(
     Args:
         spec: from `resolve`.
         weights: in the dtype to compute in.
-        config: for max_num_seqs and kv_cache_memory.
+        config: from `resolve`, too: fields that the engine does not take are neutral.
         device: where to compute.
         limits: what it must hold, where that is settled; None: see `plan_limits`.
 
@@ -205,83 +191,11 @@ def build(
     module, _, name = spec.target.partition(":")
     model = weights if spec.native else weights.gpt(device)
     if limits is None:
-        limits = plan_limits(weights.config, config, spec, weights.dtype.itemsize, device)
-    options = {field: getattr(config, field) for field in spec.options}
-    engine: Engine = getattr(importlib.import_module(module), name)(model, limits, **options)
+        from nanoinfer.engines.devices import free_memory
+
+        limits = plan_limits(weights.config, config, spec.memory, dtype_name(weights.dtype), free_memory(device))
+    engine: Engine = getattr(importlib.import_module(module), name)(model, limits, config)
     return engine
-
-
-def plan_limits(
-    model: ModelConfig, config: EngineConfig, spec: EngineSpec, bytes_per_value: int, device: torch.device
-) -> EngineLimits:
-    """Return how many sequences and tokens an engine may hold.
-
-    kv_cache_memory is a hard limit where it is given; where it is not, a quarter of the free memory is used,
-    and at least one full-length text is allowed. An engine with slots reserves a full-length one for each
-    sequence; the others share their tokens freely.
-
-    Raises:
-        NanoinferError: kv_cache_memory does not hold what max_num_seqs asks for, or not even one text.
-    """
-    wanted = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
-    if spec.memory == "none":
-        return EngineLimits(wanted, model.block_size, wanted * model.block_size)
-    if spec.memory == "blocks":
-        return _plan_blocks(model, config, {4: "float32", 2: "bfloat16"}[bytes_per_value], wanted, device)
-    per_token = model.kv_bytes_per_token(bytes_per_value)
-    budget = _budget(config, device)
-    full = per_token * spec.slot_tokens(model.block_size)
-    fitting = budget // full  # full-length texts
-    needed = config.max_num_seqs or 1 if spec.has_slots else 1
-    if config.kv_cache_memory is not None and fitting < needed:
-        raise NanoinferError(
-            f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for {needed} sequences of"
-            f" {model.block_size} tokens ({needed * full:,} bytes): raise it, or lower"
-            " max_num_seqs"
-        )
-    if spec.has_slots:
-        count = config.max_num_seqs or max(1, min(wanted, fitting))
-        return EngineLimits(count, model.block_size, count * model.block_size)
-    tokens = min(wanted * model.block_size, max(model.block_size, budget // per_token))
-    return EngineLimits(wanted, model.block_size, tokens)
-
-
-def _budget(config: EngineConfig, device: torch.device) -> int:
-    """Return the bytes for keys and values."""
-    from nanoinfer.engines.devices import free_memory
-
-    return config.kv_cache_memory if config.kv_cache_memory is not None else free_memory(device) // 4
-
-
-def _plan_blocks(
-    model: ModelConfig, config: EngineConfig, dtype: str, wanted: int, device: torch.device
-) -> EngineLimits:
-    """Return limits whose pool fits: the blocks of the tokens, and one more a sequence that is only partly used."""
-    from nanoinfer.engines.native import resolve_cache_dtype
-
-    per_block = kv_block_bytes(model, resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization))
-    budget = _budget(config, device)
-    one_text, num_blocks = -(-model.block_size // KV_BLOCK), budget // per_block
-    needed = one_text + (config.max_num_seqs or 1)
-    if num_blocks < needed:
-        if config.kv_cache_memory is not None:
-            raise NanoinferError(
-                f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for {config.max_num_seqs or 1}"
-                f" sequences of which one has {model.block_size} tokens ({needed * per_block:,} bytes): raise it, or"
-                " lower max_num_seqs"
-            )
-        num_blocks = needed
-    # Not asked for a number: at most a quarter of the blocks are kept for partly used ones.
-    num_seqs = config.max_num_seqs or min(wanted, max(1, num_blocks // 4), num_blocks - one_text)
-    tokens = min(num_seqs * one_text, num_blocks - num_seqs) * KV_BLOCK
-    return EngineLimits(num_seqs, model.block_size, min(tokens, num_seqs * model.block_size))
-
-
-def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
-    """Return the bytes of one block of the native engine's cache (CacheShape::block_bytes in kernels/cpu/cache.cpp)."""
-    values = (model.head_dim + -(-model.head_dim // 16) * 16) * KV_BLOCK  # keys, and values padded to a vector
-    part = values + 2 * KV_BLOCK * 4 if cache_dtype == "int8" else values * {"float32": 4, "bfloat16": 2}[cache_dtype]
-    return model.n_layer * model.n_head * (-(-part // 64) * 64)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

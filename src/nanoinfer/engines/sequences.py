@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from nanoinfer import processes
-from nanoinfer.config import ModelConfig
-from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
+from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.errors import NanoinferError
+
+DEFAULTS = EngineConfig()
 
 
 class Sequences:
@@ -20,6 +23,8 @@ class Sequences:
 
     survives_fork = True
     """Whether a forked child can use the parent's engine: not where it is on a GPU."""
+    can_overlap = False
+    model: Any = None
 
     def __init__(self, config: ModelConfig, limits: EngineLimits) -> None:
         self.config = config
@@ -74,6 +79,10 @@ class Sequences:
     def handles(self) -> Collection[Handle]:
         """The open sequences."""
         return self._lengths.keys()
+
+    def part_seconds(self) -> Mapping[str, float]:
+        """Return where the time of all steps so far went: not measured."""
+        return {}
 
     def reset(self) -> None:
         """Close all sequences, also where an exception came in the middle of a call."""

@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.engines.base import EngineLimits, Handle, StepBatch
+from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine, causal_mask
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.gpt import GPT, Attend
@@ -29,8 +31,8 @@ from nanoinfer.models.gpt import GPT, Attend
 class StaticEngine(TorchEngine):
     """Keys and values in two tensors, (L, slots, H, block_size, D)."""
 
-    def __init__(self, model: GPT, limits: EngineLimits) -> None:
-        super().__init__(model, limits)
+    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
+        super().__init__(model, limits, config)
         self._cache = SlotCache(self.config, limits.max_num_seqs, limits.block_size, self.dtype, self.device)
 
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:

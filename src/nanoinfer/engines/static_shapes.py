@@ -27,13 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines import buckets
-from nanoinfer.engines.base import PENDING, Draw, EngineLimits, Handle, StepBatch
-from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch, with_padding
-from nanoinfer.engines.sequences import Sequences
+from nanoinfer.engines.base import PENDING, Draw, Handle, StepBatch
+from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch
+from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.engines.torch_engine import lay_out
 from nanoinfer.engines.transfers import PendingTokens, StepInputs, pick
 from nanoinfer.errors import NanoinferError
+from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.gpt import GPT, Block
 
@@ -75,21 +77,25 @@ class StaticShapeEngine(Sequences):
     Args:
         model: the weights, on the device and in the dtype to compute in.
         limits: what the engine may hold.
+        config: options of rungs that have some (EngineSpec.options).
 
     Raises:
         NanoinferError: the keys and values do not fit the device.
     """
 
+    can_overlap = True
     min_context = 64
     """Tokens of the smallest context that is read."""
 
-    def __init__(self, model: GPT, limits: EngineLimits) -> None:
+    model: GPT
+
+    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model.config, limits)
         self.model = model
         self.device = model.lm_head.weight.device
         self.survives_fork = self.device.type == "cpu"
         self.dtype = model.lm_head.weight.dtype
-        columns = with_padding(limits.block_size)
+        columns = slot_tokens("padded slots", limits.block_size)
         self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)
         self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=self.device)
         """The token drawn last in each slot; one more for rows that draw nothing."""
@@ -216,14 +222,14 @@ class StaticShapeEngine(Sequences):
 
     def _forward(self, step: Step) -> Tensor:
         """Return the final hidden states, (R, n, C), having stored the new keys and values."""
-        parts = self.model.transformer
-        x = parts["wte"](step.idx) + parts["wpe"](step.pos.clamp(max=self.limits.block_size - 1))
         unseen = torch.arange(step.context, device=self.device) > step.pos[..., None]  # (R, n, context)
         mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
         mask = mask.masked_fill_(unseen, float("-inf"))[:, None]  # added to the scores of all layers and heads
-        for layer, block in enumerate(self.model.blocks):
-            x = self._block(block, x, self._cache.k[layer], self._cache.v[layer], step, mask)
-        return parts["ln_f"](x)  # type: ignore[no-any-return]
+
+        def run_block(layer: int, block: Block, x: Tensor) -> Tensor:
+            return self._block(block, x, self._cache.k[layer], self._cache.v[layer], step, mask)
+
+        return self.model.hidden(step.idx, step.pos.clamp(max=self.limits.block_size - 1), run_block=run_block)
 
     def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: Step, mask: Tensor) -> Tensor:
         """Return one block's output, (R, n, C)."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanoinfer.engines.base import EngineLimits, StepBatch
-from nanoinfer.engines.sequences import Sequences
+from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.models.gpt import GPT, Attend
 
 
@@ -25,9 +26,12 @@ class TorchEngine(Sequences):
     Args:
         model: the weights, on the device and in the dtype to compute in.
         limits: what the engine may hold.
+        config: options of rungs that have some (EngineSpec.options).
     """
 
-    def __init__(self, model: GPT, limits: EngineLimits) -> None:
+    model: GPT
+
+    def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model.config, limits)
         self.model = model
         self.device = model.lm_head.weight.device

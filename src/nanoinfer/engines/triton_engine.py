@@ -17,7 +17,6 @@ The residual stream of a fused step is float32; what meets a weight is in the we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -25,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.engines.base import EngineLimits
+from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
+from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import Step
 from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.persistent import Cache, Linear, Stack, decode_step
 from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, MAX_ROWS, Epilogue, Norm, Pages, product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
 from nanoinfer.kernels.triton.rows import embed, layer_norm
@@ -41,7 +40,7 @@ PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
 
 @dataclass(frozen=True)
-class Launches:
+class LaunchCounts:
     """How many kernels a fused step starts."""
 
     per_layer: int
@@ -56,10 +55,8 @@ class TritonEngine(CudaGraphEngine):
     Args:
         model: the weights, on the device and in the dtype to compute in. Quantized ones are taken out of it.
         limits: what the engine may hold.
-        quantization: None, "int8" or "int4": of the layers' weights and the output head; embeddings stay as they are.
-        persistent: run steps of one token in one launch (kernels/triton/persistent.py). Off: neither its speed nor its
-            barrier has been seen on a GPU, all of whose multiprocessors it must have for itself.
-        graph_memory: bytes that captured graphs may take: see CudaGraphEngine.
+        config: graph_memory and quantization are used, the latter for the layers' weights and the output head;
+            embeddings stay as they are.
         recorder: makes graphs; None: CUDA's own.
 
     Raises:
@@ -71,14 +68,12 @@ class TritonEngine(CudaGraphEngine):
         self,
         model: GPT,
         limits: EngineLimits,
+        config: EngineConfig = DEFAULTS,
         *,
-        quantization: str | None = None,
-        persistent: bool = False,
-        graph_memory: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(model, limits, graph_memory=graph_memory, recorder=recorder)
-        pack = PACK[quantization]
+        super().__init__(model, limits, config, recorder=recorder)
+        quantization, pack = config.quantization, PACK[config.quantization]
         self._gelu = GELU_TANH if self.config.activation == "gelu_new" else GELU_ERF
         self._processors = multiprocessors(self.device)
         self._weights: dict[str, Weight] = {}
@@ -93,20 +88,16 @@ class TritonEngine(CudaGraphEngine):
         self._wte, self._wpe = (table.weight for table in tables)
         model.tie_weights()
         self._head_weight = pack(model.lm_head.weight)
-        self._stack = stack_of(self) if persistent else None
         self._layers = {block: layer for layer, block in enumerate(model.blocks)} if quantization else {}
 
-    def launches(self, rows: int, num_new: int, context: int) -> Launches:
+    def launches(self, rows: int, num_new: int, context: int) -> LaunchCounts:
         """Return what a step of (rows, num_new) tokens starts, rows * num_new <= 16, at a context bucket."""
         tokens, bits = rows * num_new, 8 * self._cache.k.itemsize
-        if self._stack is not None and tokens == 1:
-            ends = 1 + self._product_launches(self._head_weight, 1)
-            return Launches(0, ends, ends)
         splits = attention_splits(rows * self.config.n_head, context, bits, self._processors)
         per_layer = 2 if splits > 1 else 1
         per_layer += sum(self._product_launches(w, tokens) for w in self._weights.values())
         ends = 2 + self._product_launches(self._head_weight, tokens)
-        return Launches(per_layer, ends, per_layer * self.config.n_layer + ends)
+        return LaunchCounts(per_layer, ends, per_layer * self.config.n_layer + ends)
 
     def _product_launches(self, weight: Weight, rows: int) -> int:
         tile = product_tile(weight.num_outputs, weight.num_inputs, rows, weight.bits, self._processors)
@@ -118,9 +109,6 @@ class TritonEngine(CudaGraphEngine):
         if step.idx.numel() > MAX_ROWS:
             return super()._forward(step)
         M, C = step.idx.numel(), self.config.n_embd
-        if self._stack is not None and M == 1:
-            cache = Cache(self._cache.k, self._cache.v, step.slots, step.pos)
-            return decode_step(self._stack, cache, step.idx, step.context, self._processors).view(1, 1, C)
         pos, idx, table = step.pos.contiguous(), step.idx.contiguous(), step.slots[:, None]
         x = torch.empty(M, C, device=self.device)
         q, y = (torch.empty(M, C, dtype=self.dtype, device=self.device) for _ in range(2))
@@ -168,30 +156,3 @@ def norm_of(module: LayerNorm) -> Norm:
 
 def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
-
-
-def stack_of(engine: TritonEngine) -> Stack:
-    """Return an engine's weights as the persistent kernel takes them: views, and copies of norms and biases."""
-    blocks, parts = engine.model.blocks, engine.model.transformer
-    linears = []
-    for name, weight in engine._weights.items():
-        biases = [cast(nn.Linear, block.get_submodule(name)).bias for block in blocks]
-        linears.append(Linear(weight, _stacked(biases)))
-    norms = [_stacked([getattr(b, n).weight for b in blocks]) for n in ("ln_1", "ln_2")]
-    shifts = [_stacked([getattr(b, n).bias for b in blocks]) for n in ("ln_1", "ln_2")]
-    final = cast(LayerNorm, parts["ln_f"])
-    return Stack(
-        engine._wte,
-        engine._wpe,
-        tuple(linears),
-        norms=(cast(Tensor, norms[0]), shifts[0], cast(Tensor, norms[1]), shifts[1]),
-        final_norm=(final.weight, final.bias),
-        gelu=engine._gelu,
-        eps=engine.config.layer_norm_epsilon,
-    )
-
-
-def _stacked(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """Return vectors of all layers as one tensor, (L, n); None where there are none."""
-    have = [t for t in tensors if t is not None]
-    return torch.stack(have) if have else None

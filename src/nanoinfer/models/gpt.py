@@ -110,6 +110,10 @@ def _embedding(rows: int, columns: int) -> nn.Embedding:
     return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
 
 
+RunBlock = Callable[[int, Block, Tensor], Tensor]
+"""(layer, block, x) -> the block's output, (..., C)."""
+
+
 class GPT(nn.Module):
     """A GPT-2-family language model. Its weights are whatever was there: load them, or call `init_weights`.
 
@@ -150,18 +154,21 @@ class GPT(nn.Module):
         """The blocks, first layer first."""
         return list(cast("nn.ModuleList", self.transformer["h"]))  # type: ignore[arg-type]
 
-    def hidden(self, idx: Tensor, pos: Tensor, attend: Attend) -> Tensor:
-        """Return the final hidden states, (..., C), in the weights' dtype.
+    def hidden(
+        self, idx: Tensor, pos: Tensor, attend: Attend | None = None, *, run_block: RunBlock | None = None
+    ) -> Tensor:
+        """Return the final hidden states, (..., C), in the weights' dtype. Give `attend` or `run_block`.
 
         Args:
             idx: token ids, int64, any shape.
             pos: position of each token in its own window, broadcastable to idx; below block_size.
             attend: which keys and values each query sees.
+            run_block: runs a whole block, attention included: for engines that compile or replace blocks.
         """
         parts = self.transformer
         x = F.dropout(parts["wte"](idx) + parts["wpe"](pos), self.dropout, self.training)
         for layer, block in enumerate(self.blocks):
-            x = block(x, partial(attend, layer))
+            x = run_block(layer, block, x) if run_block is not None else block(x, partial(cast(Attend, attend), layer))
         return parts["ln_f"](x)  # type: ignore[no-any-return]
 
     def forward(self, idx: Tensor) -> Tensor:

@@ -5,24 +5,18 @@ the results and the errors of `sampler.sample`, which stays the definition. test
 the two equal.
 
 Covered: float32 logits on the CPU, every sampling parameter. Not covered: other devices and dtypes, and
-installations without the extension (NANOINFER_NO_NATIVE=1); `choose_sampler` gives the fused sampler (triton.py) or the
-reference for them.
+installations without the extension (NANOINFER_NO_NATIVE=1); choose.py gives another sampler for them.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from nanoinfer.checks import require_choice
-from nanoinfer.config import SAMPLERS
 from nanoinfer.sampling import sampler as reference
-from nanoinfer.sampling import triton
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
 
@@ -31,48 +25,10 @@ try:
 except ImportError:  # built with NANOINFER_NO_NATIVE=1
     _native = None
 
-log = logging.getLogger("nanoinfer")
-
 
 def available() -> bool:
     """Return whether the extension is there."""
-    return hasattr(_native, "sample_rows")
-
-
-Sampler = Callable[[Tensor, Sequence[SamplerRow]], list[Sampled]]
-
-
-def choose_sampler(device: torch.device, prefer: str = "auto") -> Sampler:
-    """Return the sampler for logits on `device`.
-
-    Args:
-        device: where the logits are.
-        prefer: "auto": the native sampler on CPUs, the fused one on CUDA, the reference where those cannot be;
-            "reference"; or "flashinfer": FlashInfer's kernels, whose tokens are not the reference's.
-
-    Raises:
-        NanoinferError: prefer is none of these, or asks for what is not here.
-    """
-    require_choice("sampler", prefer, SAMPLERS)
-    if prefer == "flashinfer":
-        from nanoinfer.sampling import flashinfer
-
-        return flashinfer.choose(device)
-    if prefer == "reference":
-        why_not: str | None = "asked for"
-    elif device.type == "cuda":
-        if (why_not := triton.why_unavailable()) is None:
-            log.debug("sampler: fused (the logits are on %s)", device)
-            return triton.Sample()
-    elif device.type != "cpu":
-        why_not = f"the logits are on {device}"
-    elif not available():
-        why_not = "built without the native extension"
-    else:
-        log.debug("sampler: native")
-        return sample
-    log.debug("sampler: reference (%s)", why_not)
-    return reference.sample
+    return _native is not None
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:

@@ -15,7 +15,7 @@ when top_p is on, and float64 arithmetic over the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import filters
-from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.rng import uniform
+from nanoinfer.sampling_params import SamplingParams
 
 
 class SamplerRow(Protocol):
@@ -75,6 +75,10 @@ class Sampled:
     logprobs: dict[int, tuple[float, int]] | None = None
     """Token id -> (log-probability under the raw logits, rank from 1, the same for equals): the drawn token
     first, then the most likely ones in order. None unless asked for."""
+
+
+Sampler = Callable[[Tensor, Sequence[SamplerRow]], list[Sampled]]
+"""Draws the next token of each row: see `sample`, the definition."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:

@@ -93,7 +93,7 @@ class Scheduler:
 
     def _tokens_needed(self, request: Request) -> int:
         """Return the cached tokens that a request's sequences may grow to."""
-        longest = len(request.prompt_token_ids) + request.params.max_tokens
+        longest = len(request.prompt_token_ids) + request.sequences[0].max_tokens
         return request.params.n * min(longest, self.config.block_size)
 
     def schedule(self) -> list[Work]:

@@ -9,42 +9,14 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.text import OutputText
 
 if TYPE_CHECKING:
     from nanoinfer.outputs import Delta, Logprob
-
-
-class RequestParams(Protocol):
-    """The part of SamplingParams that decides how a text is scheduled and when it ends."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Most tokens to generate."""
-        ...
-
-    @property
-    def min_tokens(self) -> int:
-        """Tokens before which nothing but max_tokens and the context ends the text."""
-        ...
-
-    @property
-    def n(self) -> int:
-        """Number of texts."""
-        ...
-
-    @property
-    def overflow(self) -> str:
-        """stop or slide."""
-        ...
-
-    @property
-    def slide_stride(self) -> int | None:
-        """Tokens forgotten at a time; None is half the context length."""
-        ...
 
 
 def window_start(num_tokens: int, block_size: int, stride: int) -> int:
@@ -67,7 +39,7 @@ class Request:
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
-    params: RequestParams
+    params: SamplingParams
     seed: int
     end_token_ids: tuple[int, ...] = ()
     """Tokens that end a text: the model's end of text (unless ignored) and the stop tokens."""
@@ -119,7 +91,7 @@ class Sequence:
     """What went wrong, for finish_reason error."""
 
     @property
-    def params(self) -> RequestParams:
+    def params(self) -> SamplingParams:
         """The request's parameters."""
         return self.request.params
 
@@ -137,6 +109,13 @@ class Sequence:
     def prompt_token_ids(self) -> list[int]:
         """The prompt."""
         return self.request.prompt_token_ids
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens to generate: as many as the context holds where the parameters leave it open."""
+        if self.params.max_tokens is not None:
+            return self.params.max_tokens
+        return max(1, self.block_size + 1 - len(self.prompt_token_ids), self.params.min_tokens)
 
     @property
     def num_output_tokens(self) -> int:
@@ -159,7 +138,7 @@ class Sequence:
         if not self.num_inflight_tokens:
             return False
         full = self.params.overflow != "slide" and self.num_tokens > self.block_size
-        return full or self.num_output_tokens + self.num_inflight_tokens >= self.params.max_tokens
+        return full or self.num_output_tokens + self.num_inflight_tokens >= self.max_tokens
 
     @property
     def wanted_start(self) -> int:
@@ -182,7 +161,7 @@ class Sequence:
             return self._finish("stop", token_id)
         stop = self.text.push(token_id, may_stop=may_stop)
         full = self.params.overflow != "slide" and len(self.token_ids) > self.block_size
-        ends = self.num_output_tokens >= self.params.max_tokens or full
+        ends = self.num_output_tokens >= self.max_tokens or full
         if stop is None and ends:
             stop = self.text.flush(may_stop=may_stop)
         if stop is not None:

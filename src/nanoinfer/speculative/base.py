@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from nanoinfer.sampling.params import SamplingParams
 from nanoinfer.sampling.sampler import SamplerRow
+from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor

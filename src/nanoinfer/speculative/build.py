@@ -13,18 +13,19 @@ A draft need not be right, so on a CPU its weights are packed in 8 bits whatever
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoinfer.config import EngineConfig, ModelConfig, SpeculationConfig
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, SpeculationConfig
 from nanoinfer.engines import registry
-from nanoinfer.engines.base import Engine, EngineLimits
+from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError
+from nanoinfer.model_info import ModelInfo
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
 from nanoinfer.models.cut import cut
-from nanoinfer.sampling.native import choose_sampler
+from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.base import Drafter
 from nanoinfer.speculative.draft_model import DraftModel
@@ -33,8 +34,6 @@ from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import SIZES, StepCosts, measure_steps
 
 if TYPE_CHECKING:
-    import torch
-
     from nanoinfer.models.checkpoints.weights import Weights
     from nanoinfer.models.tokenizers import Tokenizer
 
@@ -50,21 +49,6 @@ COMPANIONS = {  # target -> its draft; wide:shakespeare:<preset> has shakespeare
 }
 
 
-@dataclass(frozen=True)
-class TargetModel:
-    """What a drafter must fit."""
-
-    name: str
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-    vocab_size: int
-    """Of tokens that may be drawn."""
-    device: torch.device
-    dtype: torch.dtype
-    seed: int
-    """Of random weights."""
-
-
 class DraftFactory:
     """The drafters of one target, each made when it is first asked for, and kept.
 
@@ -73,7 +57,7 @@ class DraftFactory:
         config: of the target's engine; drafts take its threads.
     """
 
-    def __init__(self, target: TargetModel, config: EngineConfig) -> None:
+    def __init__(self, target: ModelInfo, config: EngineConfig) -> None:
         self._target, self._config = target, config
         self._engine: Engine | None = None
         self._loaded: dict[str, tuple[Weights, str | None]] = {}
@@ -135,10 +119,10 @@ class DraftFactory:
 
         target, head = self._target, draft_head.load(folder)
         ours = None if target.tokenizer is None else tokenizers.fingerprint(target.tokenizer)
-        draft_head.check(head.config, target.name, target.config, ours)
+        draft_head.check(head.config, target.source, target.config, ours)
         dtype = torch.float32 if target.device.type == "cpu" else target.dtype
-        weights = load_model(target.name, dtype=target.dtype, seed=target.seed).take()
-        frame = draft_head.frame(head.config, weights, target.name).to(target.device, dtype)
+        weights = load_model(target.source, dtype=target.dtype, seed=target.seed).take()
+        frame = draft_head.frame(head.config, weights, target.source).to(target.device, dtype)
         head = head.to(target.device, dtype)
         log.info("draft: head %s", name)
         sampler = choose_sampler(target.device)
@@ -171,7 +155,7 @@ class DraftFactory:
         if not how.isdecimal() and how not in native.quantizations:
             formats = ", ".join(f"self:{q}" for q in native.quantizations)
             raise NanoinferError(f"draft={name!r} is unknown: use {formats} or self:<number of layers>")
-        weights = load_model(target.name, dtype=target.dtype, seed=target.seed).take()
+        weights = load_model(target.source, dtype=target.dtype, seed=target.seed).take()
         if not how.isdecimal():
             return weights, how
         try:
@@ -183,7 +167,7 @@ class DraftFactory:
         """Return the draft that `auto` stands for; other names are themselves."""
         if draft != "auto":
             return draft
-        target = self._target.name
+        target = self._target.source
         source = target.split(":")[1] if target.startswith("wide:") else target
         chosen = COMPANIONS.get(source.removeprefix("openai-community/"), PROMPT_LOOKUP)
         log.info("draft=auto: %s", chosen)
@@ -196,7 +180,7 @@ def _find_head(name: str) -> Path | None:
     return draft_head.find(name)
 
 
-def _check_vocabulary(draft: LoadedModel, target: TargetModel) -> None:
+def _check_vocabulary(draft: LoadedModel, target: ModelInfo) -> None:
     ours, theirs = target.tokenizer, draft.tokenizer
     if ours is not None and theirs is not None:
         same = tokenizers.same_vocabulary(ours, theirs)
@@ -205,7 +189,7 @@ def _check_vocabulary(draft: LoadedModel, target: TargetModel) -> None:
     if not same:
         raise NanoinferError(
             f"draft {draft.name!r} ({_describe(theirs, draft.config)}) does not share the vocabulary of"
-            f" {target.name!r} ({_describe(ours, target.config)}): use a draft with the same tokenizer"
+            f" {target.source!r} ({_describe(ours, target.config)}): use a draft with the same tokenizer"
         )
 
 

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.models.draft_head import Frame, RecurrentHead
-from nanoinfer.sampling.sampler import SamplerRow
+from nanoinfer.sampling.sampler import Sampler, SamplerRow
 from nanoinfer.speculative.base import DraftRequest, Proposal
-from nanoinfer.speculative.proposal_builder import ProposalBuilder, Sampler, draw_next
+from nanoinfer.speculative.proposal_builder import ProposalBuilder, draw_next
 from nanoinfer.speculative.step_costs import SIZES, StepTimes
 
 

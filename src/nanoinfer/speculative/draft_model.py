@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanoinfer.engines.base import Engine, Handle, StepBatch
-from nanoinfer.sampling.sampler import SamplerRow
+from nanoinfer.sampling.sampler import Sampler, SamplerRow
 from nanoinfer.speculative.base import DraftRequest, Proposal
-from nanoinfer.speculative.proposal_builder import ProposalBuilder, Sampler, draw_next
+from nanoinfer.speculative.proposal_builder import ProposalBuilder, draw_next
 from nanoinfer.speculative.step_costs import StepTimes
 
 if TYPE_CHECKING:

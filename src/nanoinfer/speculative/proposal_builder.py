@@ -5,17 +5,15 @@ They draw as the target does, with the same parameters and the same uniform of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from nanoinfer.sampling.sampler import Sampled, SamplerRow, draw_from, filtered_weights
+from nanoinfer.sampling.sampler import Sampler, draw_from, filtered_weights
 from nanoinfer.speculative.base import DraftRequest, LookaheadRow, Proposal
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Sampler = Callable[["Tensor", Sequence[SamplerRow]], list[Sampled]]
 
 
 @dataclass

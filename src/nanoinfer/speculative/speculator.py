@@ -23,7 +23,6 @@ from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, SeesHidd
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nanoinfer.sampling.sampler import SamplerRow
     from nanoinfer.scheduling import sequence as scheduling
     from nanoinfer.speculative.step_costs import StepCosts
 
@@ -107,12 +106,12 @@ class Speculator:
             s = cast("scheduling.Sequence", r.row)
             if s not in self._acceptance:
                 self._acceptance[s] = AcceptanceStats(adaptive.acceptance)
-            to_come = s.params.max_tokens - s.num_output_tokens
+            to_come = s.max_tokens - s.num_output_tokens
             budgets.append(DraftBudget(self._acceptance[s], r.num_tokens, to_come, self.drafter.num_behind(r)))
         return [replace(r, num_tokens=k) for r, k in zip(requests, adaptive.choose(budgets), strict=True) if k > 0]
 
     def _request(self, s: scheduling.Sequence, num_tokens: int) -> DraftRequest:
-        return DraftRequest(cast("SamplerRow", s), s.token_ids, s.start, num_tokens, self.rule == "reject")
+        return DraftRequest(s, s.token_ids, s.start, num_tokens, self.rule == "reject")
 
     def learn(
         self,
@@ -150,7 +149,7 @@ class Speculator:
         if isinstance(self.drafter, SeesHidden) and tokens:
             if self._adaptive is not None and self._adaptive.next_is_plain:
                 return  # the states of the step after this one will replace these before any is used
-            rows = [cast("SamplerRow", s) for s in drawing(list(work))]
+            rows = drawing(list(work))
             self.drafter.see(rows, hidden()[_newest_rows(work, done, tokens)])
 
     def stats(self, request: scheduling.Request) -> SpecStats:
@@ -160,7 +159,7 @@ class Speculator:
     def forget(self, sequence: scheduling.Sequence) -> None:
         """Free what is kept for a sequence."""
         self._acceptance.pop(sequence, None)
-        self.drafter.forget(cast("SamplerRow", sequence))
+        self.drafter.forget(sequence)
 
     def reset(self) -> None:
         """Free what is kept for all sequences, also where an exception came in the middle of a call."""
@@ -193,5 +192,5 @@ def _room(work: Work) -> int:
     What is drawn after i of them needs the window to begin where it does now, and to hold them.
     """
     s = work.sequence
-    to_come = s.params.max_tokens - s.num_output_tokens - 1
+    to_come = s.max_tokens - s.num_output_tokens - 1
     return min(to_come, s.block_size - (len(s.token_ids) - s.start))

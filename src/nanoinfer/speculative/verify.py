@@ -32,17 +32,16 @@ At temperature 0 the two are one: p and q are single tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
-from nanoinfer.sampling.sampler import Sampled, SamplerRow, draw_from, filtered_weights, find_logprobs
+from nanoinfer.sampling.sampler import Sampled, Sampler, SamplerRow, draw_from, filtered_weights, find_logprobs
 from nanoinfer.speculative.base import LookaheadRow, Proposal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Sampler = Callable[["Tensor", Sequence[SamplerRow]], list[Sampled]]
 Group = tuple[SamplerRow, Proposal | None]
 """A sequence that draws, and what was proposed for it: it has 1 + len(proposal) rows of logits."""
 

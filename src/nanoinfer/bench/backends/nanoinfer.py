@@ -10,6 +10,7 @@ from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize, verify_ratio
 from nanoinfer.engines.registry import ENGINES
+from nanoinfer.kv.plan import SLOTS, slot_tokens
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput, SpeculationMetrics
 
@@ -63,7 +64,7 @@ class NanoinferBackend:
 
     def breakdown(self) -> dict[str, float]:
         """Return the shares of a decode step's time in percent."""
-        from nanoinfer.bench.profile import breakdown_percent
+        from nanoinfer.profiling.profile import breakdown_percent
 
         case = self._case
         params = case.params(17)  # one token from the prompt, 16 decoded
@@ -71,7 +72,7 @@ class NanoinferBackend:
 
     def launches(self) -> dict[str, float]:
         """Return the fields of `launches.Launches` for a decode step on a GPU."""
-        from nanoinfer.bench.launches import measure_launches
+        from nanoinfer.profiling.launches import measure_launches
 
         case = self._case
         made = measure_launches(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=case.params(1))
@@ -85,10 +86,10 @@ class NanoinferBackend:
     @property
     def kv_cache_bytes(self) -> int | None:
         """Size of the keys and values that the engine has reserved; None where they are allocated as needed."""
-        spec, limits = ENGINES[self._llm.engine_name], self._llm.engine.limits
-        if not spec.has_slots:
+        layout, limits = ENGINES[self._llm.engine_name].memory, self._llm.engine.limits
+        if layout not in SLOTS:
             return None
-        tokens = limits.max_num_seqs * spec.slot_tokens(limits.block_size)
+        tokens = limits.max_num_seqs * slot_tokens(layout, limits.block_size)
         return tokens * self._llm.config.kv_bytes_per_token(self._llm.dtype.itemsize)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from nanoinfer.bench.case import SAMPLERS, Case
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import reason
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 FOLDER = "exports"  # inside the weights folder
 _PACKAGES = {"llama_cpp": "llama-cpp-python"}  # module -> its name on the package index, where they differ

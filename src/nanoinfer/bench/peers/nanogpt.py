@@ -23,7 +23,7 @@ from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.models.checkpoints.huggingface import load_folder
 from nanoinfer.models.gpt import causal_attention
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 
 class NanoGPT:

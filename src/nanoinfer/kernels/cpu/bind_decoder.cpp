@@ -27,6 +27,11 @@ namespace {
 
 using Writable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
+// What Python sets, one attribute each; names stand for the enumerations. Decoder checks the values.
+struct Settings : DecoderShape, DecoderOptions {
+  std::string activation, weights_name, cache_name;
+};
+
 // A decoder and a lock: Python threads may call at the same time, and a step does not hold the interpreter's lock.
 class Guarded {
  public:
@@ -119,32 +124,39 @@ void bind_decoder(nb::module_& m) {
            "isa"_a = "", "huge_pages"_a = true)
       .def("read", &ReadBuffer::read, "Read all of it once, by all threads; returns a checksum.");
 
+  nb::class_<Settings>(m, "DecoderOptions", "The shape of a model, its formats and limits. Decoder checks the values.")
+      .def(nb::init<>())
+      .def_rw("vocab_size", &Settings::vocab_size)
+      .def_rw("block_size", &Settings::block_size)
+      .def_rw("n_layer", &Settings::n_layer)
+      .def_rw("n_head", &Settings::n_head)
+      .def_rw("n_embd", &Settings::n_embd)
+      .def_rw("mlp_dim", &Settings::mlp_dim)
+      .def_rw("activation", &Settings::activation)
+      .def_rw("tie_word_embeddings", &Settings::tied)
+      .def_rw("layer_norm_epsilon", &Settings::epsilon)
+      .def_rw("weights", &Settings::weights_name)
+      .def_rw("cache", &Settings::cache_name)
+      .def_rw("max_num_seqs", &Settings::max_num_seqs)
+      .def_rw("max_num_cached_tokens", &Settings::max_num_cached_tokens)
+      .def_rw("threads", &Settings::threads)
+      .def_rw("isa", &Settings::isa)
+      .def_rw("huge_pages", &Settings::huge_pages);
+
   nb::class_<Guarded>(m, "Decoder",
                       "A GPT on the CPU. Load every tensor, then open, extend, truncate, fork and close sequences.\n\n"
                       "Raises ValueError or IndexError for arguments that make no sense; nothing has changed then.")
       .def(
           "__init__",
-          [](Guarded* self, std::int64_t vocab_size, std::int64_t block_size, std::int64_t n_layer,
-             std::int64_t n_head, std::int64_t n_embd, std::int64_t mlp_dim, const std::string& activation, bool tied,
-             float epsilon, const std::string& weights, const std::string& cache, std::int64_t max_num_seqs,
-             std::int64_t max_num_cached_tokens, int threads, const std::string& isa, bool huge_pages) {
-            DecoderShape shape{vocab_size, block_size, n_layer, n_head, n_embd, mlp_dim};
-            shape.gelu_tanh = by_name<bool>("activation", activation, {{"gelu_new", true}, {"gelu", false}});
-            shape.tied = tied;
-            shape.epsilon = epsilon;
-            DecoderOptions options;
-            options.weights = weight_type(weights);
-            options.cache = cache_type(cache);
-            options.max_num_seqs = max_num_seqs;
-            options.max_num_cached_tokens = max_num_cached_tokens;
-            options.threads = threads;
-            options.isa = isa;
-            options.huge_pages = huge_pages;
+          [](Guarded* self, const Settings& given) {
+            DecoderShape shape = given;
+            DecoderOptions options = given;
+            shape.gelu_tanh = by_name<bool>("activation", given.activation, {{"gelu_new", true}, {"gelu", false}});
+            options.weights = weight_type(given.weights_name);
+            options.cache = cache_type(given.cache_name);
             new (self) Guarded(shape, options);
           },
-          nb::kw_only(), "vocab_size"_a, "block_size"_a, "n_layer"_a, "n_head"_a, "n_embd"_a, "mlp_dim"_a,
-          "activation"_a, "tied"_a, "epsilon"_a, "weights"_a, "cache"_a, "max_num_seqs"_a, "max_num_cached_tokens"_a,
-          "threads"_a, "isa"_a = "", "huge_pages"_a = true)
+          "options"_a)
       .def(
           "load",
           [](Guarded& d, const std::string& name, Floats2 values) {

@@ -165,7 +165,6 @@ std::int64_t Decoder::check(const Step& s) const {
 }
 
 void Decoder::extend(const Step& step, float* logits) {
-  check(step);
   ThreadPool& threads = ThreadPool::current(threads_);
   std::vector<Row> rows;
   rows.reserve(step.token_ids.size());

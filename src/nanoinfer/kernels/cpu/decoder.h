@@ -50,10 +50,11 @@ class Decoder {
   const PartSeconds& part_seconds() const { return pass_.part_seconds(); }
   std::size_t weight_bytes() const { return weights_.size(); }
 
-  // Append the step's tokens and write logits, (sum(num_logits), logits_stride()). Throws std::invalid_argument or
-  // std::out_of_range, before anything has changed, for a step that makes no sense or does not fit.
+  // Throw std::invalid_argument or std::out_of_range for a step that makes no sense or does not fit; return
+  // sum(num_logits).
+  std::int64_t check(const Step& step) const;
+  // Append the tokens of a step that `check` accepts and write logits, (sum(num_logits), logits_stride()).
   void extend(const Step& step, float* logits);
-  std::int64_t check(const Step& step) const;  // the same checks; returns sum(num_logits)
   // (sum(num_logits), n_embd) of the last step: the final hidden states that its logits were made from.
   const std::vector<float>& final_hidden() const { return pass_.final_hidden(); }
 

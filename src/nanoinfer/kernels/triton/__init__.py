@@ -4,7 +4,6 @@
     products.py    layer norm, matrix product, bias, GELU, residual, store of keys and values: one launch
     attention.py   attention over the cache, split over the context
     rows.py        embedding sum, final layer norm
-    persistent.py  a whole step in one launch
     sampler.py     the next token of each row, without a sort (borders: sampler_search.py)
 
 Kernels are launched on the current device: it must be the one of the tensors.

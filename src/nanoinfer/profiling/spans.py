@@ -10,13 +10,14 @@
           attend, storing keys and values included ......... attention
         lm_head ............................................ output head
 
-Spans nest, and time belongs to the innermost one, so the parts add up to the whole. Nothing in the model, the
-engines or the core knows of them: modules get hooks, the core another engine and sampler, and all of it is taken
-back when the block is left, also by an exception.
+Spans nest, and time belongs to the innermost one, so the parts add up to the whole. The core tells its observer when a
+step enters the engine and the sampler; modules of the model get hooks of PyTorch's. Both are removed when the block is
+left, also by an exception.
 
-Covered: engines that run the modules of `models.gpt` in Python, with attention as an argument. Not covered:
-engines that run the model in one call of their own (C++, a replayed graph, compiled code, which takes no notice of
-hooks added later): that time is "rest of the engine", and `tells_apart` says so.
+Covered: engines that run the modules of `models.gpt` in Python, with attention as an argument, and engines that measure
+their parts themselves (`part_seconds`: native). Not covered: engines that run the model in one call of their own (a
+replayed graph, or compiled code, which ignores hooks that are added later): that time is "rest of the engine", and
+`tells_apart` says so.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ from torch import nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 
+from nanoinfer import observer
 from nanoinfer.core import Core
 from nanoinfer.models.gpt import Attention, Block, LayerAttend
+from nanoinfer.observer import NoObserver
 
 MATRIX_PRODUCTS = "matrix products"
 ATTENTION = "attention"
@@ -62,11 +65,19 @@ PREFIX = "nanoinfer: "  # of a span's name in a trace: "nanoinfer: attention"
 
 
 class Spans:
-    """Counts how often each part was entered, and the tokens drawn; subclasses measure."""
+    """Counts how often each part was entered; subclasses measure. An observer of the core."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
-        self.num_tokens = 0
+
+    @contextmanager
+    def span(self, part: str) -> Iterator[None]:
+        """Put a span around a call of the engine or the sampler."""
+        self.enter({observer.ENGINE: ENGINE, observer.SAMPLER: SAMPLING}[part])
+        try:
+            yield
+        finally:
+            self.leave()
 
     def enter(self, part: str) -> None:
         """Begin a span inside the one that is open."""
@@ -135,69 +146,39 @@ class Ranges(Spans):
 
 @contextmanager
 def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterator[None]:
-    """Put spans around the parts of what `core` runs, for as long as the block lasts.
+    """Put spans around the parts of what a core runs, for as long as the block lasts.
 
     Args:
         core: runs on any engine.
         spans: entered and left as the model runs.
-        parts: which to tell apart; the engine's steps are always counted. A span takes about 3 us: on the
-            built-in model, one text, all parts make a step 15% longer, on GPT-2 124M 2%.
+        parts: which to tell apart; the engine's steps and the sampler are always counted. A span takes about 3 us: on
+            the built-in model at batch 1, all parts make a step 15% longer, on GPT-2 124M 2%.
     """
-    engine, sampler = core.engine, core._sampler
-    wrapped: Any = _Engine(engine, spans)
-    ahead: Any = getattr(core, "_overlap", None)  # launches steps of the engine that draw on the device, by itself
-    model = getattr(engine, "model", None)
-    modules = list(model.named_modules()) if isinstance(model, nn.Module) else []
+    engine = core.engine
     hooks: list[RemovableHandle] = []
-
-    def counting(*args: Any) -> Any:
-        drawn = sampler(*args)
-        spans.num_tokens += len(drawn)
-        return drawn
-
+    before = engine.part_seconds()
     try:
-        for name, module in modules:
+        for name, module in engine.model.named_modules() if engine.model is not None else ():
             part = GELU_RESIDUAL if isinstance(module, Block) else _PART_OF.get(name.rpartition(".")[2])
             if isinstance(module, Attention) and ATTENTION in parts:
                 hooks.append(module.register_forward_pre_hook(_hand_over(spans)))
             elif part is not None and part in parts:
                 enter, leave = _hooks(spans, part)
                 hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        core.engine = wrapped
-        if ahead is not None:
-            ahead._engine = wrapped
-        core._sampler = _around(spans, SAMPLING, counting)
+        core.observer = spans
         yield
     finally:
-        core.engine, core._sampler = engine, sampler
-        if ahead is not None:
-            ahead._engine = engine
+        core.observer = NoObserver()
         for hook in hooks:
             hook.remove()
-
-
-class _Engine:
-    """An engine with a span around `extend`, and around `step` where it draws its own tokens; all else is its own.
-
-    An engine whose step is one call tells where its time went through `part_seconds`, by the names of parts.
-    """
-
-    def __init__(self, engine: Any, spans: Spans) -> None:
-        self._engine = engine
-        measured = getattr(engine, "part_seconds", None)
-        self.extend = _around(spans, ENGINE, engine.extend)
-        if (step := getattr(engine, "step", None)) is not None:
-
-            def drawing(batch: Any, *args: Any) -> Any:
-                spans.num_tokens += sum(batch.num_logits)
-                return step(batch, *args)
-
-            self.step = _around(spans, ENGINE, drawing)
-        if measured is not None:
-            self.extend = _charging(spans, self.extend, measured, engine.config.n_layer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    steps, after = spans.calls[ENGINE], engine.part_seconds()
+    for part, calls in (
+        (MATRIX_PRODUCTS, 4 * engine.config.n_layer),
+        (ATTENTION, engine.config.n_layer),
+        (OUTPUT_HEAD, 1),
+    ):
+        if part in after:
+            spans.charge(part, calls * steps, after[part] - before[part])
 
 
 def _around(spans: Spans, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,23 +190,6 @@ def _around(spans: Spans, part: str, call: Callable[..., Any]) -> Callable[..., 
             return call(*args, **kwargs)
         finally:
             spans.leave()
-
-    return run
-
-
-def _charging(
-    spans: Spans, call: Callable[..., Any], measured: Callable[[], dict[str, float]], n_layer: int
-) -> Callable[..., Any]:
-    """Return `call`, after which its parts get the seconds that the engine measured."""
-    calls = {MATRIX_PRODUCTS: 4 * n_layer, ATTENTION: n_layer, OUTPUT_HEAD: 1}
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before = measured()
-        result = call(*args, **kwargs)
-        after = measured()
-        for part, count in calls.items():
-            spans.charge(part, count, after[part] - before[part])
-        return result
 
     return run
 

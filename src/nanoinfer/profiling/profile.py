@@ -5,13 +5,13 @@ The profiler records each operator, which costs about half a microsecond apiece:
 of the time of a small one, and all of it would be charged to the Python around the operators. So the parts are
 measured without it:
 
-    on a CPU    wall time between the spans of `bench/spans.py`, in the run for the clock
+    on a CPU    wall time between the spans of `profiling/spans.py`, in the run for the clock
     on a GPU    time of the kernels that were launched inside each span, from the profiler; "Python and host" is
                 the rest of the wall time of the run for the clock, in which the GPU had nothing to do
 
 Operators, launches and the trace come from the run under the profiler.
 
-    from nanoinfer.bench.profile import profile
+    from nanoinfer.profiling.profile import profile
     for row in profile(LLM("shakespeare"), "O Romeo,", SamplingParams(max_tokens=32)).parts: print(row)
 """
 
@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench import spans as sp
-from nanoinfer.bench.launches import Launches, count, is_launch
-from nanoinfer.bench.recording import new_job, random_prompts, require_tokens
 from nanoinfer.errors import NanoinferError
 from nanoinfer.llm import LLM
+from nanoinfer.profiling import spans as sp
+from nanoinfer.profiling.launches import Launches, count, is_launch
+from nanoinfer.profiling.recording import new_job, random_prompts
 from nanoinfer.prompts import Prompt
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 OTHERS = "everything else"
 _NAMED = (sp.MATRIX_PRODUCTS, sp.ATTENTION, sp.OUTPUT_HEAD, sp.SAMPLING)
@@ -106,15 +106,14 @@ def profile(
     job.warm_up()
     on_cpu = llm.device.type == "cpu"
     clock = job.clocked() if on_cpu else None
-    plain_sec = 0.0 if on_cpu else job.run(None, None)[0]
-    recorder, ranges, profiled_sec, token_ids = job.recorded()
-    require_tokens(ranges)
+    plain_sec = 0.0 if on_cpu else job.run(None, None).seconds
+    recorder, ranges, run = job.recorded()
     if trace is not None:
         recorder.export_chrome_trace(str(trace))
     events = list(recorder.events())
     seconds = clock.seconds if clock else _kernel_seconds(events, plain_sec)
     wall_sec = sum(seconds.values())
-    operators = _operators(events, profiled_sec, on_cpu)
+    operators = _operators(events, run.seconds, on_cpu)
     calls = {part: 0 if part == sp.HOST else ranges.calls[part] for part in sp.PARTS}
     made = None if on_cpu else count(events, ranges.calls[sp.ENGINE], llm.config.n_layer)
     launches = sum(map(is_launch, events))
@@ -125,14 +124,14 @@ def profile(
         dtype=str(llm.dtype).removeprefix("torch."),
         decode_only=decode_only,
         num_steps=ranges.calls[sp.ENGINE],
-        num_tokens=ranges.num_tokens,
-        token_ids=token_ids,
+        num_tokens=run.num_tokens,
+        token_ids=run.token_ids,
         wall_sec=wall_sec,
-        profiled_sec=profiled_sec,
+        profiled_sec=run.seconds,
         parts=[ProfileRow(p, calls[p], seconds[p], 100 * seconds[p] / wall_sec) for p in sp.PARTS],
         operators=operators,
-        operator_calls_per_token=sum(row.calls for row in operators) / ranges.num_tokens,
-        kernel_launches_per_token=None if on_cpu else launches / ranges.num_tokens,
+        operator_calls_per_token=sum(row.calls for row in operators) / run.num_tokens,
+        kernel_launches_per_token=None if on_cpu else launches / run.num_tokens,
         launches=made,
         tells_apart=sp.tells_apart(ranges, llm.config.n_layer),
     )
@@ -167,10 +166,9 @@ def breakdown_percent(
         spans = clock = job.clocked()
         seconds = clock.seconds
     else:
-        plain_sec, _ = job.run(None, None)
-        recorder, spans, *_ = job.recorded()
-        seconds = _kernel_seconds(list(recorder.events()), plain_sec)
-    require_tokens(spans)
+        plain = job.run(None, None)
+        recorder, spans, _ = job.recorded()
+        seconds = _kernel_seconds(list(recorder.events()), plain.seconds)
     if not sp.tells_apart(spans, llm.config.n_layer):
         raise NanoinferError(
             f"engine={llm.engine_name!r} runs the model in a call of its own: the parts of its time are not known"

@@ -8,22 +8,43 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import torch
 
-from nanoinfer.bench import spans as sp
-from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.errors import NanoinferError
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.profiling import spans as sp
 from nanoinfer.prompts import Prompt
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams
 
 WARMUP_TOKENS = 4
 
 
 @dataclass(frozen=True)
+class Measured:
+    """One run of a job."""
+
+    seconds: float
+    """Wall time of the part that is measured."""
+    num_tokens: int
+    """Tokens generated in that part."""
+    token_ids: list[list[int]]
+    """All tokens of each output."""
+
+    def require_tokens(self) -> Measured:
+        """Return it, or raise NanoinferError if nothing was measured."""
+        if not self.num_tokens:
+            raise NanoinferError(
+                "no token was generated in the part that is profiled: all outputs ended before; use a shorter prompt,"
+                " or ignore_eos=True"
+            )
+        return self
+
+
+@dataclass(frozen=True)
 class Job:
-    """A generation, and which part of it is measured."""
+    """What is generated, and from where on it is measured."""
 
     llm: LLM
     prompts: Prompt | Sequence[Prompt]
@@ -32,16 +53,14 @@ class Job:
     parts: tuple[str, ...] = sp.PARTS
     """Which parts get spans."""
 
-    def run(
-        self, spans: sp.Spans | None, recorder: AbstractContextManager[Any] | None
-    ) -> tuple[float, list[list[int]]]:
-        """Generate once; return the wall seconds of the measured part, and the tokens of each sequence.
+    def run(self, spans: sp.Spans | None, recorder: AbstractContextManager[Any] | None) -> Measured:
+        """Generate once.
 
         Args:
-            spans: put around the parts during the run.
+            spans: put around the parts meanwhile.
             recorder: torch's profiler; entered before the clock starts.
         """
-        start, outputs = 0.0, dict[int, RequestOutput]()
+        start, num_tokens, outputs = 0.0, 0, dict[int, RequestOutput]()
         with ExitStack() as stack:
             if not self.decode_only:
                 start = self._begin(stack, spans, recorder)
@@ -50,9 +69,13 @@ class Job:
             if self.decode_only:
                 outputs = self._skip_first_tokens(len(ids), stream)
                 start = self._begin(stack, spans, recorder)
-            outputs |= {item.request_id: item.check() for item in stream if isinstance(item, RequestOutput)}
+            for item in stream:
+                if isinstance(item, RequestOutput):
+                    outputs[item.request_id] = item.check()
+                else:
+                    num_tokens += item.num_tokens
             seconds = self._now() - start
-        return seconds, [completion.token_ids for i in ids for completion in outputs[i].outputs]
+        return Measured(seconds, num_tokens, [completion.token_ids for i in ids for completion in outputs[i].outputs])
 
     def _begin(self, stack: ExitStack, spans: sp.Spans | None, recorder: AbstractContextManager[Any] | None) -> float:
         """Start to measure until the stack is left; return the time."""
@@ -69,7 +92,7 @@ class Job:
     def _skip_first_tokens(
         self, num_requests: int, stream: Iterator[Delta | RequestOutput]
     ) -> dict[int, RequestOutput]:
-        """Run until every sequence has its first token; return the outputs that have ended by then."""
+        """Go on until every text has its first token; return what has ended by then."""
         begun: set[tuple[int, int]] = set()
         outputs = {}
         while len(begun) < num_requests * self.params.n:
@@ -103,20 +126,20 @@ class Job:
     def clocked(self) -> sp.Clock:
         """Generate with the clock between the spans; for a CPU, where calls return when the work is done."""
         clock = sp.Clock()
-        self.run(clock, None)
+        self.run(clock, None).require_tokens()
         return clock
 
-    def recorded(self) -> tuple[Any, sp.Ranges, float, list[list[int]]]:
-        """Generate under torch's profiler; return it, its ranges, the wall seconds and the tokens."""
+    def recorded(self) -> tuple[Any, sp.Ranges, Measured]:
+        """Generate under torch's profiler; return it, its ranges and the run."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.llm.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         recorder, ranges = torch.profiler.profile(activities=activities), sp.Ranges()
-        return recorder, ranges, *self.run(ranges, recorder)
+        return recorder, ranges, self.run(ranges, recorder).require_tokens()
 
 
 def new_job(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingParams, decode_only: bool) -> Job:
-    """Return the job, with one seed for every run."""
+    """Return the job, with a seed that every run shares."""
     if decode_only and params.max_tokens == 1:
         raise NanoinferError("max_tokens=1: the first token comes with the prompt, so there is no decoding to profile")
     return Job(llm, prompts, params if params.seed is not None else replace(params, seed=0), decode_only)
@@ -124,14 +147,7 @@ def new_job(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingParams
 
 def random_prompts(llm: LLM, batch: int, prompt_tokens: int) -> list[list[int]]:
     """Return prompts of random tokens, the same every time."""
-    case = Case(llm.engine_name, llm.model_name, batch=batch, prompt_tokens=prompt_tokens)
-    return make_requests(case, llm.config.vocab_size).prompts
-
-
-def require_tokens(spans: sp.Spans) -> None:
-    """Raise NanoinferError if nothing was measured."""
-    if not spans.num_tokens:
-        raise NanoinferError(
-            "no token was sampled in the profiled part: the sequences ended before; use a shorter prompt, or"
-            " ignore_eos=True"
-        )
+    prompts: list[list[int]] = (
+        np.random.default_rng(0).integers(llm.config.vocab_size, size=(batch, prompt_tokens)).tolist()
+    )
+    return prompts

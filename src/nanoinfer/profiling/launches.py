@@ -10,7 +10,7 @@ Both come from torch's profiler over some decode steps, outside of any timing. T
 its calls in a step divided by the layers, rounded down, which excludes those of the head and the sampler (25 of one
 name in 12 layers: 2 a layer, and 1 elsewhere).
 
-    from nanoinfer.bench.launches import measure_launches
+    from nanoinfer.profiling.launches import measure_launches
     print(measure_launches(LLM("random:gpt2", device="cuda"), params=SamplingParams(temperature=0)))
 """
 
@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanoinfer.bench import spans as sp
-from nanoinfer.bench.recording import new_job, random_prompts, require_tokens
 from nanoinfer.errors import NanoinferError
 from nanoinfer.llm import LLM
-from nanoinfer.sampling.params import SamplingParams
+from nanoinfer.profiling import spans as sp
+from nanoinfer.profiling.recording import new_job, random_prompts
+from nanoinfer.sampling_params import SamplingParams
 
 DECODE_STEPS = 16
 PREFILL_TOKENS = 2048  # about what one step reads of a batch's prompts while the first sequences decode already
@@ -96,8 +96,7 @@ def measure_launches(
     sampling = replace(params or SamplingParams(temperature=0), max_tokens=tokens, min_tokens=0, ignore_eos=True)
     job = replace(new_job(llm, random_prompts(llm, batch, prompt_tokens), sampling, decode_only=True), parts=())
     job.warm_up()
-    recorder, ranges, *_ = job.recorded()
-    require_tokens(ranges)
+    recorder, ranges, _ = job.recorded()
     counts = count(list(recorder.events()), ranges.calls[sp.ENGINE], llm.config.n_layer)
     if counts is None:
         raise NanoinferError(f"torch's profiler saw no kernel on {llm.device}: it may lack the right to (CUPTI)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.checks import keep_float, keep_int, require_bool, require_choice, require_float, require_int, show
@@ -120,12 +120,6 @@ class SamplingParams:
                 object.__setattr__(self, "logit_bias", dict(self.logit_bias))
             except (TypeError, ValueError):
                 raise NanoinferError(f"logit_bias={show(self.logit_bias)} is not a dict of token id to bias") from None
-
-    def bounded(self, room: int) -> SamplingParams:
-        """Return the parameters with a number for max_tokens: `room`, at which the context is full, for None."""
-        if self.max_tokens is not None:
-            return self
-        return replace(self, max_tokens=max(1, room, self.min_tokens))  # the context ends the output in any case
 
     @property
     def greedy(self) -> bool:

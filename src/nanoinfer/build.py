@@ -1,0 +1,67 @@
+"""From a configuration to a running core: what `LLM` stands on, and whatever else serves requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanoinfer.config import LLMConfig, SchedulerConfig
+from nanoinfer.core import Core
+from nanoinfer.engines import registry
+from nanoinfer.engines.devices import resolve_device, resolve_dtype
+from nanoinfer.model_info import ModelInfo
+from nanoinfer.models.checkpoints.load import load_model
+from nanoinfer.overlap import overlap_scheduler
+from nanoinfer.sampling.choose import choose_sampler
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.speculative.build import DraftFactory
+
+
+@dataclass(frozen=True)
+class BuiltCore:
+    """A core with what it was made from."""
+
+    core: Core
+    model: ModelInfo
+    drafts: DraftFactory
+    """Makes speculators for it: see `Core.speculator`."""
+
+
+def build_core(config: LLMConfig) -> BuiltCore:
+    """Load a model, start its engine and return a core without requests; its draft is set where one is asked for.
+
+    Raises:
+        NanoinferError: no such model, engine, device or draft, a broken file, or not enough memory.
+    """
+    options, speculation = config.engine, config.speculation
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    spec = registry.resolve(options, device, dtype)
+    sampler = choose_sampler(device, options.sampler)
+    loaded = load_model(config.model, dtype=dtype, seed=config.seed, tokenizer=config.tokenizer)
+    vocab_size = loaded.config.vocab_size
+    if loaded.tokenizer is not None:
+        vocab_size = min(vocab_size, loaded.tokenizer.vocab_size)
+    model = ModelInfo(
+        name=loaded.name,
+        source=config.model,
+        config=loaded.config,
+        tokenizer=loaded.tokenizer,
+        no_tokenizer_reason=loaded.no_tokenizer_reason,
+        vocab_size=vocab_size,
+        engine=spec.name,
+        device=device,
+        dtype=dtype,
+        seed=config.seed,
+    )
+    drafts = DraftFactory(model, options)
+    if speculation.draft is not None:
+        options = drafts.leave_room(speculation.draft)
+    engine = registry.build(spec, loaded.take(), options, device)
+    limits = engine.limits
+    scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
+    overlap = overlap_scheduler(engine, vocab_size, device) if options.sampler == "auto" else None
+    core = Core(engine, scheduler, sampler, model.tokenizer, vocab_size, ahead=overlap)
+    drafts.start(engine)
+    if speculation.draft is not None:
+        core.speculator = drafts.speculator(speculation)
+    return BuiltCore(core, model, drafts)

@@ -1,0 +1,102 @@
+"""How many sequences and tokens fit the memory for keys and values. No tensor library here."""
+
+from __future__ import annotations
+
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
+from nanoinfer.errors import NanoinferError
+
+DEFAULT_MAX_NUM_SEQS = 64
+KV_BLOCK = 16
+"""Tokens in a block of the native engine's cache."""
+SLOTS = ("slots", "padded slots")
+LAYOUTS = ("none", "tokens", *SLOTS, "blocks")
+"""What keys and values take: nothing, the tokens that there are, a full-length slot for each sequence (with columns for
+padding), or blocks of KV_BLOCK tokens of one pool."""
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def slot_tokens(layout: str, block_size: int) -> int:
+    """Return the tokens that a sequence's slot has memory for.
+
+    With padding: a multiple of 16, and column block_size takes what is written for padding.
+    """
+    return -(-(block_size + 1) // 16) * 16 if layout == "padded slots" else block_size
+
+
+def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: str, free_bytes: int) -> EngineLimits:
+    """Return how many sequences and tokens an engine may hold.
+
+    kv_cache_memory is a hard limit where it is given; where it is not, a quarter of the free memory is used,
+    and at least one full-length sequence is allowed. An engine with slots reserves a full-length one for each
+    sequence; the others share their tokens freely.
+
+    Args:
+        model: the shape.
+        config: for max_num_seqs, kv_cache_memory, kv_cache_dtype and quantization.
+        layout: of the engine's keys and values, one of LAYOUTS.
+        dtype: of the weights, and of the keys and values but in blocks.
+        free_bytes: memory that is free on the device.
+
+    Raises:
+        NanoinferError: kv_cache_memory does not hold what max_num_seqs asks for, or not even one sequence.
+    """
+    wanted = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
+    if layout == "none":
+        return EngineLimits(wanted, model.block_size, wanted * model.block_size)
+    budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_bytes // 4
+    if layout == "blocks":
+        return _plan_blocks(model, config, dtype, wanted, budget)
+    per_token = model.kv_bytes_per_token(BYTES[dtype])
+    full = per_token * slot_tokens(layout, model.block_size)
+    fitting = budget // full  # full-length sequences
+    needed = config.max_num_seqs or 1 if layout in SLOTS else 1
+    if config.kv_cache_memory is not None and fitting < needed:
+        raise NanoinferError(
+            f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for {needed} sequences of"
+            f" {model.block_size} tokens ({needed * full:,} bytes): raise it, or lower"
+            " max_num_seqs"
+        )
+    if layout in SLOTS:
+        count = config.max_num_seqs or max(1, min(wanted, fitting))
+        return EngineLimits(count, model.block_size, count * model.block_size)
+    tokens = min(wanted * model.block_size, max(model.block_size, budget // per_token))
+    return EngineLimits(wanted, model.block_size, tokens)
+
+
+def _plan_blocks(model: ModelConfig, config: EngineConfig, dtype: str, wanted: int, budget: int) -> EngineLimits:
+    """Return limits whose pool fits: the blocks of the tokens, and one more a sequence that is only partly used."""
+    per_block = kv_block_bytes(model, resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization))
+    full, num_blocks = -(-model.block_size // KV_BLOCK), budget // per_block
+    needed = full + (config.max_num_seqs or 1)
+    if num_blocks < needed:
+        if config.kv_cache_memory is not None:
+            raise NanoinferError(
+                f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for {config.max_num_seqs or 1}"
+                f" sequences of which one has {model.block_size} tokens ({needed * per_block:,} bytes): raise it, or"
+                " lower max_num_seqs"
+            )
+        num_blocks = needed
+    # Not asked for a number: at most a quarter of the blocks are kept for partly used ones.
+    num_seqs = config.max_num_seqs or min(wanted, max(1, num_blocks // 4), num_blocks - full)
+    tokens = min(num_seqs * full, num_blocks - num_seqs) * KV_BLOCK
+    return EngineLimits(num_seqs, model.block_size, min(tokens, num_seqs * model.block_size))
+
+
+def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
+    """Return the bytes of one block of the native engine's cache (CacheShape::block_bytes in kernels/cpu/cache.cpp)."""
+    values = (model.head_dim + -(-model.head_dim // 16) * 16) * KV_BLOCK  # keys, and values padded to a vector
+    part = values + 2 * KV_BLOCK * 4 if cache_dtype == "int8" else values * BYTES[cache_dtype]
+    return model.n_layer * model.n_head * (-(-part // 64) * 64)
+
+
+def resolve_cache_dtype(kv_cache_dtype: str, dtype: str, quantization: str | None) -> str:
+    """Return the type of keys and values: the one asked for, or for auto the one as wide as the weights.
+
+    Eight bits beside int4 too: keys and values in 8 bits change the built-in model's perplexity no more than 16 bits do
+    (docs/quality.md), and large batches or long contexts read more of them than of weights.
+    """
+    if kv_cache_dtype != "auto":
+        return kv_cache_dtype
+    if quantization is not None:
+        return "int8"
+    return "float32" if dtype == "float32" else "bfloat16"

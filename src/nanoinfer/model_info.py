@@ -1,0 +1,46 @@
+"""What a loaded model is, without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanoinfer.models.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that was loaded for an engine."""
+
+    name: str
+    """For people: shakespeare, random:gpt2, a folder's name."""
+    source: str
+    """What `load_model` loads it from again."""
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    no_tokenizer_reason: str
+    """Why there is no tokenizer, and what to do about it; empty where there is one."""
+    vocab_size: int
+    """Tokens that may be sampled: those that the tokenizer knows."""
+    engine: str
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    """Of random weights."""
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The model's end-of-text tokens, those that may be sampled."""
+        return tuple(t for t in self.config.eos_token_ids if t < self.vocab_size)
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises NanoinferError without one."""
+        if self.tokenizer is None:
+            raise NanoinferError(self.no_tokenizer_reason)
+        return self.tokenizer
