@@ -185,7 +185,7 @@ def test_bad_plans_say_why_before_anything_is_measured(
 def test_plans_that_contradict_themselves() -> None:
     refuses(lambda: Plan(suite=("marathon",)), "suite='marathon' is unknown: use one of ladder")
     refuses(lambda: Plan(suite=("ladder",), batch=(1,)), "--suite fixes its own cases")
-    refuses(lambda: Plan(suite=("ladder", "long"), output=Path("x")), "hold one suite, and 2 are asked for")
+    refuses(lambda: Plan(suite=("ladder", "long"), output=Path("x")), "hold one suite, and 2 are given")
     refuses(lambda: Plan(rounds=0), "rounds=0")
 
 

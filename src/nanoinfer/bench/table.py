@@ -100,7 +100,8 @@ def _cases(results: Results, columns: list[Column]) -> Table:
             mark = " (error)" if row.error else " ~" if "extrapolated" in row.note else ""
             table.add_row(f"  {clean(label)}{mark}", *(column.show(row) for column in columns))
     legends = [f"{c.head}: {c.legend}" for c in columns if c.legend]
-    table.caption = "; ".join([*legends, "~: extrapolated from a few lengths"])
+    legends += ["~: extrapolated from a few lengths"] * any("extrapolated" in r.note for r in results.rows)
+    table.caption = "; ".join(legends)
     return table
 
 

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,13 +82,12 @@ def memory(device: str) -> dict[str, int | None]:
     return {"peak_memory_bytes": in_use or None, "reserved_memory_bytes": reserved or None}
 
 
-def _resident_peak() -> int:
+def _resident_peak() -> int | None:
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):  # not getrusage: its peak includes the parent's, from before exec
                 return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return None
 
 
 def main() -> None:
