@@ -95,6 +95,14 @@ def run_command(command: Sequence[str], limit_sec: float) -> Done:
 # Parts -----------------------------------------------------------------------------------------------------
 
 
+def outcome(done: Done, limit_sec: float, data: dict[str, Any] | None, problem: str | None) -> Part:
+    """Return the result of a part that ran one command, with what is wrong with its output."""
+    if done.code is None:
+        return new_part("unfinished", f"stopped after {limit_sec:.0f} s: {done}", data)
+    problem = problem or (f"exit code {done.code}: {done}" if done.code != 0 else None)
+    return new_part("passed" if problem is None else "failed", problem, data)
+
+
 def run_tests(run: Runner, limit_sec: float) -> Part:
     """Run the tests that need a GPU; report their counts and failures."""
     with tempfile.TemporaryDirectory() as folder:
@@ -102,13 +110,10 @@ def run_tests(run: Runner, limit_sec: float) -> Part:
         flags = ["-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}", "--continue-on-collection-errors"]
         done = run([sys.executable, "-m", "pytest", *flags], limit_sec)
         data = read_junit(report) if report.exists() else {}
-    if done.code is None:
-        return new_part("unfinished", f"stopped after {limit_sec:.0f} s: {done}", data)
-    if done.code == 0 and data.get("passed"):
-        return new_part("passed", data=data)
-    if failures := data.get("failures"):
-        return new_part("failed", f"{len(failures)} tests failed", data)
-    return new_part("failed", "no test was run" if done.code in (0, 5) else f"exit code {done.code}: {done}", data)
+    problem = f"{len(data['failures'])} tests failed" if data.get("failures") else None
+    if done.code in (0, 5) and not data.get("passed"):
+        problem = "no test was run"
+    return outcome(done, limit_sec, data, problem)
 
 
 def read_junit(path: Path) -> dict[str, Any]:
@@ -130,16 +135,12 @@ def run_script(script: str, run: Runner, limit_sec: float) -> Part:
     if not (ROOT / script).exists():
         return new_part("failed", f"{script} is not in this checkout")
     done = run([sys.executable, script, "--json"], limit_sec)
-    if done.code is None:
-        return new_part("unfinished", f"stopped after {limit_sec:.0f} s: {done}")
     data = None
     for candidate in (*done.out.strip().splitlines()[-1:], done.out):
         with contextlib.suppress(ValueError):
             data = json.loads(candidate)
-    data = {"rows": data} if isinstance(data, list) else data
-    if done.code != 0:
-        return new_part("failed", f"exit code {done.code}: {done}", data)
-    return new_part("passed", data=data) if data is not None else new_part("failed", f"no JSON document: {done}")
+    problem = f"no JSON document: {done}" if done.code == 0 and data is None else None
+    return outcome(done, limit_sec, {"rows": data} if isinstance(data, list) else data, problem)
 
 
 def run_bench(run: Runner, limit_sec: float, document: dict[str, Any]) -> Part:

@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
 from nanoinfer.errors import NanoinferError
 
 MIN_POSITIONS, MAX_POSITIONS = 31, 32  # points of a curve of time against position
@@ -73,6 +71,8 @@ def _tokens_by(times: Sequence[float], now: float) -> float:
 
     The sequences of a step arrive microseconds apart: whole tokens would count up to a step too much or too little.
     """
+    import numpy as np  # here and below: `nanoinfer --help` imports this module
+
     return float(np.interp(now, times, range(1, len(times) + 1), left=0.0))
 
 
@@ -102,6 +102,8 @@ def summarize(runs: Sequence[RunTimes]) -> Figures:
     Raises:
         NanoinferError: there are no runs.
     """
+    import numpy as np
+
     if not runs:
         raise NanoinferError("no timed run: rounds must be 1 or more")
     totals = [r.total_sec for r in runs]
@@ -163,6 +165,8 @@ def naive_token_times(
         block_size: longer contexts are cropped to it, so the time stays constant beyond it.
         num_lengths: lengths to measure at, evenly spaced.
     """
+    import numpy as np
+
     lengths = [min(prompt_tokens + i, block_size) for i in range(output_tokens)]
     first, last = lengths[0], lengths[-1]
     measured = sorted({round(n) for n in np.linspace(first, last, min(num_lengths, last - first + 1))})
