@@ -6,7 +6,7 @@
 # make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 # make lint    ruff and mypy
 # make bench [TEXT=play.txt]   every suite on this machine, into docs/results (an hour; needs the peers: pip install .[bench,peers])
-# make quality TEXT=play.txt   what reduced precision does to a model's words, into docs/results/quality.md
+# make quality TEXT=play.txt   perplexity of reduced precision against float32, into docs/results/quality.md
 # make gpu-check [MINUTES=9] [FLAGS="--quick --resume"]   tests, kernels and rungs on a CUDA device, into docs/results/gpu.json
 # make vs-transformers   static against transformers, side by side (random weights in GPT-2's shape)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
@@ -22,9 +22,9 @@ SUITES := ladder kv-cache long throughput peers speculative
 
 demo: .venv/installed
 	@echo "== shakespeare, prompt 'ROMEO:' =="
-	@$(BIN)/nanoinfer generate "ROMEO:" --echo --max-tokens 200 --temperature 0.8 --top-k 100 --seed 4
+	@$(BIN)/nanoinfer generate "ROMEO:" --echo --max-tokens 200 --seed 4
 	@echo
-	@echo "== the ladder: every engine says the same words =="
+	@echo "== the ladder: every engine generates the same tokens =="
 	@TORCH_LOGS=-all $(BIN)/python benchmarks/ladder.py
 
 test: .venv/installed-test

@@ -7,19 +7,23 @@ import io
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 from conftest import make_folder
 from nanoinfer import SamplingParams
 from nanoinfer.bench.run import Plan
-from nanoinfer.cli import main
+from nanoinfer.cli import app, help, main
 from nanoinfer.cli.options import field_docs
 from nanoinfer.config import EngineConfig
 from nanoinfer.training.config import TrainConfig
@@ -127,7 +131,8 @@ BAD = {
     "no such device": (["generate", "a", "-m", "{tiny}", "--device", "cuda:42"], "device='cuda:42'"),
     "no such engine": (["generate", "a", "-m", "{tiny}", "--engine", "warp"], "engine='warp' is unknown"),
     "unknown flag": (["generate", "a", "--temprature", "1"], "--temprature"),
-    "abbreviated flag": (["generate", "a", "--temp", "1"], "--temp"),
+    "abbreviated flag": (["generate", "a", "--temper", "1"], "--temper"),
+    "prompts twice": (["generate", "Go", "-p", "Ho"], "'Go' (an argument) and 'Ho' (--prompt)"),
     "unknown command": (["generat"], "generat"),
     "missing file": (["generate", "-f", "no.txt"], "no.txt cannot be read"),
     "bad ids": (["generate", "1 x", "--token-ids"], "'1 x' is not a list of integers"),
@@ -186,6 +191,60 @@ def test_help_names_every_field_with_its_line(run: Run) -> None:
             for field in dataclasses.fields(cls):
                 assert f"--{field.name.replace('_', '-')}" in out
                 assert docs[field.name].split(".")[0][:20] in words, field.name
+
+
+def test_help_has_topics_and_examples_in_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
+    assert commands.keys() >= help.TOPICS.keys()
+    for name, command in commands.items():
+        code, out, _ = run(name, "--help")
+        assert code == 0
+        assert all(len(line) <= 80 for line in out.splitlines()), name
+        assert "..." not in out.replace("[PROMPT]...", "")  # nothing is cut
+        assert f"\n  Examples:\n    nanoinfer {name}" in out
+        topics = help.TOPICS.get(name, {})
+        titles = [line.removesuffix(":") for line in out.splitlines() if re.fullmatch(r"[A-Z].*:", line)]
+        assert [t for t in titles if t not in ("Arguments", "Options")] == list(topics)
+        listed = [option for names in topics.values() for option in names.split()]
+        assert len(listed) == len(set(listed))
+        assert {p.name for p in command.params} >= set(listed), name
+        assert len(command.params) - len(listed) <= 8, name
+    code, out, _ = run("--help")
+    assert "..." not in out.replace("[ARGS]...", "")
+
+
+def test_examples_are_command_lines_that_parse() -> None:
+    commands = typer.main.get_command(app.app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        for line in command.epilog.splitlines()[2:]:
+            words = shlex.split(line.split("|")[-1 if "| nanoinfer" in line else 0], comments=True)
+            assert words[:2] == ["nanoinfer", name]
+            command.make_context(name, words[2:])
+
+
+def test_defaults_give_readable_text(run: Run, tiny_folder: Path) -> None:
+    from nanoinfer import LLM
+
+    llm, flags = LLM(str(tiny_folder)), ("-m", tiny_folder, "--max-tokens", 30)
+    assert (SamplingParams().temperature, SamplingParams().top_k) == (1.0, 0)  # vLLM's
+
+    def same(*more: object, **params: Any) -> bool:
+        (output,) = llm.generate("Go", SamplingParams(max_tokens=30, **params))
+        return run("generate", "Go", *flags, *more)[1] == output.outputs[0].text + "\n"
+
+    for seed in range(3):
+        assert same("--seed", seed, seed=seed, temperature=0.8, top_k=50)
+        assert same("--seed", seed, "--temp", 1, "--top-k", 0, seed=seed)
+    assert same("--temperature", 0, temperature=0)
+    assert same("--temp", 0, "--top-k", 1, temperature=0)
+
+
+def test_aliases(run: Run, tiny_folder: Path) -> None:
+    flags = ("-m", tiny_folder, "--max-tokens", 5, "--seed", 1)
+    expected = run("generate", "Go", "Ho", "--n", 2, "--temperature", 0.5, *flags)
+    assert expected[0] == 0
+    assert run("generate", "-p", "Go", "--prompt", "Ho", "-n", 2, "--temp", 0.5, *flags) == expected
 
 
 def test_version_and_no_arguments(run: Run) -> None:

@@ -1,4 +1,9 @@
-"""`nanoinfer engines`: the rungs of the ladder, and what each can do on this machine."""
+"""`nanoinfer engines`: the rungs of the ladder, and what each can do on this machine.
+
+Examples:
+    nanoinfer engines
+    nanoinfer engines --json | jq '.[] | select(.available) | .name'
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,9 @@ from nanoinfer.cli.terminal import print_json
 
 
 def engines(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """List the engines, slowest first, and what each can do here."""
+    """List the engines and what each supports on this machine."""
     import torch
 
     from nanoinfer.engines.devices import supported_dtypes

@@ -1,13 +1,10 @@
 """`nanoinfer generate`: text from prompts.
 
 Examples:
-    nanoinfer generate "O Romeo,"                                  (the built-in model, streamed)
-    nanoinfer generate "O Romeo," "To be" --n 2 --temperature 0.8 --top-k 50 --seed 1
-    nanoinfer generate --model gpt2 --file prompt.txt --max-tokens 200
-    nanoinfer generate --file prompts.txt --lines --json           (a prompt a line)
-    echo "Once upon a time" | nanoinfer generate --model path/to/ckpt.pt --overflow slide
-    nanoinfer generate "O Romeo," --draft shakespeare-draft --temperature 0      (the same words, in fewer steps)
-    nanoinfer generate "To be" --json | jq .outputs[0].text        (one JSON object a line and prompt)
+    nanoinfer generate "O Romeo,"                       # the built-in model
+    nanoinfer generate -p "To be" -n 2 --temp 0.6 --seed 1 --max-tokens 200
+    nanoinfer generate --model gpt2 --file prompts.txt --lines --json
+    echo "To be" | nanoinfer generate --draft shakespeare-draft
 """
 
 from __future__ import annotations
@@ -33,48 +30,59 @@ ModelFlag = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="shakespeare, random:<preset>, wide:<model>:<preset>, a folder, a ckpt.pt, or a Hub repository.",
+        metavar="NAME",
+        help="A built-in model, a folder, a ckpt.pt, a Hub repository, random:PRESET or wide:MODEL:PRESET.",
     ),
 ]
 TokenizerFlag = Annotated[
-    str | None, typer.Option("--tokenizer", help="Take the tokenizer from here instead of the model's own place.")
+    str | None,
+    typer.Option("--tokenizer", metavar="NAME", help="Model whose tokenizer to use, instead of the model's own."),
 ]
+# Python's SamplingParams keep vLLM's defaults (1.0, off); these give readable text from small models.
+DEFAULTS = {"temperature": 0.8, "top_k": 50}
 
 
 @flags(EngineConfig, "engine_config")
 @flags(SpeculationConfig, "speculation")
-@flags(SamplingParams, "params", skip=("logit_bias",))
+@flags(SamplingParams, "params", skip=("logit_bias",), defaults=DEFAULTS)
 def generate(
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Prompts. Without any and without --file, stdin is one prompt, less one newline at its end."
-        ),
+        typer.Argument(metavar="PROMPT", help="Prompts. Without one, and without --file, stdin is read as one prompt."),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt, instead of an argument. May be repeated."),
     ] = None,
     model: ModelFlag = "shakespeare",
     tokenizer: TokenizerFlag = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", help="File whose whole text is one prompt, as it is; several may be given."),
+        typer.Option("--file", "-f", metavar="PATH", help="UTF-8 file to read as one prompt. May be repeated."),
     ] = None,
     lines: Annotated[
-        bool, typer.Option("--lines", help="Each line of the files or of stdin is a prompt; an empty line is one too.")
+        bool, typer.Option("--lines", help="Read each line of the files or of stdin as a prompt, empty lines too.")
     ] = False,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Prompts are token ids: '15496 11 995'.")] = False,
     logit_bias: Annotated[
-        list[str] | None, typer.Option(help="Added to the logits of these token ids: TOKEN_ID=BIAS; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="ID=BIAS", help="Values to add to the logits of these token ids. May be repeated."),
     ] = None,
-    echo: Annotated[bool, typer.Option("--echo", help="Print each prompt before its text.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print each prompt before its output.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a line for each prompt, with token ids and metrics.")
+        bool, typer.Option("--json", help="Print one JSON object per prompt and line, with token ids and metrics.")
     ] = False,
     *,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
 ) -> None:
-    """Generate text from prompts, streamed as it is made."""
-    texts = _read_prompts(prompts or [], file or [], lines)
+    """Generate text from prompts, streamed as it is generated."""
+    if prompts and prompt:
+        raise NanoinferError(
+            f"the prompts {prompts[0]!r:.40} (an argument) and {prompt[0]!r:.40} (--prompt): give arguments or --prompt"
+        )
+    texts = _read_prompts(prompts or prompt or [], file or [], lines)
     if logit_bias:
         params = dataclasses.replace(params, logit_bias=_parse_bias(logit_bias))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)

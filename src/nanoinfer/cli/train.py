@@ -1,11 +1,11 @@
 """`nanoinfer train`: train a model from scratch or from any model that loads.
 
 Examples:
-    nanoinfer train --data shakespeare.txt --out out/char
-    nanoinfer train --data shakespeare.txt --out out/char --resume          (after it was killed)
-    nanoinfer train --data notes.txt --out out/notes --init gpt2 --block-size 256 --learning-rate 3e-5
-    nanoinfer train --data notes.txt --out out/draft --distill out/notes --n-layer 2 --block-size 256
-    nanoinfer train --data notes.txt --out out/head --draft-head out/notes --block-size 256
+    nanoinfer train --data play.txt --out out/char
+    nanoinfer train --data play.txt --out out/char --resume    # after Ctrl-C
+    nanoinfer train --data notes.txt --out out/notes --init gpt2
+    nanoinfer train --data notes.txt --out out/draft --distill out/notes
+    nanoinfer train --data notes.txt --out out/head --draft-head out/notes
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @flags(TrainConfig, "config")
 def train(
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last saved interval in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last state saved in --out.")] = False,
     *,
     config: TrainConfig,
 ) -> None:
-    """Train a model; write it as a Hugging Face folder. Or train a draft head for one (--draft-head)."""
+    """Train a model, a draft model or a draft head."""
     from nanoinfer.training import draft_head, loop
 
     run: loop.Run
