@@ -17,6 +17,7 @@ from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.engines.base import Engine, EngineLimits
 from nanoinfer.engines.buckets import with_padding
 from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.progress import ProgressBar
 
 if TYPE_CHECKING:
     import torch
@@ -203,11 +204,13 @@ def build(
             spec.name,
         )
     module, _, name = spec.target.partition(":")
-    model = weights if spec.native else weights.gpt(device)
     if limits is None:
         limits = plan_limits(weights.config, config, spec, weights.dtype.itemsize, device)
     options = {field: getattr(config, field) for field in spec.options}
-    engine: Engine = getattr(importlib.import_module(module), name)(model, limits, **options)
+    with ProgressBar("load") as bar:
+        weights = weights.watched(bar.update)
+        model = weights if spec.native else weights.gpt(device)
+        engine: Engine = getattr(importlib.import_module(module), name)(model, limits, **options)
     return engine
 
 
