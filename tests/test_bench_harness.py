@@ -30,7 +30,6 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from test_cli import one_thread
 
-
 pytestmark = pytest.mark.usefixtures("quick_ceiling")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +24,16 @@ def run(name: str, *arguments: object, stdin: str = "") -> subprocess.CompletedP
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
-def test_programs_are_short_and_have_help(path: Path) -> None:
+def test_programs_are_short_and_have_help(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = path.read_text()
     assert 20 <= len(text.splitlines()) <= 40
     summary = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
-    assert summary in run(path.stem, "--help").stdout
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(path), run_name="__main__")
+    assert summary in capsys.readouterr().out
 
 
 def test_there_are_five() -> None:

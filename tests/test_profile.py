@@ -331,6 +331,7 @@ def test_json_has_every_field(run: Run, tiny_folder: Path) -> None:
     assert result["operators"][0]["calls"] > 0
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_its_command_prints(run: Run) -> None:
     page = (Path(__file__).parents[1] / "docs" / "profile.md").read_text()
     (line,) = re.findall(r"```bash\n(.*)\n```", page)

@@ -35,6 +35,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.split("#")[0].strip().replace(" ", "_")[:40])
+@pytest.mark.slow_if(lambda command: command.startswith("nanoinfer bench"))
 def test_shell_command(command: str, home: Path) -> None:
     done = subprocess.run(
         command, shell=True, cwd=home, env=environment(home), capture_output=True, text=True, check=False
