@@ -1,7 +1,7 @@
 """No traceback reaches a user: hostile command lines, streams, environments and interrupts.
 
 Every option of every sub-command meets every hostile value, in this process; streams, environments and interrupts need
-processes of their own. The slow cases are all pairs and 200 interrupts; the others a sample of them.
+processes of their own. The slow cases are all pairs and 100 interrupts; the others a sample of them.
 """
 
 from __future__ import annotations
@@ -224,6 +224,7 @@ ASCII = ({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTH
 
 
 @pytest.mark.parametrize("changes", ASCII, ids=["PYTHONIOENCODING", "LC_ALL"])
+@pytest.mark.slow_if(lambda changes: "LC_ALL" in changes)
 def test_characters_that_stdout_cannot_show_are_escaped(changes: dict[str, str], tmp_path: Path) -> None:
     chars = "\u00e9\u4e2d\U0001f600"
     folder = make_folder(tmp_path / "m", replace(TINY, vocab_size=3), chars=chars)
@@ -250,6 +251,7 @@ def test_characters_that_stdout_cannot_show_are_escaped(changes: dict[str, str],
     ],
     ids=lambda c: "_".join(c),
 )
+@pytest.mark.slow_if(lambda changes: changes.get("NANOINFER_ISA") == DIGITS or "NO_COLOR" in changes)
 def test_environments(changes: dict[str, str], folder: Path) -> None:
     done = shell("", "generate", "Go", "-m", str(folder / "tiny"), "--max-tokens", "2", **changes)
     assert done.returncode in (0, 2)
@@ -287,7 +289,7 @@ def interrupt(delay: float, *arguments: str) -> tuple[int, str]:
     return child.returncode, err.decode()
 
 
-@pytest.mark.parametrize("i", range(200))
+@pytest.mark.parametrize("i", range(100))
 @pytest.mark.slow_if(lambda i: i >= 4)
 def test_an_early_interrupt_is_quiet(i: int, folder: Path) -> None:
     arguments = ROOFLINE if i % 3 else ("generate", "Go", "-m", str(folder / "tiny"), "--max-tokens", "2")

@@ -63,6 +63,7 @@ def make_drafter(gpt: GPT, head: RecurrentHead | None = None) -> DraftHead:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
 def test_the_hidden_states_are_what_the_logits_are_made_from(name: str, tied: bool) -> None:
     gpt = make_model(replace(TINY, block_size=400, tie_word_embeddings=tied))
     engine = make_engine(name, gpt)
@@ -170,6 +171,7 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, k: int | None, batch: str
 @pytest.mark.parametrize("k", [3, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("name", ENGINES)
 @slow_if_interpreted
+@pytest.mark.slow_if(lambda name, k: k is None and name not in ("static", "native"))
 def test_the_same_seed_gives_the_same_text(name: str, k: int | None, params: SamplingParams) -> None:
     gpt = make_model()
     engine, drafter = make_engine(name, gpt), make_drafter(gpt)

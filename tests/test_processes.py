@@ -185,7 +185,7 @@ time.sleep(float(os.environ["WAIT"]) or 0.02)
 
 
 @pytest.mark.parametrize("engine", ENGINES[:-1], ids=" ".join)
-@slow_unless_common
+@pytest.mark.slow_if(lambda engine: engine != ("native", "2"))
 def test_daemon_threads_that_generate_do_not_disturb_the_exit(
     engine: tuple[str, ...], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import CHARS, TINY, make_folder, make_model, refuses
+from conftest import CHARS, INTERPRETED, TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.core import Core
@@ -108,8 +108,10 @@ DRAFTERS = ("itself", "other", "prompt-lookup")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", ENGINES)
 @slow_if_interpreted
-@pytest.mark.slow_if(lambda name, k: k in (1, 8) and name not in ("static", "native"))
+@pytest.mark.slow_if(lambda name, k: k != 3 and name not in ("static", "native"))
 def test_greedy_tokens_equal_the_naive_loop(name: str, kind: str, k: int | None, batch: str) -> None:
+    if name == "triton" and INTERPRETED and k in (1, 8):
+        pytest.skip("Triton's interpreter is slow: k=3 and auto stand for other numbers")
     gpt = make_model()
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
     params = [replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(prompts))]

@@ -275,6 +275,7 @@ def test_what_the_target_never_says_is_never_kept(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CONTROLS if name != "none"])
+@pytest.mark.slow_if(lambda name: name not in ("all", "temperature"))
 def test_rejection_under_controls(name: str) -> None:
     """Both distributions are filtered; penalties and min_tokens count the tokens that are proposed before."""
     drawn = draw_texts(TARGET, CONTROLS[name], first_seed=70_000, drafter=make_drafter("far"), k=3)

@@ -45,6 +45,7 @@ def compare(quantization: str | None, bias: bool, programs: int, at_once: bool, 
 @interpreted
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("bias", [True, False], ids=["biases", "no-biases"])
+@pytest.mark.slow_if(lambda bias: not bias)
 def test_phase_by_phase_with_three_programs(quantization: str | None, bias: bool) -> None:
     compare(quantization, bias, programs=3, at_once=False, device="cpu")
 
