@@ -83,6 +83,8 @@ def _invoke(arguments: list[str]) -> int:
         return int(e.exit_code)
     except _ClickException as e:
         message, code = e.format_message(), e.exit_code
+        if (context := getattr(e, "ctx", None)) is not None:
+            message = f"{message.rstrip('.')} (see `{context.command_path} --help`)"
     except ResultError as e:
         message, code = str(e), 1
     except NanoinferError as e:

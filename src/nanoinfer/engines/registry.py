@@ -81,7 +81,7 @@ ENGINES: dict[str, EngineSpec] = {
     for spec in (  # slowest first: `auto` takes the last that fits
         EngineSpec(
             "recompute",
-            "run the whole prefix again for every token: the definition of correct",
+            "run the whole prefix for every token: the definition of correct",
             "nanoinfer.engines.recompute:RecomputeEngine",
             memory="none",
         ),
@@ -105,7 +105,7 @@ ENGINES: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             "cuda_graph",
-            "capture the step once, replay it; tokens and positions stay on the device",
+            "capture the step once, replay it; its inputs stay on the device",
             "nanoinfer.engines.cuda_graph:CudaGraphEngine",
             devices=("cuda",),
             memory="padded slots",
