@@ -563,6 +563,7 @@ def test_minutes_are_checked_and_resume_goes_on(
     assert written_figures(kept) == written_figures(made)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ceiling")
 def test_a_suite_of_two_models_runs_each_on_its_own_weights(
     monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path

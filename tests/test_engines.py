@@ -116,9 +116,7 @@ BATCHES = {
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))
 @pytest.mark.parametrize("chunk", [2048, 5], ids=["whole", "chunked"])
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.slow_if(
-    lambda name, chunk, batch: name == "triton" and INTERPRETED and (batch, chunk) != ("twice the same", 5)
-)
+@slow_if_interpreted
 def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, device: str) -> None:
     gpt = make_model().to(device)
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
@@ -133,7 +131,7 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, d
 @pytest.mark.parametrize("stride", [1, 3, None, 32], ids=lambda s: f"stride-{s}")
 @pytest.mark.parametrize("name", ENGINES)
 @slow_if_interpreted
-@pytest.mark.slow_if(lambda stride: stride == 3)
+@pytest.mark.slow_if(lambda stride: stride in (3, 32))
 def test_sliding_window_equals_crop_and_recompute(name: str, stride: int | None, chunk: int) -> None:
     """At 3 times the block size; stride 1 is nanoGPT's own output. One prompt is longer than the context."""
     gpt = make_model()

@@ -150,7 +150,7 @@ assert in_child(lambda: tokens(load()) != expected) == 0
 
 
 @pytest.mark.parametrize("engine", [("native", "1"), ("native", "2"), ("static",)], ids=" ".join)
-@slow_unless_common
+@pytest.mark.slow_if(lambda engine: engine != ("native", "2"))
 def test_a_fork_within_another_threads_step_works_or_is_an_error(engine: tuple[str, ...], tiny_folder: Path) -> None:
     need(engine[0])
     run(LOADED + BUSY, str(tiny_folder), *engine)

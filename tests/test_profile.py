@@ -63,6 +63,7 @@ def marks(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize("engine", HERE)
+@pytest.mark.slow_if(lambda engine: engine == "compiled")
 def test_shares_add_up_and_tokens_are_the_same(tiny_folder: Path, engine: str) -> None:
     llm = LLM(str(tiny_folder), engine=engine, device="cpu", max_num_seqs=4)
     expected = [o.outputs[0].token_ids for o in llm.generate(["Go", "Hi all"], PARAMS)]

@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line]
 
+# Words of the slow commands; the fixture `home` runs the one with tee in any case.
+SLOW = (" bench ", " train ", " profile ", "out/play", " --draft ", " --quantization ", "| tee ", '"To be"')
+
 
 def block(language: str) -> str:
     (found,) = re.findall(rf"```{language}\n(.*?)```", README, re.S)
@@ -35,11 +38,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.split("#")[0].strip().replace(" ", "_")[:40])
-@pytest.mark.slow_if(
-    lambda command: any(
-        w in command for w in (" bench ", " train ", " profile ", "out/play", " --draft ", " --quantization ")
-    )
-)
+@pytest.mark.slow_if(lambda command: any(word in command for word in SLOW))
 def test_shell_command(command: str, home: Path) -> None:
     if "--model out/play" in command and not (home / "out" / "play").exists():  # the test that trains it is elsewhere
         (trains,) = [line for line in COMMANDS if " train " in line]

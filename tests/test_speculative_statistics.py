@@ -282,6 +282,7 @@ def test_rejection_under_controls(name: str) -> None:
     assert_drawn_from(joint(TARGET, CONTROLS[name]), drawn.texts)
 
 
+@pytest.mark.slow
 def test_plain_decoding_and_rejection_are_two_samples_of_one_distribution() -> None:
     """No answer of this file's own is needed for that. The samples have no seed in common."""
     plain = draw_texts(TARGET, CONTROLS["all"], first_seed=0, num_texts=2400).texts

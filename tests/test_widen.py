@@ -119,7 +119,7 @@ def test_a_model_that_does_not_fit_the_preset(preset: None, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("engine", ["static", "native"])
-@pytest.mark.slow_if(lambda engine: engine == "static")
+@pytest.mark.slow
 def test_the_built_in_model_generates_the_same_tokens_at_gpt2s_width(engine: str) -> None:
     if (reason := ENGINES[engine].unavailable()) is not None:
         pytest.skip(reason)
