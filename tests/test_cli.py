@@ -75,7 +75,7 @@ def test_several_prompts_and_samples_come_in_order(run: Run, tiny_folder: Path) 
     _, out, _ = run("generate", "Go", "Ho", "--n", 2, *flags)
     blocks = out.split("--- ")[1:]
     assert [b.split("\n")[0] for b in blocks] == [
-        f"prompt {i} of 2, text {k} of 2: {p!r}" for i, p in ((1, "Go"), (2, "Ho")) for k in (1, 2)
+        f"prompt {i} of 2, output {k} of 2: {p!r}" for i, p in ((1, "Go"), (2, "Ho")) for k in (1, 2)
     ]
     assert blocks[2].split("\n", 1)[1] == run("generate", "Ho", *flags)[1]
 
@@ -289,8 +289,8 @@ def test_ctrl_c_leaves_the_text_and_exits_130(tiny_folder: Path) -> None:
     assert child.returncode == 130
     assert err == b""
     out = (first + rest).decode()
-    assert out.startswith("--- text 1 of 2: 'Go'\n")
-    assert len(out.split("--- text 2 of 2: 'Go'\n")[1]) > 1  # the second's text is not lost
+    assert out.startswith("--- output 1 of 2: 'Go'\n")
+    assert len(out.split("--- output 2 of 2: 'Go'\n")[1]) > 1  # the second's text is not lost
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(tiny_folder: Path) -> None:

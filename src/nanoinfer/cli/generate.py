@@ -171,9 +171,9 @@ def _parse_bias(entries: list[str]) -> dict[int, float]:
 
 
 def _heading(prompt: str, i: int, k: int, num_prompts: int, n: int) -> str:
-    """Return what stands above a text when there are several."""
+    """Return the line before an output when there are several."""
     parts = [f"prompt {i + 1} of {num_prompts}"] if num_prompts > 1 else []
-    parts += [f"text {k + 1} of {n}"] if n > 1 else []
+    parts += [f"output {k + 1} of {n}"] if n > 1 else []
     return f"--- {', '.join(parts)}: {prompt[:40]!r}\n" if parts else ""
 
 
@@ -196,7 +196,7 @@ class _Errors:
         self._messages: dict[tuple[int, int], str] = {}
 
     def add(self, request_id: int, index: int, message: str) -> None:
-        """Note that a text failed."""
+        """Record the error of an output."""
         self._messages.setdefault((self._ids.index(request_id), index), message)
 
     def watch(self, stream: Iterator[Delta | RequestOutput]) -> Iterator[Delta | RequestOutput]:
@@ -218,10 +218,10 @@ class _Errors:
 
 
 class _InOrder:
-    """Prints texts one after the other, in order, each as far as it is known.
+    """Prints the outputs one after the other, in order.
 
-    All are generated together. The first is shown as it is made; what comes for later ones waits until
-    theirs is the turn. When the user interrupts, what has been made of the later ones is printed too.
+    All are generated together. The current one is printed as it is generated, the others when it has ended.
+    After an interrupt the text of the later ones is printed too.
     """
 
     def __init__(self, ids: list[int], n: int, before: Callable[[int, int], str]) -> None:
@@ -247,7 +247,7 @@ class _InOrder:
             raise
 
     def _show(self) -> None:
-        """Print what is new in the text whose turn it is; go on to the next when it has ended."""
+        """Print what is new in the current output; continue with the next when it has ended."""
         while self._turn < len(self._order):
             key = self._order[self._turn]
             text, self._made[key] = self._made[key], ""

@@ -131,7 +131,7 @@ def _print_speculation(console: Any, s: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(
-        "best k = 0: speculation does not pay. Acceptance, greedy: how often the most\n"
+        "best k = 0: speculation is not faster. Acceptance, greedy: how often the most\n"
         "likely tokens of both agree; sampled: the sum of min(p, q) over the vocabulary."
     )
 
