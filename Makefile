@@ -1,12 +1,12 @@
 # make demo    stream text from the built-in model, then show the ladder of engines on it
-# make test    the whole test suite
+# make test    the tests without the slow cases (4 minutes on 2 cores); make test-all: all of them (20 minutes)
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
 # make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 # make lint    ruff and mypy
 # make bench [TEXT=play.txt]   every suite on this machine, into docs/results (an hour; needs the peers: pip install .[bench,peers])
-# make quality TEXT=play.txt   what reduced precision does to a model's words, into docs/results/quality.md
+# make quality TEXT=play.txt   perplexity of reduced precision against float32, into docs/results/quality.md
 # make gpu-check [MINUTES=9] [FLAGS="--quick --resume"]   tests, kernels and rungs on a CUDA device, into docs/results/gpu.json
 # make vs-transformers   static against transformers, side by side (random weights in GPT-2's shape)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
@@ -18,17 +18,23 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers speculative
 
-.PHONY: demo test asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
+.PHONY: demo test test-all asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 
 demo: .venv/installed
 	@echo "== shakespeare, prompt 'ROMEO:' =="
-	@$(BIN)/nanoinfer generate "ROMEO:" --echo --max-tokens 200 --temperature 0.8 --top-k 100 --seed 4
+	@$(BIN)/nanoinfer generate "ROMEO:" --echo --max-tokens 200 --seed 4
 	@echo
-	@echo "== the ladder: every engine says the same words =="
+	@echo "== the ladder: every engine generates the same tokens =="
 	@TORCH_LOGS=-all $(BIN)/python benchmarks/ladder.py
 
+# A process for each core, of one thread: the native engine and the tests of threads start more of them.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
+
 test: .venv/installed-test
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not slow"
+
+test-all: .venv/installed-test
+	$(PYTEST)
 
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
 ASAN_TESTS := tests/test_native_kernels.py tests/test_native_engine.py tests/test_native_sampler.py
@@ -41,8 +47,8 @@ build-asan: .venv/installed-test
 
 asan: build-asan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 NANOINFER_TEST_QUICK=1 \
-	  NANOINFER_TEST_EXTENSION=build/asan $(BIN)/python -m pytest $(ASAN_TESTS)
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 \
+	  NANOINFER_TEST_EXTENSION=build/asan $(BIN)/python -m pytest -m "not slow" $(ASAN_TESTS)
 
 fuzz: build-asan
 	$(BIN)/python fuzz/run.py --minutes $(or $(MINUTES),10) $(FLAGS)

@@ -29,6 +29,7 @@ from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.quantize import Weight, dequantize, pack_int4, pack_int8
 from nanoinfer.models.gpt import GPT
+from nanoinfer.progress import ProgressBar
 from nanoinfer.training.config import TrainConfig
 from nanoinfer.training.data import split_texts
 
@@ -86,24 +87,29 @@ def distributions(engine: Engine, window: list[int]) -> Iterator[torch.Tensor]:
 def compare(engines: dict[str, Engine], texts: list[list[int]]) -> dict[str, Total]:
     """Run all engines side by side; the first is the reference."""
     totals = {name: Total() for name in engines}
-    for i, window in enumerate(texts):
-        print(f"\rwindow {i + 1} of {len(texts)}", end="", file=sys.stderr, flush=True)
-        before = {name: t.loss for name, t in totals.items()}
-        at = 1
-        for chunk in zip(*(distributions(engine, window) for engine in engines.values()), strict=True):
-            reference = chunk[0]
-            targets = torch.tensor(window[at : at + len(reference)])[:, None]
-            at += len(reference)
-            for total, mine in zip(totals.values(), chunk, strict=True):
-                total.num_tokens += len(mine)
-                total.loss -= mine.gather(-1, targets).sum().item()
-                total.divergence += (reference.exp() * (reference - mine)).sum().item()
-                total.num_same_top += int((mine.argmax(-1) == reference.argmax(-1)).sum())
-        losses = {name: t.loss - before[name] for name, t in totals.items()}
-        for name, total in totals.items():
-            total.per_window.append(losses[name] - losses["reference"])
-    print(file=sys.stderr)
+    with ProgressBar("windows") as bar:
+        for i, window in enumerate(texts):
+            bar.update(i, len(texts))
+            _add_window(engines, window, totals)
     return totals
+
+
+def _add_window(engines: dict[str, Engine], window: list[int], totals: dict[str, Total]) -> None:
+    """Add one window's figures of every engine to the totals."""
+    before = {name: t.loss for name, t in totals.items()}
+    at = 1
+    for chunk in zip(*(distributions(engine, window) for engine in engines.values()), strict=True):
+        reference = chunk[0]
+        targets = torch.tensor(window[at : at + len(reference)])[:, None]
+        at += len(reference)
+        for total, mine in zip(totals.values(), chunk, strict=True):
+            total.num_tokens += len(mine)
+            total.loss -= mine.gather(-1, targets).sum().item()
+            total.divergence += (reference.exp() * (reference - mine)).sum().item()
+            total.num_same_top += int((mine.argmax(-1) == reference.argmax(-1)).sum())
+    losses = {name: t.loss - before[name] for name, t in totals.items()}
+    for name, total in totals.items():
+        total.per_window.append(losses[name] - losses["reference"])
 
 
 def weight_bytes(engine: Engine) -> int:

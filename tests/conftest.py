@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import signal
@@ -39,6 +40,28 @@ if folder := os.environ.get("NANOINFER_TEST_EXTENSION"):  # make asan: this buil
 
 CHARS = "\n !,.:?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TINY = ModelConfig(vocab_size=len(CHARS), block_size=32, n_layer=2, n_head=2, n_embd=16, bos_token_id=0)
+
+
+INTERPRETED = not torch.cuda.is_available()  # Triton's kernels run in its interpreter, which is slow
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`slow_if(condition)`: mark those cases of a matrix as slow for whose parameters the condition is true."""
+    for item in items:
+        for mark in item.iter_markers("slow_if"):
+            (condition,) = mark.args
+            parameters = item.callspec.params  # type: ignore[attr-defined]
+            if condition(**{name: parameters[name] for name in inspect.signature(condition).parameters}):
+                item.add_marker("slow")
+
+
+@pytest.fixture
+def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Benchmarks in this process measure the machine's ceiling in milliseconds instead of six seconds."""
+    from nanoinfer.roofline import measure
+
+    monkeypatch.setattr(measure, "CPU_WORKLOAD", measure.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1))
 
 
 @pytest.fixture(autouse=True)

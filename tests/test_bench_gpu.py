@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -546,11 +547,17 @@ def written_figures(made: results.Results) -> list[object]:
     return [row.get("figures") for row in json.loads(results.to_json(made))["rows"]]
 
 
-def test_minutes_are_checked_and_resume_goes_on(tiny_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick_ceiling")
+def test_minutes_are_checked_and_resume_goes_on(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuses(lambda: Plan(minutes=0.0), "minutes=0.0")
     said: list[str] = []
     plan = Plan(model=str(tiny_folder), engine=("static",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
-    (late,), _ = run(replace(plan, minutes=0.01), "test", log=said.append)  # the ceiling alone takes longer
+    with monkeypatch.context() as patch:
+        now = itertools.count(step=1.0)  # each look at the clock is a second later
+        patch.setattr(running, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        (late,), _ = run(replace(plan, minutes=0.01), "test", log=said.append)
     assert late.rows == []
     assert "1 of 1 cases are left after 0.01 minutes: use --resume" in said[-1]
     (made,), _ = run(plan, "test", log=said.append)
@@ -559,6 +566,8 @@ def test_minutes_are_checked_and_resume_goes_on(tiny_folder: Path, tmp_path: Pat
     assert written_figures(kept) == written_figures(made)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_ceiling")
 def test_a_suite_of_two_models_runs_each_on_its_own_weights(
     monkeypatch: pytest.MonkeyPatch, tiny_folder: Path, tmp_path: Path
 ) -> None:

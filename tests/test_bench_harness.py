@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +28,9 @@ from nanoinfer.bench.suites import SUITES
 from nanoinfer.config import PRESETS
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
-from test_cli import command, one_thread
+from test_cli import one_thread
+
+pytestmark = pytest.mark.usefixtures("quick_ceiling")
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +40,15 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def quiet(_: str) -> None:
     pass
+
+
+def bench(*arguments: object) -> list[str]:
+    """The command, with a ceiling that is measured in milliseconds."""
+    code = (
+        "from nanoinfer.cli import main; from nanoinfer.roofline import measure;"
+        "measure.CPU_WORKLOAD = measure.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1); main()"
+    )
+    return [sys.executable, "-c", code, "bench", *map(str, arguments)]
 
 
 def test_peak_memory_is_the_workers_own(tiny_folder: Path) -> None:
@@ -144,7 +156,7 @@ def test_ctrl_c_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
     flags = [f for n in range(1, 40) for f in ("--batch", n)]
     out = tmp_path / "r.json"
     child = subprocess.Popen(
-        command("bench", "-m", tiny_folder, "--engine", "static", "--output-tokens", 4, *flags, "-o", out),
+        bench("-m", tiny_folder, "--engine", "static", "--output-tokens", 4, *flags, "-o", out),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=one_thread(), text=True,
     )  # fmt: skip
     for _ in range(600):
@@ -210,10 +222,10 @@ def test_a_missing_peer_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_command_prints_tables_json_and_exit_codes(tiny_folder: Path) -> None:
     flags = ("-m", tiny_folder, "--engine", "static", "--output-tokens", 4, "--rounds", 1)
-    done = subprocess.run(command("bench", *flags), capture_output=True, text=True, env=one_thread(), check=True)
+    done = subprocess.run(bench(*flags), capture_output=True, text=True, env=one_thread(), check=True)
     assert "ceiling of this machine" in done.stdout
     assert "static float32" in done.stdout
-    arguments = command("bench", *flags, "--quantization", "int3", "--json")
+    arguments = bench(*flags, "--quantization", "int3", "--json")
     done = subprocess.run(arguments, capture_output=True, text=True, env=one_thread(), check=False)
     assert done.returncode == 1
     (document,) = json.loads(done.stdout)
@@ -232,6 +244,7 @@ def test_results_are_shown_and_reported_without_measuring(tiny_folder: Path, tmp
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 @pytest.mark.parametrize("late", [False, True], ids=["before any worker", "while workers run"])
+@pytest.mark.slow_if(lambda sign, late: sign != (signal.SIGKILL if late else signal.SIGTERM))
 def test_a_bench_that_is_killed_leaves_nothing(
     tiny_folder: Path, tmp_path: Path, sign: signal.Signals, late: bool
 ) -> None:
@@ -239,10 +252,10 @@ def test_a_bench_that_is_killed_leaves_nothing(
     folder, output = tmp_path / "temporary", tmp_path / "r.json"
     folder.mkdir()
     child = subprocess.Popen(
-        command(
-            "bench", "--model", tiny_folder, "--engine", "static", "--engine", "nanogpt", "--prompt-tokens", 8,
+        bench(
+            "--model", tiny_folder, "--engine", "static", "--engine", "nanogpt", "--prompt-tokens", 8,
             "--output-tokens", 4, "--output-tokens", 16, "--rounds", 1000, "--output", output,
-        ) if late else command("bench", "--model", tiny_folder, "--engine", "static", "--output", output),
+        ) if late else bench("--model", tiny_folder, "--engine", "static", "--output", output),
         stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=one_thread() | {"TMPDIR": str(folder)},
     )  # fmt: skip
     wait_for(lambda: any(folder.glob("*/model.safetensors")))

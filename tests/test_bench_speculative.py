@@ -127,6 +127,7 @@ def test_the_suite_has_every_case_once_beside_its_plain_one(quick: bool) -> None
         }  # fmt: skip
 
 
+@pytest.mark.usefixtures("quick_ceiling")
 def test_a_run_with_drafts_shares_a_process_and_says_the_same(tiny_folder: Path, tmp_path: Path) -> None:
     plan = Plan(
         model=str(tiny_folder), engine=("static",), batch=(2,), prompt_tokens=(8,), output_tokens=(12,), rounds=1,

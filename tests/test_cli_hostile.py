@@ -1,7 +1,7 @@
 """No traceback reaches a user: hostile command lines, streams, environments and interrupts.
 
 Every option of every sub-command meets every hostile value, in this process; streams, environments and interrupts need
-processes of their own. NANOINFER_TEST_SLOW=1 runs all pairs and 200 interrupts instead of a sample.
+processes of their own. The slow cases are all pairs and 100 interrupts; the others a sample of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import typer
 from conftest import TINY, make_folder
 from nanoinfer.cli import app, main
 
-SLOW = os.environ.get("NANOINFER_TEST_SLOW") == "1"
 DIGITS = "9" * 5000
 VALUES = (
     "", " ", "-1", "0", "1", "nan", "-inf", "1e999", "9" * 400, DIGITS, "0x10", "\u0661", "\x1b[31mred\x07\n\x9b2J",
@@ -90,8 +89,11 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     return run
 
 
+@pytest.mark.parametrize("num_pairs", [16, pytest.param(len(PAIRS), marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("group", range(SHARED))
-def test_hostile_options(group: int, call: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_hostile_options(
+    group: int, num_pairs: int, call: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     from nanoinfer.models.checkpoints import huggingface
 
     def offline(name: str) -> Path:
@@ -100,8 +102,7 @@ def test_hostile_options(group: int, call: Callable[..., Any], folder: Path, tmp
     monkeypatch.setattr(huggingface, "download", offline)
     monkeypatch.setattr("nanoinfer.cli.bench.run", lambda plan, command: ([], False))  # measuring takes seconds
     mine = PAIRS[group::SHARED]
-    if not SLOW:
-        mine = random.Random(group).sample(mine, 16)
+    mine = random.Random(group).sample(mine, min(num_pairs, len(mine)))
     for i, (command, option, value) in enumerate(mine):
         if option in ("--engine", "--trace", "--sampler") and command == "profile":
             continue
@@ -203,8 +204,8 @@ ROOFLINE = ("roofline", "gpt2", "--device", "t4")
         (">/dev/full", ROOFLINE, 1, "standard output cannot be written: No space left on device"),
         (">/dev/full", ("--version",), 1, "standard output cannot be written: No space left on device"),
         (">/dev/full", ("generate", "Go", "--max-tokens", "2"), 1, "No space left on device"),
-        ("2>&-", ("generate", "-m", "no such"), 2, ""),
-        ("2>/dev/full", ("generate", "-m", "no such"), 2, ""),
+        ("2>&-", ("eval", "no such"), 2, ""),
+        ("2>/dev/full", ("eval", "no such"), 2, ""),
         ("2>&-", ROOFLINE, 0, ""),
         ("<&- >&- 2>&-", ROOFLINE, 1, ""),
     ],
@@ -223,6 +224,7 @@ ASCII = ({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTH
 
 
 @pytest.mark.parametrize("changes", ASCII, ids=["PYTHONIOENCODING", "LC_ALL"])
+@pytest.mark.slow_if(lambda changes: "LC_ALL" in changes)
 def test_characters_that_stdout_cannot_show_are_escaped(changes: dict[str, str], tmp_path: Path) -> None:
     chars = "\u00e9\u4e2d\U0001f600"
     folder = make_folder(tmp_path / "m", replace(TINY, vocab_size=3), chars=chars)
@@ -249,6 +251,7 @@ def test_characters_that_stdout_cannot_show_are_escaped(changes: dict[str, str],
     ],
     ids=lambda c: "_".join(c),
 )
+@pytest.mark.slow_if(lambda changes: changes.get("NANOINFER_ISA") == DIGITS or "NO_COLOR" in changes)
 def test_environments(changes: dict[str, str], folder: Path) -> None:
     done = shell("", "generate", "Go", "-m", str(folder / "tiny"), "--max-tokens", "2", **changes)
     assert done.returncode in (0, 2)
@@ -286,7 +289,8 @@ def interrupt(delay: float, *arguments: str) -> tuple[int, str]:
     return child.returncode, err.decode()
 
 
-@pytest.mark.parametrize("i", range(200 if SLOW else 6))
+@pytest.mark.parametrize("i", range(100))
+@pytest.mark.slow_if(lambda i: i >= 4)
 def test_an_early_interrupt_is_quiet(i: int, folder: Path) -> None:
     arguments = ROOFLINE if i % 3 else ("generate", "Go", "-m", str(folder / "tiny"), "--max-tokens", "2")
     code, err = interrupt(random.Random(i).uniform(0.02, 0.4 if i % 3 else 2.0), *arguments)

@@ -175,5 +175,5 @@ def test_the_command(config: TrainConfig) -> None:
         capture_output=True, text=True, env=one_thread(), check=True,
     )  # fmt: skip
     assert done.stdout.startswith(f"best KL divergence from {config.distill} on validation text ")
-    assert "writes 36 texts on, 14 tokens each" in done.stderr
+    assert "generates 14 tokens after each of 36 prompts" in done.stderr
     assert "step 4/4" in done.stderr

@@ -36,7 +36,7 @@ from nanoinfer.training.config import TrainConfig
 from nanoinfer.training.draft_head import STEPS, HeadRun, prepare
 from nanoinfer.training.loop import Progress, train, validate
 from test_cli import command, one_thread
-from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, unless_slow
+from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
 from test_speculative import SAMPLED, Scripted, generate, make_core, plain
 
 CONFIG = DraftHeadConfig("tiny", V, TINY.n_embd, 24, tokenizers.fingerprint(CharTokenizer(CHARS)))
@@ -64,6 +64,7 @@ def make_drafter(gpt: GPT, head: RecurrentHead | None = None) -> DraftHead:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
 def test_the_hidden_states_are_what_the_logits_are_made_from(name: str, tied: bool) -> None:
     gpt = make_model(replace(TINY, block_size=400, tie_word_embeddings=tied))
     engine = make_engine(name, gpt)
@@ -128,9 +129,9 @@ class Watcher(Scripted):
 
 
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
 def test_a_drafter_sees_the_state_of_the_newest_token(name: str) -> None:
     """Greedy, so that the state says which token that is: after rejections, in company, with forks and slid windows."""
-    unless_slow(name, False)
     gpt = make_model()
     prompts = [prompt(n, i) for i, n in enumerate((4, 1, 9))]
     params = [replace(GREEDY, max_tokens=40, overflow="slide"), GREEDY, replace(GREEDY, n=2)]
@@ -155,8 +156,8 @@ def test_a_drafter_sees_the_state_of_the_newest_token(name: str) -> None:
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))
 @pytest.mark.parametrize("k", [1, 4, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
 def test_greedy_tokens_equal_the_naive_loop(name: str, k: int | None, batch: str) -> None:
-    unless_slow(name, False)
     gpt = make_model()
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
     params = [replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(prompts))]
@@ -170,8 +171,9 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, k: int | None, batch: str
 @pytest.mark.parametrize("params", SAMPLED.values(), ids=SAMPLED)
 @pytest.mark.parametrize("k", [3, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
+@pytest.mark.slow_if(lambda name, k: k is None and name not in ("static", "native"))
 def test_the_same_seed_gives_the_same_text(name: str, k: int | None, params: SamplingParams) -> None:
-    unless_slow(name, False)
     gpt = make_model()
     engine, drafter = make_engine(name, gpt), make_drafter(gpt)
     prompts = [prompt(n, i) for i, n in enumerate((5, 1, 12, 20))]

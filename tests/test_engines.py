@@ -7,7 +7,6 @@ for every token. Adding an engine to the registry adds it to every test here.
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nanoinfer
-from conftest import TINY, make_folder, make_limits, make_model, submit, weights_of
+from conftest import INTERPRETED, TINY, make_folder, make_limits, make_model, submit, weights_of
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
@@ -48,6 +47,7 @@ DEVICES = [
 ]
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 V = TINY.vocab_size
+slow_if_interpreted = pytest.mark.slow_if(lambda name: name == "triton" and INTERPRETED)
 BLOCKS: dict[str, dict[tuple[torch.Size, int, bool], RunBlock]] = {"cpu": {}, "cuda": {}}
 """What the compiled engines of all tests have compiled: their models have the same shapes."""
 
@@ -77,13 +77,6 @@ def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
     if (reason := spec.unavailable()) is not None:
         pytest.skip(f"engine {name}: {reason}")
     return registry.build(spec, weights_of(gpt), EngineConfig(max_num_seqs=max_num_seqs), device)
-
-
-def unless_slow(name: str, chosen: bool) -> None:
-    """Skip a test of an engine that is interpreted here, unless it is one of those chosen to stand for all."""
-    interpreted = name == "triton" and not torch.cuda.is_available()
-    if interpreted and not chosen and os.environ.get("NANOINFER_TEST_SLOW") != "1":
-        pytest.skip("no CUDA device, and Triton's interpreter is slow: NANOINFER_TEST_SLOW=1 runs this in it")
 
 
 def make_core(engine: Engine, **limits: int) -> Core:
@@ -128,8 +121,8 @@ BATCHES = {
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))
 @pytest.mark.parametrize("chunk", [2048, 5], ids=["whole", "chunked"])
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
 def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, device: str) -> None:
-    unless_slow(name, (batch, chunk) in (("unequal lengths", 2048), ("twice the same", 5)))
     gpt = make_model().to(device)
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
     params = [replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(prompts))]
@@ -142,9 +135,10 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, d
 @pytest.mark.parametrize("chunk", [2048, 7], ids=["whole", "chunked"])
 @pytest.mark.parametrize("stride", [1, 3, None, 32], ids=lambda s: f"stride-{s}")
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
+@pytest.mark.slow_if(lambda stride: stride in (3, 32))
 def test_sliding_window_equals_crop_and_recompute(name: str, stride: int | None, chunk: int) -> None:
     """At 3 times the block size; stride 1 is nanoGPT's own output. One prompt is longer than the context."""
-    unless_slow(name, False)
     gpt = make_model()
     prompts = [prompt(4), prompt(30), prompt(50)]
     params = replace(GREEDY, max_tokens=3 * TINY.block_size, overflow="slide", slide_stride=stride)
@@ -154,6 +148,7 @@ def test_sliding_window_equals_crop_and_recompute(name: str, stride: int | None,
 
 
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
 def test_text_stops_when_the_context_is_full(name: str) -> None:
     gpt = make_model()
     long = replace(GREEDY, max_tokens=1000)
@@ -164,6 +159,7 @@ def test_text_stops_when_the_context_is_full(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
 def test_samples_fork_and_equal_separate_requests(name: str) -> None:
     """n texts of one request are what the sampler would draw for each sample index alone, in any company."""
     params = SamplingParams(max_tokens=10, temperature=0.9, top_k=20, n=3)
@@ -322,6 +318,7 @@ def test_one_texts_nan_never_reaches_another(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted  # tests/test_triton_engine.py has it at a smaller shape
 def test_reduced_precision_stays_near_float32(name: str, dtype: str, device: str) -> None:
     if dtype not in supported_dtypes(torch.device(device)):
         pytest.skip(f"{dtype} is not supported on this {device} device")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,15 +18,33 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("*.py"))
 
 
-def run(name: str, *arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done
+class Done(NamedTuple):
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a program as `python examples/NAME.py ARGUMENTS` does, in this process."""
+
+    def call(name: str, *arguments: object, stdin: str = "") -> Done:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        except SystemExit as e:
+            if e.code:
+                raise
+        return Done(*capsys.readouterr())
+
+    return call
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
-def test_programs_are_short_and_have_help(path: Path) -> None:
+def test_programs_are_short_and_have_help(run: Run, path: Path) -> None:
     text = path.read_text()
     assert 20 <= len(text.splitlines()) <= 40
     summary = (ast.get_docstring(ast.parse(text)) or "").splitlines()[0]
@@ -35,7 +56,7 @@ def test_there_are_five() -> None:
     assert names == ["complete_jsonl", "conversation", "file_perplexity", "multiple_choice", "stream_until"]
 
 
-def test_complete_jsonl_keeps_keys_and_order(tmp_path: Path) -> None:
+def test_complete_jsonl_keeps_keys_and_order(run: Run, tmp_path: Path) -> None:
     given = [{"prompt": "O Romeo,", "id": 7}, {"id": 8, "prompt": "To be"}]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, given)) + "\n\n")
@@ -47,7 +68,7 @@ def test_complete_jsonl_keeps_keys_and_order(tmp_path: Path) -> None:
         assert after == before
 
 
-def test_conversation_answers_each_line_and_ends_at_an_empty_one() -> None:
+def test_conversation_answers_each_line_and_ends_at_an_empty_one(run: Run) -> None:
     arguments = ("--you", "NURSE", "--other", "PETER", "--max-tokens", 12, "--seed", 1)
     out = run("conversation", *arguments, stdin="Good morrow.\nWhat news?\n\nnever read\n").stdout
     answers = re.findall(r"PETER: (.*(?:\n(?!NURSE).*)*)", out)
@@ -57,7 +78,7 @@ def test_conversation_answers_each_line_and_ends_at_an_empty_one() -> None:
     assert run("conversation", *arguments, stdin="Good morrow.\nWhat news?\n").stdout == out
 
 
-def test_file_perplexity_names_the_least_likely_line(tmp_path: Path) -> None:
+def test_file_perplexity_names_the_least_likely_line(run: Run, tmp_path: Path) -> None:
     paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
     paths[0].write_text("To be, or not to be\nqqqqzzzz xx\nGood morrow, cousin.\n")
     paths[1].write_text("My lord, I am a man\n")
@@ -68,7 +89,7 @@ def test_file_perplexity_names_the_least_likely_line(tmp_path: Path) -> None:
     assert figures[0] > figures[1] > 1
 
 
-def test_multiple_choice_counts_what_is_right(tmp_path: Path) -> None:
+def test_multiple_choice_counts_what_is_right(run: Run, tmp_path: Path) -> None:
     assert run("multiple_choice").stdout.endswith("acc 1.000, acc_norm 1.000, 1 questions\n")
     path = tmp_path / "questions.jsonl"
     item = {"question": "O Romeo, Romeo! wherefore art thou", "choices": [" Romeo?", " zebra?"]}
@@ -78,7 +99,7 @@ def test_multiple_choice_counts_what_is_right(tmp_path: Path) -> None:
     assert lines[2] == "acc 0.500, acc_norm 0.500, 2 questions"
 
 
-def test_stream_until_ends_before_the_stop_string() -> None:
+def test_stream_until_ends_before_the_stop_string(run: Run) -> None:
     done = run("stream_until", "My lord", "--stop", " ", "--max-tokens", 30)
     assert done.stdout.startswith("My lord")
     assert " " not in done.stdout[len("My lord") :]

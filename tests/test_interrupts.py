@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import linecache
-import os
 import random
 import signal
 import sys
@@ -35,7 +34,7 @@ from recorded import FakeRecorder
 from test_overlap import TorchSampler
 
 PACKAGE = str(Path(nanoinfer.__file__).parent)
-NUM_INTERRUPTS = 2000 if os.environ.get("NANOINFER_TEST_SLOW") else 250
+how_often = pytest.mark.parametrize("num_interrupts", [100, pytest.param(1000, marks=pytest.mark.slow)])
 ENGINES = [name for name, spec in registry.ENGINES.items() if "cpu" in spec.devices and name != "compiled"]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=4),
@@ -118,21 +117,24 @@ def texts(llm: LLM) -> list[str]:
     return [*found, f"{llm.perplexity('To be or not to be')[0].log_likelihood:.4f}"]
 
 
+@how_often
 @pytest.mark.parametrize("engine", ENGINES)
-def test_interrupted_at_any_line(folder: Path, engine: str) -> None:
+def test_interrupted_at_any_line(folder: Path, engine: str, num_interrupts: int) -> None:
     llm = LLM(str(folder), engine=engine, max_num_seqs=5)
-    interrupt_everywhere(llm.core, lambda: texts(llm), NUM_INTERRUPTS)
+    interrupt_everywhere(llm.core, lambda: texts(llm), num_interrupts)
 
 
+@how_often
 @pytest.mark.parametrize("draft", ["prompt-lookup", "self:1"])
-def test_interrupted_while_tokens_are_proposed(folder: Path, draft: str) -> None:
+def test_interrupted_while_tokens_are_proposed(folder: Path, draft: str, num_interrupts: int) -> None:
     llm = LLM(str(folder), engine="static", max_num_seqs=5, draft=draft, speculate_k=2)
-    interrupt_everywhere(llm.core, lambda: texts(llm), NUM_INTERRUPTS)
+    interrupt_everywhere(llm.core, lambda: texts(llm), num_interrupts)
     drafter = llm.core.speculator.drafter  # type: ignore[union-attr]
     assert len(getattr(drafter, "engine", llm.engine).handles) == 0
 
 
-def test_interrupted_while_a_step_is_in_flight() -> None:
+@how_often
+def test_interrupted_while_a_step_is_in_flight(num_interrupts: int) -> None:
     from nanoinfer.overlap import OverlapScheduler
 
     gpt = make_model()
@@ -160,18 +162,19 @@ def test_interrupted_while_a_step_is_in_flight() -> None:
                 core.step()
         return [o.text for r in requests for o in core.output(r).outputs]
 
-    interrupt_everywhere(core, work, NUM_INTERRUPTS)
+    interrupt_everywhere(core, work, num_interrupts)
 
 
+@how_often
 @pytest.mark.parametrize("engine", ENGINES)
-def test_interrupted_by_a_signal_at_a_random_time(folder: Path, engine: str) -> None:
+def test_interrupted_by_a_signal_at_a_random_time(folder: Path, engine: str, num_interrupts: int) -> None:
     llm = LLM(str(folder), engine=engine, max_num_seqs=5)
     expected = texts(llm)
     rng = random.Random(0)
     num_interrupted = 0
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        for _ in range(NUM_INTERRUPTS):
+        for _ in range(num_interrupts):
             try:
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.01))
                 texts(llm)
@@ -182,6 +185,6 @@ def test_interrupted_by_a_signal_at_a_random_time(folder: Path, engine: str) -> 
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert num_interrupted > NUM_INTERRUPTS // 4
+    assert num_interrupted > num_interrupts // 4
     assert texts(llm) == expected
     assert len(llm.engine.handles) == 0

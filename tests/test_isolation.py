@@ -292,7 +292,7 @@ def test_several_threads_share_one_model(llm: LLM) -> None:
 def test_a_thread_is_not_starved_by_one_that_generates_in_a_loop(tmp_path: Path) -> None:
     """The other thread's request is short; its stream must not wait until the long one has ended."""
     llm = LLM(str(make_folder(tmp_path)), engine="native")
-    long = SamplingParams(seed=1, max_tokens=3_000, overflow="slide", slide_stride=1)
+    long = SamplingParams(seed=1, max_tokens=1_000, overflow="slide", slide_stride=1)
     done = threading.Event()
     thread = threading.Thread(target=lambda: (llm.generate("a", long), done.set()))
     thread.start()

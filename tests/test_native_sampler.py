@@ -346,6 +346,7 @@ def test_options_that_do_not_fit_the_logits_are_refused() -> None:
 
 
 @pytest.mark.parametrize("V", [300, 5000, GPT2_V])
+@pytest.mark.slow_if(lambda V: V < GPT2_V)
 def test_logits_that_change_while_they_are_read(V: int) -> None:
     """Any token of the row, or -1: no search, sort or index may run past the row."""
     logits = np.zeros((1, V), np.float32)

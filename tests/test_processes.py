@@ -85,6 +85,7 @@ assert child.exitcode == 0
 assert tokens(llm) == expected
 """
 FIRST = PREPARE + "assert in_child(lambda: len(tokens(load())) != 3) == 0"
+slow_unless_common = pytest.mark.slow_if(lambda engine: engine not in (("native", "2"), ("static",)))
 ENGINES = [("native", "1"), ("native", "2"), ("static",), ("dynamic",), ("recompute",)]
 
 
@@ -105,6 +106,7 @@ def need(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=" ".join)
+@slow_unless_common
 def test_forked_children_generate(engine: tuple[str, ...], tiny_folder: Path) -> None:
     need(engine[0])
     done = run(LOADED + FORKS, str(tiny_folder), *engine)
@@ -113,11 +115,13 @@ def test_forked_children_generate(engine: tuple[str, ...], tiny_folder: Path) ->
 
 
 @pytest.mark.parametrize("engine", ["native", "static"])
+@pytest.mark.slow_if(lambda engine: engine == "native")
 def test_a_forked_child_loads_the_first_model(engine: str, tiny_folder: Path) -> None:
     need(engine)
     run(FIRST, str(tiny_folder), engine)
 
 
+@pytest.mark.slow  # nothing is in the compiler's cache: a minute on one core
 def test_forked_children_compile(tiny_folder: Path, tmp_path: Path) -> None:
     """With nothing in the compiler's cache: its workers are threads and processes of the parent's."""
     env = f"import os; os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path / 'cache')!r}\n"
@@ -146,6 +150,7 @@ assert in_child(lambda: tokens(load()) != expected) == 0
 
 
 @pytest.mark.parametrize("engine", [("native", "1"), ("native", "2"), ("static",)], ids=" ".join)
+@pytest.mark.slow_if(lambda engine: engine != ("native", "2"))
 def test_a_fork_within_another_threads_step_works_or_is_an_error(engine: tuple[str, ...], tiny_folder: Path) -> None:
     need(engine[0])
     run(LOADED + BUSY, str(tiny_folder), *engine)
@@ -180,6 +185,7 @@ time.sleep(float(os.environ["WAIT"]) or 0.02)
 
 
 @pytest.mark.parametrize("engine", ENGINES[:-1], ids=" ".join)
+@pytest.mark.slow_if(lambda engine: engine != ("native", "2"))
 def test_daemon_threads_that_generate_do_not_disturb_the_exit(
     engine: tuple[str, ...], tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def marks(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize("engine", HERE)
+@pytest.mark.slow_if(lambda engine: engine == "compiled")
 def test_shares_add_up_and_tokens_are_the_same(tiny_folder: Path, engine: str) -> None:
     llm = LLM(str(tiny_folder), engine=engine, device="cpu", max_num_seqs=4)
     expected = [o.outputs[0].token_ids for o in llm.generate(["Go", "Hi all"], PARAMS)]
@@ -310,6 +311,7 @@ def test_json_has_every_field(run: Run, tiny_folder: Path) -> None:
     assert result["operators"][0]["calls"] > 0
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_its_command_prints(run: Run) -> None:
     page = (Path(__file__).parents[1] / "docs" / "profile.md").read_text()
     (line,) = re.findall(r"```bash\n(.*)\n```", page)

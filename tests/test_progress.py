@@ -64,6 +64,40 @@ def test_a_bar_shows_what_is_done_and_draws_five_times_a_second(monkeypatch: pyt
     assert "4/4" in stderr.getvalue()
 
 
+def test_a_bar_shows_the_time_left_and_a_note_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stderr", stderr := Terminal())
+    clock = Clock()
+    with ProgressBar("train", None, clock) as bar:
+        for step, now in ((10, 102.0), (20, 112.0), (30, 122.0)):  # a step a second
+            clock.now = now
+            bar.update(step, 100, "a note [red] " + "x" * 100)
+        assert "0:01:10 left" in stderr.getvalue()
+        assert "a note [red] x" in stderr.getvalue()
+        assert "…" in stderr.getvalue()
+        clock.now += 1
+        bar.update(31, 100, seconds_left=5)
+        assert "0:00:05 left" in stderr.getvalue()
+        bar.print("a line [blue]")
+        assert "a line [blue]\n" in stderr.getvalue()
+
+
+def test_lines_are_printed_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBar("train") as bar:
+        bar.update(1, 2)
+        bar.print("step 1/2 [x]")
+    assert capsys.readouterr() == ("", "step 1/2 [x]\n")
+
+
+def test_loading_moves_a_bar_by_layers(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(ProgressBar, "update", lambda self, done, total: seen.append((done, total)))
+    for engine in ("native", "static"):
+        seen.clear()
+        LLM(str(tiny_folder), engine=engine)
+        assert seen == [(0, 2)] * 12 + [(1, 2)] * 12
+
+
 def test_generate_shows_a_bar_where_it_is_asked_for(tiny_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     llm, params = LLM(str(tiny_folder)), SamplingParams(max_tokens=4, temperature=0)
     plain = llm.generate(["a", "b", "c"], params)

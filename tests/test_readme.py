@@ -25,6 +25,9 @@ NOT_RUN = {
 COMMANDS = [line for line in LINES if line.split("  ")[0] not in NOT_RUN]
 PEERS = read(ROOT / "docs" / "results" / "peers.json").rows
 
+# Words of the slow commands; the fixture `home` runs the one with tee in any case.
+SLOW = (" bench ", " train ", " profile ", "out/play", " --draft ", " --quantization ", "| tee ", '"To be"')
+
 
 def block(language: str) -> str:
     (found,) = re.findall(rf"```{language}\n(.*?)```", README, re.S)
@@ -46,7 +49,11 @@ def environment(home: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.split("#")[0].strip().replace(" ", "_")[:40])
+@pytest.mark.slow_if(lambda command: any(word in command for word in SLOW))
 def test_shell_command(command: str, home: Path) -> None:
+    if "--model out/play" in command and not (home / "out" / "play").exists():  # the test that trains it is elsewhere
+        (trains,) = [line for line in COMMANDS if " train " in line]
+        subprocess.run(trains, shell=True, cwd=home, env=environment(home), capture_output=True, check=True)
     done = subprocess.run(
         command, shell=True, cwd=home, env=environment(home), capture_output=True, text=True, check=False
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import CHARS, TINY, make_folder, make_model, refuses, submit
+from conftest import CHARS, INTERPRETED, TINY, make_folder, make_model, refuses, submit
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.core import Core
@@ -22,7 +22,7 @@ from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.prompt_lookup import PromptLookup
 from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import StepCosts, StepTimes
-from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, unless_slow
+from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
 
 FLAT = StepTimes({1: 1e-3, 256: 1.01e-3})  # a step costs the same whatever is in it: everything pays
 
@@ -107,8 +107,11 @@ DRAFTERS = ("itself", "other", "prompt-lookup")
 @pytest.mark.parametrize("k", [1, 3, 8, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("kind", DRAFTERS)
 @pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
+@pytest.mark.slow_if(lambda name, k: k != 3 and name not in ("static", "native"))
 def test_greedy_tokens_equal_the_naive_loop(name: str, kind: str, k: int | None, batch: str) -> None:
-    unless_slow(name, (kind, k, batch) == (DRAFTERS[0], 3, "unequal lengths"))
+    if name == "triton" and INTERPRETED and k in (1, 8):
+        pytest.skip("Triton's interpreter is slow: k=3 and auto stand for other numbers")
     gpt = make_model()
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
     params = [replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(prompts))]
@@ -122,6 +125,7 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, kind: str, k: int | None,
 @pytest.mark.parametrize("stride", [1, 3, None, 32], ids=lambda s: f"stride-{s}")
 @pytest.mark.parametrize("k", [2, 7, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.slow_if(lambda k, stride: k == 7 or stride == 3)
 def test_sliding_windows(kind: str, k: int | None, stride: int | None) -> None:
     gpt = make_model()
     prompts = [prompt(4), prompt(30), prompt(50)]

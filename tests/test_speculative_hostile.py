@@ -90,6 +90,7 @@ ENGINE_OPTIONS = [{"engine": name} for name in TORCH] + [
 
 
 @pytest.mark.parametrize("options", ENGINE_OPTIONS)
+@pytest.mark.slow_if(lambda options: options not in ({"engine": "static"}, {"engine": "native"}))
 def test_random_requests_say_what_plain_decoding_says(options: dict[str, str], folders: dict[str, str]) -> None:
     rng = random.Random(1)
     params = [random_params(rng) for _ in range(12)]

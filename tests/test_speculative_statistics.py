@@ -275,12 +275,14 @@ def test_what_the_target_never_says_is_never_kept(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CONTROLS if name != "none"])
+@pytest.mark.slow_if(lambda name: name not in ("all", "temperature"))
 def test_rejection_under_controls(name: str) -> None:
     """Both distributions are filtered; penalties and min_tokens count the tokens that are proposed before."""
     drawn = draw_texts(TARGET, CONTROLS[name], first_seed=70_000, drafter=make_drafter("far"), k=3)
     assert_drawn_from(joint(TARGET, CONTROLS[name]), drawn.texts)
 
 
+@pytest.mark.slow
 def test_plain_decoding_and_rejection_are_two_samples_of_one_distribution() -> None:
     """No answer of this file's own is needed for that. The samples have no seed in common."""
     plain = draw_texts(TARGET, CONTROLS["all"], first_seed=0, num_texts=2400).texts

@@ -68,6 +68,7 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor], **tolerance: f
 
 @pytest.mark.parametrize("bias", [True, False], ids=["biases", "no-biases"])
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
+@pytest.mark.slow_if(lambda activation, bias: (activation == "gelu") == bias)
 def test_fused_logits_are_those_of_the_naive_loop(bias: bool, activation: str) -> None:
     config = replace(SMALL, bias=bias, activation=activation)
     limits = make_limits(config)
@@ -96,6 +97,7 @@ def with_values(gpt: GPT, engine: TritonEngine) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.slow_if(lambda dtype, quantization: (dtype == torch.float16) == (quantization is None))
 def test_reduced_precision_stays_close(dtype: torch.dtype, quantization: str | None) -> None:
     limits = make_limits(SMALL)
     expected = run(RecomputeEngine(make_model(SMALL), limits), [3, 20])

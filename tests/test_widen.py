@@ -119,7 +119,8 @@ def test_a_model_that_does_not_fit_the_preset(preset: None, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("engine", ["static", "native"])
-def test_the_built_in_model_says_the_same_words_at_gpt2s_width(engine: str) -> None:
+@pytest.mark.slow
+def test_the_built_in_model_generates_the_same_tokens_at_gpt2s_width(engine: str) -> None:
     if (reason := ENGINES[engine].unavailable()) is not None:
         pytest.skip(reason)
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)

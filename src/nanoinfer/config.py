@@ -103,25 +103,25 @@ class EngineConfig:
     """What the user asks of an engine; "auto" and None are resolved by `engines.registry.resolve`."""
 
     engine: str = "auto"
-    """Which rung of the ladder runs the model (`nanoinfer engines` lists them)."""
+    """Engine that runs the model; auto is the fastest that supports it. `nanoinfer engines` lists them."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto is cuda where there is one."""
     dtype: str = "auto"
-    """float32, bfloat16 or float16; auto is float32 on a CPU, bfloat16 or float16 on a GPU."""
+    """Dtype of the weights: float32, bfloat16 or float16; auto is float32 on a CPU, 16 bits on a GPU."""
     quantization: str | None = None
-    """Weight format below 16 bits, where the engine has one."""
+    """Weight format: int8 or int4, on engines that have it (default: the dtype)."""
     max_num_seqs: int | None = None
-    """Sequences open at a time; None is as many as kv_cache_memory holds, up to 64."""
+    """Maximum number of concurrent sequences (default: as many as kv_cache_memory holds, up to 64)."""
     kv_cache_memory: int | None = None
-    """Bytes for keys and values; None is a quarter of the free memory."""
+    """Memory for keys and values, in bytes (default: a quarter of the free memory)."""
     kv_cache_dtype: str = "auto"
-    """Type of keys and values where the engine offers a choice: float32, bfloat16 or int8."""
+    """Dtype of keys and values on engine native: float32, bfloat16 or int8."""
     threads: int | None = None
-    """CPU threads of the native engine; None is as many as this process may use."""
+    """CPU threads of engine native (default: the number of CPUs of this process)."""
     graph_memory: int | None = None
-    """Bytes that captured CUDA graphs may take; None is an eighth of the free memory."""
+    """Maximum memory for CUDA graphs, in bytes (default: an eighth of the free memory)."""
     sampler: str = "auto"
-    """Who draws tokens: auto (the fastest that draws the reference's), reference, or flashinfer (tokens of its own)."""
+    """auto (fastest that matches the reference token for token), reference, or flashinfer (same distribution)."""
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, ("auto", *DTYPES))
@@ -150,11 +150,11 @@ class SpeculationConfig:
     """Whether and how tokens are proposed and verified several at a time."""
 
     draft: str | None = None
-    """Who proposes tokens to verify: prompt-lookup, the name of a model or draft head, self:int8 and the like, auto."""
+    """Draft source: prompt-lookup, a model, a draft head, self:int8, self:int4, self:LAYERS or auto (default: none)."""
     speculate_k: str | int = "auto"
-    """Tokens proposed at a time: auto decides as it goes, none included; or 1 to 64."""
+    """Tokens proposed per step: 1 to 64, or auto (adapts to the acceptance rate; may be 0)."""
     speculate_rule: str = "reproduce"
-    """reproduce: the very text of plain decoding; reject: the same distribution, and more proposals accepted."""
+    """reproduce: exactly the tokens of plain decoding; reject: the same distribution, higher acceptance."""
 
     def __post_init__(self) -> None:
         if self.draft is not None and (not isinstance(self.draft, str) or not self.draft):

@@ -6,18 +6,20 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+_Bar = TypeVar("_Bar", bound="ProgressBar")
 DELAY_SEC = 2.0  # before a bar is drawn
 INTERVAL_SEC = 0.2  # between two drawings
 
 
 class ProgressBar:
-    """Shows how much is done of how much, and the time left. A context manager.
+    """Shows how much is done of how much, the time left and a note. A context manager.
 
     Args:
         label: what is done.
@@ -38,27 +40,51 @@ class ProgressBar:
         """Return whether `update` would draw: ask first where counting takes time."""
         return self._clock() >= self._next
 
-    def update(self, done: int, total: int) -> None:
-        """Draw the bar, where it is time to."""
+    def update(self, done: int, total: int, note: str = "", seconds_left: float | None = None) -> None:
+        """Draw the bar if the last drawing is old enough.
+
+        Args:
+            done: how much is done.
+            total: of how much.
+            note: what to show beside the bar.
+            seconds_left: time left, where the caller knows it better than the mean rate so far.
+        """
         if not self.due():
             return
         self._next = self._clock() + INTERVAL_SEC
         if self._bar is None:
-            self._bar = self._start()
-        self._bar.update(self._bar.task_ids[0], completed=done, total=total, refresh=True)
+            self._bar = self._start(total)
+        task = self._bar.tasks[0]
+        self._bar.update(task.id, completed=done, total=total, note=note)
+        left = task.time_remaining if seconds_left is None else seconds_left
+        self._bar.update(task.id, left="" if left is None else f"{timedelta(seconds=round(left))} left", refresh=True)
 
-    def _start(self) -> Progress:
+    def print(self, line: str) -> None:
+        """Print a line on stderr, above the bar; also where there is no bar."""
+        if self._bar is not None:
+            self._bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def _start(self, total: int) -> Progress:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.table import Column
 
-        columns = (TextColumn(self._label), BarColumn(bar_width=None), MofNCompleteColumn(), TimeRemainingColumn())
+        rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # the note alone is cut where the terminal is narrow
         # No thread of its own: it would outlive a fork, and a step must not wait for it.
-        bar = Progress(*columns, console=Console(stderr=True), transient=not self._keep, auto_refresh=False)
-        bar.add_task(self._label, total=None)
+        bar = Progress(
+            TextColumn(self._label, markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[note]}", markup=False, table_column=rest),
+            console=Console(stderr=True), transient=not self._keep, auto_refresh=False, expand=True,
+            get_time=self._clock,
+        )  # fmt: skip
+        bar.add_task(self._label, total=total, note="", left="")
         bar.start()
         return bar
 
-    def __enter__(self) -> ProgressBar:
+    def __enter__(self: _Bar) -> _Bar:
         return self
 
     def __exit__(
@@ -68,5 +94,5 @@ class ProgressBar:
             return
         if kind is None:
             task = self._bar.tasks[0]
-            self._bar.update(task.id, completed=task.total)
+            self._bar.update(task.id, completed=task.total, left="")
         self._bar.stop()

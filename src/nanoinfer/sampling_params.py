@@ -25,43 +25,43 @@ class SamplingParams:
     """
 
     max_tokens: int | None = 128
-    """Most tokens to generate; None: up to the context length."""
+    """Maximum number of tokens to generate per output (None in Python: up to the context length)."""
     temperature: float = 1.0
-    """0 is greedy: always the most likely token. Higher is more random."""
+    """0 is greedy decoding; higher values are more random."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    """Sample from the k most likely tokens; 0 or -1: from all."""
     top_p: float = 1.0
-    """Keep the most likely tokens that together reach this probability."""
+    """Sample from the most likely tokens whose probabilities add up to this."""
     min_p: float = 0.0
-    """Keep tokens at least this likely relative to the most likely one."""
+    """Minimum probability, relative to that of the most likely token."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens generated so far."""
+    """Subtract this from the logit of each token that has been generated."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of generated tokens, once for each time."""
+    """Subtract this from a token's logit for each time it has been generated."""
     repetition_penalty: float = 1.0
-    """Divides (multiplies, if negative) the logits of tokens in prompt and output; 1 is off."""
+    """Divide positive logits of tokens in prompt and output by this, multiply negative ones; 1 is off."""
     seed: int | None = None
-    """Seed of this request; None draws one, which the output reports."""
+    """Seed of the request (default: random; the output reports it)."""
     n: int = 1
-    """Texts to generate from the same prompt."""
+    """Outputs to generate for each prompt."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it."""
+    """Strings that end the output, which does not contain them."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the text; their text is not part of it."""
+    """Token ids that end the output, whose text does not contain them."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-text token."""
+    """Continue after the model's end tokens."""
     min_tokens: int = 0
-    """Tokens before which no stop token or stop string ends the text."""
+    """Minimum number of tokens before an end token or stop string ends the output."""
     logprobs: int | None = None
-    """Return the model's log-probability of each token and of this many most likely ones."""
+    """Return the log-probability of each token and of this many of the most likely tokens."""
     prompt_logprobs: int | None = None
-    """Return the model's log-probability of each prompt token and of this many most likely ones."""
+    """As logprobs, for each token of the prompt."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Values to add to the logits of these token ids."""
     overflow: str = "stop"
-    """Past the context length: stop (finish_reason length), or slide (forget the oldest tokens)."""
+    """At the context length: stop (finish_reason length) or slide (drop the oldest tokens)."""
     slide_stride: int | None = None
-    """Tokens forgotten at a time when sliding; 1 is nanoGPT's crop, None is half the context length."""
+    """Tokens dropped at a time when sliding; 1 is nanoGPT's behavior (default: half the context length)."""
 
     def __post_init__(self) -> None:
         self._accept_bare_values()

@@ -1,4 +1,4 @@
-"""Progress of a benchmark on stderr: a bar with the time left on a terminal, a line per case elsewhere."""
+"""Progress of a benchmark on stderr: a bar on a terminal, a line per case elsewhere."""
 
 from __future__ import annotations
 
@@ -6,27 +6,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
 from nanoinfer.bench.harness import Show
+from nanoinfer.progress import ProgressBar
 
 
 @contextmanager
 def progress_bar(suite: str) -> Iterator[Show]:
     """Yield the function that shows the harness's progress."""
-    console = Console(stderr=True)
-    columns = TextColumn(suite), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.fields[note]}")
-    last = -1
+    live, last = sys.stderr.isatty(), -1
 
     def show(what: str, done: int, total: int, seconds_left: float | None) -> None:
         nonlocal last
-        note = what if seconds_left is None else f"{seconds_left / 60:.1f} min left, {what}"
-        bar.update(task, completed=done, total=total, note=note)
-        if not console.is_terminal and done != last:
-            print(f"{suite} {done}/{total}: {note}", file=sys.stderr, flush=True)
+        bar.update(done, total, what, seconds_left)
+        if not live and done != last:
+            left = "" if seconds_left is None else f"{seconds_left / 60:.1f} min left, "
+            bar.print(f"{suite} {done}/{total}: {left}{what}")
             last = done
 
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(suite, total=1, note="")
+    with ProgressBar(suite) as bar:
         yield show

@@ -39,49 +39,49 @@ class Plan:
     """The user's options; empty means the default."""
 
     suite: tuple[str, ...] = ()
-    """ladder, kv-cache, long, throughput, peers, speculative or gpu; may be repeated. Without: a run of your own."""
+    """ladder, kv-cache, long, throughput, peers, speculative or gpu; may be repeated."""
     model: str | None = None
-    """Any model that loads; None is the suite's own: random:gpt2, or for speculative wide:shakespeare:gpt2-large."""
+    """Model (default: random:gpt2; of suite speculative: wide:shakespeare:gpt2-large)."""
     engine: tuple[str, ...] = ()
-    """Backends of a run of your own: engines and peers; may be repeated."""
+    """Backends, engines or peers; may be repeated."""
     dtype: tuple[str, ...] = ()
     """float32, bfloat16, float16; may be repeated."""
     quantization: tuple[str, ...] = ()
-    """Weight formats below 16 bits, in the backend's own names; may be repeated."""
+    """Weight formats below 16 bits, in the backend's names; may be repeated."""
     sampler: tuple[str, ...] = ()
-    """greedy, sampled (temperature and top-k) or controls (everything on); may be repeated."""
+    """greedy, sampled (temperature and top-k) or controls (all controls); may be repeated."""
     batch: tuple[int, ...] = ()
-    """Sequences at a time; may be repeated."""
+    """Batch sizes; may be repeated."""
     prompt_tokens: tuple[int, ...] = ()
     """Prompt lengths; may be repeated."""
     output_tokens: tuple[int, ...] = ()
     """Output lengths; may be repeated."""
     baseline: str | None = None
-    """Backend that speed-ups are over; None is the suite's own, or the first."""
+    """Backend that speed-ups are relative to (default: that of the suite, or the first)."""
     device: str = "auto"
     """cpu, cuda, cuda:N or auto."""
     draft: str | None = None
-    """Also measure a run of your own with this draft, beside plain decoding."""
+    """Also measure with this draft, next to plain decoding."""
     speculate_k: tuple[str, ...] = ()
-    """Tokens proposed at a time: auto, or 1 to 64; may be repeated."""
+    """Tokens proposed per step: auto, or 1 to 64; may be repeated."""
     workload: str = "uniform"
-    """Prompts of a run of your own: uniform (random tokens), mixed, text or copy."""
+    """Prompts: uniform (random tokens), mixed, text or copy."""
     text: Path | None = None
-    """File whose passages are the prompts of text and copy; None: the model samples them."""
+    """Text file for the prompts of text and copy (default: the model generates them)."""
     rounds: int | None = None
-    """Timed runs of each case; None is the suite's own number."""
+    """Timed runs of each case (default: that of the suite)."""
     quick: bool = False
     """Fewer and smaller cases, one round."""
     minutes: float | None = None
-    """Begin nothing new after this many minutes; --resume runs the rest."""
+    """Start no case after this many minutes; --resume continues."""
     output: Path | None = None
-    """Write the JSON document here, after every shape."""
+    """Write the JSON document here, after each shape."""
     csv: Path | None = None
     """Write the rows as CSV here."""
     resume: Path | None = None
     """Continue this JSON document: cases in it are not run again."""
     load: tuple[Path, ...] = ()
-    """Measure nothing: show and report on these JSON documents; may be repeated."""
+    """Show these JSON documents instead of measuring; may be repeated."""
     report: Path | None = None
     """Write an HTML page and figures into this folder."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import nanoinfer
-from nanoinfer.cli import bench, engines, eval, generate, profile, roofline, terminal, train
+from nanoinfer.cli import bench, engines, eval, generate, help, profile, roofline, terminal, train
 from nanoinfer.errors import NanoinferError, ResultError
 
 # typer carries its own copy of click from 0.20 on: name the base class through typer, whichever it is.
@@ -33,7 +33,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train": train.train,
 }
 for name, command in COMMANDS.items():
-    app.command(name)(command)
+    app.command(name, cls=help.Command, epilog=help.examples(sys.modules[command.__module__]))(command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -83,6 +83,8 @@ def _invoke(arguments: list[str]) -> int:
         return int(e.exit_code)
     except _ClickException as e:
         message, code = e.format_message(), e.exit_code
+        if (context := getattr(e, "ctx", None)) is not None:
+            message = f"{message.rstrip('.')} (see `{context.command_path} --help`)"
     except ResultError as e:
         message, code = str(e), 1
     except NanoinferError as e:

@@ -2,9 +2,9 @@
 
 Examples:
     nanoinfer bench --suite ladder --model random:gpt2 --quick
-    nanoinfer bench --engine static --engine dynamic --batch 1 --batch 8 --dtype float32 --dtype bfloat16
+    nanoinfer bench --engine static --engine native --batch 1 --batch 8
     nanoinfer bench --suite peers --output peers.json --report out/
-    nanoinfer bench --resume peers.json                     (after Ctrl-C: continues where it stopped)
+    nanoinfer bench --resume peers.json                 # continue after Ctrl-C
 
 The table and the JSON document go to stdout or to --output; progress goes to stderr. Exit code 1 when a case failed.
 """
@@ -23,14 +23,14 @@ from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import finite_json
 
 
-@flags(Plan, "plan", short={"model": "-m", "output": "-o"})
+@flags(Plan, "plan")
 def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON documents instead of tables.")] = False,
     all_columns: Annotated[bool, typer.Option("--all-columns", help="Show columns that do not fit.")] = False,
     *,
     plan: Plan,
 ) -> None:
-    """Measure engines and peers: checked, interleaved, and beside the physical limit."""
+    """Measure engines and peers, next to the limits of the hardware."""
     results, interrupted = run(plan, command="nanoinfer " + " ".join(sys.argv[1:]))
     text = finite_json([json.loads(to_json(r)) for r in results])
     if as_json:

@@ -1,7 +1,13 @@
-"""`nanoinfer engines`: the rungs of the ladder, and what each can do on this machine."""
+"""`nanoinfer engines`: the rungs of the ladder, and what each can do on this machine.
+
+Examples:
+    nanoinfer engines
+    nanoinfer engines --json | jq '.[] | select(.available) | .name'
+"""
 
 from __future__ import annotations
 
+import textwrap
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +17,9 @@ from nanoinfer.cli.terminal import print_json
 
 
 def engines(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """List the engines, slowest first, and what each can do here."""
+    """List the engines and what each supports on this machine."""
     import torch
 
     from nanoinfer.engines.devices import supported_dtypes
@@ -41,11 +47,12 @@ def engines(
         print_json(rows, indent=2)
         return
     for row in rows:
-        print(f"{row['name']:<11} {_abilities(row) if row['available'] else 'not here: ' + row['why_not']}")
-        print(f"{'':<11} {row['idea']}")
+        can = _abilities(row) if row["available"] else f"not here: {row['why_not']}"
+        for text in (f"{row['name']:<11} {can}", f"{'':<11} {row['idea']}"):
+            print(textwrap.fill(text, 80, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False))
     threads = torch.get_num_threads()
     gpu = f"CUDA: {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no CUDA device"
-    print(f"torch {torch.__version__}, {threads} CPU threads, {gpu}")
+    print(f"torch {torch.__version__}, CPU threads: {threads}, {gpu}")
     print(f"native extension: {_native()}")
 
 
@@ -57,7 +64,7 @@ def _abilities(row: dict[str, Any]) -> str:
 
 
 def _native() -> str:
-    """Return whether the C++ extension is built, and the instruction sets that it has for this CPU."""
+    """Return whether the C++ extension is built, and its instruction sets for this CPU, in lines of 80 columns."""
     try:
         from nanoinfer._native import instruction_sets
     except ImportError:
@@ -65,6 +72,6 @@ def _native() -> str:
     sets = instruction_sets()
     here = [name for name, missing in sets if not missing]
     chosen = environment.isa() or here[-1]
-    lacking = "".join(f"; {name}: this CPU has no {missing}" for name, missing in sets if missing)
+    lacking = "".join(f"\n  not {name}: this CPU has no {missing}" for name, missing in sets if missing)
     how = "forced by NANOINFER_ISA" if environment.isa() else "the fastest here"
-    return f"instruction sets {', '.join(here)}; uses {chosen}, {how}{lacking}"
+    return f"{', '.join(here)}{lacking}\n  uses {chosen}, {how}"

@@ -2,7 +2,7 @@
 
 Examples:
     nanoinfer eval play.txt
-    nanoinfer eval play.txt --model gpt2 --dtype bfloat16 --stride 256 --json
+    nanoinfer eval play.txt --model gpt2 --stride 256 --json
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ from nanoinfer.progress import ProgressBar
 
 @flags(EngineConfig, "engine_config")
 def evaluate(
-    file: Annotated[Path, typer.Argument(help="Text file, UTF-8.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Text file, UTF-8.")],
     model: ModelFlag = "shakespeare",
     tokenizer: TokenizerFlag = None,
     stride: Annotated[
         int | None,
-        typer.Option(help="Tokens that the window moves on by; every token sees block_size - stride tokens or more."),
+        typer.Option(
+            metavar="INT",
+            help="Tokens by which the window advances; each token is predicted from at least block_size - stride tokens"
+            " (default: half of block_size).",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     *,
     engine_config: EngineConfig,
 ) -> None:
-    """Print how well a model predicts a text: perplexity, and bits per character."""
+    """Print the perplexity of a text file, and bits per character."""
     text = read_text(file)
 
     from nanoinfer.llm import LLM

@@ -1,13 +1,10 @@
 """`nanoinfer generate`: text from prompts.
 
 Examples:
-    nanoinfer generate "O Romeo,"                                  (the built-in model, streamed)
-    nanoinfer generate "O Romeo," "To be" --n 2 --temperature 0.8 --top-k 50 --seed 1
-    nanoinfer generate --model gpt2 --file prompt.txt --max-tokens 200
-    nanoinfer generate --file prompts.txt --lines --json           (a prompt a line)
-    echo "Once upon a time" | nanoinfer generate --model path/to/ckpt.pt --overflow slide
-    nanoinfer generate "O Romeo," --draft shakespeare-draft --temperature 0      (the same words, in fewer steps)
-    nanoinfer generate "To be" --json | jq .outputs[0].text        (one JSON object a line and prompt)
+    nanoinfer generate "O Romeo,"                       # the built-in model
+    nanoinfer generate -p "To be" -n 2 --temp 0.6 --seed 1 --max-tokens 200
+    nanoinfer generate --model gpt2 --file prompts.txt --lines --json
+    echo "To be" | nanoinfer generate --draft shakespeare-draft
 """
 
 from __future__ import annotations
@@ -33,48 +30,59 @@ ModelFlag = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="shakespeare, random:<preset>, wide:<model>:<preset>, a folder, a ckpt.pt, or a Hub repository.",
+        metavar="NAME",
+        help="A built-in model, a folder, a ckpt.pt, a Hub repository, random:PRESET or wide:MODEL:PRESET.",
     ),
 ]
 TokenizerFlag = Annotated[
-    str | None, typer.Option("--tokenizer", help="Take the tokenizer from here instead of the model's own place.")
+    str | None,
+    typer.Option("--tokenizer", metavar="NAME", help="Model whose tokenizer to use, instead of the model's own."),
 ]
+# Python's SamplingParams keep vLLM's defaults (1.0, off); these give readable text from small models.
+DEFAULTS = {"temperature": 0.8, "top_k": 50}
 
 
 @flags(EngineConfig, "engine_config")
 @flags(SpeculationConfig, "speculation")
-@flags(SamplingParams, "params", skip=("logit_bias",))
+@flags(SamplingParams, "params", skip=("logit_bias",), defaults=DEFAULTS)
 def generate(
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Prompts. Without any and without --file, stdin is one prompt, less one newline at its end."
-        ),
+        typer.Argument(metavar="PROMPT", help="Prompts. Without one, and without --file, stdin is read as one prompt."),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt, instead of an argument. May be repeated."),
     ] = None,
     model: ModelFlag = "shakespeare",
     tokenizer: TokenizerFlag = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option("--file", "-f", help="File whose whole text is one prompt, as it is; several may be given."),
+        typer.Option("--file", "-f", metavar="PATH", help="UTF-8 file to read as one prompt. May be repeated."),
     ] = None,
     lines: Annotated[
-        bool, typer.Option("--lines", help="Each line of the files or of stdin is a prompt; an empty line is one too.")
+        bool, typer.Option("--lines", help="Read each line of the files or of stdin as a prompt, empty lines too.")
     ] = False,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Prompts are token ids: '15496 11 995'.")] = False,
     logit_bias: Annotated[
-        list[str] | None, typer.Option(help="Added to the logits of these token ids: TOKEN_ID=BIAS; may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="ID=BIAS", help="Values to add to the logits of these token ids. May be repeated."),
     ] = None,
-    echo: Annotated[bool, typer.Option("--echo", help="Print each prompt before its text.")] = False,
+    echo: Annotated[bool, typer.Option("--echo", help="Print each prompt before its output.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a line for each prompt, with token ids and metrics.")
+        bool, typer.Option("--json", help="Print one JSON object per prompt and line, with token ids and metrics.")
     ] = False,
     *,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
 ) -> None:
-    """Generate text from prompts, streamed as it is made."""
-    texts = _read_prompts(prompts or [], file or [], lines)
+    """Generate text from prompts, streamed as it is generated."""
+    if prompts and prompt:
+        raise NanoinferError(
+            f"the prompts {prompts[0]!r:.40} (an argument) and {prompt[0]!r:.40} (--prompt): give arguments or --prompt"
+        )
+    texts = _read_prompts(prompts or prompt or [], file or [], lines)
     if logit_bias:
         params = dataclasses.replace(params, logit_bias=_parse_bias(logit_bias))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
@@ -163,9 +171,9 @@ def _parse_bias(entries: list[str]) -> dict[int, float]:
 
 
 def _heading(prompt: str, i: int, k: int, num_prompts: int, n: int) -> str:
-    """Return what stands above a text when there are several."""
+    """Return the line before an output when there are several."""
     parts = [f"prompt {i + 1} of {num_prompts}"] if num_prompts > 1 else []
-    parts += [f"text {k + 1} of {n}"] if n > 1 else []
+    parts += [f"output {k + 1} of {n}"] if n > 1 else []
     return f"--- {', '.join(parts)}: {prompt[:40]!r}\n" if parts else ""
 
 
@@ -188,7 +196,7 @@ class _Errors:
         self._messages: dict[tuple[int, int], str] = {}
 
     def add(self, request_id: int, index: int, message: str) -> None:
-        """Note that a text failed."""
+        """Record the error of an output."""
         self._messages.setdefault((self._ids.index(request_id), index), message)
 
     def watch(self, stream: Iterator[Delta | RequestOutput]) -> Iterator[Delta | RequestOutput]:
@@ -210,10 +218,10 @@ class _Errors:
 
 
 class _InOrder:
-    """Prints texts one after the other, in order, each as far as it is known.
+    """Prints the outputs one after the other, in order.
 
-    All are generated together. The first is shown as it is made; what comes for later ones waits until
-    theirs is the turn. When the user interrupts, what has been made of the later ones is printed too.
+    All are generated together. The current one is printed as it is generated, the others when it has ended.
+    After an interrupt the text of the later ones is printed too.
     """
 
     def __init__(self, ids: list[int], n: int, before: Callable[[int, int], str]) -> None:
@@ -239,7 +247,7 @@ class _InOrder:
             raise
 
     def _show(self) -> None:
-        """Print what is new in the text whose turn it is; go on to the next when it has ended."""
+        """Print what is new in the current output; continue with the next when it has ended."""
         while self._turn < len(self._order):
             key = self._order[self._turn]
             text, self._made[key] = self._made[key], ""

@@ -13,7 +13,8 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,9 +24,12 @@ from nanoinfer.cli.values import parse_size, size_units, unescape
 # Fields whose flags are written differently than in Python: how to read one, its metavar, what to add to the help.
 _WRITTEN: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "kv_cache_memory": (parse_size, "SIZE", f"Units: {size_units()}."),
-    "graph_memory": (parse_size, "SIZE", f"Units: {size_units()}."),
+    "graph_memory": (parse_size, "SIZE", "Units as above."),
     "stop": (unescape, "TEXT", r"Escapes: \n, \r, \t, \\, \xNN, \uNNNN. May be repeated."),
 }
+# Second names of flags.
+_ALIASES = {"model": "-m", "n": "-n", "output": "-o", "temperature": "--temp"}
+_METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 def field_docs(cls: type) -> dict[str, str]:
@@ -41,7 +45,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def flags(
-    cls: type, argument: str, *, skip: tuple[str, ...] = (), short: dict[str, str] | None = None
+    cls: type, argument: str, *, skip: tuple[str, ...] = (), defaults: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a command so that it gets an instance of dataclass `cls` as keyword `argument`.
 
@@ -49,11 +53,12 @@ def flags(
         cls: a dataclass; each of its fields becomes a flag.
         argument: the keyword under which the command gets the instance.
         skip: fields that keep their default.
-        short: field -> one-letter flag: {"model": "-m"}.
+        defaults: field -> the flag's default, where it is not the field's.
     """
     hints = typing.get_type_hints(cls)
     docs = field_docs(cls)
     fields = [f for f in dataclasses.fields(cls) if f.name not in skip]
+    own_defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING} | dict(defaults or {})
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         own = inspect.signature(command)
@@ -70,7 +75,10 @@ def flags(
             for name, p in own.parameters.items()
             if name != argument
         ]
-        parameters += [_parameter(f, hints[f.name], docs.get(f.name, ""), (short or {}).get(f.name)) for f in fields]
+        parameters += [
+            _parameter(f.name, hints[f.name], docs.get(f.name, ""), own_defaults.get(f.name, inspect.Parameter.empty))
+            for f in fields
+        ]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         del run.__wrapped__  # typer would look through it, at the undecorated signature
@@ -79,28 +87,31 @@ def flags(
     return decorate
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any, doc: str, short: str | None) -> inspect.Parameter:
+def _parameter(name: str, hint: Any, doc: str, default: Any) -> inspect.Parameter:
     """Return the command parameter of one field."""
-    names = [f"--{field.name.replace('_', '-')}"]
-    if hint is bool:
-        names[0] += f"/--no-{field.name.replace('_', '-')}"
-    if short is not None:
-        names.append(short)
-    default: Any = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
-    parser, metavar, note = _WRITTEN.get(field.name, (None, None, ""))
+    names = [f"--{name.replace('_', '-')}"]
+    if hint is bool and default:
+        names[0] += f"/--no-{name.replace('_', '-')}"
+    if name in _ALIASES:
+        names.append(_ALIASES[name])
+    kind = _flag_type(hint)
+    parser, metavar, note = _WRITTEN.get(name, (None, metavar_of(kind), ""))
     option = typer.Option(
         *names,
         help=f"{doc} {note}".strip(),
-        show_default=default not in (inspect.Parameter.empty, None, ()),
+        show_default=not (default in (inspect.Parameter.empty, None, ()) or default is False),
         parser=parser,
         metavar=metavar,
     )
-    kind = _flag_type(hint)
     if typing.get_origin(kind) is list and default is not inspect.Parameter.empty:
         default = list(default)
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
-    )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def metavar_of(kind: Any) -> str | None:
+    """Return what stands for a flag's value in the help: list[int] -> "INT"; a switch has none."""
+    members = [kind, *typing.get_args(kind)]
+    return next((_METAVARS[m] for m in members if m in _METAVARS), None)
 
 
 def _flag_type(hint: Any) -> Any:

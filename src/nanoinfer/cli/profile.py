@@ -2,8 +2,8 @@
 
 Examples:
     nanoinfer profile "O Romeo," --engine static
-    nanoinfer profile --model random:gpt2 --prompt-tokens 512 --max-tokens 16 --decode-only
-    nanoinfer profile "To be" --trace trace.json                   (open it in ui.perfetto.dev or chrome://tracing)
+    nanoinfer profile --model random:gpt2 --prompt-tokens 512 --decode-only
+    nanoinfer profile "To be" --trace trace.json        # for ui.perfetto.dev
     nanoinfer profile "To be" --json | jq '.parts[] | {name, share_percent}'
 """
 
@@ -38,24 +38,26 @@ _ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", 
 @flags(EngineConfig, "engine_config")
 @flags(SamplingParams, "params", skip=_ENDINGS)
 def profile(
-    prompt: Annotated[str | None, typer.Argument(help="Prompt; without one, random tokens.")] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Prompt; without one, random tokens.")] = None,
     model: ModelFlag = "shakespeare",
     tokenizer: TokenizerFlag = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, end-of-text tokens or not.")] = 32,
+    max_tokens: Annotated[int, typer.Option(metavar="INT", help="Tokens to generate, end-of-text tokens or not.")] = 32,
     prompt_tokens: Annotated[
         int | None,
-        typer.Option(help=f"Random tokens to use as a prompt, where none is given.  [default: {PROMPT_TOKENS}]"),
+        typer.Option(
+            metavar="INT", help=f"Random tokens to use as a prompt, where none is given.  [default: {PROMPT_TOKENS}]"
+        ),
     ] = None,
     decode_only: Annotated[bool, typer.Option("--decode-only", help="Begin after the first token.")] = False,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace of the run under the profiler to this file.")
+        Path | None, typer.Option(metavar="PATH", help="Write a Chrome trace of the profiled run to this file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every operator.")] = False,
     *,
     engine_config: EngineConfig,
     params: SamplingParams,
 ) -> None:
-    """Print where the time of one generation goes: by part of the model, and by operator."""
+    """Print the time of each part of the model and of each operator."""
     if prompt is not None and prompt_tokens is not None:
         raise NanoinferError(f"prompt_tokens={prompt_tokens} has no use beside a prompt: give one of them")
     num_prompt_tokens = PROMPT_TOKENS if prompt_tokens is None else prompt_tokens

@@ -2,7 +2,7 @@
 
 Examples:
     nanoinfer roofline gpt2-xl --device h100 --batch 64 --context 1024
-    nanoinfer roofline gpt2 --dtype int8                             (on this machine: measured first)
+    nanoinfer roofline gpt2 --dtype int8                # measures this machine
     nanoinfer roofline gpt2-xl --device h100 --draft gpt2 --acceptance 0.8
     nanoinfer roofline gpt2-xl --device a100 --json | jq .decode.tokens_per_sec
 """
@@ -33,12 +33,14 @@ _STEPS = {"prefill": "prefill: N tokens of each sequence", "decode": "cached dec
 
 @flags(Question, "question")
 def roofline(
-    model: Annotated[str, typer.Argument(help="gpt2-xl or another preset, a built-in model, a folder, or a ckpt.pt.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document, units in its keys.")] = False,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A preset (gpt2-xl), a built-in model, a folder or a ckpt.pt.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document; keys name the units.")] = False,
     *,
     question: Question,
 ) -> None:
-    """Print FLOPs, bytes moved and the time limits that follow, of a model on a device."""
+    """Print the FLOPs, bytes and time limits of a model on a device."""
     result = answer(model, question)
     text = finite_json(result, indent=2)
     if as_json:
@@ -129,7 +131,7 @@ def _print_speculation(console: Any, s: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(
-        "best k = 0: speculation does not pay. Acceptance, greedy: how often the most\n"
+        "best k = 0: speculation is not faster. Acceptance, greedy: how often the most\n"
         "likely tokens of both agree; sampled: the sum of min(p, q) over the vocabulary."
     )
 

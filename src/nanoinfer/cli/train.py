@@ -1,23 +1,25 @@
 """`nanoinfer train`: train a model from scratch or from any model that loads.
 
 Examples:
-    nanoinfer train --data shakespeare.txt --out out/char
-    nanoinfer train --data shakespeare.txt --out out/char --resume          (after it was killed)
-    nanoinfer train --data notes.txt --out out/notes --init gpt2 --block-size 256 --learning-rate 3e-5
-    nanoinfer train --data notes.txt --out out/draft --distill out/notes --n-layer 2 --block-size 256
-    nanoinfer train --data notes.txt --out out/head --draft-head out/notes --block-size 256
+    nanoinfer train --data play.txt --out out/char
+    nanoinfer train --data play.txt --out out/char --resume    # after Ctrl-C
+    nanoinfer train --data notes.txt --out out/notes --init gpt2
+    nanoinfer train --data notes.txt --out out/draft --distill out/notes
+    nanoinfer train --data notes.txt --out out/head --draft-head out/notes
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanoinfer.cli.options import flags
 from nanoinfer.errors import ResultError
+from nanoinfer.progress import ProgressBar
 from nanoinfer.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -27,11 +29,11 @@ if TYPE_CHECKING:
 
 @flags(TrainConfig, "config")
 def train(
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last saved interval in --out.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last state saved in --out.")] = False,
     *,
     config: TrainConfig,
 ) -> None:
-    """Train a model; write it as a Hugging Face folder. Or train a draft head for one (--draft-head)."""
+    """Train a model, a draft model or a draft head."""
     from nanoinfer.training import draft_head, loop
 
     run: loop.Run
@@ -48,7 +50,8 @@ def train(
     )
     if run.step:
         print(f"resuming at step {run.step} of {config.max_steps}", file=sys.stderr)
-    best = loop.train(run, _reporter(run.step, config.max_steps, run.val_chars_per_token))
+    with ProgressBar("train") as bar:
+        best = loop.train(run, _reporter(bar, config.max_steps, run.val_chars_per_token))
     if not math.isfinite(best):
         raise ResultError(f"training diverged: the best validation loss is {best}: use a smaller --learning-rate")
     bits = best / run.val_chars_per_token / math.log(2)
@@ -58,7 +61,7 @@ def train(
 
 
 class _Writer:
-    """The target of --distill or --draft-head, writing; loaded when it is first asked to."""
+    """The target of --distill or --draft-head, generating; loaded at the first call."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
@@ -66,11 +69,11 @@ class _Writer:
         self._llm: LLM | None = None
 
     def __call__(self, texts: list[list[int]], temperatures: list[float], num_tokens: int) -> list[list[int]]:
-        """Return each text with `num_tokens` more tokens: a function of the arguments and the run's seed."""
+        """Return each sequence with `num_tokens` more tokens: a function of the arguments and the run's seed."""
         from nanoinfer import LLM, SamplingParams
 
         assert self._target is not None
-        print(f"{self._target} writes {len(texts)} texts on, {num_tokens} tokens each", file=sys.stderr)
+        print(f"{self._target} generates {num_tokens} tokens after each of {len(texts)} prompts", file=sys.stderr)
         self._llm = self._llm or LLM(self._target, device=self._config.device, **self.precision())
         params = [
             SamplingParams(
@@ -82,7 +85,7 @@ class _Writer:
         return [text + output.check().outputs[0].token_ids for text, output in zip(texts, outputs, strict=True)]
 
     def precision(self) -> dict[str, Any]:
-        """8 bits where there is an engine for them: half the time, and what is learned is the target's in float32."""
+        """Return int8 where an engine has it: half the time; the probabilities to learn are float32 in any case."""
         from nanoinfer.engines.devices import resolve_device
         from nanoinfer.engines.registry import ENGINES
 
@@ -91,33 +94,17 @@ class _Writer:
         return {"quantization": "int8", "kv_cache_dtype": "int8"}
 
 
-class _reporter:
-    """Progress on stderr: a bar on a terminal, one line per validation elsewhere."""
+def _reporter(bar: ProgressBar, total: int, chars_per_token: float) -> Callable[[Progress], None]:
+    """Return what shows the progress of training: a bar on a terminal, and a line for each validation."""
 
-    def __init__(self, done: int, total: int, chars_per_token: float) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self._chars_per_token = chars_per_token
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn("train"), BarColumn(bar_width=None), MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"), TimeRemainingColumn(),
-            console=self._console, disable=not self._console.is_terminal,
-        )  # fmt: skip
-        self._task = self._bar.add_task("train", total=total, completed=done, note="")
-        self._total = total
-        self._bar.start()
-
-    def __call__(self, progress: Progress) -> None:
-        note = f"loss {progress.loss:.3f}  {progress.tokens_per_sec:,.0f} tok/s"
-        self._bar.update(self._task, completed=progress.step, note=note)
+    def report(progress: Progress) -> None:
+        rate = f"{progress.tokens_per_sec:,.0f} tok/s"
+        bar.update(progress.step, total, f"loss {progress.loss:.3f}  {rate}")
         if progress.val_loss is not None:
-            bits = progress.val_loss / self._chars_per_token / math.log(2)
-            self._console.print(
-                f"step {progress.step}/{self._total}  loss {progress.loss:.4f}  val {progress.val_loss:.4f}"
-                f" ({bits:.4f} bits/char)  {progress.tokens_per_sec:,.0f} tok/s",
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
-        if progress.step == self._total:
-            self._bar.stop()
+            bits = progress.val_loss / chars_per_token / math.log(2)
+            bar.print(
+                f"step {progress.step}/{total}  loss {progress.loss:.4f}  val {progress.val_loss:.4f}"
+                f" ({bits:.4f} bits/char)  {rate}"
+            )
+
+    return report

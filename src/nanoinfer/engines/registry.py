@@ -17,6 +17,7 @@ from nanoinfer.config import DTYPES, EngineConfig, EngineLimits
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.kv.plan import plan_limits
+from nanoinfer.progress import ProgressBar
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,7 @@ ENGINES: dict[str, EngineSpec] = {
     for spec in (  # slowest first: `auto` takes the last that fits
         EngineSpec(
             "recompute",
-            "run the whole prefix again for every token: the definition of correct",
+            "run the whole prefix for every token: the definition of correct",
             "nanoinfer.engines.recompute:RecomputeEngine",
             memory="none",
         ),
@@ -90,7 +91,7 @@ ENGINES: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             "cuda_graph",
-            "capture the step once, replay it; tokens and positions stay on the device",
+            "capture the step once, replay it; its inputs stay on the device",
             "nanoinfer.engines.cuda_graph:CudaGraphEngine",
             devices=("cuda",),
             memory="padded slots",
@@ -189,12 +190,14 @@ def build(
             spec.name,
         )
     module, _, name = spec.target.partition(":")
-    model = weights if spec.native else weights.gpt(device)
     if limits is None:
         from nanoinfer.engines.devices import free_memory
 
         limits = plan_limits(weights.config, config, spec.memory, dtype_name(weights.dtype), free_memory(device))
-    engine: Engine = getattr(importlib.import_module(module), name)(model, limits, config)
+    with ProgressBar("load") as bar:
+        weights = weights.watched(bar.update)
+        model = weights if spec.native else weights.gpt(device)
+        engine: Engine = getattr(importlib.import_module(module), name)(model, limits, config)
     return engine
 
 

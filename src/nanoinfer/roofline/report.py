@@ -26,19 +26,19 @@ class Question:
     device: str = MEASURE
     """t4, l40s, rtx4090, a100, h100, h200, or measure: this machine."""
     batch: int = 1
-    """Sequences in a step (B)."""
+    """Sequences per step (B)."""
     context: int | None = None
-    """Tokens that the newest token sees, itself included (N); without it, the model's context length."""
+    """Tokens that the newest token attends to, including itself (N; default: the model's context length)."""
     dtype: str = "auto"
-    """How weights are stored: float32, bfloat16, float16, int8, int4; auto is what the device is used with."""
+    """Format of the weights: float32, bfloat16, float16, int8, int4; auto is the usual one on the device."""
     draft: str | None = None
     """Draft model for speculative decoding."""
     acceptance: float | None = None
-    """Probability that a drafted token is accepted; without it, a table of several."""
+    """Probability that a draft token is accepted (default: a table of several)."""
     new_tokens: int | None = None
-    """Tokens to generate for the cached over naive speed-up, the last at context; without it, half of context."""
+    """Tokens to generate in the comparison with and without a KV cache (default: half of context)."""
     causal: bool = False
-    """Count only the attention scores that the causal mask keeps, not the whole rectangle."""
+    """Count only the attention scores that the causal mask keeps, not all of them."""
 
     def __post_init__(self) -> None:
         require_int("batch", self.batch, 1, MAX_BATCH)

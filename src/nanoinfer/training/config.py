@@ -19,21 +19,21 @@ class TrainConfig:
     data: tuple[str, ...]
     """Text file to train on, UTF-8; several may be given."""
     out: str
-    """Folder that the model is written to, in the Hugging Face layout."""
+    """Folder for the model, written in the Hugging Face layout."""
     init: str = "scratch"
-    """scratch, or any model that loads: its weights and tokenizer are the start."""
+    """scratch, or a model whose weights and tokenizer to start from."""
     distill: str | None = None
-    """A model whose probabilities to learn, on the data and on texts that it writes; it has the same tokenizer."""
+    """Target model: train on its probabilities, on the data and on sequences that it generates."""
     distill_tokens: int = 1_000_000
-    """Tokens that the model of distill writes; half of them greedily."""
+    """Tokens that the target model generates, half of them greedily."""
     draft_head: str | None = None
-    """A model to train a draft head for, on the data and on texts that it writes (distill_tokens); not a model."""
+    """Target model: train a draft head for it, on the data and on sequences that it generates."""
     head_hidden: int = 1024
     """Width of a draft head's hidden layer."""
     tokenizer: str = "char"
-    """char, bpe (a new byte-level BPE), or where to take one from; with init or distill, the model's own is used."""
+    """char, bpe (a new byte-level BPE) or a model's; init, distill and draft_head use that of their model."""
     vocab_size: int = 2048
-    """Tokens of a new byte-level BPE."""
+    """Vocabulary size of a new byte-level BPE."""
     n_layer: int = 4
     """Number of transformer blocks."""
     n_head: int = 4
@@ -41,35 +41,35 @@ class TrainConfig:
     n_embd: int = 128
     """Width of the residual stream."""
     block_size: int = 64
-    """Context length; with init, at most the model's."""
+    """Context length; with init, at most that of the model."""
     bias: bool = True
     """Whether linear layers and layer norms have biases."""
     dropout: float = 0.0
-    """Probability of dropping embedding and residual values."""
+    """Dropout probability of embeddings and residuals."""
     batch_size: int = 12
-    """Windows of block_size tokens a step."""
+    """Windows of block_size tokens per step."""
     max_steps: int = 2000
-    """Steps to train."""
+    """Number of training steps."""
     learning_rate: float = 1e-3
-    """Peak of the learning rate."""
+    """Peak learning rate."""
     min_learning_rate: float = 1e-4
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end of the cosine schedule."""
     warmup_steps: int = 100
-    """Steps over which the learning rate rises."""
+    """Steps of linear warmup."""
     weight_decay: float = 0.1
-    """Decay of matrices and embeddings, not of biases and norms."""
+    """Weight decay of matrices and embeddings; biases and norms have none."""
     beta1: float = 0.9
     """Adam's first-moment decay."""
     beta2: float = 0.99
     """Adam's second-moment decay."""
     grad_clip: float = 1.0
-    """Largest norm of the gradient."""
+    """Maximum norm of the gradient."""
     eval_interval: int = 250
-    """Steps between validations; a killed run loses at most this many."""
+    """Steps between validations; each saves the state for --resume."""
     eval_tokens: int = 200_000
-    """Validation tokens scored each time, spread evenly over the held-out part."""
+    """Validation tokens scored each time, spread evenly over the held-out text."""
     val_fraction: float = 0.1
-    """Last part of the text, held out for validation."""
+    """Fraction of the text, at its end, held out for validation."""
     seed: int = 1337
     """Seed of the weights, the batches and dropout."""
     device: str = "auto"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import ModelConfig
@@ -41,6 +41,17 @@ class Weights:
         """Hand out each name and tensor, read at that moment: use it before the next, and drop it."""
         for name, tensor in self.read():
             yield name, tensor.to(self.dtype)
+
+    def watched(self, update: Callable[[int, int], None]) -> Weights:
+        """Return the same weights; `update(layer, n_layer)` is called as each tensor of a layer is read."""
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self.read():
+                yield name, tensor
+                if found := _LAYER.match(name):
+                    update(int(found[1]), self.config.n_layer)
+
+        return replace(self, read=read)
 
     def gpt(self, device: torch.device | str = "cpu") -> GPT:
         """Return a GPT in eval mode with these weights on a device.

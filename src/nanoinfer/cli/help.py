@@ -1,0 +1,91 @@
+"""Help of a sub-command: options grouped by topic, then the examples of its module, in 80 columns.
+
+typer's own groups (rich_help_panel) are drawn by rich, which cuts long option names at 80 columns and takes 0.1 s to
+import.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import typer.core
+
+NAME_WIDTH = 28  # of the column of options; a longer name has a line of its own
+
+_SAMPLING = {
+    "Sampling": "temperature top_k top_p min_p presence_penalty frequency_penalty repetition_penalty seed n sampler",
+}
+_ENGINE = {
+    "Engine and memory": "engine device dtype quantization threads max_num_seqs kv_cache_memory kv_cache_dtype"
+    " graph_memory",
+}
+_OUTPUT = {
+    "Output length": "max_tokens min_tokens stop stop_token_ids ignore_eos overflow slide_stride",
+    "Output": "echo as_json logprobs prompt_logprobs",
+}
+# Sub-command -> topic -> names of its parameters. What is in no topic stands under "Options", before the topics.
+TOPICS: dict[str, dict[str, str]] = {
+    "generate": {
+        **_OUTPUT,
+        "Sampling": _SAMPLING["Sampling"] + " logit_bias",
+        "Speculative decoding": "draft speculate_k speculate_rule",
+        **_ENGINE,
+    },
+    "eval": {"Engine and memory": _ENGINE["Engine and memory"] + " sampler"},
+    "bench": {
+        "What to measure without --suite": "engine dtype quantization sampler batch prompt_tokens output_tokens"
+        " workload draft speculate_k baseline",
+        "Measuring": "rounds quick minutes",
+        "Results": "as_json output csv resume load report",
+    },
+    "profile": {
+        **_SAMPLING,
+        "Output": "overflow slide_stride trace as_json logprobs prompt_logprobs",
+        **_ENGINE,
+    },
+    "roofline": {"Speculative decoding": "draft acceptance"},
+    "train": {
+        "Initial model and target": "init distill distill_tokens draft_head head_hidden tokenizer vocab_size",
+        "Shape of a new model": "n_layer n_head n_embd block_size bias dropout",
+        "Optimization": "batch_size max_steps learning_rate min_learning_rate warmup_steps weight_decay beta1 beta2"
+        " grad_clip seed device autocast",
+        "Validation": "eval_interval eval_tokens val_fraction",
+    },
+}
+
+
+class Command(typer.core.TyperCommand):
+    """A sub-command whose help has topics."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the parts of the usage line: FILE, not {FILE}."""
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options, a section for each topic."""
+        topic_of = {name: topic for topic, names in TOPICS.get(self.name or "", {}).items() for name in names.split()}
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        sections |= {topic: [] for topic in topic_of.values()}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                name, text = record
+                if parameter.param_type_name == "argument":
+                    sections["Arguments"].append((name.partition(" ")[0], text))  # without its type
+                else:
+                    sections[topic_of.get(parameter.name or "", "Options")].append((name, text))
+        names = [name for rows in sections.values() for name, _ in rows if len(name) <= NAME_WIDTH]
+        width = max(map(len, names), default=0)  # the same in all sections
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=width)
+
+
+def examples(module: Any) -> str:
+    """Return the "Examples:" of a module's docstring, as an epilog that keeps its lines ("\\b")."""
+    found = re.search(r"^Examples:\n((?:    .*\n?)+)", inspect.getdoc(module) or "", re.M)
+    assert found is not None, module.__name__
+    lines = [f"  {line.strip()}" for line in found[1].splitlines()]
+    return "\n".join(["\b", "Examples:", *lines])
