@@ -408,7 +408,7 @@ def test_auto_goes_down_where_a_rung_is_missing_and_says_why(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # neither Triton nor the extension
     with pytest.raises(NanoinferError, match="engine='triton' cannot run: triton is not installed"):
         registry.resolve(EngineConfig(engine="triton"), cuda, torch.float16)
-    with pytest.raises(NanoinferError, match="no engine does quantization='int8' with dtype=float16 on cuda:0"):
+    with pytest.raises(NanoinferError, match="no engine supports quantization='int8' with dtype=float16 on cuda:0"):
         registry.resolve(EngineConfig(quantization="int8"), cuda, torch.float16)
 
 

@@ -71,7 +71,7 @@ def make_core(gpt: GPT, *, recorded: bool = True, ahead: bool = True, chunk: int
     )
     config = SchedulerConfig(4, limits.block_size, limits.max_num_cached_tokens, chunk)
     return Core(
-        engine, Scheduler(config), sample, None, V, ahead=OverlapScheduler(engine, TorchSampler()) if ahead else None
+        engine, Scheduler(config), sample, None, V, overlap=OverlapScheduler(engine, TorchSampler()) if ahead else None
     )
 
 
@@ -185,7 +185,7 @@ def test_steps_refuse_what_they_cannot_mean() -> None:
     draw = TorchSampler().draw
     a = engine.open()
     for batch, slots, message in (
-        (StepBatch([a], [-1], [1], [1]), [0], "its last step drew"),
+        (StepBatch([a], [-1], [1], [1]), [0], "the last step sampled"),
         (StepBatch([a], [1, 2], [2], [2]), [0], r"num_logits=\[2\]"),
         (StepBatch([a], [1], [1], [1]), [], "with 0 sampler slots"),
         (StepBatch([a], [-1, 1], [2], [1]), [0], "token id -1"),
@@ -223,7 +223,7 @@ def test_the_fused_sampler_draws_what_the_reference_draws(device: str) -> None:
     engine = CudaGraphEngine(gpt, limits) if device == "cuda" else StaticShapeEngine(gpt, limits)
     config = SchedulerConfig(4, limits.block_size, limits.max_num_cached_tokens)
     sampler = TritonSampler(4, V, torch.device(device))
-    core = Core(engine, Scheduler(config), sample, None, V, ahead=OverlapScheduler(engine, sampler))
+    core = Core(engine, Scheduler(config), sample, None, V, overlap=OverlapScheduler(engine, sampler))
     prompts = [prompt(n, i) for i, n in enumerate((3, 7, 5, 9, 2, 12))]
     expected = generate(make_core(gpt, recorded=False, ahead=False), prompts, CONTROLS)
     assert generate(core, prompts, CONTROLS) == expected

@@ -1,4 +1,4 @@
-"""What one request asks of the sampler and of the scheduler: one frozen dataclass, in vLLM's names."""
+"""Sampling parameters of one request: a frozen dataclass with vLLM's names."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ OVERFLOWS = ("stop", "slide")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled, and when it ends.
+    """Parameters that control how the tokens of one request are sampled, and when its outputs end.
 
-    The order in which logits are changed: repetition, presence and frequency penalties; logit_bias;
-    min_tokens; then, unless temperature is 0: temperature, top_k, top_p, min_p.
+    They are applied to the logits in this order: repetition, presence and frequency penalties; logit_bias; min_tokens;
+    then, unless temperature is 0, temperature, top_k, top_p and min_p.
 
     Raises:
-        NanoinferError: a field is out of range (named), or two contradict each other.
+        NanoinferError: a field is out of range, or two fields contradict each other.
     """
 
     max_tokens: int | None = 128
-    """Most tokens to generate; None: up to the context length."""
+    """Maximum number of tokens to generate; None: up to the context length."""
     temperature: float = 1.0
-    """0 is greedy: always the most likely token. Higher is more random."""
+    """Divide the logits by this; 0: greedy decoding. Higher values are more random."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    """Sample from the k most likely tokens; 0 or -1: all."""
     top_p: float = 1.0
-    """Keep the most likely tokens that together reach this probability."""
+    """Sample from the most likely tokens whose probabilities add up to this; 1: all."""
     min_p: float = 0.0
-    """Keep tokens at least this likely relative to the most likely one."""
+    """Exclude tokens whose probability is below this fraction of the most likely token's; 0: none."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens generated so far."""
+    """Subtract this from the logit of each token that occurs in the output; 0: off."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of generated tokens, once for each time."""
+    """Subtract this from the logit of each token once for each occurrence in the output; 0: off."""
     repetition_penalty: float = 1.0
-    """Divides (multiplies, if negative) the logits of tokens in prompt and output; 1 is off."""
+    """Divide the positive logits of tokens in prompt and output by this, and multiply the negative ones; 1: off."""
     seed: int | None = None
-    """Seed of this request; None draws one, which the output reports."""
+    """Seed of the request's random numbers; None: a random seed, which the output reports."""
     n: int = 1
-    """Texts to generate from the same prompt."""
+    """Number of outputs to generate for each prompt."""
     stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it."""
+    """Strings that end an output; they are removed from its text."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the text; their text is not part of it."""
+    """Token ids that end an output; their text is not part of it."""
     ignore_eos: bool = False
-    """Go on after the model's end-of-text token."""
+    """Continue after the model's end-of-text token."""
     min_tokens: int = 0
-    """Tokens before which no stop token or stop string ends the text."""
+    """Minimum number of tokens before an end token or a stop string may end an output."""
     logprobs: int | None = None
-    """Return the model's log-probability of each token and of this many most likely ones."""
+    """Return the log-probabilities of each sampled token and of this many most likely ones; None: off."""
     prompt_logprobs: int | None = None
-    """Return the model's log-probability of each prompt token and of this many most likely ones."""
+    """Return the log-probabilities of each prompt token and of this many most likely ones; None: off."""
     logit_bias: Mapping[int, float] | None = None
-    """Added to the logits of these token ids."""
+    """Values to add to the logits of these token ids."""
     overflow: str = "stop"
-    """Past the context length: stop (finish_reason length), or slide (forget the oldest tokens)."""
+    """At the context length: stop (finish_reason length) or slide (drop the oldest tokens)."""
     slide_stride: int | None = None
-    """Tokens forgotten at a time when sliding; 1 is nanoGPT's crop, None is half the context length."""
+    """Tokens to drop at a time with overflow slide; 1: nanoGPT's crop; None: half the context length."""
 
     def __post_init__(self) -> None:
         self._accept_bare_values()
@@ -73,7 +73,7 @@ class SamplingParams:
         keep_float(self, "min_p", 0.0, 1.0)
         keep_float(self, "presence_penalty", -1e3, 1e3)
         keep_float(self, "frequency_penalty", -1e3, 1e3)
-        keep_float(self, "repetition_penalty", 1e-3, 1e3)  # no logit overflows
+        keep_float(self, "repetition_penalty", 1e-3, 1e3)  # in this range no logit overflows
         keep_int(self, "seed", 0, 2**64 - 1, optional=True)
         keep_int(self, "n", 1, 65536)
         require_bool("ignore_eos", self.ignore_eos)
@@ -86,7 +86,7 @@ class SamplingParams:
         keep_int(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         require_choice("overflow", self.overflow, OVERFLOWS)
         if self.max_tokens is None and self.overflow == "slide":
-            raise NanoinferError("max_tokens=None has no end with overflow='slide': give a number")
+            raise NanoinferError("max_tokens=None does not end with overflow='slide': set max_tokens")
         keep_int(self, "slide_stride", 1, optional=True)
         if self.slide_stride is not None and self.overflow != "slide":
             raise NanoinferError(
@@ -107,7 +107,7 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", biases)
 
     def _accept_bare_values(self) -> None:
-        """Take what vLLM takes: stop="x" for stop=["x"], lists for tuples, None for "none"."""
+        """Accept the forms that vLLM accepts: stop="x" for stop=["x"], lists for tuples, None for an empty list."""
         given: Any = self.stop
         stop = (given,) if isinstance(given, str) else given
         for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
@@ -123,5 +123,5 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether decoding is greedy: temperature is 0."""
         return self.temperature == 0
