@@ -57,7 +57,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     """Return the log-probabilities of each prompt token and of this many most likely ones; None: off."""
     logit_bias: Mapping[int, float] | None = None
-    """Values to add to the logits of these token ids."""
+    """Bias to add to the logits of these token ids."""
     overflow: str = "stop"
     """At the context length: stop (finish_reason length) or slide (drop the oldest tokens)."""
     slide_stride: int | None = None

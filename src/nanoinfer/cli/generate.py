@@ -62,7 +62,8 @@ def generate(
     ] = False,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Prompts are token ids: '15496 11 995'.")] = False,
     logit_bias: Annotated[
-        list[str] | None, typer.Option(help="Added to the logits of these token ids: TOKEN_ID=BIAS; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Bias to add to the logits of these token ids: TOKEN_ID=BIAS; repeatable."),
     ] = None,
     echo: Annotated[bool, typer.Option("--echo", help="Print each prompt before its text.")] = False,
     as_json: Annotated[

@@ -11,7 +11,7 @@ from nanoinfer.errors import NanoinferError
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device for a name: cpu, cuda, cuda:N, or auto (cuda where there is one).
+    """Return the device for a name: cpu, cuda, cuda:N, or auto (cuda if available, else cpu).
 
     Raises:
         NanoinferError: the name is unknown, this machine has no such device, or this process cannot use it.

@@ -105,7 +105,7 @@ class Sequences:
         if not len(handles) == len(num_new) == len(num_logits) or len(set(handles)) != len(handles):
             raise NanoinferError(
                 f"batch of {len(handles)} handles ({len(set(handles))} different), {len(num_new)} num_new and"
-                f" {len(num_logits)} num_logits: pass one of each for every sequence, and every sequence once"
+                f" {len(num_logits)} num_logits: pass one of each for every sequence, each sequence once"
             )
         for handle, new, wanted in zip(handles, num_new, num_logits, strict=True):
             have = self.length(handle)
