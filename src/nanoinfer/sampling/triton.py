@@ -66,9 +66,7 @@ class TritonSampler:
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, device
         block, group = kernels.BLOCK.value, kernels.GROUP.value
         self._num_parts = -(-vocab_size // block)
-        self._parts = max(
-            2, 1 << (self._num_parts - 1).bit_length()
-        )  # of a row in memory; the kernels need powers of two
+        self._parts = max(2, 1 << (self._num_parts - 1).bit_length())  # allocated: a power of two, for the kernels
         rows, width = min(num_slots, SCRATCH_ROWS), self._parts * block
 
         def make(*shape: int, dtype: torch.dtype = torch.float64, fill: float = 0) -> Tensor:
@@ -155,7 +153,7 @@ class TritonSampler:
         B = logits.shape[0]
         if not slots.shape == wanted.shape == (B,) or not (slots.is_contiguous() and wanted.is_contiguous()):
             raise NanoinferError(
-                f"slots {tuple(slots.shape)}, wanted {tuple(wanted.shape)}: both must be contiguous, of shape ({B},)"
+                f"slots {tuple(slots.shape)}, wanted {tuple(wanted.shape)}: {B} rows need contiguous ones of shape ({B},)"
             )
         if logits.dtype != torch.float32 or logits.shape[-1] < self.vocab_size or logits.stride(-1) != 1:
             raise NanoinferError(
