@@ -153,7 +153,7 @@ class TritonSampler:
         B = logits.shape[0]
         if not slots.shape == wanted.shape == (B,) or not (slots.is_contiguous() and wanted.is_contiguous()):
             raise NanoinferError(
-                f"slots {tuple(slots.shape)}, wanted {tuple(wanted.shape)}: {B} rows need contiguous ones of shape ({B},)"
+                f"slots {tuple(slots.shape)}, wanted {tuple(wanted.shape)}: {B} rows need shape ({B},), contiguous"
             )
         if logits.dtype != torch.float32 or logits.shape[-1] < self.vocab_size or logits.stride(-1) != 1:
             raise NanoinferError(
