@@ -337,7 +337,7 @@ def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> N
     with caplog.at_level("INFO", "nanoinfer"):
         spec = registry.resolve(EngineConfig(), torch.device("cpu"), torch.float32)
     assert spec.name == "native"
-    assert "engine=auto: native" in caplog.text
+    assert "engine=auto: using native" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -401,11 +401,13 @@ def test_auto_goes_down_where_a_rung_is_missing_and_says_why(
     missing = replace(spec, module="no_such_package")
     monkeypatch.setitem(ENGINES, "cuda_graph", missing)
     assert registry.resolve(EngineConfig(), cuda, torch.float16).name == "static"
-    assert "engine=auto: not cuda_graph: no_such_package is not installed: pip install 'nanoinfer[gpu]'" in caplog.text
+    assert (
+        "engine=auto: skipped cuda_graph: no_such_package is not installed: pip install 'nanoinfer[gpu]'" in caplog.text
+    )
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # neither Triton nor the extension
     with pytest.raises(NanoinferError, match="engine='triton' cannot run: triton is not installed"):
         registry.resolve(EngineConfig(engine="triton"), cuda, torch.float16)
-    with pytest.raises(NanoinferError, match="no engine does quantization='int8' with dtype=float16 on cuda:0"):
+    with pytest.raises(NanoinferError, match="no engine supports quantization='int8' with dtype=float16 on cuda:0"):
         registry.resolve(EngineConfig(quantization="int8"), cuda, torch.float16)
 
 

@@ -152,7 +152,7 @@ def test_interrupted_while_a_step_is_in_flight(num_interrupts: int) -> None:
 
     scheduler = Scheduler(SchedulerConfig(5, limits.block_size, limits.max_num_cached_tokens))
     tokenizer = CharTokenizer([chr(ord("A") + i) for i in range(TINY.vocab_size)])
-    core = Core(engine, scheduler, sample, tokenizer, TINY.vocab_size, ahead=OverlapScheduler(engine, Sampler()))
+    core = Core(engine, scheduler, sample, tokenizer, TINY.vocab_size, overlap=OverlapScheduler(engine, Sampler()))
 
     def work() -> list[str]:
         requests = [core.make(None, [3] * len(p), q, q.seed or 0) for p, q in zip(PROMPTS, PARAMS, strict=True)]

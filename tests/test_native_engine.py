@@ -98,7 +98,7 @@ def test_tensors_are_checked() -> None:
     ):  # fmt: skip
         with pytest.raises(ERRORS):
             decoder.load(name, values)
-    with pytest.raises(ValueError, match="not given"):
+    with pytest.raises(ValueError, match="not loaded"):
         decoder.check_loaded()
 
 

@@ -329,7 +329,7 @@ def test_options_that_do_not_fit_the_logits_are_refused() -> None:
         sample_rows(logits=logits, rows=[Options(uniform=0.5, excluded_ids=(900,)), fine])
     with pytest.raises(ValueError, match="0 columns"):
         sample_rows(logits=np.zeros((1, 0), np.float32), rows=[None])
-    with pytest.raises(ValueError, match="neighbours"):
+    with pytest.raises(ValueError, match="rows must be contiguous"):
         sample_rows(logits=np.zeros((10, 2), np.float32).T, rows=[None, None])
     for row in (3, "x", object(), {}):
         with pytest.raises(TypeError, match="row 1 is neither"):

@@ -1,4 +1,4 @@
-"""Running ahead: texts are those of steps that are read at once, whatever ends, joins, forks or fails meanwhile."""
+"""Overlap scheduling produces the tokens of steps without overlap when sequences end, join, fork or fail."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TorchSampler:
         return drawn.masked_fill(~largest.values[:, 0].isfinite(), -1)
 
 
-def make_core(gpt: GPT, *, recorded: bool = True, ahead: bool = True, chunk: int = 2048) -> Core:
+def make_core(gpt: GPT, *, recorded: bool = True, overlap: bool = True, chunk: int = 2048) -> Core:
     limits = make_limits(gpt.config, 4)
     recorder = FakeRecorder()
     engine: StaticShapeEngine = (
@@ -71,7 +71,12 @@ def make_core(gpt: GPT, *, recorded: bool = True, ahead: bool = True, chunk: int
     )
     config = SchedulerConfig(4, limits.block_size, limits.max_num_cached_tokens, chunk)
     return Core(
-        engine, Scheduler(config), sample, None, V, ahead=OverlapScheduler(engine, TorchSampler()) if ahead else None
+        engine,
+        Scheduler(config),
+        sample,
+        None,
+        V,
+        overlap=OverlapScheduler(engine, TorchSampler()) if overlap else None,
     )
 
 
@@ -95,7 +100,7 @@ def test_windows_slide_before_the_token_is_read(stride: int | None, chunk: int) 
     prompts = [prompt(4), prompt(30), prompt(50)]
     params = [replace(q, max_tokens=2 * TINY.block_size, overflow="slide", slide_stride=stride) for q in (GREEDY, WARM)]
     for q in params:
-        at_once = generate(make_core(gpt, recorded=False, ahead=False, chunk=chunk), prompts, [q] * 3)
+        at_once = generate(make_core(gpt, recorded=False, overlap=False, chunk=chunk), prompts, [q] * 3)
         assert generate(make_core(gpt, recorded=False, chunk=chunk), prompts, [q] * 3) == at_once
 
 
@@ -105,7 +110,7 @@ def test_drawn_texts_equal_those_of_steps_that_are_read_at_once() -> None:
     prompts = [prompt(n, i) for i, n in enumerate([3, 17, 30, 8, 8, 32])]
     stop = tuple(range(0, V, 9))
     params = [replace(WARM, stop_token_ids=stop if i % 2 else (), max_tokens=20 - i) for i in range(len(prompts))]
-    at_once = generate(make_core(gpt, ahead=False), prompts, params)
+    at_once = generate(make_core(gpt, overlap=False), prompts, params)
     assert generate(make_core(gpt), prompts, params) == at_once
     assert any(0 < len(texts[0]) < q.max_tokens for texts, q in zip(at_once, params, strict=True))
 
@@ -115,17 +120,17 @@ def test_samples_run_ahead_once_they_have_forked() -> None:
     params = [replace(WARM, n=3), WARM]
     core = make_core(gpt)
     sampler = core._overlap._sampler  # type: ignore[union-attr]
-    expected = generate(make_core(gpt, ahead=False), [prompt(9), prompt(2)], params)
+    expected = generate(make_core(gpt, overlap=False), [prompt(9), prompt(2)], params)
     assert generate(core, [prompt(9), prompt(2)], params) == expected
     assert sampler.num_assigned == 4
 
 
-def test_a_request_that_the_sampler_refuses_is_read_at_once_and_then_it_runs_ahead_again() -> None:
+def test_a_request_that_the_sampler_refuses_is_read_at_once_and_then_steps_overlap_again() -> None:
     gpt = make_model()
     biased = replace(WARM, max_tokens=4, logit_bias={3: 2.0})
     params = [WARM, biased]
     core = make_core(gpt)
-    expected = generate(make_core(gpt, ahead=False), [prompt(9), prompt(2)], params)
+    expected = generate(make_core(gpt, overlap=False), [prompt(9), prompt(2)], params)
     assert generate(core, [prompt(9), prompt(2)], params) == expected
     sampler = core._overlap._sampler  # type: ignore[union-attr]
     assert sampler.num_assigned == 1  # the first, from its fifth token on
@@ -186,7 +191,7 @@ def test_steps_refuse_what_they_cannot_mean() -> None:
     draw = TorchSampler().draw
     a = engine.open()
     for batch, slots, message in (
-        (StepBatch([a], [-1], [1], [1]), [0], "its last step drew"),
+        (StepBatch([a], [-1], [1], [1]), [0], "the last step sampled"),
         (StepBatch([a], [1, 2], [2], [2]), [0], r"num_logits=\[2\]"),
         (StepBatch([a], [1], [1], [1]), [], "with 0 sampler slots"),
         (StepBatch([a], [-1, 1], [2], [1]), [0], "token id -1"),
@@ -201,7 +206,7 @@ def test_steps_refuse_what_they_cannot_mean() -> None:
     tokens = engine.step(StepBatch([child, a], [-1, -1], [1, 1], [1, 1]), draw, [1, 0]).read()
     assert tokens == naive_greedy(gpt, [1, 2], 2)[1:] * 2
     engine.extend(StepBatch([a], [3], [1], [0]))
-    with pytest.raises(NanoinferError, match="that step drew none"):
+    with pytest.raises(NanoinferError, match="that step sampled none"):
         engine.step(StepBatch([a], [-1], [1], [1]), draw, [0])
 
 
@@ -224,12 +229,12 @@ def test_the_fused_sampler_draws_what_the_reference_draws(device: str) -> None:
     engine = CudaGraphEngine(gpt, limits) if device == "cuda" else StaticShapeEngine(gpt, limits)
     config = SchedulerConfig(4, limits.block_size, limits.max_num_cached_tokens)
     sampler = TritonSampler(4, V, torch.device(device))
-    core = Core(engine, Scheduler(config), sample, None, V, ahead=OverlapScheduler(engine, sampler))
+    core = Core(engine, Scheduler(config), sample, None, V, overlap=OverlapScheduler(engine, sampler))
     prompts = [prompt(n, i) for i, n in enumerate((3, 7, 5, 9, 2, 12))]
-    expected = generate(make_core(gpt, recorded=False, ahead=False), prompts, CONTROLS)
+    expected = generate(make_core(gpt, recorded=False, overlap=False), prompts, CONTROLS)
     assert generate(core, prompts, CONTROLS) == expected
-    ahead = generate(core, prompts[:4], [replace(q, n=1) for q in CONTROLS[:4]])  # all on the device
-    assert [texts[0] for texts in ahead] == [texts[0] for texts in expected[:4]]
+    overlapped = generate(core, prompts[:4], [replace(q, n=1) for q in CONTROLS[:4]])  # all on the device
+    assert [texts[0] for texts in overlapped] == [texts[0] for texts in expected[:4]]
 
 
 @needs_cuda

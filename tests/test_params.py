@@ -95,7 +95,7 @@ def test_fields_that_contradict_each_other() -> None:
         SamplingParams(max_tokens=3, min_tokens=4)
     with pytest.raises(NanoinferError, match=r"^slide_stride=2 needs overflow='slide', not 'stop'"):
         SamplingParams(slide_stride=2)
-    with pytest.raises(NanoinferError, match=r"^max_tokens=None has no end with overflow='slide': give a number"):
+    with pytest.raises(NanoinferError, match=r"^max_tokens=None does not end with overflow='slide': set max_tokens"):
         SamplingParams(max_tokens=None, overflow="slide")
 
 

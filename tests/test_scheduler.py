@@ -15,7 +15,7 @@ from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
+from nanoinfer.scheduling.scheduler import ScheduledSequence, Scheduler, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence, window_start
 from nanoinfer.scheduling.text import OutputText
 
@@ -68,7 +68,7 @@ class World:
             held = len(self.caches[sequence.handle])
         return len(sequence.token_ids) - start - held
 
-    def step(self) -> list[Work]:
+    def step(self) -> list[ScheduledSequence]:
         """Schedule, run, postprocess, checking every rule on the way."""
         work = self.scheduler.schedule()
         self.steps += 1
@@ -92,7 +92,7 @@ class World:
                 self.admitted.append(s.request)
             self.last_draw.setdefault(s, self.steps)
 
-    def check_budget(self, work: list[Work]) -> None:
+    def check_budget(self, work: list[ScheduledSequence]) -> None:
         M = self.config.max_num_batched_tokens
         pending = {s: self.unseen(s) for s in self.scheduler.running if s.handle is not None or s.sample_index == 0}
         fed = {w.sequence: len(w.token_ids) for w in work}
@@ -106,7 +106,7 @@ class World:
         assert all(self.steps - self.last_draw[s] <= bound for s in pending)  # nobody starves
         assert all(w.draws == (fed[w.sequence] == pending[w.sequence]) for w in work)
 
-    def run(self, w: Work) -> None:
+    def run(self, w: ScheduledSequence) -> None:
         s = w.sequence
         if s.handle is None:
             s.handle = next(IDS)
@@ -209,7 +209,7 @@ def test_any_mix_of_requests_runs_to_its_end_within_the_limits(data: st.DataObje
 # Single rules ------------------------------------------------------------------------------------------------
 
 
-def summary(work: list[Work]) -> list[tuple[int, int, bool]]:
+def summary(work: list[ScheduledSequence]) -> list[tuple[int, int, bool]]:
     """(prompt length, tokens fed, draws) in order."""
     return [(len(w.sequence.prompt_token_ids), len(w.token_ids), w.draws) for w in work]
 
@@ -327,7 +327,7 @@ def test_abort_of_a_waiting_request_lets_the_next_one_in() -> None:
         (4, {"n": 4}, r"^n=4 is more than max_num_seqs=3: "),
         (9, {}, r"^the prompt has 9 tokens, the context length is 8: .*overflow"),
         (4, {"overflow": "slide", "slide_stride": 9}, r"^slide_stride=9 is more than the context length 8"),
-        (4, {"n": 3, "max_tokens": 3}, r"^the request may grow to 21 cached tokens \(n=3\), the cache holds 20: "),
+        (4, {"n": 3, "max_tokens": 3}, r"^the request may grow to 21 cached tokens \(n=3\), the KV cache holds 20: "),
     ],
 )
 def test_what_can_never_run_is_refused_at_once(num_prompt: int, params: dict[str, object], message: str) -> None:
@@ -345,7 +345,7 @@ def test_several_tokens_at_once_are_dropped_after_the_end() -> None:
     assert world.scheduler.postprocess(work, [[1, 2], [3, 5, 7, 5]]) == [second]
     assert (first.output_token_ids, first.finish_reason) == ([1, 2], None)
     assert (second.output_token_ids, second.finish_reason, second.stop_reason) == ([3, 5], "stop", 5)
-    assert world.scheduler.postprocess([Work(first, [2], False, True)], [[3, 4, 5, 6]]) == [first]
+    assert world.scheduler.postprocess([ScheduledSequence(first, [2], False, True)], [[3, 4, 5, 6]]) == [first]
     assert (first.output_token_ids, first.finish_reason) == ([1, 2, 3, 4], "length")
     assert not world.scheduler.unfinished
 

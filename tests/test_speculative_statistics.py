@@ -28,7 +28,7 @@ from nanoinfer.roofline.speculation import expected_tokens, sampled_acceptance
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.scheduler import Scheduler, Work
+from nanoinfer.scheduling.scheduler import ScheduledSequence, Scheduler
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 from nanoinfer.speculative.draft_model import DraftModel
@@ -103,7 +103,7 @@ class Watched(Speculator):
 
     def learn(
         self,
-        work: Sequence[Work],
+        work: Sequence[ScheduledSequence],
         done: SpecStep,
         tokens: Sequence[Sequence[int]],
         step_sec: float,

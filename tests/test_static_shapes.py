@@ -19,7 +19,7 @@ from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch, plan, roun
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import CudaRecorder, Graphs
-from nanoinfer.engines.static_shapes import Output, StaticShapeEngine, Step
+from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput, StepTensors
 from nanoinfer.models.gpt import GPT
 from recorded import FakeRecorder
 from test_engines import naive_greedy, prompt
@@ -57,7 +57,7 @@ def test_calls_are_bounded_and_cover_every_member_once() -> None:
     n = 100
     calls = plan(list(range(n)), [0] * n, [100] * n, BucketLimits(n, 1024))
     assert sorted(i for call in calls for i in call.members) == list(range(n))
-    assert all(call.shape.rows * call.shape.tokens <= 4096 for call in calls)
+    assert all(call.bucket.rows * call.bucket.tokens <= 4096 for call in calls)
     assert len(calls) == 4
 
 
@@ -81,9 +81,9 @@ def test_a_replay_at_any_position_equals_eager() -> None:
 class BakesThePosition(CudaGraphEngine):
     """The known fault: the step takes the position from the host."""
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: StepTensors) -> Tensor:
         return super()._forward(
-            Step(step.idx, torch.full_like(step.pos, self.at), step.slots, step.context, step.dense)
+            StepTensors(step.idx, torch.full_like(step.pos, self.at), step.slots, step.context, step.dense)
         )
 
     @property
@@ -132,7 +132,7 @@ def test_graphs_stay_within_their_memory(caplog: pytest.LogCaptureFixture) -> No
         graphs.run(key, lambda: x.add_(1))
     assert x.item() == 9  # each ran once, recorded or not
     assert (len(graphs), graphs.num_bytes, recorder.num_replays) == (2, 200, 4)
-    assert "2 CUDA graphs hold 200 bytes and no more are made; the limit is graph_memory=150" in caplog.text
+    assert "2 CUDA graphs hold 200 bytes, no more are captured; the limit is graph_memory=150 bytes" in caplog.text
 
 
 def test_memory_that_runs_out_in_a_recording_is_said_and_survived(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,7 +140,7 @@ def test_memory_that_runs_out_in_a_recording_is_said_and_survived(caplog: pytest
     engine = CudaGraphEngine(gpt, make_limits(), EngineConfig(graph_memory=2**30), recorder=FakeRecorder(fail_at=0))
     expected = gpt(torch.tensor([prompt(8)]))[0]
     torch.testing.assert_close(run(engine, prompt(8)), expected, atol=1e-4, rtol=1e-4)
-    assert "the device has no memory for another: lower kv_cache_memory or max_num_seqs" in caplog.text
+    assert "the device is out of memory: lower kv_cache_memory or max_num_seqs" in caplog.text
     assert len(engine.graphs) == 0
 
 
@@ -172,7 +172,7 @@ def test_a_step_that_is_interrupted_leaves_no_position_behind() -> None:
     """The device has moved on, and the host did not get to note it: the same step is another one now."""
 
     class Interrupted(StaticShapeEngine):
-        def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], Output]) -> Output:
+        def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], StepOutput]) -> StepOutput:
             super()._execute(key, compute)
             raise KeyboardInterrupt
 
@@ -272,7 +272,7 @@ def test_a_real_recording_without_memory_leaves_the_device_as_it_was(caplog: pyt
     graphs: Graphs[None] = Graphs(CudaRecorder(device), 2**30)
     for _ in range(3):
         graphs.run("a", compute)
-    assert "the device has no memory for another" in caplog.text
+    assert "the device is out of memory" in caplog.text
     assert torch.cuda.current_stream() == stream
     assert x.item() == 3
 

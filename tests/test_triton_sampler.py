@@ -227,7 +227,7 @@ def test_what_is_not_covered_is_refused() -> None:
     refuses(lambda: slots.assign(2, fine), "slot=2", "2")
     flags = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
     for logits in (torch.zeros(2, 99), torch.zeros(2, 100).double(), torch.zeros(100, 2).T):
-        refuses(lambda logits=logits: slots.draw(logits, *flags), "logits of shape", "100 or more")
+        refuses(lambda logits=logits: slots.draw(logits, *flags), "logits of shape", "at least 100 columns")
     refuses(lambda: slots.draw(torch.zeros(3, 100), *flags), "3 rows")
 
 

@@ -60,7 +60,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
     limits = engine.limits
     scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
     overlap = overlap_scheduler(engine, vocab_size, device) if options.sampler == "auto" else None
-    core = Core(engine, scheduler, sampler, model.tokenizer, vocab_size, ahead=overlap)
+    core = Core(engine, scheduler, sampler, model.tokenizer, vocab_size, overlap=overlap)
     drafts.start(engine)
     if speculation.draft is not None:
         core.speculator = drafts.speculator(speculation)

@@ -1,4 +1,4 @@
-"""Range checks for every number that comes from outside, with one-line messages.
+"""Validation of all values that users pass, with one-line error messages.
 
 require_int("max_tokens", -3, 1)  ->  NanoinferError: max_tokens=-3 is not an integer >= 1
 require_int("max_tokens", numpy.int64(3), 1)  ->  3
@@ -14,7 +14,7 @@ from nanoinfer.errors import NanoinferError
 
 
 def show(value: Any) -> str:
-    """Return a value for an error message: its repr on one line, cut where it is very long."""
+    """Return a value for an error message: its repr on one line, truncated after 200 characters."""
     try:
         text = " ".join(repr(value).split())
     except (ValueError, RecursionError):  # integers of more than 4,300 digits; containers nested 1,000 deep
@@ -23,19 +23,19 @@ def show(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Escape what a terminal obeys instead of showing: "\\x1b[31m" -> the eight characters \\x1b[31m; also newlines."""
+    """Escape control characters and newlines for a terminal: "\\x1b[31m" -> the eight characters \\x1b[31m."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def plain(value: Any) -> Any:
-    """Return the Python value of a NumPy scalar or array, or of a tensor; other values are returned as they are."""
+    """Return the Python value of a NumPy scalar or array, or of a tensor. Other values are returned unchanged."""
     if isinstance(value, memoryview) or not callable(tolist := getattr(value, "tolist", None)):
         return value
     return tolist()
 
 
 def as_int(value: Any) -> int | None:
-    """Return an integer of any type as an int; None for a bool or anything else."""
+    """Return an integer of any integer type as an int; None for a bool and for other types."""
     value = plain(value)
     if isinstance(value, bool):
         return None
@@ -46,7 +46,7 @@ def as_int(value: Any) -> int | None:
 
 
 def require_int(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value` as an int; raise NanoinferError unless it is an integer (not a bool) in [low, high]."""
+    """Return `value` as an int. Raise NanoinferError if it is not an integer (a bool is not) in [low, high]."""
     number = as_int(value)
     if number is None or number < low or (high is not None and number > high):
         limit = f">= {low}" if high is None else f"in [{low}, {high}]"
@@ -57,9 +57,9 @@ def require_int(name: str, value: Any, low: int, high: int | None = None) -> int
 def require_float(
     name: str, value: Any, low: float, high: float, *, low_open: bool = False, high_open: bool = False
 ) -> float:
-    """Return `value` as an int or a float; raise NanoinferError unless it is finite and in the interval.
+    """Return `value` as an int or a float. Raise NanoinferError if it is not finite or not in the interval.
 
-    `low_open` and `high_open` exclude an end.
+    `low_open` and `high_open` exclude that end of the interval.
     """
     number = plain(value)
     ok = isinstance(number, (int, float)) and not isinstance(number, bool)
@@ -73,24 +73,24 @@ def require_float(
 
 
 def keep_int(config: Any, name: str, low: int, high: int | None = None, *, optional: bool = False) -> None:
-    """Check an integer field of a frozen dataclass and store it as an int; `optional` admits None."""
+    """Check an integer field of a frozen dataclass and store it as an int. `optional` allows None."""
     if (value := getattr(config, name)) is not None or not optional:
         object.__setattr__(config, name, require_int(name, value, low, high))
 
 
 def keep_float(config: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
-    """Check a field of a frozen dataclass that is a finite number; store it as a Python number."""
+    """Check a field of a frozen dataclass that is a finite number, and store it as a Python number."""
     number = require_float(name, getattr(config, name), low, high, low_open=low_open)
     object.__setattr__(config, name, number)
 
 
 def require_bool(name: str, value: Any) -> None:
-    """Raise NanoinferError unless `value` is True or False."""
+    """Raise NanoinferError if `value` is not True or False."""
     if not isinstance(value, bool):
         raise NanoinferError(f"{name}={show(value)} is not a bool: use True or False")
 
 
 def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise NanoinferError unless `value` is one of `choices`."""
+    """Raise NanoinferError if `value` is not one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise NanoinferError(f"{name}={show(value)} is unknown: use one of {', '.join(choices)}")

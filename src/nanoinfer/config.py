@@ -1,6 +1,7 @@
-"""The frozen dataclasses that describe a model, an engine and the scheduler, and the GPT-2 presets.
+"""The configuration of models, engines, speculation and the scheduler, as frozen dataclasses; the GPT-2 presets.
 
-No tensor library is imported here: the scheduler and the command line's `--help` use these classes.
+The line under each field is its `--help` text. This module does not import PyTorch, because the scheduler and the
+command line's help use it.
 """
 
 from __future__ import annotations
@@ -22,36 +23,36 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a GPT-2-family model, in nanoGPT's names.
+    """Shape of a model of the GPT-2 family, with nanoGPT's names.
 
     Raises:
         NanoinferError: a field is out of range, or `n_embd` is not a multiple of `n_head`.
     """
 
     vocab_size: int = 50257
-    """Rows of the token embedding and of the output head."""
+    """Number of rows of the token embedding and of the output head."""
     block_size: int = 1024
     """Context length: the number of learned positions."""
     n_layer: int = 12
     """Number of transformer blocks."""
     n_head: int = 12
-    """Attention heads per block."""
+    """Number of attention heads in each block."""
     n_embd: int = 768
     """Width of the residual stream."""
     n_inner: int | None = None
-    """Width of the MLP's hidden layer; None is 4 * n_embd."""
+    """Width of the MLP's hidden layer; None: 4 * n_embd."""
     bias: bool = True
     """Whether linear layers and layer norms have biases."""
     activation: str = "gelu_new"
-    """`gelu_new` (tanh approximation: OpenAI's GPT-2) or `gelu` (exact: nanoGPT)."""
+    """`gelu_new` (tanh approximation, as OpenAI's GPT-2) or `gelu` (exact, as nanoGPT)."""
     layer_norm_epsilon: float = 1e-5
-    """Added to the variance in layer norm."""
+    """Constant added to the variance in layer norms."""
     tie_word_embeddings: bool = True
-    """Whether the output head is the token embedding."""
+    """Whether the output head shares the weights of the token embedding."""
     bos_token_id: int | None = None
-    """Token that an empty prompt starts from; None: an empty prompt is an error."""
+    """Token that replaces an empty prompt; None: an empty prompt is an error."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end a sequence; the first separates texts in training. None: only length or a stop string ends it."""
+    """Tokens that end a sequence; the first separates documents in training. Empty: the model has no end token."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -82,7 +83,7 @@ class ModelConfig:
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Return the bytes that one token's keys and values take over all layers."""
+        """Return the bytes of one token's keys and values in all layers."""
         return 2 * self.n_layer * self.n_embd * bytes_per_value
 
 
@@ -100,12 +101,12 @@ PRESETS: dict[str, ModelConfig] = {
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the user asks of an engine; "auto" and None are resolved by `engines.registry.resolve`."""
+    """Options of the engine and the sampler. "auto" and None are resolved when the engine is built."""
 
     engine: str = "auto"
     """Engine that runs the model; auto is the fastest that supports it. `nanoinfer engines` lists them."""
     device: str = "auto"
-    """cpu, cuda or cuda:N; auto is cuda where there is one."""
+    """cpu, cuda or cuda:N; auto: cuda if available, else cpu."""
     dtype: str = "auto"
     """Dtype of the weights: float32, bfloat16 or float16; auto is float32 on a CPU, 16 bits on a GPU."""
     quantization: str | None = None
@@ -135,19 +136,19 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine can hold."""
+    """Capacity of an engine."""
 
     max_num_seqs: int
-    """Sequences open at a time."""
+    """Maximum number of open sequences."""
     block_size: int
-    """Tokens in one sequence."""
+    """Maximum number of tokens in one sequence."""
     max_num_cached_tokens: int
-    """Tokens in all open sequences together."""
+    """Maximum number of tokens in all open sequences together."""
 
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Whether and how tokens are proposed and verified several at a time."""
+    """Options of speculative decoding."""
 
     draft: str | None = None
     """Draft source: prompt-lookup, a model, a draft head, self:int8, self:int4, self:LAYERS or auto (default: none)."""
@@ -170,29 +171,29 @@ class SpeculationConfig:
 
     @property
     def fixed_k(self) -> int | None:
-        """Tokens proposed at a time; None for auto."""
+        """Tokens proposed in each step; None for auto."""
         return self.speculate_k if isinstance(self.speculate_k, int) else None
 
 
 @dataclass(frozen=True)
 class LLMConfig:
-    """What to load, and how to run it."""
+    """The complete configuration of an LLM: the model, and how to run it."""
 
     model: str
-    """What `models.checkpoints.load.load_model` takes."""
+    """Model name or path, as `models.checkpoints.load.load_model` accepts it."""
     tokenizer: str | None = None
-    """Where to take the tokenizer from instead of the model's own place."""
+    """Path of the tokenizer; None: the model's own."""
     seed: int = 0
-    """Of random weights."""
+    """Seed of random weights."""
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
 
     @classmethod
     def from_options(cls, model: str, tokenizer: str | None, seed: int, options: dict[str, Any]) -> LLMConfig:
-        """Return the configuration with fields of EngineConfig and SpeculationConfig given by their names.
+        """Return the configuration from keyword options: fields of EngineConfig and SpeculationConfig.
 
         Raises:
-            TypeError: neither has a field of that name.
+            TypeError: neither class has a field of that name.
         """
         names = {f.name for f in fields(SpeculationConfig)}
         speculation = {name: value for name, value in options.items() if name in names}
@@ -203,7 +204,7 @@ class LLMConfig:
 
 
 def llm_signature() -> Signature:
-    """Return the signature of `LLM.__init__`, with every option."""
+    """Return the signature of `LLM.__init__` with all options."""
     options = [f for config in (EngineConfig, SpeculationConfig) for f in fields(config)]
     kind, positional = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     return Signature(
@@ -220,16 +221,16 @@ def llm_signature() -> Signature:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits that the scheduler works within: what the engine can hold, and how much one step may do."""
+    """Limits of the scheduler: the capacity of the engine, and the size of one step."""
 
     max_num_seqs: int
-    """Sequences that may be open at a time."""
+    """Maximum number of open sequences."""
     block_size: int
-    """Tokens that one sequence may hold: the model's context length."""
+    """Maximum number of tokens in one sequence: the model's context length."""
     max_num_cached_tokens: int | None = None
-    """Tokens that all open sequences may hold together; None: max_num_seqs * block_size."""
+    """Maximum number of tokens in all open sequences together; None: max_num_seqs * block_size."""
     max_num_batched_tokens: int = field(default=2048)
-    """Tokens that one step may process; longer prompts are fed in chunks."""
+    """Maximum number of tokens in one step; longer prompts are split into chunks."""
 
     def __post_init__(self) -> None:
         keep_int(self, "max_num_seqs", 1)

@@ -1,15 +1,15 @@
-"""The generation core: requests in, text out. One step is schedule, run, postprocess.
+"""The generation core: runs requests and returns their outputs. One step is schedule, run, postprocess.
 
-Here the scheduler's policy, the engine and the sampler meet; none of them knows the others. Everything
-that generates (the LLM class, streaming, later a server) drives this one loop.
+The core connects the scheduler, the engine and the sampler, which do not depend on each other. All generation (the LLM
+class, streaming) runs this loop.
 
-Requests do not disturb each other: what a step adds to a request is put into that request's own queue, and a fault of
-one sequence (logits that are not finite, a row that the sampler or the drafter refuses, a token without text) ends that
-sequence with finish_reason="error". An exception of the engine ends all running requests with it.
+Requests are isolated from each other. Each has its own queue of deltas. A fault of one sequence (logits that are not
+finite, a row that the sampler or the drafter refuses, a token that the tokenizer cannot decode) ends that sequence with
+finish_reason="error". An exception in the engine ends all running requests.
 
-A step holds a lock, so that several threads may use one core. An exception can come at any point of it, Ctrl-C
-included; what is half done then is not repaired but dropped: all running requests end, and engine, drafter and device
-sampler are reset. Where a second exception interrupts that, the next call does it again (`_settle`).
+A step holds a lock, so that several threads may use one core. An exception, Ctrl-C included, may interrupt a step at
+any point. The core then discards the step: it ends all running requests, and resets the engine, the drafter and the
+device sampler. If a second exception interrupts the reset, the next call repeats it (`_settle`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from nanoinfer.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.request_outputs import Logprobs
 from nanoinfer.sampling.sampler import Sampled, Sampler, not_finite
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.scheduler import Scheduler, Work, drawing
+from nanoinfer.scheduling.scheduler import ScheduledSequence, Scheduler, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative.speculator import SpecStep, Speculator
@@ -48,20 +48,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoinfer")
 
 T = TypeVar("T")
-HAND_OVER_SEC = 1e-4  # a lock of Python's is not fair: a thread that steps in a loop must let the others have it
+HAND_OVER_SEC = 1e-4  # Python's locks are not fair: a thread that steps in a loop sleeps so that others get the lock
 
 
 class Core:
-    """Runs requests on an engine, any number at a time. May be used from several threads.
+    """Runs any number of requests on an engine. Thread-safe.
 
     Args:
         engine, scheduler, sampler: see their interfaces.
-        tokenizer: makes text; None: token ids only.
-        vocab_size: tokens that may be drawn: ids from here on have no text.
-        clock: seconds; a fake one in tests.
-        speculator: proposes tokens to verify; None: every step draws one token. A request keeps the one that is set
-            when it is made.
-        ahead: launches steps before the last one's tokens are read; None: tokens are read at once.
+        tokenizer: decodes tokens; None: outputs have token ids only.
+        vocab_size: number of tokens that may be sampled; larger ids have no text.
+        clock: returns seconds; tests pass a fake one.
+        speculator: proposes tokens to verify; None: every step samples one token. A request keeps the speculator that
+            is set when it is submitted.
+        overlap: launches a step before the tokens of the previous one are read; None: tokens are read in each step.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Core:
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
         speculator: Speculator | None = None,
-        ahead: OverlapScheduler | None = None,
+        overlap: OverlapScheduler | None = None,
     ) -> None:
         self.engine = engine
         self.scheduler = scheduler
@@ -83,7 +83,7 @@ class Core:
         self._clock = clock
         self.speculator = speculator
         self.observer: Observer = NoObserver()
-        self._overlap = ahead
+        self._overlap = overlap
         self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
         self._logprobs = Logprobs(tokenizer)
@@ -91,7 +91,7 @@ class Core:
         self._lock = processes.step_lock()
         self._generation = processes.generation()
         self._waiting: set[int] = set()  # threads that wait for the lock
-        self._clean = True  # engine and scheduler agree; False within an operation, and after one was interrupted
+        self._clean = True  # engine and scheduler are consistent; False during an operation, and after an interrupt
         self._cancelled: deque[Request] = deque()
 
     # Requests --------------------------------------------------------------------------------------------
@@ -104,17 +104,17 @@ class Core:
         seed: int,
         end_token_ids: tuple[int, ...] = (),
     ) -> Request:
-        """Return a request that is not queued yet.
+        """Return a new request. `submit` queues it.
 
         Args:
-            prompt: its text; None where token ids were given.
-            token_ids: the prompt, in range.
-            params: checked against the model by the caller.
-            seed: of its random numbers.
+            prompt: text of the prompt; None if token ids were given.
+            token_ids: tokens of the prompt, inside the vocabulary.
+            params: sampling parameters; the caller has checked them against the model.
+            seed: seed of the request's random numbers.
             end_token_ids: the model's end-of-text tokens.
 
         Raises:
-            NanoinferError: it can never run here (see `Scheduler.check`).
+            NanoinferError: the request exceeds the engine's limits (see `Scheduler.check`).
         """
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
         request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)))
@@ -128,7 +128,7 @@ class Core:
         return request
 
     def submit(self, requests: Seq[Request]) -> None:
-        """Queue those requests that have not failed. The caller cancels them when this is interrupted."""
+        """Queue the requests that have not failed. If this call is interrupted, the caller must cancel them."""
         with self._turn():
             self._settle()
             for request in [r for r in requests if not r.finished]:
@@ -139,11 +139,11 @@ class Core:
                 self.scheduler.add(request)
 
     def cancel(self, requests: Seq[Request]) -> None:
-        """End requests before the next step. Takes no lock, so that a finalizer may call it at any point of a step."""
+        """End requests before the next step. It takes no lock, so that a finalizer may call it during a step."""
         self._cancelled.extend(requests)
 
     def abort(self, *requests: Request) -> None:
-        """End requests where they are, and free what they held. Their outputs keep what they have."""
+        """End requests now and free their resources. Their outputs keep the tokens generated so far."""
         self.cancel(requests)
         with self._turn():
             self._settle()
@@ -158,13 +158,13 @@ class Core:
     # The step --------------------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
-        """Run one step; return what it added, one delta for each sequence that drew; its request's queue gets it, too.
+        """Run one step and return its deltas, one for each sequence that sampled. Request queues get them as well.
 
-        Where the engine runs ahead, a step is launched and what the one before it drew is returned: nothing, the first
-        time. Nothing is done where nothing is unfinished.
+        With overlap scheduling, a call launches a step and returns the deltas of the previous one; the first call
+        returns none. Without unfinished requests, a call does nothing.
 
         Raises:
-            Exception: of the engine. All running requests have ended with it and are closed.
+            Exception: the engine failed. All running requests have been ended and closed.
         """
         with self._turn():
             self._settle()
@@ -190,10 +190,10 @@ class Core:
         return deltas
 
     def use_engine(self, num_tokens: int, use: Callable[[Engine], T]) -> T:
-        """Call `use` with the engine between two steps, and return what it returns.
+        """Call `use` with the engine between two steps, and return its result.
 
-        Steps are run until a sequence of `num_tokens` tokens has room beside the running ones. `use` opens one at most,
-        and closes it.
+        Steps run until there is capacity for one more sequence of `num_tokens` tokens. `use` may open at most one
+        sequence and must close it.
         """
         while True:
             with self._turn():
@@ -213,15 +213,15 @@ class Core:
             self.step()
 
     def _turn(self) -> AbstractContextManager[object]:
-        """Return the lock that every operation holds, having noted that this thread wants it."""
+        """Register this thread as waiting, and return the lock that every operation holds."""
         processes.wait_if_exiting()
-        if self._generation != processes.generation():  # a forked child: a thread that held the lock stayed behind
+        if self._generation != processes.generation():  # forked child: the lock's owner may not exist here
             self._generation, self._lock, self._waiting = processes.generation(), processes.step_lock(), set()
         self._waiting.add(threading.get_ident())
         return self._lock if not processes.is_exiting() else nullcontext()
 
     def _settle(self) -> None:
-        """Begin an operation: repair what an interrupted one left, and end the requests that were cancelled."""
+        """Start an operation: recover from an interrupted one, and end the requests that were cancelled."""
         self._waiting.discard(threading.get_ident())
         if not self._clean:
             self._recover(None)
@@ -232,7 +232,7 @@ class Core:
             while self._cancelled:
                 request = self._cancelled[0]
                 self._close(self.scheduler.abort(request))
-                request.finished_sec = request.finished_sec or self._clock()  # one that waited held nothing to close
+                request.finished_sec = request.finished_sec or self._clock()  # waiting requests have nothing to close
                 self._cancelled.popleft()
         except BaseException as e:
             self._recover(e)
@@ -240,7 +240,7 @@ class Core:
         self._clean = True
 
     def _recover(self, error: BaseException | None) -> None:
-        """End all running requests and free what they held, whatever state an exception left anything in."""
+        """End all running requests and reset the engine, after an exception at any point of an operation."""
         message = one_line(error) if isinstance(error, Exception) else None
         now = self._clock()
         for s in self.scheduler.abort_running(message):
@@ -258,23 +258,23 @@ class Core:
         """Return whether an unfinished request has a speculator."""
         return bool(self._speculators) and any(not r.finished for r in self._speculators)
 
-    def _parts(self, work: list[Work]) -> list[tuple[Speculator | None, list[Work]]]:
-        """Return the work by speculator: requests may have different ones where the draft was changed meanwhile."""
+    def _parts(self, work: list[ScheduledSequence]) -> list[tuple[Speculator | None, list[ScheduledSequence]]]:
+        """Return the work grouped by speculator. Requests have different ones if the draft was changed in between."""
         if not self._speculators:
             return [(None, work)]
-        parts: dict[Speculator | None, list[Work]] = {}
+        parts: dict[Speculator | None, list[ScheduledSequence]] = {}
         for w in work:
             parts.setdefault(self._speculators.get(w.sequence.request), []).append(w)
         return list(parts.items())
 
-    def _finish(self, work: list[Work], tokens: list[list[int]], faults: Faults) -> list[Delta]:
-        """Add the drawn tokens to their sequences, close those that ended, and return what each gained."""
+    def _finish(self, work: list[ScheduledSequence], tokens: list[list[int]], faults: Faults) -> list[Delta]:
+        """Append the sampled tokens to their sequences, close finished ones, and return a delta for each sequence."""
         before = [(s, s.num_output_tokens) for s in drawing(work) if s.finish_reason is None]
         for s, error in faults.items():
             cast(Sequence, s).abort(error)
         self._close(self.scheduler.postprocess(work, tokens))
         if not self.scheduler.unfinished:
-            self._in_flight = None  # all of its sequences have ended
+            self._in_flight = None  # all its sequences have finished: discard the in-flight step
         deltas = []
         for s, num_before in before:
             deltas.append(request_outputs.delta(s, num_before))
@@ -282,18 +282,18 @@ class Core:
                 s.request.deltas.append(deltas[-1])
         return deltas
 
-    def _launch(self, ahead: OverlapScheduler) -> InFlightStep | None:
-        """Start the next step, where there is one before the last one's tokens are read."""
+    def _launch(self, overlap: OverlapScheduler) -> InFlightStep | None:
+        """Launch the next step before the tokens of the previous one are read; None if there is nothing to run."""
         work = self.scheduler.schedule()
         if not work:
             return None
         with self.observer.span(ENGINE):
-            in_flight = ahead.launch(work, self._batch(work, SpecStep()))
-        self.scheduler.defer(work)
+            in_flight = overlap.launch(work, self._batch(work, SpecStep()))
+        self.scheduler.mark_in_flight(work)
         return in_flight
 
     def _read(self, in_flight: InFlightStep, faults: Faults) -> list[list[int]]:
-        """Wait for a step's tokens."""
+        """Wait for a step's tokens and return them, none for a sequence whose logits are not finite."""
         found = in_flight.read()
         now = self._clock()
         for s, token in found:
@@ -306,13 +306,13 @@ class Core:
         if s.num_output_tokens == 0 and s.sample_index == 0:
             s.request.first_token_sec = now
 
-    def _run(self, work: list[Work], speculator: Speculator | None, faults: Faults) -> list[list[int]]:
-        """Propose, feed the engine, fork siblings, draw; return the tokens of each sequence that draws.
+    def _run(self, work: list[ScheduledSequence], speculator: Speculator | None, faults: Faults) -> list[list[int]]:
+        """Propose tokens, run the engine, fork siblings, sample; return the tokens of each sequence that samples.
 
         Args:
-            work: of the step.
-            speculator: of its requests.
-            faults: sequences that cannot go on are added, with the reason; they draw no tokens.
+            work: the work of the step.
+            speculator: speculator of its requests.
+            faults: failed sequences are added with the reason; they get no tokens.
         """
         done = isolation.propose(speculator, work, faults) if speculator is not None else SpecStep()
         start = self._clock()
@@ -335,8 +335,8 @@ class Core:
             speculator.learn(work, done, tokens, now - start, self.engine.hidden)
         return tokens
 
-    def _batch(self, work: list[Work], done: SpecStep) -> StepBatch:
-        """Return what the engine is fed: the tokens it has not seen, and proposals after them."""
+    def _batch(self, work: list[ScheduledSequence], done: SpecStep) -> StepBatch:
+        """Return the engine's batch: for each sequence the tokens that are not cached, followed by its proposal."""
         batch = StepBatch()
         for w in work:
             s = w.sequence
@@ -351,8 +351,10 @@ class Core:
                 batch.add(Handle(s.handle), w.token_ids + [PENDING] * w.pending, num_logits=int(w.draws))
         return batch
 
-    def _draw(self, work: list[Work], done: SpecStep, logits: Tensor, rule: str, faults: Faults) -> list[list[Sampled]]:
-        """Fork siblings and draw the tokens of each sequence from its rows; siblings draw from the same row."""
+    def _draw(
+        self, work: list[ScheduledSequence], done: SpecStep, logits: Tensor, rule: str, faults: Faults
+    ) -> list[list[Sampled]]:
+        """Fork siblings and sample the tokens of each sequence from its rows. Siblings sample from the same row."""
         rows: list[int] = []
         at = 0
         for w in work:
@@ -371,7 +373,7 @@ class Core:
         return isolation.draw_tokens(self._sampler, logits[:, : self._vocab_size], groups, rule, faults)
 
     def _close(self, ended: list[Sequence]) -> None:
-        """Free what ended sequences held, and note when their requests ended."""
+        """Free the resources of finished sequences, and record when their requests finished."""
         now = self._clock()
         for s in ended:
             if (speculator := self._speculators.get(s.request)) is not None:
@@ -385,7 +387,7 @@ class Core:
                 s.request.finished_sec = now
 
     def output(self, request: Request) -> RequestOutput:
-        """Return what a request has produced so far (finish_reason None for sequences that are not finished)."""
+        """Return a request's output so far; finish_reason is None for unfinished sequences."""
         speculator = self._speculators.get(request)
         stats = speculator.stats(request) if speculator is not None else None
         return request_outputs.output(request, self._logprobs, stats, self._clock())

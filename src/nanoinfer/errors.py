@@ -1,22 +1,22 @@
-"""The errors that nanoinfer raises on purpose.
+"""The exceptions of nanoinfer.
 
-Every message is one line that names the thing, its value, the limit and the remedy. The command line
-prints it without a traceback and exits with code 2, or with 1 for a ResultError.
+Each message is one line that names the input, its value, the limit and the remedy. The command line prints it without a
+traceback and exits with code 2, or with 1 for a ResultError.
 """
 
 from __future__ import annotations
 
 
 class NanoinferError(ValueError):
-    """Bad input, a missing or broken file, or something that this machine cannot do."""
+    """Invalid input, a missing or malformed file, or a feature that this machine does not support."""
 
 
 class ResultError(NanoinferError):
-    """The input was good, and what was computed from it is not: numbers that are not finite."""
+    """The input is valid, but the computed result is not: it contains values that are not finite."""
 
 
 def missing_extra(package: str, extra: str) -> str:
-    """Return the sentence for a package that is missing: how to install the extra of nanoinfer that contains it.
+    """Return the error message for a missing package: how to install the extra of nanoinfer that contains it.
 
     Args:
         package: the module that cannot be imported.
@@ -26,7 +26,7 @@ def missing_extra(package: str, extra: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's message on one line, its type before it where it is not one of ours."""
+    """Return an exception's message on one line, after the name of its type if it is not a NanoinferError."""
     text = " ".join(str(error).split())[:300]
     if isinstance(error, NanoinferError):
         return text

@@ -1,8 +1,8 @@
-"""A fault of one sequence ends that sequence, not those beside it.
+"""Fault isolation: a fault of one sequence ends that sequence and no other sequences in the batch.
 
-Drafter and sampler work on all sequences of a step at once, and raise where one of them is at fault: its logits are not
-finite, or its parameters exclude every token. Then they are called for each sequence alone. Rows do not depend on each
-other, so the others get the tokens that they would have got.
+Drafter and sampler process all sequences of a step in one call, and raise if one of them is at fault: its logits are
+not finite, or its parameters exclude every token. In that case they are called again for each sequence separately. Rows
+do not depend on each other, so the other sequences get the same tokens as without the fault.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled, Sampler
-from nanoinfer.scheduling.scheduler import Work
+from nanoinfer.scheduling.scheduler import ScheduledSequence
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 from nanoinfer.speculative.verify import Group, draw
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Faults = dict[object, str]
-"""Sequences that cannot go on, with the reason in one line."""
+"""Failed sequences, each with the reason in one line."""
 
 
-def propose(speculator: Speculator, work: list[Work], faults: Faults) -> SpecStep:
-    """Return the proposals for a step; sequences that the drafter refuses get none and are added to `faults`."""
+def propose(speculator: Speculator, work: list[ScheduledSequence], faults: Faults) -> SpecStep:
+    """Return the proposals for a step. Sequences that the drafter refuses get none and are added to `faults`."""
     try:
         return speculator.propose(work)
     except Exception:
@@ -40,7 +40,7 @@ def propose(speculator: Speculator, work: list[Work], faults: Faults) -> SpecSte
 def draw_tokens(
     sampler: Sampler, logits: Tensor, groups: Sequence[Group], rule: str, faults: Faults
 ) -> list[list[Sampled]]:
-    """Return the tokens of each group, as `verify.draw` does; none where it is at fault, which `faults` then says."""
+    """Return the tokens of each group, as `verify.draw` does. Failed groups get none and are added to `faults`."""
     try:
         return draw(sampler, logits, groups, rule=rule)
     except Exception:

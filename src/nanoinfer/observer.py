@@ -1,4 +1,4 @@
-"""The hook of the core: what is told when a step enters the engine and the sampler. profiling/ measures with it."""
+"""The core's profiling hook: it is called around each call of the engine and the sampler. profiling/ implements it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SAMPLER = "sampler"
 
 
 class Observer(Protocol):
-    """Observes the steps of a core: `core.observer = ...`, between two steps."""
+    """Observes the steps of a core. Set `core.observer` between two steps."""
 
     def span(self, part: str) -> AbstractContextManager[object]:
-        """Return what is entered before a call of the engine or the sampler, and left after it.
+        """Return a context manager that is entered before a call of the engine or the sampler, and exited after it.
 
         Args:
             part: ENGINE or SAMPLER.
@@ -22,8 +22,8 @@ class Observer(Protocol):
 
 
 class NoObserver:
-    """Observes nothing."""
+    """The default observer; does nothing."""
 
     def span(self, part: str) -> AbstractContextManager[object]:
-        """Return what does nothing."""
+        """Return a context manager that does nothing."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""What a generation returns: plain dataclasses, in vLLM's names."""
+"""Results of generation and scoring: plain dataclasses with vLLM's names."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from nanoinfer.errors import ResultError
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability of one token at one position, under the model's raw distribution."""
+    """Log-probability of one token at one position, under the model's raw distribution."""
 
     logprob: float
-    """Natural logarithm."""
+    """Natural logarithm of the probability."""
     rank: int
-    """1 for the most likely token."""
+    """Rank among all tokens; 1 is the most likely."""
     decoded_token: str | None
-    """Its text on its own; None without a tokenizer."""
+    """Text of this token alone; None without a tokenizer."""
 
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One generated text."""
+    """One generated output of a request."""
 
     index: int
-    """Which of the request's n texts."""
+    """Index among the request's n outputs."""
     text: str
-    """Empty without a tokenizer."""
+    """Generated text; empty without a tokenizer."""
     token_ids: list[int]
-    """All generated tokens; an end token or the tokens of a stop string are among them."""
+    """All generated tokens, including an end token or the tokens of a stop string."""
     finish_reason: str | None
-    """stop (end token or stop string), length (max_tokens or context), abort, or error; None: not finished."""
+    """stop (end token or stop string), length (max_tokens or context length), abort, or error; None: not finished."""
     stop_reason: int | str | None = None
-    """The token or string that ended it, for finish_reason stop."""
+    """The token or string that ended the output, for finish_reason stop."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token: token id -> Logprob, the drawn one first. None unless asked for."""
+    """For each token: token id -> Logprob, the sampled token first. None if not requested."""
     error: str | None = None
-    """What went wrong, in one line, for finish_reason error."""
+    """The error in one line, for finish_reason error."""
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the generated tokens' log-probabilities; None where logprobs were not asked for."""
+        """Sum of the generated tokens' log-probabilities; None if logprobs were not requested."""
         if self.logprobs is None:
             return None
         return sum(found[t].logprob for t, found in zip(self.token_ids, self.logprobs, strict=True))
@@ -48,63 +48,63 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class SpeculationMetrics:
-    """What speculation did for one request, over all n texts."""
+    """Statistics of speculative decoding for one request, over all n outputs."""
 
     num_proposed: int
-    """Tokens that the drafter proposed and the model looked at."""
+    """Proposed tokens that a step verified."""
     num_accepted: int
-    """Proposals that the model agreed with."""
+    """Proposed tokens that were accepted."""
     num_rejected: int
-    """Proposals that it contradicted, one a verify step at most: those behind one were never judged."""
+    """Proposed tokens that were rejected, at most one in a verify step: the tokens after it are discarded."""
     num_verify_steps: int
-    """Times that proposals were looked at; each of them gives one token more than it accepts."""
+    """Steps that verified a proposal. Each produces one token more than it accepts."""
     mean_accepted_length: float | None
-    """num_accepted / num_verify_steps; None when nothing was proposed."""
+    """num_accepted / num_verify_steps; None if nothing was proposed."""
     draft_share: float
-    """Time in the drafter, as a share of all time in drafter, engine and sampler."""
+    """Fraction of the time in drafter, engine and sampler that was spent in the drafter."""
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """What one request took, in seconds of wall time."""
+    """Token counts and latencies of one request, in seconds of wall time."""
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """Over all n texts."""
+    """Generated tokens of all n outputs."""
     ttft_sec: float
-    """Time to first token: from the request's arrival, waiting included."""
+    """Time to first token from the request's arrival, including the time in the queue."""
     tpot_sec: float | None
-    """Time per output token after the first, averaged over the longest text; None for a single token."""
+    """Mean time per output token after the first, in the longest output; None for a single token."""
     total_sec: float
     speculation: SpeculationMetrics | None = None
-    """None without a drafter."""
+    """Statistics of speculative decoding; None without a draft."""
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """Everything that came of one request."""
+    """The result of one request."""
 
     request_id: int
     prompt: str | None
-    """The prompt's text; None where token ids were given."""
+    """Text of the prompt; None if token ids were given."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     seed: int
-    """With the same seed, model and parameters the request gives the same texts again."""
+    """Seed of the request. The same seed, model and parameters produce the same outputs again."""
     num_dropped_tokens: int
-    """Prompt tokens that did not fit the sliding window when generation began."""
+    """Tokens at the start of the prompt that were outside the sliding window when generation began."""
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each prompt token: token id -> Logprob, the prompt's own first; None for the first token, which has no
-    context. None unless asked for."""
+    """For each prompt token: token id -> Logprob, the prompt's token first; None for the first token, which has no
+    context. None if not requested."""
 
     @property
     def finished(self) -> bool:
-        """Whether all outputs have ended."""
+        """Whether all outputs are finished."""
         return all(o.finish_reason is not None for o in self.outputs)
 
     def check(self) -> RequestOutput:
-        """Return this output. Raises ResultError where one of its sequences has failed."""
+        """Return this output. Raises ResultError if one of its sequences failed."""
         for o in self.outputs:
             if o.error is not None:
                 raise ResultError(o.error)
@@ -113,47 +113,47 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to one text."""
+    """The tokens and text that one step added to one output."""
 
     request_id: int
     index: int
     text: str
-    """Newly certain text; may be empty."""
+    """New text that later tokens cannot change; may be empty."""
     finish_reason: str | None
-    """Set when the text has ended."""
+    """Set if the output is finished, else None."""
     num_tokens: int = 1
-    """Tokens of the text that the step added: several where proposals were accepted."""
+    """Tokens that the step added: several if proposals were accepted."""
     error: str | None = None
-    """What went wrong, in one line, for finish_reason error."""
+    """The error in one line, for finish_reason error."""
 
 
 @dataclass(frozen=True)
 class PerplexityOutput:
-    """How likely a model finds a text."""
+    """Perplexity of a text under a model."""
 
     num_tokens: int
-    """Tokens scored: all but the first, which has no context."""
+    """Scored tokens: all but the first, which has no context."""
     num_characters: int | None
-    """Characters of the scored text; None where token ids were given."""
+    """Characters of the scored text; None if token ids were given."""
     log_likelihood: float
-    """Sum over the tokens, in nats."""
+    """Sum of the tokens' log-probabilities, in nats."""
     perplexity: float
     """exp(-log_likelihood / num_tokens)."""
 
 
 @dataclass(frozen=True)
 class LoglikelihoodOutput:
-    """How likely a model finds a continuation after its context."""
+    """Log-likelihood of a continuation given its context."""
 
     token_ids: list[int]
     """Tokens of the continuation."""
     token_logprobs: list[float]
-    """Log-probability of each of them, given the context and those before it."""
+    """Log-probability of each token, given the context and the tokens before it."""
     log_likelihood: float
     """Sum of token_logprobs, in nats."""
     is_greedy: bool
-    """Whether each token is the most likely one: greedy decoding of the context gives the continuation."""
+    """Whether each token is the most likely one, so that greedy decoding of the context produces the continuation."""
     num_tokens: int
     """Tokens of the continuation."""
     num_dropped_tokens: int
-    """Tokens at the context's start that did not fit the context length."""
+    """Tokens at the start of the context that were dropped to fit the context length."""

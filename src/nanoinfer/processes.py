@@ -1,15 +1,15 @@
-"""What engines need where a process forks, or exits while a thread generates.
+"""Support for processes that fork, or that exit while a thread generates.
 
-Fork: the child has the parent's memory but only the thread that forked. torch's pools (OpenMP, MKL, the compiler's
-workers) would wait for threads that are not there, so in a child torch computes with one thread and uses no pool; a
-program may raise that with torch.set_num_threads where the parent had computed nothing.
+Fork: the child has the parent's memory, but only the thread that forked. PyTorch's thread pools (OpenMP, MKL, the
+compiler's workers) would wait for threads that do not exist, so PyTorch computes with one thread in a child. A program
+may raise that with torch.set_num_threads if the parent had not computed anything.
 
-Exit: Python (before 3.14) ends a daemon thread as soon as it asks for the interpreter's lock, by unwinding its stack,
-and C++ code on that stack then aborts the process. So the exit takes every step lock, which waits for the steps that
-are running, and keeps it: a thread that would start another step waits until the process is gone. Such a thread waits
-before it asks for the lock, since a thread that runs step after step would be given the lock before the exit is.
+Exit: before 3.14, Python ends a daemon thread by unwinding its stack when the thread requests the interpreter lock, and
+C++ code on that stack then aborts the process. The exit handler therefore acquires every step lock, which waits for the
+running steps, and does not release it. A thread that would start another step waits before it requests the lock:
+otherwise a thread that runs steps in a loop could get the lock before the exit handler does.
 
-This is the state of a process, and lives in this module: the one place of variables that change.
+This is state of the process, so it is in this module's variables. No other module has variables that change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from weakref import ref
 
 EXIT_WAIT_SEC = 30.0
-"""How long the exit waits for running steps."""
+"""Longest time that the exit handler waits for running steps, in seconds."""
 
 _locks: list[ref[threading.Lock]] = []
 _generation = 0
@@ -34,11 +34,12 @@ _is_exiting = False
 def step_lock() -> threading.Lock:
     """Return a new lock to be held while an engine computes.
 
-    A plain lock: Python handles no signal between taking it and the block of its `with`, nor before its release.
+    It is a threading.Lock, because Python handles no signal between its acquisition and the body of its `with`
+    statement, nor between the body and its release.
     """
     lock = threading.Lock()
     if _is_exiting and threading.current_thread() is not threading.main_thread():
-        lock.acquire()  # for good: whoever makes a lock now may hold another, for which the exit waits
+        lock.acquire()  # never released: this thread may hold another lock, which the exit handler waits for
     else:
         _locks.append(ref(lock, _locks.remove))
     return lock
@@ -46,24 +47,24 @@ def step_lock() -> threading.Lock:
 
 @contextmanager
 def computing() -> Iterator[None]:
-    """Mark a thread that computes without an engine's lock, so that the exit waits for it. Also a decorator."""
+    """Make the exit handler wait for a thread that computes without an engine's lock. Also usable as a decorator."""
     with step_lock():
         yield
 
 
 def wait_if_exiting() -> None:
-    """Return at once, but in another thread than the main one of a process that exits: never."""
+    """Block for ever if the process exits and this is not the main thread; otherwise return at once."""
     while _is_exiting and threading.current_thread() is not threading.main_thread():
         time.sleep(EXIT_WAIT_SEC)
 
 
 def is_exiting() -> bool:
-    """Return whether this is the main thread after the exit took all locks: it may compute without one."""
+    """Return whether the process exits and this is the main thread, which may then compute without a lock."""
     return _is_exiting and threading.current_thread() is threading.main_thread()
 
 
 def generation() -> int:
-    """Return how many forks lie between this process and the one that imported nanoinfer: 0 if none."""
+    """Return the number of forks between the process that imported nanoinfer and this one; 0 if it is the same."""
     return _generation
 
 
@@ -71,7 +72,7 @@ def _after_fork_in_child() -> None:
     global _generation
     _generation += 1
     torch, inductor = (sys.modules.get(name) for name in ("torch", "torch._inductor.config"))
-    if hasattr(torch, "set_num_threads"):  # not while torch is being imported
+    if hasattr(torch, "set_num_threads"):  # False while torch is being imported
         torch.set_num_threads(1)  # type: ignore[union-attr]
     if hasattr(inductor, "compile_threads"):
         inductor.compile_threads = 1  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""From the state of a request to what the caller gets: deltas, outputs, log-probabilities, metrics."""
+"""Builds deltas, outputs, log-probabilities and metrics from the state of a request."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 
 class Logprobs:
-    """Keeps the log-probabilities that were asked for, for as long as their sequences are kept."""
+    """Stores the requested log-probabilities for the lifetime of their sequences."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._of: WeakKeyDictionary[Sequence, list[dict[int, Logprob]]] = WeakKeyDictionary()
 
     def add(self, sequence: Sequence, tokens: Seq[Sampled]) -> None:
-        """Take note of the tokens that a sequence has drawn."""
+        """Store the log-probabilities of a sequence's sampled tokens."""
         described = [describe(self._tokenizer, drawn.logprobs) for drawn in tokens if drawn.logprobs is not None]
         if described:
             self._of.setdefault(sequence, []).extend(described)
 
     def of(self, sequence: Sequence) -> list[dict[int, Logprob]] | None:
-        """Return them for each output token; None where none were asked for."""
+        """Return the log-probabilities of each output token; None if they were not requested."""
         if sequence.params.logprobs is None:
             return None
-        return self._of.get(sequence, [])[: sequence.num_output_tokens]  # less tokens drawn past the output's end
+        return self._of.get(sequence, [])[: sequence.num_output_tokens]  # without tokens sampled past the end
 
 
 def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
-    """Add each token's text to its log-probability and rank."""
+    """Return each token's log-probability and rank with its text."""
     return {
         token: Logprob(value, rank, decode(tokenizer, [token]) if tokenizer else None)
         for token, (value, rank) in logprobs.items()
@@ -52,20 +52,20 @@ def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]
 
 
 def delta(s: Sequence, num_before: int) -> Delta:
-    """Return what a sequence has gained since it had `num_before` output tokens."""
+    """Return the delta of a sequence since it had `num_before` output tokens."""
     text = s.text.take(finished=s.finish_reason is not None)
     num_tokens = s.num_output_tokens - num_before
     return Delta(s.request.request_id, s.sample_index, text, s.finish_reason, num_tokens, s.error)
 
 
 def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: float) -> RequestOutput:
-    """Return what a request has produced so far (finish_reason None for sequences that are not finished).
+    """Return a request's output so far; finish_reason is None for unfinished sequences.
 
     Args:
-        request: in any state.
-        logprobs: of its sequences.
-        stats: what speculation did for it; None without a draft.
-        now: seconds on the clock of its time stamps.
+        request: a request in any state.
+        logprobs: log-probabilities of its sequences.
+        stats: its statistics of speculative decoding; None without a draft.
+        now: current time in seconds, on the clock of its time stamps.
     """
     outputs = [
         CompletionOutput(

@@ -1,4 +1,4 @@
-"""What one request asks of the sampler and of the scheduler: one frozen dataclass, in vLLM's names."""
+"""Sampling parameters of one request: a frozen dataclass with vLLM's names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ OVERFLOWS = ("stop", "slide")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled, and when it ends.
+    """Parameters that control how the tokens of one request are sampled, and when its outputs end.
 
-    The order in which logits are changed: repetition, presence and frequency penalties; logit_bias;
-    min_tokens; then, unless temperature is 0: temperature, top_k, top_p, min_p.
+    They are applied to the logits in this order: repetition, presence and frequency penalties; logit_bias; min_tokens;
+    then, unless temperature is 0, temperature, top_k, top_p and min_p.
 
     Raises:
-        NanoinferError: a field is out of range (named), or two contradict each other.
+        NanoinferError: a field is out of range, or two fields contradict each other.
     """
 
     max_tokens: int | None = 128
@@ -73,7 +73,7 @@ class SamplingParams:
         keep_float(self, "min_p", 0.0, 1.0)
         keep_float(self, "presence_penalty", -1e3, 1e3)
         keep_float(self, "frequency_penalty", -1e3, 1e3)
-        keep_float(self, "repetition_penalty", 1e-3, 1e3)  # no logit overflows
+        keep_float(self, "repetition_penalty", 1e-3, 1e3)  # in this range no logit overflows
         keep_int(self, "seed", 0, 2**64 - 1, optional=True)
         keep_int(self, "n", 1, 65536)
         require_bool("ignore_eos", self.ignore_eos)
@@ -86,7 +86,7 @@ class SamplingParams:
         keep_int(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         require_choice("overflow", self.overflow, OVERFLOWS)
         if self.max_tokens is None and self.overflow == "slide":
-            raise NanoinferError("max_tokens=None has no end with overflow='slide': give a number")
+            raise NanoinferError("max_tokens=None does not end with overflow='slide': set max_tokens")
         keep_int(self, "slide_stride", 1, optional=True)
         if self.slide_stride is not None and self.overflow != "slide":
             raise NanoinferError(
@@ -107,7 +107,7 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", biases)
 
     def _accept_bare_values(self) -> None:
-        """Take what vLLM takes: stop="x" for stop=["x"], lists for tuples, None for "none"."""
+        """Accept the forms that vLLM accepts: stop="x" for stop=["x"], lists for tuples, None for an empty list."""
         given: Any = self.stop
         stop = (given,) if isinstance(given, str) else given
         for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
@@ -123,5 +123,5 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether decoding is greedy: temperature is 0."""
         return self.temperature == 0

@@ -1,8 +1,8 @@
-"""Who owns a request: iterators over what requests produce, each with a queue of its own.
+"""Output streams: iterators over the deltas and outputs of requests, which own these requests.
 
-Any number of streams may be open, and be read in any order, by any thread. Whichever is read runs the next step for all
-of them, and each finds what its own requests gained in its own queue. A stream that is closed, exhausted, interrupted
-or dropped, started or not, ends its requests.
+Any number of streams may be open and be read in any order by any thread. Reading one of them runs steps for the
+requests of all; each stream has its own queue of deltas. A stream that is closed, exhausted, interrupted or deleted
+ends its requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanoinfer.scheduling.sequence import Request
 
 
 class Ownership:
-    """Ends requests when it is left or dropped. A context manager for those who run them to their end."""
+    """Owns requests: a context manager that ends them on exit, or when it is deleted."""
 
     def __init__(self, core: Core, requests: Sequence[Request]) -> None:
         self._core, self._requests = core, requests
@@ -28,24 +28,24 @@ class Ownership:
         self.close()
 
     def close(self) -> None:
-        """End the requests that are unfinished."""
+        """End the unfinished requests."""
         if not all(r.finished for r in self._requests):
             self._core.abort(*self._requests)
         self._requests = ()
 
-    def __del__(self) -> None:  # dropped, or an interrupt came before __exit__; in a finalizer nothing may wait
+    def __del__(self) -> None:  # deleted, or interrupted before __exit__; a finalizer must not wait for a lock
         self._core.cancel(self._requests)
 
 
 class OutputStream(Iterator[Delta | RequestOutput]):
-    """Yields what each step added to the requests, and each request's output after its last delta."""
+    """Yields the deltas of each step, and each request's output after its last delta."""
 
     def __init__(self, core: Core, requests: Sequence[Request]) -> None:
         self._core = core
         self._requests = list(requests)
         self._open = dict.fromkeys(self._requests)  # requests whose output has not been returned
         self._queue: deque[Delta] = deque()
-        self._ended: Request | None = None  # its last delta has been returned, its output is next
+        self._ended: Request | None = None  # the request whose last delta has been returned; its output is next
         self._by_id = {r.request_id: r for r in self._requests}
         self._num_left = {r.request_id: len(r.sequences) for r in self._requests}
         for request in self._requests:
@@ -75,7 +75,7 @@ class OutputStream(Iterator[Delta | RequestOutput]):
         return self._core.output(request)
 
     def close(self) -> None:
-        """End the requests that are unfinished; the stream yields nothing more."""
+        """End the unfinished requests. The stream yields nothing more."""
         self._ended = None
         self._open.clear()
         self._queue.clear()
@@ -83,10 +83,10 @@ class OutputStream(Iterator[Delta | RequestOutput]):
 
 
 class TextStream(Iterator[str]):
-    """Yields the text of a request of one sequence, whole characters only.
+    """Yields the text of a request with one sequence, in whole characters.
 
     Raises:
-        NanoinferError: when it is read: the request has failed, or another call was interrupted and has ended it.
+        NanoinferError: on reading: the request failed, or an interrupt of another call aborted it.
     """
 
     def __init__(self, outputs: OutputStream) -> None:
@@ -102,5 +102,5 @@ class TextStream(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the request; the stream yields nothing more."""
+        """End the request. The stream yields nothing more."""
         self._outputs.close()

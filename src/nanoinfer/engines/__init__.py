@@ -1,1 +1,1 @@
-"""Engines: the rungs of the ladder, each behind the one interface of `base.py`."""
+"""The engines: the rungs of the ladder. All implement the interface in `base.py`."""

@@ -1,4 +1,4 @@
-"""The one interface: everything that generates text calls `engine.extend(batch)`.
+"""The interface of all engines. Generation, speculation and scoring all call `engine.extend(batch)`:
 
     prefill                  extend by the whole prompt
     chunked prefill          extend by part of it
@@ -6,10 +6,10 @@
     speculative verification extend by k + 1 tokens, truncate what was rejected
     n samples, beam search   fork, then extend the forks
     sliding window           truncate to 0, extend by the tokens that are kept
-    scoring                  extend, asking for logits at every position
+    scoring                  extend, requesting logits at every position
 
-No tensor library is imported here: a batch is plain integers, so that policy can build one and an engine
-without torch can take one.
+This module does not import PyTorch. A batch consists of plain integers, so that the scheduler can build one, and an
+engine without PyTorch can run one.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Handle = NewType("Handle", int)
-"""Names one open sequence of one engine. Never reused."""
+"""Identifies one open sequence of one engine. Handles are not reused."""
 
 PENDING = -1
-"""In the token ids of `OverlapEngine.step`, last of its sequence: the token that the last step drew for the sequence,
-still on the device."""
+"""Placeholder for the last token id of a sequence in `OverlapEngine.step`: the token that the previous step sampled for
+the sequence, which is still on the device."""
 
 
 @dataclass
 class StepBatch:
-    """New tokens for some open sequences: ragged, in any order, each sequence at most once.
+    """New tokens for some open sequences. The batch is ragged; the order is free; each sequence appears at most once.
 
     Example: two tokens for sequence 0 and one for sequence 4, logits after each last token:
 
@@ -42,11 +42,11 @@ class StepBatch:
 
     handles: list[Handle] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    """Flat: the new tokens of handles[0], then of handles[1], ... Length sum(num_new)."""
+    """New tokens of handles[0], then of handles[1], and so on. Length sum(num_new)."""
     num_new: list[int] = field(default_factory=list)
-    """New tokens of each sequence, >= 1."""
+    """Number of new tokens of each sequence, >= 1."""
     num_logits: list[int] = field(default_factory=list)
-    """For how many of its last new tokens each sequence wants logits, 0 <= num_logits[i] <= num_new[i]."""
+    """Number of last new tokens of each sequence to return logits for, 0 <= num_logits[i] <= num_new[i]."""
 
     def add(self, handle: Handle, token_ids: list[int], num_logits: int = 1) -> None:
         """Append one sequence's new tokens."""
@@ -57,14 +57,14 @@ class StepBatch:
 
 
 class Engine(Protocol):
-    """A rung of the ladder. Not thread-safe: one caller at a time."""
+    """Runs the model on the open sequences. Not thread-safe: calls must not overlap."""
 
     config: ModelConfig
     limits: EngineLimits
     can_overlap: bool
-    """Whether it is an `OverlapEngine`."""
+    """Whether the engine is an `OverlapEngine`."""
     model: nn.Module | None
-    """The reference model that the steps run, module by module; None where they do not."""
+    """The reference model whose modules the steps run; None if the engine has its own kernels."""
 
     def open(self) -> Handle:
         """Return an empty sequence. Raises NanoinferError when max_num_seqs are open."""
@@ -75,38 +75,38 @@ class Engine(Protocol):
 
         Returns:
             (sum(num_logits), vocab_size) float32 on the engine's device, rows in the batch's order. The
-            tensor is the caller's until the next call of `extend`.
+            tensor is valid until the next call of `extend`.
 
         Raises:
-            NanoinferError: an unknown or repeated handle, a token outside the vocabulary, counts that do not
-                add up, or a sequence past `block_size`. Nothing has changed then.
+            NanoinferError: a handle is unknown or repeated, a token is outside the vocabulary, the counts do not
+                add up, or a sequence would exceed `block_size`. The engine's state is unchanged.
         """
         ...
 
     def part_seconds(self) -> Mapping[str, float]:
-        """Return where the time of all steps so far went, by part of the model; empty where it is not measured."""
+        """Return the seconds spent in each part of the model over all steps so far; empty if not measured."""
         ...
 
     def hidden(self) -> Tensor:
-        """Return what the logits of the last `extend` were made from: the outputs of the final layer norm.
+        """Return the final hidden states of the last `extend`: the outputs of the final layer norm.
 
         Returns:
-            (sum(num_logits), n_embd) float32 on the engine's device, the rows of `extend`'s logits: they are the
-            output head times these, but for the rounding of a head in fewer bits. The caller's until the next
-            call of `extend`.
+            (sum(num_logits), n_embd) float32 on the engine's device, one row for each row of the logits. The logits
+            are the output head applied to these rows, up to the rounding of a quantized head. The tensor is valid
+            until the next call of `extend`.
         """
         ...
 
     def truncate(self, handle: Handle, length: int) -> None:
-        """Forget the tokens from position `length` on, 0 <= length <= self.length(handle)."""
+        """Remove the tokens from position `length` on, 0 <= length <= self.length(handle)."""
         ...
 
     def fork(self, handle: Handle) -> Handle:
-        """Return a new sequence with the same past. Raises NanoinferError when max_num_seqs are open."""
+        """Return a new sequence with the same tokens. Raises NanoinferError when max_num_seqs are open."""
         ...
 
     def close(self, handle: Handle) -> None:
-        """Free a sequence; its handle is unknown afterwards."""
+        """Free a sequence. Its handle is invalid afterwards."""
         ...
 
     def length(self, handle: Handle) -> int:
@@ -119,40 +119,40 @@ class Engine(Protocol):
         ...
 
     def reset(self) -> None:
-        """Close all sequences. Unlike the other calls it also works after an exception in the middle of one of them."""
+        """Close all sequences. This also restores an engine that an exception interrupted in the middle of a call."""
         ...
 
 
 Draw = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
-"""Draws tokens on the device: logits (R, V) float32, sampler_slots (R,) int64 and wanted (R,) bool -> (R,) int64.
-sampler_slots has the sampler's slot index of each row. Rows that are not wanted are padding: their slots stay as they
-are. It does not synchronize with the host, so that a CUDA graph can capture it. A token < 0: the row's logits were not
-finite."""
+"""Samples tokens on the device: logits (R, V) float32, sampler_slots (R,) int64, wanted (R,) bool -> tokens (R,) int64.
+sampler_slots holds the sampler's slot index of each row. Rows with wanted == False are padding and do not change the
+state of any slot. The function does not synchronize with the host, so that a CUDA graph can capture it. A token < 0
+means that the row's logits were not finite."""
 
 
 class TokenFuture(Protocol):
-    """Tokens that are being drawn."""
+    """Tokens of a step that may still be running on the device."""
 
     def read(self) -> list[int]:
-        """Wait for the tokens of a step and return them."""
+        """Wait for the tokens of the step and return them."""
         ...
 
 
 class OverlapEngine(Engine, Protocol):
-    """An engine that keeps the drawn tokens on its device, so that the next step can start before they are read."""
+    """An engine that keeps sampled tokens on its device, so that the next step can start before the host reads them."""
 
     def step(self, batch: StepBatch, draw: Draw, sampler_slots: list[int]) -> TokenFuture:
-        """Append new tokens to open sequences and draw the next one of each sequence that wants logits.
+        """Append new tokens to open sequences and sample the next token of each sequence with num_logits 1.
 
         Args:
-            batch: as for `extend`; num_logits 0 or 1, and a sequence's last token may be PENDING.
-            draw: the same function at every call.
-            sampler_slots: of the sequences that draw, in the batch's order.
+            batch: as for `extend`, with num_logits 0 or 1. A sequence's last token may be PENDING.
+            draw: samples the tokens; must be the same function at every call.
+            sampler_slots: the sampler's slot of each sequence with num_logits 1, in the batch's order.
 
         Returns:
-            the tokens drawn, in the batch's order, to be read when they are needed.
+            the sampled tokens, in the batch's order.
 
         Raises:
-            NanoinferError: as `extend`; or PENDING where the sequence's last step drew nothing.
+            NanoinferError: as `extend`; or a token is PENDING, but the sequence's last step sampled none.
         """
         ...

@@ -1,11 +1,12 @@
-"""Which shapes a ragged batch is run in: integers only, no tensor library.
+"""The split of a ragged batch into sub-batches of static shape. It does not import PyTorch.
 
-A captured graph and a compiled step have fixed shapes, and a ragged batch has a new one at every step. So shapes are
-rounded up to a few: rows and tokens to powers of two, the context to a bucket that covers the longest text.
+A captured graph and a compiled step have fixed shapes, but a ragged batch may have a new shape at every step. Shapes
+are therefore rounded up to buckets: rows and tokens to powers of two, the context to a bucket that covers the longest
+sequence.
 
-    batch: A decodes 1 token, B decodes 1, C has a prompt of 50
-    calls: (rows 2, tokens 1, context 64)    A and B
-           (rows 1, tokens 64, context 64)   C, 14 tokens of padding
+    batch:       A decodes 1 token, B decodes 1, C has a prompt of 50
+    sub-batches: (rows 2, tokens 1, context 64)    A and B
+                 (rows 1, tokens 64, context 64)   C with 14 tokens of padding
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MAX_TOKENS = 4096
-"""Tokens of one call, padding included: bounds what a step takes beside the weights and the cache."""
+"""Maximum number of tokens in one sub-batch, padding included. It bounds the memory for activations."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The static shape of one call."""
+    """The static shape of one sub-batch."""
 
     rows: int
     tokens: int
     """New tokens of a row, padding included."""
     context: int
-    """Every position is below it."""
+    """Upper bound of all positions."""
     dense: bool
-    """Row i is slot i: the cache is read where it lies, not gathered."""
+    """Whether row i is slot i. The cache is then read as a view, without a gather."""
 
 
 @dataclass(frozen=True)
 class SubBatch:
-    """A part of a batch that is run at once."""
+    """A part of a batch that the engine runs in one call."""
 
-    shape: Bucket
+    bucket: Bucket
     members: list[int]
     """Indices into the batch."""
     rows: list[int]
@@ -47,45 +48,45 @@ def round_up(n: int) -> int:
 
 @dataclass(frozen=True)
 class BucketLimits:
-    """What calls may be made for."""
+    """Bounds of the buckets."""
 
     num_slots: int
-    """Slots there are."""
+    """Slots of the KV cache."""
     block_size: int
     """Tokens that a slot holds."""
     min_context: int = 64
-    """The smallest bucket of the context: fewer buckets, or less to read."""
+    """Smallest context bucket. A larger one means fewer buckets, but more positions to read for short sequences."""
 
     def context(self, length: int) -> int:
-        """Return the context to read for texts up to `length` tokens: 70 -> 128, and never more than block_size."""
+        """Return the context bucket of sequences of up to `length` tokens, at most block_size: 70 -> 128."""
         return min(max(round_up(length), self.min_context), self.block_size)
 
 
-def plan(slots: list[int], starts: list[int], num_new: list[int], room: BucketLimits) -> list[SubBatch]:
-    """Return the calls that run a batch.
+def plan(slots: list[int], starts: list[int], num_new: list[int], limits: BucketLimits) -> list[SubBatch]:
+    """Return the sub-batches that run a batch.
 
     Args:
-        slots: where each sequence of the batch lives, all different.
-        starts: tokens that each has already.
-        num_new: new tokens of each, >= 1.
-        room: slots, their length, and buckets.
+        slots: KV-cache slot of each sequence of the batch, all different.
+        starts: current length of each sequence, in tokens.
+        num_new: new tokens of each sequence, >= 1.
+        limits: bounds of the buckets.
     """
     groups: dict[int, list[int]] = {}
     for i, new in enumerate(num_new):
-        groups.setdefault(min(round_up(new), room.block_size), []).append(i)
-    calls = []
+        groups.setdefault(min(round_up(new), limits.block_size), []).append(i)
+    sub_batches = []
     for tokens, members in sorted(groups.items()):
         members.sort(key=lambda i: slots[i])
         most = max(1, MAX_TOKENS // tokens)
         for at in range(0, len(members), most):
             some = members[at : at + most]
-            context = room.context(max(starts[i] + num_new[i] for i in some))
-            calls.append(_call(some, [slots[i] for i in some], tokens, context, room.num_slots, most))
-    return calls
+            context = limits.context(max(starts[i] + num_new[i] for i in some))
+            sub_batches.append(_sub_batch(some, [slots[i] for i in some], tokens, context, limits.num_slots, most))
+    return sub_batches
 
 
-def _call(members: list[int], slots: list[int], tokens: int, context: int, num_slots: int, most: int) -> SubBatch:
-    """Return the call of some members, by ascending slot: dense where that takes at most twice the rows."""
+def _sub_batch(members: list[int], slots: list[int], tokens: int, context: int, num_slots: int, most: int) -> SubBatch:
+    """Return the sub-batch of some members in ascending slot order; dense if that at most doubles the rows."""
     dense = min(round_up(slots[-1] + 1), num_slots)
     rows = min(round_up(len(members)), num_slots)
     if dense <= min(2 * rows, max(most, rows)):

@@ -1,16 +1,18 @@
-"""Rung `compiled`: compile the step over static shapes.
+"""Rung 4, `compiled`: compile the step over static shapes.
 
-What changes from `static`: torch.compile writes a kernel for what lies between the matrix products of a block: layer
-norms, bias, GELU, residuals, the write to the cache. They take one pass over memory together instead of one each. The
-shapes are those of slots.py and buckets.py, so a new prompt length or batch size compiles nothing unless it needs a
-new bucket.
+The idea: torch.compile fuses the operations between the matrix products of a block (layer norms, bias, GELU, residuals,
+the write to the cache) into few kernels.
 
-    what is compiled   one block of a decode step (one new token a row), for each shape; all layers share it
-    what is not        prompts and verification (their matrix products decide), embedding and output head
+What changes from `static`: these operations read and write memory once together instead of once each. Shapes are
+rounded up to buckets (static_shapes.py, buckets.py), so a new prompt length or batch size compiles nothing unless it
+needs a new bucket.
 
-Why it helps: fewer passes over small tensors, and fewer launches. When it does not pay: a shape's first step takes
-seconds, which a short run never earns back; and a C++ compiler (CPU) or Triton (GPU) must be there. gpt-fast (PyTorch,
-2023) showed the way.
+    compiled       one block of a decode step (one new token a row) for each shape, shared by all layers
+    not compiled   prompts and verification, whose time is spent in matrix products; the embedding; the output head
+
+Why it helps: fewer passes over small tensors, and fewer launches. When it does not help: the first step of each shape
+takes seconds to compile, which is longer than a short run saves. It needs a C++ compiler (CPU) or Triton (GPU).
+The approach is that of gpt-fast (PyTorch, 2023).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.static_shapes import StaticShapeEngine, Step, run_block
+from nanoinfer.engines.static_shapes import StaticShapeEngine, StepTensors, run_block
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.gpt import GPT, Block
 
@@ -32,16 +34,16 @@ RunBlock = Callable[..., Tensor]
 
 
 class CompiledEngine(StaticShapeEngine):
-    """Blocks compiled for each shape.
+    """Runs decode steps with blocks that are compiled once for each shape.
 
     Args:
         model: the weights, on the device and in the dtype to compute in.
-        limits: what the engine may hold.
+        limits: capacity of the engine.
         config: not used.
-        backend: of torch.compile.
+        backend: the backend of torch.compile.
 
     Raises:
-        NanoinferError: the keys and values do not fit the device.
+        NanoinferError: the KV cache does not fit in the device's memory.
     """
 
     min_context = 256  # fewer shapes to compile
@@ -58,7 +60,7 @@ class CompiledEngine(StaticShapeEngine):
         self._backend = backend
         self._compiled: dict[tuple[torch.Size, int, bool], RunBlock] = {}
 
-    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: Step, mask: Tensor) -> Tensor:
+    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor) -> Tensor:
         arguments = (block, x, k, v, step.slots, step.pos, mask, step.dense)
         if x.shape[1] > 1:
             return run_block(*arguments)
@@ -71,17 +73,17 @@ class CompiledEngine(StaticShapeEngine):
         except TorchDynamoException as error:
             reason = str(error).strip().splitlines()[0]
             raise NanoinferError(
-                f"engine='compiled' cannot run: torch.compile failed ({reason}): it needs a C++ compiler on a CPU and"
-                " Triton on a GPU; or use another engine"
+                f"engine='compiled' cannot run: torch.compile failed ({reason}): install a C++ compiler (CPU) or"
+                " Triton (GPU), or use another engine"
             ) from error
         self._compiled[key] = run
         return y
 
     def _compile(self) -> RunBlock:
-        """Return `run_block` for one shape.
+        """Return a copy of `run_block` to compile for one shape.
 
-        The compiler keeps a list of versions with each code object and gives up after eight. A shape gets a code object
-        of its own, which has one version.
+        torch.compile stops recompiling a code object after eight versions. A separate code object for each shape has
+        one version only.
         """
         own = FunctionType(run_block.__code__.replace(), run_block.__globals__)
         return torch.compile(own, fullgraph=True, dynamic=False, backend=self._backend)

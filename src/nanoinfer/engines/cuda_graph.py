@@ -1,17 +1,19 @@
-"""Rung `cuda_graph`: capture the step once, replay it.
+"""Rung 5, `cuda_graph`: capture the step once, replay it.
 
-What changes from `static`: a step is one launch instead of hundreds. The kernels are torch's own; what launched them
-one by one, Python and the driver, is left out. Tokens, positions, lengths and slots live on the device (slots.py), and
-so does the draw (`step`): the next step is launched before the host has read the token of this one.
+The idea: a CUDA graph records the kernel launches of a step; replaying it is one launch instead of hundreds.
 
-    shapes     rows, new tokens and context are rounded up (buckets.py); a graph is made when a shape comes a second
-               time, within graph_memory
-    positions  are read from a tensor at each replay, and the replay itself moves them on
-    padding    rows and tokens of padding write to a column of the cache that nobody reads
+What changes from `compiled`: the kernels are PyTorch's own; only the time to launch them from Python is removed.
+Tokens, positions, lengths and slots are on the device (static_shapes.py), and tokens are sampled there (`step`), so the
+host launches the next step before it has read the tokens of this one (overlap scheduling).
 
-Why it helps: reading GPT-2 124M's weights once takes an H100 less than 0.1 ms; launching a step's kernels one by one
-takes the host longer. When it does not pay: large batches and long prompts, whose kernels are longer than their
-launches; and every shape's graph takes device memory and, once, the time of a capture.
+    shapes     rows, new tokens and context are rounded up (buckets.py); a graph is captured when a shape occurs for
+               the second time, as long as all graphs fit in graph_memory
+    positions  are read from a tensor at each replay; the replay itself advances them
+    padding    rows and tokens of padding write to a column of the cache that is never read
+
+Why it helps: an H100 reads the weights of GPT-2 124M in less than 0.1 ms; launching the kernels of a step one by one
+takes the host longer. When it does not help: for large batches and long prompts, whose kernels run longer than their
+launches take. Each captured shape takes device memory and the time of one capture.
 """
 
 from __future__ import annotations
@@ -23,21 +25,21 @@ from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.graphs import CudaRecorder, Graphs, Recorder
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.static_shapes import Output, StaticShapeEngine
+from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput
 from nanoinfer.models.gpt import GPT
 
 
 class CudaGraphEngine(StaticShapeEngine):
-    """Steps of static shapes, captured and replayed.
+    """Captures steps of static shapes as CUDA graphs and replays them.
 
     Args:
         model: the weights, on a CUDA device.
-        limits: what the engine may hold.
-        config: graph_memory is used; None: an eighth of what is free when the engine starts.
-        recorder: makes graphs; None: CUDA's own.
+        limits: capacity of the engine.
+        config: graph_memory is used; None: an eighth of the memory that is free when the engine starts.
+        recorder: records the graphs; None: CudaRecorder.
 
     Raises:
-        NanoinferError: the keys and values do not fit the device.
+        NanoinferError: the KV cache does not fit in the device's memory.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class CudaGraphEngine(StaticShapeEngine):
     ) -> None:
         super().__init__(model, limits, config)
         graph_memory = config.graph_memory if config.graph_memory is not None else free_memory(self.device) // 8
-        self.graphs: Graphs[Output] = Graphs(recorder or CudaRecorder(self.device), graph_memory)
+        self.graphs: Graphs[StepOutput] = Graphs(recorder or CudaRecorder(self.device), graph_memory)
 
-    def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], Output]) -> Output:
+    def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], StepOutput]) -> StepOutput:
         return self.graphs.run(key, compute)

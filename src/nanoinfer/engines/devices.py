@@ -1,4 +1,4 @@
-"""Which devices, dtypes and memory this machine has."""
+"""Devices of this machine, the dtypes they support, and their free memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nanoinfer.errors import NanoinferError
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device for a name: cpu, cuda, cuda:N, or auto (cuda where there is one).
+    """Return the device for a name: cpu, cuda, cuda:N, or auto (cuda if available, else cpu).
 
     Raises:
-        NanoinferError: this machine has no such device, or this process cannot use it.
+        NanoinferError: the name is unknown, this machine has no such device, or this process cannot use it.
     """
     if name != "cpu" and torch.cuda._is_in_bad_fork():
         raise NanoinferError(
@@ -36,9 +36,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 def supported_dtypes(device: torch.device) -> tuple[str, ...]:
-    """Return the names of the dtypes that `device` computes in."""
+    """Return the names of the dtypes that `device` supports."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return ("float32", "float16")  # bfloat16 came with Ampere
+        return ("float32", "float16")  # bfloat16 needs Ampere or newer
     return ("float32", "bfloat16", "float16")
 
 
@@ -46,7 +46,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype for a name; auto is float32 on a CPU, and 16 bits on a GPU.
 
     Raises:
-        NanoinferError: the device does not compute in it.
+        NanoinferError: the device does not support the dtype.
     """
     have = supported_dtypes(device)
     if name == "auto":
@@ -58,7 +58,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device now."""
+    """Return the bytes of memory that are free on a device now."""
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
@@ -66,5 +66,5 @@ def free_memory(device: torch.device) -> int:
         with open("/proc/meminfo") as f:
             fields = dict(line.split(":", 1) for line in f)
         return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux: half of what is installed is a fair guess
+    except (OSError, KeyError, ValueError):  # not Linux: assume that half of the installed memory is free
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

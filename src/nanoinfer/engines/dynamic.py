@@ -1,14 +1,16 @@
-"""Rung 2, `dynamic`: keep keys and values, grow them by concatenation.
+"""Rung 2, `dynamic`: a KV cache that grows by concatenation.
 
-What changes from `recompute`: the keys and values of past tokens never change, so keep them, and feed only
-the new tokens to the model. A step costs the same matrix products however long the text is; only attention
-grows with it. This is the KV cache as it is first taught, one pair of tensors a layer and sequence.
+The idea: the keys and values of past tokens do not change, so they are computed once and stored. This is the textbook
+KV cache: one pair of tensors for each layer of each sequence.
 
-Why it helps: O(T) instead of O(T^2) for a text of T tokens. When it does not pay: concatenation copies the
-whole cache at every step and allocates anew, and each sequence has attention calls of its own; at batch 8
-and 1,000 tokens that copying costs more than the attention itself (see `static`).
+What changes from `recompute`: the model runs on the new tokens only. The matrix products of a step no longer depend on
+the length of the sequence; only attention does.
 
-Tensors are never written in place, so a fork shares its parent's and truncation is a view.
+Why it helps: a sequence of T tokens costs O(T) instead of O(T^2) in matrix products. When it does not help:
+concatenation allocates and copies the whole cache at every step, and each sequence needs its own attention calls. At
+batch 8 and 1,000 tokens the copies take longer than attention itself (see `static`).
+
+Tensors are never written in place, so a fork shares its parent's tensors, and truncation is a view.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each (H, T, D)
 
 
 class DynamicEngine(TorchEngine):
-    """One list of (keys, values) per sequence, a pair for each layer."""
+    """Stores a list of (keys, values) pairs for each sequence, one pair for each layer."""
 
     def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
@@ -43,7 +45,7 @@ class DynamicEngine(TorchEngine):
             for handle, start, mask, q_i, k_i, v_i in zip(batch.handles, starts, masks, *parts, strict=True):
                 kv = self._kv[handle]
                 past_k, past_v = kv[layer]
-                keys = torch.cat([past_k[:, :start], k_i], dim=1)  # cut at start: a step that failed left more
+                keys = torch.cat([past_k[:, :start], k_i], dim=1)  # an interrupted step leaves more
                 values = torch.cat([past_v[:, :start], v_i], dim=1)
                 kv[layer] = keys, values
                 first = start == 0 and q_i.shape[1] > 1

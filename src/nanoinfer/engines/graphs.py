@@ -1,12 +1,12 @@
-"""CUDA graphs: kernels recorded once, launched together.
+"""CUDA graphs: kernels are recorded once and launched together.
 
-A decode step is hundreds of kernels, and each costs the host some microseconds to launch: together longer than the
-memory of a fast GPU needs to deliver the weights. A graph is one launch (Gray, "Getting Started with CUDA Graphs",
+A decode step runs hundreds of kernels. Each takes the host some microseconds to launch; together, the launches take
+longer than a fast GPU takes to read the weights. A graph needs one launch (Gray, "Getting Started with CUDA Graphs",
 NVIDIA, 2019).
 
-A graph replays kernels with the addresses and the host's numbers of the recording. So what is recorded here is a
-function of tensors that stay where they are (slots.py), and its results stay where they are, too: they are overwritten
-by the next replay of any graph, for all graphs take their memory from one pool.
+A graph replays kernels with the addresses and the host's values of the recording. A recorded function may therefore
+read only tensors at fixed addresses (static_shapes.py). Its results are at fixed addresses too, and the next replay of
+any graph overwrites them, because all graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ log = logging.getLogger("nanoinfer")
 T = TypeVar("T")
 
 NO_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What torch says when the driver or cuBLAS had no memory."""
+"""PyTorch's messages when the driver or cuBLAS is out of memory."""
 
 
 class Recorder(Protocol):
-    """Records what a function does on the device, for replaying it."""
+    """Records the device work of a function for later replays."""
 
     def record(self, compute: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """Return what replays `compute`, and its results: the same tensors after every replay.
+        """Return a function that replays `compute`, and its results: the same tensors after every replay.
 
-        Recording does not do the work, only a replay does.
+        Recording does not run the work; only a replay does.
 
         Raises:
-            RuntimeError: memory ran out, or did so in the error's context: see `_out_of_memory`.
+            RuntimeError: recording failed. If memory ran out, the error or its context says so (`_out_of_memory`).
         """
         ...
 
     def num_bytes(self) -> int:
-        """Return the device memory that this process holds now."""
+        """Return the bytes of device memory that this process holds now."""
         ...
 
 
@@ -52,12 +52,12 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], T]) -> tuple[Callable[[], object], T]:
-        """Record a graph: kernels are not run, memory is taken from the shared pool."""
+        """Record a graph. Kernels do not run; memory comes from the shared pool."""
         graph, mode = torch.cuda.CUDAGraph(), torch.is_inference_mode_enabled()
         with (
             torch.cuda.device(self._device),
-            torch.cuda.stream(torch.cuda.current_stream()),  # where a recording that fails would not come back to
-            torch.inference_mode(False),  # a recording begins by writing to tensors that it shares with all others
+            torch.cuda.stream(torch.cuda.current_stream()),  # a failed recording does not restore the stream
+            torch.inference_mode(False),  # a recording starts with writes to tensors that all recordings share
             torch.cuda.graph(graph, pool=self._pool, stream=_side_stream(self._device)),
             torch.inference_mode(mode),
         ):
@@ -65,27 +65,30 @@ class CudaRecorder:
         return graph.replay, result
 
     def num_bytes(self) -> int:
-        """Return the bytes that torch has reserved on the device, less those that it would give back."""
+        """Return the bytes that PyTorch has reserved on the device, without cached blocks that it can release."""
         with torch.cuda.device(self._device):
-            torch.cuda.empty_cache()  # a recording begins with that, too: what it takes would be set off against it
+            torch.cuda.empty_cache()  # a recording does this too, which would hide the memory that it takes
         return torch.cuda.memory_reserved(self._device)
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream to record on: libraries keep workspaces by stream, and torch's own is on one device only."""
+    """Return the stream to record on. It is kept, because libraries allocate a workspace for each stream.
+
+    PyTorch's default capture stream belongs to one device only.
+    """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Graphs(Generic[T]):
-    """Recordings by key, made when a key comes for the second time, within a limit of memory.
+    """Recordings by key. A key is recorded when it occurs for the second time, within a memory limit.
 
-    The first time, `compute` simply runs: that prepares what must not happen inside a recording (libraries start,
-    kernels are compiled), and a shape that never comes again costs nothing.
+    The first time, `compute` runs without a recording. This initializes libraries and compiles kernels, which must not
+    happen during a recording, and a shape that occurs only once is not recorded.
 
     Args:
-        recorder: of the device.
-        memory_limit: bytes that all recordings may take; what comes after that runs without one.
+        recorder: records on the engine's device.
+        memory_limit: bytes that all recordings may take. Once it is reached, new keys run without a recording.
     """
 
     def __init__(self, recorder: Recorder, memory_limit: int) -> None:
@@ -102,11 +105,11 @@ class Graphs(Generic[T]):
         return len(self._recorded)
 
     def run(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Do what `compute` does, and return what it returns; a replay's results are overwritten by the next.
+        """Run `compute` or replay its recording, and return its results. The next replay overwrites them.
 
         Args:
-            key: equal keys mean: the same kernels on the same tensors.
-            compute: must not wait for the device, nor take memory of a size that depends on values.
+            key: equal keys run the same kernels on the same tensors.
+            compute: must not wait for the device, nor allocate memory whose size depends on values on the device.
         """
         if key not in self._recorded:
             first = key not in self._seen
@@ -118,32 +121,33 @@ class Graphs(Generic[T]):
         return result
 
     def _record(self, key: Hashable, compute: Callable[[], T]) -> bool:
-        """Record `compute` where there is memory for it; return whether it is recorded."""
+        """Record `compute` if there is memory for it; return whether it was recorded."""
         before = self._recorder.num_bytes()
         try:
             self._recorded[key] = self._recorder.record(compute)
         except RuntimeError as error:
             if not _out_of_memory(error):
                 raise
-            self._stop("the device has no memory for another: lower kv_cache_memory or max_num_seqs")
+            self._stop("the device is out of memory: lower kv_cache_memory or max_num_seqs")
             return False
         self.num_bytes += max(0, self._recorder.num_bytes() - before)
         if self.num_bytes >= self._limit:
-            self._stop(f"the limit is graph_memory={self._limit:,}: raise it if steps of other sizes are slow")
+            self._stop(f"the limit is graph_memory={self._limit:,} bytes: raise it if steps of other sizes are slow")
         return True
 
     def _stop(self, why: str) -> None:
         self._full = True
-        log.warning("%d CUDA graphs hold %s bytes and no more are made; %s", len(self), f"{self.num_bytes:,}", why)
+        log.warning("%d CUDA graphs hold %s bytes, no more are captured; %s", len(self), f"{self.num_bytes:,}", why)
 
 
 def _out_of_memory(error: BaseException | None) -> bool:
-    """Return whether memory ran out: for a tensor, a library or the graph itself, which only says so in words.
+    """Return whether an error means that memory ran out: for a tensor, a library or the graph itself.
 
-    Leaving a recording that failed may raise an error of its own; the cause is then its context.
+    Libraries and graphs report it in the message only. Leaving a failed recording may raise another error, whose
+    context is then the cause.
     """
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in NO_MEMORY):
+        if isinstance(error, torch.OutOfMemoryError) or any(message in str(error) for message in NO_MEMORY):
             return True
         error = error.__context__
     return False

@@ -1,15 +1,19 @@
-"""Rung `native`: a decoder in C++ that reads packed weights at the speed of memory.
+"""Rung 6, `native`: a C++ decoder for CPUs that reads packed weights at memory bandwidth.
 
-What changes from `static`: a step is one call into C++ (kernels/cpu/). Weights are packed once, in the order in
-which they are read, on huge pages, in 32, 16, 8 or 4 bits; one pool of threads runs a whole step, with
-barriers instead of a start for each operation; keys and values are in blocks that forks share.
+The idea: decoding one token of one sequence reads every weight once and computes little, so memory bandwidth and the
+size of a weight determine the speed.
 
-Why it helps: one token of one text reads every weight once and computes little, so the speed of memory decides,
-and the bytes of a weight. When it does not pay: never yet on a CPU; a GPU has memory that is fifty times faster.
+What changes from `static`: a step is one call into C++ (kernels/cpu/). Weights are packed once in the order in which
+they are read, on huge pages, in 32, 16, 8 or 4 bits. One thread pool runs the whole step, with a barrier between
+operations instead of a launch for each. Keys and values are in blocks that forks share.
 
-What is exact: the result of a row does not depend on the other rows, bit for bit (kernels.cpp says why). float32
-weights say what `recompute` says. With bfloat16 weights, activations are rounded to bfloat16 before a product; with
-int8 and int4 to 8 bits, a scale for every 64 of them; sums, layer norms, softmax and the residual are float32.
+Why it helps: the step has no overhead of Python or PyTorch, and quantized weights are fewer bytes to read. When it does
+not help: where a GPU is available, whose memory bandwidth is about fifty times higher.
+
+Exactness: the result of a row does not depend on the other rows, bit for bit (kernels/cpu/kernels.cpp explains why).
+With float32 weights, tokens are those of `recompute`. With bfloat16 weights, activations are rounded to bfloat16 before
+a product; with int8 and int4, to 8 bits with one scale for every 64 activations. Sums, layer norms, softmax and the
+residual stream are float32.
 """
 
 from __future__ import annotations
@@ -34,15 +38,15 @@ SHAPE = (
 
 
 class NativeEngine(Sequences):
-    """A decoder in C++.
+    """Runs the model with the C++ decoder.
 
     Args:
-        weights: each is packed as it comes, and not kept.
-        limits: what the engine may hold.
+        weights: each tensor is packed when it is loaded and then released.
+        limits: capacity of the engine.
         config: quantization, kv_cache_dtype and threads are used.
 
     Raises:
-        NanoinferError: an instruction set that this CPU lacks is forced, or the memory does not suffice.
+        NanoinferError: the forced instruction set is not supported by this CPU, or memory is insufficient.
     """
 
     def __init__(self, weights: Weights, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
@@ -55,8 +59,8 @@ class NativeEngine(Sequences):
             raise NanoinferError(f"engine=native: {e}") from None
         except MemoryError:
             raise NanoinferError(
-                f"the weights and {limits.max_num_cached_tokens} tokens of keys and values do not fit the memory:"
-                " use a smaller kv_cache_memory, or quantization=int8"
+                f"the weights and the KV cache of {limits.max_num_cached_tokens} tokens do not fit in memory:"
+                " lower kv_cache_memory, or use quantization=int8"
             ) from None
         for name, tensor in weights:
             self._decoder.load(name, tensor.float().contiguous().numpy())
@@ -74,7 +78,7 @@ class NativeEngine(Sequences):
         """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
         self._check(batch)
         count = sum(batch.num_logits)
-        if count > len(self._logits):  # kept from step to step: fresh pages cost more than a small step
+        if count > len(self._logits):  # reused: touching new pages takes longer than a small step
             self._logits = torch.empty(count, self._decoder.logits_stride)
         try:
             self._decoder.extend(
@@ -84,20 +88,20 @@ class NativeEngine(Sequences):
                 num_logits=batch.num_logits,
                 logits=self._logits[:count],
             )
-        except RuntimeError as e:  # a forked child cannot create the threads, or the parent was in a step
+        except RuntimeError as e:  # a forked child cannot create its threads, or the parent was forked during a step
             raise NanoinferError(f"engine=native: {e}") from None
         self._num_logits = count
         self._advance(batch)
         return self._logits[:count, : self.config.vocab_size]
 
     def hidden(self) -> Tensor:
-        """Return what the last step's logits were made from, (sum(num_logits), C) float32."""
+        """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
         hidden = torch.empty(self._num_logits, self.config.n_embd)
         self._decoder.hidden(out=hidden)
         return hidden
 
     def part_seconds(self) -> dict[str, float]:
-        """Return where the time of all steps so far went: matrix products, attention, output head, everything else."""
+        """Return the seconds of all steps so far by part: matrix products, attention, output head, everything else."""
         return dict(self._decoder.part_seconds())
 
     def _open(self, handle: Handle) -> None:
@@ -116,13 +120,13 @@ class NativeEngine(Sequences):
     def _reset(self) -> None:
         try:
             self._decoder.clear()
-        except RuntimeError as e:  # a forked child, and the parent was in a step
+        except RuntimeError as e:  # the parent was forked during a step
             raise NanoinferError(f"engine=native: {e}") from None
         self._handles.clear()
 
 
 def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig) -> Any:
-    """Return what the decoder in C++ is made from. An attribute that it does not have is an AttributeError."""
+    """Return the options of the C++ decoder. Setting an attribute that they do not have is an AttributeError."""
     from nanoinfer._native import DecoderOptions
 
     options, dtype = DecoderOptions(), str(weights.dtype).removeprefix("torch.")

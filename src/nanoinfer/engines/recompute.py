@@ -1,13 +1,13 @@
 """Rung 1, `recompute`: run the whole prefix again for every token.
 
-The idea: keep nothing but the token ids. Each step feeds every sequence from its first token to the
-reference model. This is nanoGPT's `generate`, and the definition of correct for every other rung.
+The idea: store only token ids. Each step runs the reference model on every sequence from its first token. This is
+nanoGPT's `generate`, and the reference that all other engines are tested against.
 
-Why it stays: there is no state that could be wrong. When it does not pay: always, past a few tokens; the
-work of token t grows with t, so a text of T tokens costs O(T^2) instead of O(T).
+Why it is kept: there is no cached state that could be wrong. When it does not help: for more than a few tokens. The
+work for token t grows with t, so a sequence of T tokens costs O(T^2) instead of O(T).
 
-Sequences of unequal length are padded on the right: with causal attention no token sees the padding. It repeats the
-sequence's own last token, because a masked value is still multiplied by 0, and 0 times a NaN of another token is NaN.
+Sequences of unequal length are padded on the right; causal attention never reads the padding. The padding repeats the
+sequence's own last token: a masked value is still multiplied by 0, and 0 times a NaN of another token would be NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanoinfer.models.gpt import GPT, causal_attention
 
 
 class RecomputeEngine(TorchEngine):
-    """Keeps token ids only."""
+    """Stores token ids only and recomputes everything else."""
 
     def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)

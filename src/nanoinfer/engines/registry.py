@@ -1,7 +1,7 @@
-"""The table of engines, what each can do here, and the choice that `auto` makes.
+"""The table of engines, what each supports, and how `auto` chooses one.
 
-A new engine is one line in `ENGINES`. Listing them imports no tensor library; `unavailable` does, because
-what this machine has is the tensor library's knowledge.
+A new engine is one entry in `ENGINES`. Listing the engines does not import PyTorch; `unavailable` does, to detect CUDA
+devices.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ log = logging.getLogger("nanoinfer")
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One rung of the ladder: what it is and what it can do."""
+    """One engine (a rung of the ladder) and its capabilities."""
 
     name: str
     idea: str
     target: str
-    """module:Class, imported when the engine is chosen."""
+    """The engine's class as "module:Class"; imported when the engine is chosen."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[str, ...] = DTYPES
     quantizations: tuple[str, ...] = ()
     memory: str = "tokens"
-    """How it keeps keys and values: one of kv.plan.LAYOUTS."""
+    """Layout of the KV cache: one of kv.plan.LAYOUTS."""
     options: tuple[str, ...] = ()
-    """Fields of EngineConfig that the engine takes beside those that decide its limits; others are errors."""
+    """Fields of EngineConfig that the engine supports beside those that set its limits. Setting others is an error."""
     module: str | None = None
     """Optional dependency (import name)."""
     native: bool = False
-    """Whether it needs the native extension, and takes the weights one at a time instead of a model."""
+    """Whether the engine needs the native extension. Such an engine loads weights one at a time instead of a GPT."""
     preferred: bool = True
-    """Whether `auto` takes it where another engine does what is asked for, too."""
+    """Whether `auto` may choose it when another engine supports the configuration too."""
 
     def unavailable(self) -> str | None:
         """Return why this engine cannot run on this machine, or None."""
         if self.native and importlib.util.find_spec("nanoinfer._native") is None:
-            return "built without the native extension: install a C++ compiler, then install nanoinfer again"
+            return "nanoinfer was built without the native extension: install a C++ compiler, then reinstall nanoinfer"
         if self.module is not None and importlib.util.find_spec(self.module) is None:
             return missing_extra(self.module, "gpu")
         import torch
@@ -64,7 +64,7 @@ class EngineSpec:
 
 ENGINES: dict[str, EngineSpec] = {
     spec.name: spec
-    for spec in (  # slowest first: `auto` takes the last that fits
+    for spec in (  # slowest first: `auto` chooses the last one that fits
         EngineSpec(
             "recompute",
             "run the whole prefix for every token: the definition of correct",
@@ -87,7 +87,7 @@ ENGINES: dict[str, EngineSpec] = {
             "compile the step over static shapes",
             "nanoinfer.engines.compiled:CompiledEngine",
             memory="padded slots",
-            preferred=False,  # a shape's first step takes seconds
+            preferred=False,  # the first step of each shape takes seconds to compile
         ),
         EngineSpec(
             "cuda_graph",
@@ -106,7 +106,7 @@ ENGINES: dict[str, EngineSpec] = {
             memory="padded slots",
             options=("quantization", "graph_memory"),
             module="triton",
-            preferred=False,  # until it has been measured
+            preferred=False,  # not measured yet
         ),
         EngineSpec(
             "native",
@@ -123,25 +123,25 @@ ENGINES: dict[str, EngineSpec] = {
 
 
 def resolve(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> EngineSpec:
-    """Return the engine to use: the one asked for, or the fastest that fits.
+    """Return the engine to use: the requested one, or for `auto` the fastest that supports the configuration.
 
     Raises:
-        NanoinferError: there is no such engine, or it does not do what is asked for here (said why).
+        NanoinferError: there is no such engine, or it does not support the configuration; the message says why.
     """
     if config.engine == "auto":
         reasons = {s: _why_not(s, config, device, dtype) for s in ENGINES.values()}
         fitting = sorted((s for s, reason in reasons.items() if reason is None), key=lambda s: s.preferred)
         if not fitting:
             raise NanoinferError(
-                f"no engine does quantization={config.quantization!r} with dtype={dtype_name(dtype)} on {device}:"
-                " `nanoinfer engines` lists what each can do"
+                f"no engine supports quantization={config.quantization!r} with dtype={dtype_name(dtype)} on {device}:"
+                " run `nanoinfer engines` to see what each supports"
             )
         chosen = fitting[-1]
-        log.info("engine=auto: %s, the fastest that fits %s and %s", chosen.name, device, dtype_name(dtype))
+        log.info("engine=auto: using %s, the fastest for %s and %s", chosen.name, device, dtype_name(dtype))
         faster = list(ENGINES.values())[list(ENGINES).index(chosen.name) + 1 :]
-        for s in faster:  # a rung that this device has, but this machine cannot run
+        for s in faster:  # engines that support this device but cannot run on this machine
             if device.type in s.devices and s.preferred and (why := s.unavailable()) is not None:
-                log.warning("engine=auto: not %s: %s", s.name, why)
+                log.warning("engine=auto: skipped %s: %s", s.name, why)
         return chosen
     if config.engine not in ENGINES:
         raise NanoinferError(f"engine={config.engine!r} is unknown: use auto or one of {', '.join(ENGINES)}")
@@ -152,7 +152,7 @@ def resolve(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> E
 
 
 def _why_not(spec: EngineSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why an engine does not fit what is asked for, or None."""
+    """Return why an engine does not support the configuration, or None."""
     if (reason := spec.unavailable()) is not None:
         return reason
     for name, value, have in (
@@ -161,7 +161,7 @@ def _why_not(spec: EngineSpec, config: EngineConfig, device: torch.device, dtype
         ("quantization", config.quantization, (None, *spec.quantizations)),
     ):
         if value not in have:
-            return f"{name}={value!r} is not supported: it has {', '.join(map(str, have))}"
+            return f"{name}={value!r} is not supported: use one of {', '.join(map(str, have))}"
     for name, neutral in (("kv_cache_dtype", "auto"), ("threads", None), ("graph_memory", None)):
         if name not in spec.options and (value := getattr(config, name)) != neutral:
             return f"{name}={value!r} is not supported: leave it out"
@@ -176,17 +176,17 @@ def build(
     Args:
         spec: from `resolve`.
         weights: in the dtype to compute in.
-        config: from `resolve`, too: fields that the engine does not take are neutral.
-        device: where to compute.
-        limits: what it must hold, where that is settled; None: see `plan_limits`.
+        config: the configuration that `resolve` accepted; fields that the engine does not support have their defaults.
+        device: the device to compute on.
+        limits: the capacity of the engine; None: computed by `plan_limits`.
 
     Raises:
-        NanoinferError: the keys and values do not fit the memory.
+        NanoinferError: the KV cache does not fit in memory.
     """
     if processes.generation() and not spec.native and device.type == "cpu":
         log.warning(
-            "engine=%s: PyTorch computes with one thread, because this process was forked and has none of the others:"
-            " start it with multiprocessing's method spawn, or use engine=native",
+            "engine=%s: PyTorch computes with one thread, because a forked process does not inherit its thread pool:"
+            " start the process with multiprocessing's method spawn, or use engine=native",
             spec.name,
         )
     module, _, name = spec.target.partition(":")
@@ -202,5 +202,5 @@ def build(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float32 -> "float32"."""
+    """Return a dtype's name: torch.float32 -> "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What all engines share: handles, lengths, and the checks at the boundary. No tensor library here."""
+"""The base class of all engines: handles, lengths, and the validation of batches. It does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ DEFAULTS = EngineConfig()
 
 
 class Sequences:
-    """The open sequences of an engine. An engine derives from it and says what its memory does.
+    """The open sequences of an engine. An engine derives from this class and manages its own KV cache.
 
     Args:
-        config: the model's shape.
-        limits: what the engine may hold.
+        config: shape of the model.
+        limits: capacity of the engine.
     """
 
     survives_fork = True
-    """Whether a forked child can use the parent's engine: not where it is on a GPU."""
+    """Whether a forked child process can use the parent's engine; False for engines on a GPU."""
     can_overlap = False
     model: Any = None
 
@@ -37,7 +37,7 @@ class Sequences:
         """Return an empty sequence."""
         if len(self._lengths) >= self.limits.max_num_seqs:
             raise NanoinferError(
-                f"{len(self._lengths)} sequences are open, the limit is max_num_seqs={self.limits.max_num_seqs}:"
+                f"{len(self._lengths)} sequences are open; the limit is max_num_seqs={self.limits.max_num_seqs}:"
                 " close one, or raise max_num_seqs"
             )
         handle = Handle(self._next_handle)
@@ -54,7 +54,7 @@ class Sequences:
             raise NanoinferError(f"handle {handle!r} is not an open sequence") from None
 
     def truncate(self, handle: Handle, length: int) -> None:
-        """Forget the tokens from position `length` on."""
+        """Remove the tokens from position `length` on."""
         have = self.length(handle)
         if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= have:
             raise NanoinferError(f"truncate to {length!r}: sequence {handle} has {have} tokens")
@@ -62,7 +62,7 @@ class Sequences:
         self._lengths[handle] = length
 
     def fork(self, handle: Handle) -> Handle:
-        """Return a new sequence with the same past."""
+        """Return a new sequence with the same tokens."""
         length = self.length(handle)
         child = self.open()
         self._fork(handle, child)
@@ -81,43 +81,43 @@ class Sequences:
         return self._lengths.keys()
 
     def part_seconds(self) -> Mapping[str, float]:
-        """Return where the time of all steps so far went: not measured."""
+        """Return an empty mapping: this engine does not measure its parts."""
         return {}
 
     def reset(self) -> None:
-        """Close all sequences, also where an exception came in the middle of a call."""
+        """Close all sequences, also after an exception in the middle of a call."""
         self._reset()
         self._lengths.clear()
 
     def _advance(self, batch: StepBatch) -> None:
-        """Count a step's tokens: the one place where positions advance."""
+        """Add a step's tokens to the lengths. No other code advances them."""
         for handle, num_new in zip(batch.handles, batch.num_new, strict=True):
             self._lengths[handle] += num_new
 
     def _check(self, batch: StepBatch) -> None:
-        """Raise NanoinferError unless the batch makes sense, before anything is changed."""
+        """Raise NanoinferError if the batch is invalid. Called before the engine's state changes."""
         if not self.survives_fork and self._generation != processes.generation():
             raise NanoinferError(
-                "this process was forked from the one that made the engine, whose GPU memory it cannot use: load the"
-                " model in the process that uses it, started with multiprocessing's method spawn"
+                "this process was forked from the one that created the engine and cannot use its GPU memory: load the"
+                " model in the process that uses it, and start that process with multiprocessing's method spawn"
             )
         handles, num_new, num_logits = batch.handles, batch.num_new, batch.num_logits
         if not len(handles) == len(num_new) == len(num_logits) or len(set(handles)) != len(handles):
             raise NanoinferError(
                 f"batch of {len(handles)} handles ({len(set(handles))} different), {len(num_new)} num_new and"
-                f" {len(num_logits)} num_logits: give one of each per sequence, each sequence once"
+                f" {len(num_logits)} num_logits: pass one of each for every sequence, each sequence once"
             )
         for handle, new, wanted in zip(handles, num_new, num_logits, strict=True):
             have = self.length(handle)
             if new < 1 or not 0 <= wanted <= new:
                 raise NanoinferError(
-                    f"sequence {handle}: num_new={new}, num_logits={wanted}: need num_new >= 1 and"
-                    " 0 <= num_logits <= num_new"
+                    f"sequence {handle}: num_new={new}, num_logits={wanted}: num_new must be >= 1, and num_logits in"
+                    f" [0, num_new]"
                 )
             if have + new > self.limits.block_size:
                 raise NanoinferError(
-                    f"sequence {handle}: {have} tokens and {new} more exceed the context length"
-                    f" {self.limits.block_size}: truncate it first"
+                    f"sequence {handle}: {have} tokens and {new} new ones exceed the context length"
+                    f" {self.limits.block_size}: truncate the sequence first"
                 )
         if sum(num_new) != len(batch.token_ids):
             raise NanoinferError(f"num_new adds up to {sum(num_new)}, but there are {len(batch.token_ids)} token_ids")
@@ -125,7 +125,7 @@ class Sequences:
             bad = next(t for t in batch.token_ids if not 0 <= t < self.config.vocab_size)
             raise NanoinferError(f"token id {bad} is outside the vocabulary of {self.config.vocab_size}")
 
-    # What an engine brings -------------------------------------------------------------------------------
+    # Defined by derived engines -------------------------------------------------------------------------------
 
     def _open(self, handle: Handle) -> None:
         raise NotImplementedError

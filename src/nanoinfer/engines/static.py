@@ -1,12 +1,13 @@
 """Rung 3, `static`: preallocate keys and values, write in place.
 
-What changes from `dynamic`: one tensor of keys and one of values for all layers, sequences (slots) and
-positions, allocated once. A step writes its new keys and values where they belong and copies nothing; all
-sequences that decode one token share one attention call, masked by length.
+The idea: one tensor of keys and one of values for all layers, sequences (slots) and positions, allocated once.
 
-Why it helps: no copying of the cache and no allocation a step, and B times fewer attention calls at batch
-B. When it does not pay: memory is reserved for max_num_seqs texts of full length, used or not (on a CPU the
-pages are only taken when they are first written), and the shared call reads as far as the longest text.
+What changes from `dynamic`: a step writes its new keys and values into the sequence's slot and does not copy the cache.
+All sequences that decode one token share one attention call, masked by length.
+
+Why it helps: no step copies the cache or allocates a new one, and at batch B a step makes B times fewer attention
+calls. When it does not help: memory is reserved for max_num_seqs sequences of full length, whether they are used or
+not (a CPU maps pages only on the first write), and the shared call reads every slot up to the longest sequence.
 
 Open sequences always occupy slots 0, 1, ... (kv/slots.py).
 """
@@ -29,7 +30,7 @@ from nanoinfer.models.gpt import GPT, Attend
 
 
 class StaticEngine(TorchEngine):
-    """Keys and values in two tensors, (L, slots, H, block_size, D)."""
+    """Stores keys and values in two tensors, (L, slots, H, block_size, D)."""
 
     def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
@@ -64,7 +65,7 @@ class StaticEngine(TorchEngine):
         return attend
 
     def _decode(self, slots: list[int], lengths: list[int]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return attention of one query per sequence, (B, H, D), over all of them in one call; slots ascend."""
+        """Return attention of one query per sequence, (B, H, D), in one call; slots are in ascending order."""
         B, S = len(slots), max(lengths, default=0)
         dense = slots == list(range(B))
         index = torch.tensor(slots, device=self.device)
@@ -80,7 +81,7 @@ class StaticEngine(TorchEngine):
         return read
 
     def _one(self, slot: int, start: int, n: int, row: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-        """Return attention of one sequence's n new tokens, which stand at y[row : row + n] of the flat step."""
+        """Return attention of one sequence's n new tokens, which are at y[row : row + n] of the flat step."""
         mask = causal_mask(n, start + n, self.device) if start else None
 
         def read(y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,18 +1,19 @@
-"""What the rungs of static shapes share: a step that is a function of tensors alone.
+"""The step that engines `compiled`, `cuda_graph` and `triton` share: a function of tensors with static shapes.
 
-`static` still prepares each step on the host: masks, indices and lengths are new tensors every time, so nothing of it
-can be compiled or captured once and for all. Here everything that changes from step to step stands in tensors whose
-addresses do not change (`StepInputs`), and their shapes are rounded up to a few (buckets.py):
+`static` prepares each step on the host: masks, indices and lengths are new tensors at every step, so a step cannot be
+compiled or captured once and reused. Here, all values that change from step to step are in tensors at fixed addresses
+(`StepInputs`), and their shapes are rounded up to a small number of buckets (buckets.py):
 
-    given (R, n)   token ids; PENDING for the token that the row's last step drew
-    start (R,)     tokens that the row's sequence has           pos = start + 0..n-1, and the step adds count to start
-    count (R,)     new tokens; those past it are padding        their pos is block_size: a column that nobody reads
-    slots (R,)     where its keys and values are
-    wanted, sampler_slots  whether it draws, and for whom
+    given (R, n)   token ids; PENDING for the token that the previous step sampled for the row
+    start (R,)     length of the row's sequence; the step adds count to it.   pos = start + 0..n-1
+    count (R,)     number of new tokens of the row; the others are padding.   pos of padding = block_size, never read
+    slots (R,)     slot of the row's sequence in the KV cache
+    wanted (R,)    whether to sample a token for the row
+    sampler_slots (R,)  slot of the row's sequence in the sampler
 
-So a step after a step needs nothing from the host: the tokens are where they were drawn, and the position has moved on.
-The host compares what it wants with what the device has, and uploads only what differs. No mask is ever sent: token i
-of a row sees the positions up to its own.
+Consecutive decode steps need no upload from the host: the sampled tokens are already on the device, and the step itself
+advances the positions. The host keeps a copy of the tensors' contents and uploads them only if they must change. Masks
+are computed on the device: token i of a row attends to the positions up to its own.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ from nanoinfer.models.gpt import GPT, Block
 
 EMPTY: Mapping[int, int] = MappingProxyType({})
 HEAD_TOKENS = 16
-"""Up to so many tokens a row, a call makes logits for all of them; of a prompt, only for those that are wanted."""
+"""A sub-batch of at most this many tokens a row computes logits for all tokens inside the step. For longer rows
+(prompts), `extend` computes the requested logits only."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """What a call computes from, on the device. R rows of n tokens each, padding included."""
+class StepTensors:
+    """The inputs of the model in one step, on the device: R rows of n tokens, padding included."""
 
     idx: Tensor
     """(R, n) int64 token ids."""
@@ -55,37 +57,37 @@ class Step:
     slots: Tensor
     """(R,) int64: row r reads and writes the keys and values of slot slots[r]."""
     context: int
-    """Every position that is not padding is below it."""
+    """Upper bound of the positions, padding excluded."""
     dense: bool
     """Row i is slot i."""
 
 
-class Output(NamedTuple):
-    """What a call leaves, until the next call."""
+class StepOutput(NamedTuple):
+    """The results of running one sub-batch; the next one may overwrite them."""
 
     hidden: Tensor
     """(R, n, C) after the final layer norm."""
     logits: Tensor | None
-    """(R * n, V) float32; None where tokens were drawn from them, or the rows are long."""
+    """(R * n, V) float32; None if the step sampled tokens or a row has more than HEAD_TOKENS tokens."""
     tokens: Tensor | None
-    """(R,) int64 drawn."""
+    """(R,) int64 sampled tokens; None if the step sampled none."""
 
 
 class StaticShapeEngine(Sequences):
-    """Base of the rungs of static shapes.
+    """Base class of the engines with static shapes.
 
     Args:
         model: the weights, on the device and in the dtype to compute in.
-        limits: what the engine may hold.
-        config: options of rungs that have some (EngineSpec.options).
+        limits: capacity of the engine.
+        config: options of derived engines (EngineSpec.options).
 
     Raises:
-        NanoinferError: the keys and values do not fit the device.
+        NanoinferError: the KV cache does not fit in the device's memory.
     """
 
     can_overlap = True
     min_context = 64
-    """Tokens of the smallest context that is read."""
+    """Smallest context bucket, in tokens."""
 
     model: GPT
 
@@ -98,10 +100,10 @@ class StaticShapeEngine(Sequences):
         columns = slot_tokens("padded slots", limits.block_size)
         self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)
         self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=self.device)
-        """The token drawn last in each slot; one more for rows that draw nothing."""
+        """The token sampled last for each slot; the last element takes the tokens of rows that sample none."""
         self._drew: set[Handle] = set()
-        """The sequences whose last step drew."""
-        self._room = BucketLimits(limits.max_num_seqs, limits.block_size, self.min_context)
+        """The sequences whose last step sampled a token."""
+        self._bucket_limits = BucketLimits(limits.max_num_seqs, limits.block_size, self.min_context)
         self._inputs: dict[tuple[int, int], StepInputs] = {}
         self._hidden = torch.empty(0, self.config.n_embd, device=self.device, dtype=self.dtype)  # of the last extend
         lay_out(model)
@@ -115,75 +117,75 @@ class StaticShapeEngine(Sequences):
         firsts = [0, *accumulate(batch.num_logits)]
         hidden: list[Tensor] = []
         logits: list[Tensor] = []
-        places: list[int] = []  # of the rows gathered so far, in the result
-        calls = self._plan(batch)
-        for call in calls:
-            out = self._run(call, batch)
+        places: list[int] = []  # index in the result of each row gathered so far
+        sub_batches = self._plan(batch)
+        for part in sub_batches:
+            out = self._run(part, batch)
             rows: list[int] = []
-            for i, row in zip(call.members, call.rows, strict=True):
-                end = row * call.shape.tokens + batch.num_new[i]
+            for i, row in zip(part.members, part.rows, strict=True):
+                end = row * part.bucket.tokens + batch.num_new[i]
                 rows += range(end - batch.num_logits[i], end)
                 places += range(firsts[i], firsts[i + 1])
             hidden.append(pick(out.hidden.flatten(0, 1), rows))
             logits.append(self._head(hidden[-1]) if out.logits is None else pick(out.logits, rows))
-            if len(calls) > 1:  # the next call may write its results where these are
+            if len(sub_batches) > 1:  # the next sub-batch may overwrite these results
                 hidden[-1], logits[-1] = hidden[-1].clone(), logits[-1].clone()
         self._drew.difference_update(batch.handles)
         self._advance(batch)
-        if not calls:
+        if not sub_batches:
             self._hidden = self._hidden[:0]
             return torch.empty(0, self.config.vocab_size, device=self.device)
         back = sorted(range(len(places)), key=places.__getitem__)
-        self._hidden = pick(torch.cat(hidden) if len(calls) > 1 else hidden[0], back)
-        return pick(torch.cat(logits) if len(calls) > 1 else logits[0], back)
+        self._hidden = pick(torch.cat(hidden) if len(sub_batches) > 1 else hidden[0], back)
+        return pick(torch.cat(logits) if len(sub_batches) > 1 else logits[0], back)
 
     def hidden(self) -> Tensor:
-        """Return what the last step's logits were made from, (sum(num_logits), C) float32."""
+        """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
         return self._hidden.float()
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, draw: Draw, sampler_slots: list[int]) -> PendingTokens:
-        """Append new tokens to open sequences and draw the next of each that wants logits: see `OverlapEngine.step`."""
+        """Append new tokens to open sequences and sample the next token of each with num_logits 1 (`OverlapEngine`)."""
         self._check_step(batch, sampler_slots)
-        drawing = PendingTokens()
+        pending = PendingTokens()
         drawn = dict(zip((i for i, n in enumerate(batch.num_logits) if n), sampler_slots, strict=True))
-        for call in self._plan(batch):
-            out = self._run(call, batch, draw, drawn)
-            rows = {i: row for i, row in zip(call.members, call.rows, strict=True) if i in drawn}
-            drawing.add(cast(Tensor, out.tokens), rows)
+        for part in self._plan(batch):
+            out = self._run(part, batch, draw, drawn)
+            rows = {i: row for i, row in zip(part.members, part.rows, strict=True) if i in drawn}
+            pending.add(cast(Tensor, out.tokens), rows)
         self._drew.difference_update(batch.handles)
         self._drew.update(batch.handles[i] for i in drawn)
         self._advance(batch)
-        return drawing
+        return pending
 
     def _plan(self, batch: StepBatch) -> list[SubBatch]:
         slots = [self._cache.slot(h) for h in batch.handles]
         starts = [self._lengths[h] for h in batch.handles]
-        return buckets.plan(slots, starts, batch.num_new, self._room)
+        return buckets.plan(slots, starts, batch.num_new, self._bucket_limits)
 
     def _run(
-        self, call: SubBatch, batch: StepBatch, draw: Draw | None = None, sampler_slots: Mapping[int, int] = EMPTY
-    ) -> Output:
-        """Run one call: put what it reads where it reads it, then compute. sampler_slots: of the members that draw."""
-        shape = call.shape
+        self, part: SubBatch, batch: StepBatch, draw: Draw | None = None, sampler_slots: Mapping[int, int] = EMPTY
+    ) -> StepOutput:
+        """Upload the inputs of one sub-batch if they changed, then run it. sampler_slots: of members that sample."""
+        shape = part.bucket
         inputs = self._inputs.get((shape.rows, shape.tokens))
         if inputs is None:
             inputs = self._inputs[shape.rows, shape.tokens] = StepInputs(shape.rows, shape.tokens, self.device)
-        inputs.put(self._rows(call, batch, sampler_slots))
+        inputs.put(self._rows(part, batch, sampler_slots))
         try:
-            with torch.cuda.device_of(self._last):  # type: ignore[no-untyped-call]  # Triton's is the current device
+            with torch.cuda.device_of(self._last):  # type: ignore[no-untyped-call]  # Triton launches there
                 out = self._execute((shape, draw is not None), lambda: self._compute(inputs, shape, draw))
         except BaseException:
-            inputs.forget()
+            inputs.invalidate()
             raise
-        inputs.advanced()
+        inputs.advance()
         return out
 
-    def _rows(self, call: SubBatch, batch: StepBatch, sampler_slots: Mapping[int, int]) -> list[list[int]]:
-        """Return what the table of a call's inputs must hold; rows of padding have count 0."""
-        n, ends = call.shape.tokens, list(accumulate(batch.num_new))
-        rows = [[PENDING] * n + [0, 0, r if call.shape.dense else 0, 0, 0] for r in range(call.shape.rows)]
-        for i, r in zip(call.members, call.rows, strict=True):
+    def _rows(self, part: SubBatch, batch: StepBatch, sampler_slots: Mapping[int, int]) -> list[list[int]]:
+        """Return the input table of one sub-batch; rows of padding have count 0."""
+        n, ends = part.bucket.tokens, list(accumulate(batch.num_new))
+        rows = [[PENDING] * n + [0, 0, r if part.bucket.dense else 0, 0, 0] for r in range(part.bucket.rows)]
+        for i, r in zip(part.members, part.rows, strict=True):
             handle, new = batch.handles[i], batch.num_new[i]
             rows[r][:new] = batch.token_ids[ends[i] - new : ends[i]]
             rows[r][n:] = (
@@ -195,17 +197,17 @@ class StaticShapeEngine(Sequences):
             )
         return rows
 
-    def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], Output]) -> Output:
-        """Run `compute`, which is the same function of the same tensors whenever the key is the same."""
+    def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], StepOutput]) -> StepOutput:
+        """Run `compute`. For equal keys it is the same function of the same tensors."""
         return compute()
 
-    def _compute(self, inputs: StepInputs, shape: Bucket, draw: Draw | None) -> Output:
-        """Compute a step from tensors alone: no value is read by the host, no shape depends on one."""
+    def _compute(self, inputs: StepInputs, shape: Bucket, draw: Draw | None) -> StepOutput:
+        """Compute a step from tensors alone: the host reads no value, and no shape depends on one."""
         i = torch.arange(shape.tokens, device=self.device)
-        # masked_fill, not where: a number given to `where` is copied to the device, and that waits
+        # masked_fill, not where: `where` copies a Python number to the device and waits for the copy
         pos = (inputs.start[:, None] + i).masked_fill(i >= inputs.count[:, None], self.limits.block_size)  # (R, n)
         idx = torch.where(inputs.given < 0, self._last[inputs.slots][:, None], inputs.given)
-        hidden = self._forward(Step(idx, pos, inputs.slots, shape.context, shape.dense))  # (R, n, C)
+        hidden = self._forward(StepTensors(idx, pos, inputs.slots, shape.context, shape.dense))  # (R, n, C)
         logits = tokens = None
         if draw is not None:
             final = hidden[torch.arange(shape.rows, device=self.device), (inputs.count - 1).clamp(min=0)]  # (R, C)
@@ -216,12 +218,12 @@ class StaticShapeEngine(Sequences):
         elif shape.tokens <= HEAD_TOKENS:
             logits = self._head(hidden.flatten(0, 1))
         inputs.start.add_(inputs.count)
-        return Output(hidden, logits, tokens)
+        return StepOutput(hidden, logits, tokens)
 
-    # What a rung brings, or changes ----------------------------------------------------------------------
+    # Overridden by derived engines ----------------------------------------------------------------------
 
-    def _forward(self, step: Step) -> Tensor:
-        """Return the final hidden states, (R, n, C), having stored the new keys and values."""
+    def _forward(self, step: StepTensors) -> Tensor:
+        """Store the new keys and values, and return the final hidden states, (R, n, C)."""
         unseen = torch.arange(step.context, device=self.device) > step.pos[..., None]  # (R, n, context)
         mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
         mask = mask.masked_fill_(unseen, float("-inf"))[:, None]  # added to the scores of all layers and heads
@@ -231,7 +233,7 @@ class StaticShapeEngine(Sequences):
 
         return self.model.hidden(step.idx, step.pos.clamp(max=self.limits.block_size - 1), run_block=run_block)
 
-    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: Step, mask: Tensor) -> Tensor:
+    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor) -> Tensor:
         """Return one block's output, (R, n, C)."""
         return run_block(block, x, k, v, step.slots, step.pos, mask, step.dense)
 
@@ -242,22 +244,22 @@ class StaticShapeEngine(Sequences):
     # Sequences -------------------------------------------------------------------------------------------
 
     def _check_step(self, batch: StepBatch, sampler_slots: list[int]) -> None:
-        """Raise NanoinferError unless `step` can run the batch, before anything is changed."""
+        """Raise NanoinferError if `step` cannot run the batch. Called before the engine's state changes."""
         ids, end = list(batch.token_ids), 0
         for handle, new in zip(batch.handles, batch.num_new, strict=False):
             end += new
             if 0 < end <= len(ids) and ids[end - 1] == PENDING:
                 if handle not in self._drew:
                     raise NanoinferError(
-                        f"sequence {handle}: token id {PENDING} stands for the token that its last step drew, and that"
-                        " step drew none: give the token itself"
+                        f"sequence {handle}: token id {PENDING} stands for the token that the last step sampled, but"
+                        " that step sampled none: pass the token itself"
                     )
                 ids[end - 1] = 0
         self._check(replace(batch, token_ids=ids))
         if any(n > 1 for n in batch.num_logits) or sum(batch.num_logits) != len(sampler_slots):
             raise NanoinferError(
-                f"num_logits={batch.num_logits} with {len(sampler_slots)} sampler slots: a step draws 0 or 1 token a"
-                " sequence, and each that draws has a sampler slot"
+                f"num_logits={batch.num_logits} with {len(sampler_slots)} sampler slots: a step samples 0 or 1 token"
+                " for each sequence, and each sequence with num_logits=1 needs one sampler slot"
             )
 
     def _open(self, handle: Handle) -> None:
@@ -284,13 +286,13 @@ class StaticShapeEngine(Sequences):
         self._cache.reset()
         self._drew.clear()
         for inputs in self._inputs.values():
-            inputs.forget()
+            inputs.invalidate()
 
 
 def run_block(
     block: Block, x: Tensor, k: Tensor, v: Tensor, slots: Tensor, pos: Tensor, mask: Tensor, dense: bool
 ) -> Tensor:
-    """Return one block's output of x, (R, n, C), having stored its keys and values in k and v, (slots, H, T, D)."""
+    """Store a block's new keys and values in k and v, (slots, H, T, D), and return its output for x, (R, n, C)."""
 
     def attend(q: Tensor, new_k: Tensor, new_v: Tensor) -> Tensor:  # (R, n, H, D)
         k[slots[:, None], :, pos] = new_k

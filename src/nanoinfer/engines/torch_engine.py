@@ -1,8 +1,8 @@
-"""What the rungs written in PyTorch share: the flat step.
+"""The step that engines `recompute`, `dynamic` and `static` share.
 
-A rung says where keys and values live and how a query finds them (`_attend`, and what to do on fork,
-truncate and close). The flat step is the same for all that keep a cache: the new tokens of all sequences
-in one row of N tokens, so that matrix products see no padding, and attention per sequence.
+The new tokens of all sequences form one row of N tokens, so that matrix products process no padding; attention runs
+per sequence. A derived engine defines where keys and values are stored and how a query reads them (`_attend`), and how
+the cache changes on fork, truncate and close.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from nanoinfer.models.gpt import GPT, Attend
 
 
 class TorchEngine(Sequences):
-    """Base of the PyTorch rungs.
+    """Base class of the engines that run the reference model on flat batches.
 
     Args:
         model: the weights, on the device and in the dtype to compute in.
-        limits: what the engine may hold.
-        config: options of rungs that have some (EngineSpec.options).
+        limits: capacity of the engine.
+        config: options of derived engines (EngineSpec.options).
     """
 
     model: GPT
@@ -55,11 +55,11 @@ class TorchEngine(Sequences):
         return self.model.lm_head(self._hidden).float()  # type: ignore[no-any-return]
 
     def hidden(self) -> Tensor:
-        """Return what the last step's logits were made from, (sum(num_logits), C) float32."""
+        """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
         return self._hidden.float()
 
     def _run(self, batch: StepBatch) -> Tensor:
-        """Return the hidden states that logits are wanted for, (sum(num_logits), C)."""
+        """Return the hidden states of the requested logits, (sum(num_logits), C)."""
         starts = [self._lengths[h] for h in batch.handles]
         idx = torch.tensor(batch.token_ids, device=self.device)
         pos = torch.tensor(
@@ -73,17 +73,18 @@ class TorchEngine(Sequences):
         rows = [r for end, n in zip(ends, batch.num_logits, strict=True) for r in range(end - n, end)]
         return hidden[rows]
 
-    # What a rung brings ----------------------------------------------------------------------------------
+    # Defined by derived engines ----------------------------------------------------------------------------------
 
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
-        """Return attention for one step over flat (N, H, D) queries; it also stores the new keys and values."""
+        """Return the attention function of one step: it stores the new keys and values, then attends (N, H, D)."""
         raise NotImplementedError
 
 
 def attention_of_any_length(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which attention on a GPU does without cuDNN.
+    """Return a context that disables the cuDNN attention backend on a GPU.
 
-    torch prefers it on an H100, where it plans every new shape for some 30 ms on the host; here any step's may be new.
+    PyTorch prefers cuDNN on an H100, but cuDNN plans every new shape for about 30 ms on the host, and the shape may
+    change at every step.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -91,10 +92,10 @@ def attention_of_any_length(device: torch.device) -> AbstractContextManager[None
 
 
 def lay_out(model: GPT) -> None:
-    """Put linear weights in the order in memory that this device's kernels read fastest; values stay.
+    """Store linear weights in the memory layout that this device's kernels read fastest. Values do not change.
 
-    float32 on a CPU: inputs outermost, as GPT-2's own checkpoints are. One row times GPT-2's weights then
-    takes 20.5 ms instead of 26.1 (2 threads), 8 rows the same. Elsewhere: outputs outermost.
+    For float32 on a CPU, the input dimension is outermost, as in GPT-2's checkpoints: one row times GPT-2's weights
+    takes 20.5 ms instead of 26.1 (2 threads); 8 rows take the same time. Otherwise, the output dimension is outermost.
     """
     inputs_outermost = model.lm_head.weight.device.type == "cpu" and model.lm_head.weight.dtype == torch.float32
     for module in model.modules():
@@ -104,9 +105,9 @@ def lay_out(model: GPT) -> None:
 
 
 def causal_mask(num_new: int, length: int, device: torch.device) -> Tensor | None:
-    """Return which of `length` keys the last `num_new` queries may see, (num_new, length) bool.
+    """Return which of `length` keys the last `num_new` queries attend to, (num_new, length) bool.
 
-    None means "all of them", which the attention kernels do fastest: one query sees every key.
+    A single query attends to every key; the result is then None, because attention without a mask is fastest.
 
         causal_mask(2, 4, device) -> [[1, 1, 1, 0],
                                       [1, 1, 1, 1]]

@@ -1,7 +1,7 @@
-"""What goes between the host and the device in a step of static shapes, and never makes one wait for the other.
+"""Transfers between host and device in a step with static shapes. Neither side waits for the other.
 
-Uploads go through pinned memory, whose pages the device reads by itself; tokens come back the same way, with an event
-that says when they have arrived.
+Uploads go through pinned memory, which the device reads asynchronously. Sampled tokens are copied back the same way;
+an event marks the end of the copy.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ from torch import Tensor
 
 
 class StepInputs:
-    """The tensors that calls of (R, n) tokens read (see slots.py). One table, so that an upload is one copy."""
+    """The input tensors of steps of (R, n) tokens (static_shapes.py): columns of one table, uploaded in one copy."""
 
     def __init__(self, rows: int, tokens: int, device: torch.device) -> None:
         self._table = torch.zeros(rows, tokens + 5, dtype=torch.int64, device=device)
-        # What the table holds, less the padding's tokens; None: unknown.
+        # Contents of the table, without the tokens of padding; None: unknown.
         self._have: list[list[int]] | None = [[0] * (tokens + 5) for _ in range(rows)]
         self.given = self._table[:, :tokens]
         self.start, self.count, self.slots, self.wanted, self.sampler_slots = self._table[:, tokens:].unbind(1)
 
     def put(self, want: list[list[int]]) -> None:
-        """Make the table hold `want`: given, start, count, slot, wanted, sampler_slot of each row."""
+        """Upload `want` if the table differs from it: given, start, count, slot, wanted, sampler_slot of each row."""
         if want != self._have:
-            self.forget()
+            self.invalidate()
             self._table.copy_(upload(want, self._table.device))
             self._have = want
 
-    def advanced(self) -> None:
-        """Note that a call has added count to start."""
+    def advance(self) -> None:
+        """Add count to start in the host's copy, after a step did so on the device."""
         for row in self._have or ():
             row[-5] += row[-4]
 
-    def forget(self) -> None:
-        """Note that nobody knows whether a call has: it was interrupted."""
+    def invalidate(self) -> None:
+        """Invalidate the host's copy of the table, after an interrupted step."""
         self._have = None
 
 
 class PendingTokens:
-    """Tokens on their way to the host: copied when the device has them, waited for when they are read."""
+    """Sampled tokens that are being copied to the host asynchronously; `read` waits for them."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, dict[int, int]]] = []
         self._events: list[torch.cuda.Event] = []
 
     def add(self, tokens: Tensor, rows: dict[int, int]) -> None:
-        """Send for tokens, (R,): those of the batch's members that drew, member -> row."""
+        """Start copying tokens, (R,), to the host. rows: index in the batch -> row, for each sequence that sampled."""
         here = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
         here.copy_(tokens, non_blocking=True)
         if tokens.is_cuda:
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(tokens.device))  # not of the current device
+            event.record(torch.cuda.current_stream(tokens.device))  # not the current device's stream
             self._events.append(event)
         self._parts.append((here, rows))
 
@@ -66,11 +66,11 @@ class PendingTokens:
 
 
 def upload(values: list[list[int]] | list[int], device: torch.device) -> Tensor:
-    """Return integers as a tensor on the device, without waiting for it."""
+    """Return integers as a tensor on the device, without waiting for the copy."""
     here = torch.tensor(values, dtype=torch.int64)
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here
 
 
 def pick(x: Tensor, rows: list[int]) -> Tensor:
-    """Return some rows of x; x itself where that is all of them in order."""
+    """Return some rows of x, or x itself if they are all of its rows in order."""
     return x if rows == list(range(len(x))) else x[upload(rows, x.device)]

@@ -1,18 +1,19 @@
-"""Rung `triton`: few fused kernels a layer.
+"""Rung 7, `triton`: few fused kernels for each layer.
 
-What changes from `cuda_graph`: a decode step is not forty small operations a layer but five or six launches, each a
-stream of weights with all that surrounds it (kernels/triton/):
+The idea: each matrix product is fused with the operations around it into one kernel (kernels/triton/).
 
-    norm, qkv, bias, store of k and v  |  attention (and its joining)  |  product, bias, residual
+What changes from `cuda_graph`: a decode step launches five or six kernels for each layer instead of about forty:
+
+    norm, qkv, bias, store of k and v  |  attention (and the merge of its splits)  |  product, bias, residual
     norm, product, bias, GELU          |  product, bias, residual
 
-Why it helps: at small batches a GPU's operations are too short to fill it, and every launch starts it from idle again;
-what lies around a product costs no launch and no trip to memory, lengths are read where they lie, and weights can be
-kept in 8 or 4 bits.
-When it does not pay: with more than 16 tokens in a step (prompts, large batches) a step is arithmetic, which torch's
-libraries do better: such steps take the road of slots.py, quantized weights one layer at a time in the model's dtype.
+Why it helps: at small batches, PyTorch's kernels are too short to fill a GPU, and it idles between launches. Fused
+operations need no launch and no pass over memory of their own, attention reads lengths on the device, and weights can
+be quantized to 8 or 4 bits. When it does not help: steps of more than 16 tokens (prompts, large batches) are bound by
+arithmetic, where PyTorch's libraries are faster. Such steps fall back to the unfused path of static_shapes.py, which
+dequantizes the weights of one layer at a time to the model's dtype.
 
-The residual stream of a fused step is float32; what meets a weight is in the weight's dtype.
+The residual stream of a fused step is float32; the inputs of a product are in the weight's dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.static_shapes import Step
+from nanoinfer.engines.static_shapes import StepTensors
 from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, MAX_ROWS, Epilogue, Norm, Pages, product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
@@ -41,27 +42,27 @@ PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
 @dataclass(frozen=True)
 class LaunchCounts:
-    """How many kernels a fused step starts."""
+    """Number of kernels that a fused step launches."""
 
     per_layer: int
     ends: int
-    """Embedding, final norm and output head."""
+    """Launches for the embedding, the final norm and the output head."""
     total: int
 
 
 class TritonEngine(CudaGraphEngine):
-    """Fused Triton kernels for steps of up to 16 tokens.
+    """Runs steps of up to 16 tokens with fused Triton kernels.
 
     Args:
-        model: the weights, on the device and in the dtype to compute in. Quantized ones are taken out of it.
-        limits: what the engine may hold.
-        config: graph_memory and quantization are used, the latter for the layers' weights and the output head;
-            embeddings stay as they are.
-        recorder: makes graphs; None: CUDA's own.
+        model: the weights, on the device and in the dtype to compute in. Quantized weights are removed from it.
+        limits: capacity of the engine.
+        config: graph_memory and quantization are used. Quantization applies to the weights of the layers and to the
+            output head, not to the embeddings.
+        recorder: records the graphs; None: CudaRecorder.
 
     Raises:
-        NanoinferError: the keys and values do not fit the device.
-        ValueError: a weight to be quantized is infinite or not a number.
+        NanoinferError: the KV cache does not fit in the device's memory.
+        ValueError: a weight to be quantized is infinite or NaN.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class TritonEngine(CudaGraphEngine):
         for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             linears = [cast(nn.Linear, block.get_submodule(name)) for block in model.blocks]
             self._weights[name] = whole = stack([pack(linear.weight) for linear in linears])
-            for layer, linear in enumerate(linears):  # the same memory, or none
+            for layer, linear in enumerate(linears):  # a view of the packed weights, or empty if quantized
                 linear.weight = _frozen(whole.data[layer] if quantization is None else whole.data.new_empty(0))
         tables = [cast(nn.Embedding, model.transformer[name]) for name in ("wte", "wpe")]
         for table in tables:
@@ -91,7 +92,7 @@ class TritonEngine(CudaGraphEngine):
         self._layers = {block: layer for layer, block in enumerate(model.blocks)} if quantization else {}
 
     def launches(self, rows: int, num_new: int, context: int) -> LaunchCounts:
-        """Return what a step of (rows, num_new) tokens starts, rows * num_new <= 16, at a context bucket."""
+        """Return the launches of a step of (rows, num_new) tokens, rows * num_new <= 16, at a context bucket."""
         tokens, bits = rows * num_new, 8 * self._cache.k.itemsize
         splits = attention_splits(rows * self.config.n_head, context, bits, self._processors)
         per_layer = 2 if splits > 1 else 1
@@ -105,7 +106,7 @@ class TritonEngine(CudaGraphEngine):
 
     # The step --------------------------------------------------------------------------------------------
 
-    def _forward(self, step: Step) -> Tensor:
+    def _forward(self, step: StepTensors) -> Tensor:
         if step.idx.numel() > MAX_ROWS:
             return super()._forward(step)
         M, C = step.idx.numel(), self.config.n_embd
@@ -126,8 +127,8 @@ class TritonEngine(CudaGraphEngine):
         layer_norm(x, norm_of(self.model.transformer["ln_f"]), y)  # type: ignore[arg-type]
         return y.view(*step.idx.shape, C)
 
-    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: Step, mask: Tensor) -> Tensor:
-        """Return one block's output, (R, n, C), of a step too large to be fused."""
+    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor) -> Tensor:
+        """Return one block's output, (R, n, C), in a step that is too large to be fused."""
         if (layer := self._layers.get(block)) is None:
             return super()._block(block, x, k, v, step, mask)
         empty = block.attn.c_attn.weight
@@ -135,7 +136,7 @@ class TritonEngine(CudaGraphEngine):
             for name, weight in self._weights.items():
                 block.get_submodule(name).weight = _frozen(dequantize(weight.layer(layer), self.dtype))
             return super()._block(block, x, k, v, step, mask)
-        finally:  # also where a recording has no memory: these weights are in its pool
+        finally:  # also after a failed recording: these weights are in its memory pool
             for name in self._weights:
                 block.get_submodule(name).weight = empty
 
@@ -150,7 +151,7 @@ class TritonEngine(CudaGraphEngine):
 
 
 def norm_of(module: LayerNorm) -> Norm:
-    """Return a layer norm as the kernels take it."""
+    """Return a layer norm's parameters in the form that the kernels take."""
     return Norm(module.weight, module.bias, module.eps)
 
 

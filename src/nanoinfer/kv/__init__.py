@@ -1,1 +1,1 @@
-"""Where keys and values live."""
+"""The KV cache: how much memory it takes, and its layout in slots."""

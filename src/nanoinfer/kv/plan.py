@@ -1,4 +1,4 @@
-"""How many sequences and tokens fit the memory for keys and values. No tensor library here."""
+"""How many sequences and tokens fit in the memory of the KV cache. It does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ KV_BLOCK = 16
 """Tokens in a block of the native engine's cache."""
 SLOTS = ("slots", "padded slots")
 LAYOUTS = ("none", "tokens", *SLOTS, "blocks")
-"""What keys and values take: nothing, the tokens that there are, a full-length slot for each sequence (with columns for
-padding), or blocks of KV_BLOCK tokens of one pool."""
+"""Layouts of the KV cache: none, exactly the cached tokens, a full-length slot for each sequence (padded slots have
+extra columns for padding), or blocks of KV_BLOCK tokens from one pool."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def slot_tokens(layout: str, block_size: int) -> int:
-    """Return the tokens that a sequence's slot has memory for.
+    """Return the number of tokens that a slot has memory for.
 
-    With padding: a multiple of 16, and column block_size takes what is written for padding.
+    With padding it is a multiple of 16, and column block_size takes the keys and values of padding.
     """
     return -(-(block_size + 1) // 16) * 16 if layout == "padded slots" else block_size
 
 
 def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: str, free_bytes: int) -> EngineLimits:
-    """Return how many sequences and tokens an engine may hold.
+    """Return how many sequences and tokens an engine can hold.
 
-    kv_cache_memory is a hard limit where it is given; where it is not, a quarter of the free memory is used,
-    and at least one full-length sequence is allowed. An engine with slots reserves a full-length one for each
-    sequence; the others share their tokens freely.
+    kv_cache_memory is a hard limit if it is set. Otherwise, the limit is a quarter of the free memory, or one
+    full-length sequence if that is more. An engine with slots reserves a full-length slot for each sequence; in other
+    layouts, all sequences share the tokens.
 
     Args:
-        model: the shape.
-        config: for max_num_seqs, kv_cache_memory, kv_cache_dtype and quantization.
-        layout: of the engine's keys and values, one of LAYOUTS.
-        dtype: of the weights, and of the keys and values but in blocks.
-        free_bytes: memory that is free on the device.
+        model: shape of the model.
+        config: max_num_seqs, kv_cache_memory, kv_cache_dtype and quantization are used.
+        layout: layout of the engine's KV cache, one of LAYOUTS.
+        dtype: dtype of the weights; also of keys and values, except in blocks.
+        free_bytes: free memory on the device.
 
     Raises:
-        NanoinferError: kv_cache_memory does not hold what max_num_seqs asks for, or not even one sequence.
+        NanoinferError: kv_cache_memory is too small for max_num_seqs sequences, or for one if it is None.
     """
     wanted = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     if layout == "none":
@@ -53,8 +53,7 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
     if config.kv_cache_memory is not None and fitting < needed:
         raise NanoinferError(
             f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for {needed} sequences of"
-            f" {model.block_size} tokens ({needed * full:,} bytes): raise it, or lower"
-            " max_num_seqs"
+            f" {model.block_size} tokens ({needed * full:,} bytes): raise it, or lower max_num_seqs"
         )
     if layout in SLOTS:
         count = config.max_num_seqs or max(1, min(wanted, fitting))
@@ -64,7 +63,9 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
 
 
 def _plan_blocks(model: ModelConfig, config: EngineConfig, dtype: str, wanted: int, budget: int) -> EngineLimits:
-    """Return limits whose pool fits: the blocks of the tokens, and one more a sequence that is only partly used."""
+    """Return the limits of a pool of blocks. Each sequence needs one more block than its tokens fill: the last, partly
+    used one.
+    """
     per_block = kv_block_bytes(model, resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization))
     full, num_blocks = -(-model.block_size // KV_BLOCK), budget // per_block
     needed = full + (config.max_num_seqs or 1)
@@ -72,11 +73,11 @@ def _plan_blocks(model: ModelConfig, config: EngineConfig, dtype: str, wanted: i
         if config.kv_cache_memory is not None:
             raise NanoinferError(
                 f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for {config.max_num_seqs or 1}"
-                f" sequences of which one has {model.block_size} tokens ({needed * per_block:,} bytes): raise it, or"
+                f" sequences, one of them with {model.block_size} tokens ({needed * per_block:,} bytes): raise it, or"
                 " lower max_num_seqs"
             )
         num_blocks = needed
-    # Not asked for a number: at most a quarter of the blocks are kept for partly used ones.
+    # Without max_num_seqs, at most a quarter of the blocks are reserved for partly used ones.
     num_seqs = config.max_num_seqs or min(wanted, max(1, num_blocks // 4), num_blocks - full)
     tokens = min(num_seqs * full, num_blocks - num_seqs) * KV_BLOCK
     return EngineLimits(num_seqs, model.block_size, min(tokens, num_seqs * model.block_size))
@@ -90,10 +91,10 @@ def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
 
 
 def resolve_cache_dtype(kv_cache_dtype: str, dtype: str, quantization: str | None) -> str:
-    """Return the type of keys and values: the one asked for, or for auto the one as wide as the weights.
+    """Return the type of keys and values: the requested one; for auto, one of the same width as the weights.
 
-    Eight bits beside int4 too: keys and values in 8 bits change the built-in model's perplexity no more than 16 bits do
-    (docs/quality.md), and large batches or long contexts read more of them than of weights.
+    With int4 weights it is int8 too: keys and values in 8 bits change the built-in model's perplexity no more than 16
+    bits do (docs/quality.md), and with large batches or long contexts they are more bytes than the weights.
     """
     if kv_cache_dtype != "auto":
         return kv_cache_dtype

@@ -1,10 +1,10 @@
-"""Keys and values in slots: one full-length place for each sequence, all in two tensors.
+"""A KV cache in slots: two tensors with one full-length slot for each sequence.
 
-Slots stay dense: open sequences always occupy slots 0, 1, ..., so that a batch of all of them is a view of the
-cache, not a gathered copy. Closing a sequence moves the last slot into the hole.
+Open sequences always occupy slots 0, 1, ..., so that a batch of all of them is a view of the cache and not a gathered
+copy. Closing a sequence moves the last slot into the freed one.
 
     slot 0  [k k k k k . . . .]   5 tokens
-    slot 1  [k k k . . . . . .]   3 tokens, zeros after them: masked, and never NaN
+    slot 1  [k k k . . . . . .]   3 tokens; the rest is masked, and zeroed so that it holds no NaN
     slot 2  [. . . . . . . . .]   free
 """
 
@@ -23,14 +23,14 @@ class SlotCache:
     """The keys and values of all layers, `k` and `v`, each (L, slots, H, columns, D).
 
     Args:
-        config: the model's shape.
-        num_slots: sequences that it holds.
-        columns: tokens of each, block_size or more.
-        dtype: of keys and values.
-        device: where they are.
+        config: shape of the model.
+        num_slots: number of sequences.
+        columns: tokens of each sequence, block_size or more.
+        dtype: dtype of keys and values.
+        device: device of keys and values.
 
     Raises:
-        NanoinferError: the device does not have the memory.
+        NanoinferError: the device does not have enough memory.
     """
 
     def __init__(
@@ -38,32 +38,35 @@ class SlotCache:
     ) -> None:
         shape = (config.n_layer, num_slots, config.n_head, columns, config.head_dim)
         try:
-            # zeros, not empty: what is masked is still multiplied by 0, and 0 * NaN is NaN
+            # zeros, not empty: a masked value is still multiplied by 0, and 0 * NaN is NaN
             self.k = torch.zeros(shape, dtype=dtype, device=device)
             self.v = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError:  # torch's out-of-memory errors, on CPU and CUDA
             need = num_slots * columns * config.kv_bytes_per_token(dtype.itemsize)
             raise NanoinferError(
-                f"keys and values of {num_slots} sequences need {need:,} bytes, which {device} does not have: use a"
-                " smaller max_num_seqs or kv_cache_memory"
+                f"keys and values of {num_slots} sequences need {need:,} bytes, more than {device} has free: lower"
+                " max_num_seqs or kv_cache_memory"
             ) from None
         self._slots: dict[int, int] = {}
 
     def slot(self, handle: int) -> int:
-        """Return where a sequence is now; another one's `close` may move it."""
+        """Return the current slot of a sequence. Closing another sequence may change it."""
         return self._slots[handle]
 
     def open(self, handle: int) -> int:
-        """Give a sequence the next slot and return it."""
+        """Assign the next slot to a sequence and return it."""
         self._slots[handle] = len(self._slots)
         return self._slots[handle]
 
     def close(self, handle: int, lengths: Mapping[Any, int]) -> tuple[int, int]:
-        """Free a sequence's slot; return (from, to) of the slot that was moved there, itself if none was.
+        """Free a sequence's slot and move the last slot there.
 
         Args:
             handle: the sequence.
-            lengths: tokens of each open sequence, this one included.
+            lengths: length of each open sequence in tokens, this one included.
+
+        Returns:
+            (from, to): the slot that was moved, and its new place; equal if the freed slot was the last.
         """
         hole, length = self._slots.pop(handle), lengths[handle]
         last = len(self._slots)
@@ -85,12 +88,12 @@ class SlotCache:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
-        """Copy a slot's first tokens to another."""
+        """Copy the first `length` tokens of a slot to another slot."""
         for cache in (self.k, self.v):
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
     @torch.inference_mode()
     def clear(self, slot: int, start: int, stop: int) -> None:
-        """Zero what is forgotten: a later text in this slot must not meet another's NaN behind its mask."""
+        """Zero the positions [start, stop) of a slot, so that its next sequence does not read a masked NaN."""
         for cache in (self.k, self.v):
             cache[:, slot, :, start:stop] = 0

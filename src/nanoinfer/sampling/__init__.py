@@ -1,1 +1,1 @@
-"""Sampling: from logits to the next token of each sequence. No engine knows any of it."""
+"""Sampling: from logits to the next token of each sequence. Engines do not depend on it."""

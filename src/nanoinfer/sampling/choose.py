@@ -1,4 +1,4 @@
-"""Which sampler draws, by where the logits are."""
+"""The choice of a sampler for a device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def choose_sampler(device: torch.device, prefer: str = "auto") -> Sampler:
     """Return the sampler for logits on `device`.
 
     Args:
-        device: where the logits are.
-        prefer: "auto": the native sampler on CPUs, the fused one on CUDA, the reference where those cannot be;
-            "reference"; or "flashinfer": FlashInfer's kernels, whose tokens are not the reference's.
+        device: device of the logits.
+        prefer: "auto" (the native sampler on a CPU, the fused one on CUDA, the reference if those are unavailable),
+            "reference", or "flashinfer" (FlashInfer's kernels, whose tokens differ from the reference's).
 
     Raises:
-        NanoinferError: prefer is none of these, or asks for what is not here.
+        NanoinferError: prefer is none of these, or the sampler is not available.
     """
     require_choice("sampler", prefer, SAMPLERS)
     if prefer == "flashinfer":
@@ -32,7 +32,7 @@ def choose_sampler(device: torch.device, prefer: str = "auto") -> Sampler:
 
         return flashinfer.choose(device)
     if prefer == "reference":
-        why_not: str | None = "asked for"
+        why_not: str | None = "requested"
     elif device.type == "cuda":
         if (why_not := triton.why_unavailable()) is None:
             log.debug("sampler: fused (the logits are on %s)", device)

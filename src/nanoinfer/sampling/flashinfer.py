@@ -1,11 +1,11 @@
-"""FlashInfer's sampling kernels, for those who ask for them: `LLM(..., sampler="flashinfer")`.
+"""Sampling with FlashInfer's kernels: `LLM(..., sampler="flashinfer")`.
 
-They draw from the same distribution by rejection, without a sort, with random numbers of their own: their tokens are
-not the reference's, and a request's text depends on what was drawn before it. So they are never chosen unasked.
-tests/test_triton_sampler.py holds them to the distribution where they are installed. Two things differ from the
-reference in the last float32 digits: probabilities are float32, and tokens tied with the k-th may be dropped.
+The kernels sample from the same distribution by rejection, without a sort, and with their own random numbers. Their
+tokens differ from the reference's, and a request's output depends on the tokens sampled before it; `auto` therefore
+never chooses them. tests/test_triton_sampler.py tests their distribution if FlashInfer is installed. They differ from
+the reference in two details: probabilities are float32, and tokens equal to the k-th may be dropped.
 
-Penalties, logit_bias and min_tokens are the reference's; greedy rows are drawn by it.
+Penalties, logit_bias, min_tokens and greedy rows are computed by the reference.
 Source: Ye et al., "Sorting-Free GPU Kernels for LLM Sampling", 2025; API of flashinfer-python 0.6.
 """
 
@@ -27,7 +27,7 @@ from nanoinfer.sampling.sampler import Sampled, SamplerRow
 def why_unavailable(device: torch.device) -> str | None:
     """Return why FlashInfer cannot sample logits on `device`, or None."""
     if device.type != "cuda":
-        return f"the logits are on {device}, it needs a CUDA device"
+        return f"the logits are on {device}, but it needs a CUDA device"
     if importlib.util.find_spec("flashinfer") is None:
         return missing_extra("flashinfer", "gpu")
     return None
@@ -37,7 +37,7 @@ def choose(device: torch.device, seed: int = 0) -> FlashInferSample:
     """Return the sampler.
 
     Raises:
-        NanoinferError: it cannot be had here.
+        NanoinferError: FlashInfer is not installed, or the logits are not on a CUDA device.
     """
     if why_not := why_unavailable(device):
         raise NanoinferError(f"sampler='flashinfer' cannot run: {why_not}; or use sampler=auto")
@@ -45,12 +45,12 @@ def choose(device: torch.device, seed: int = 0) -> FlashInferSample:
 
 
 class FlashInferSample:
-    """`sampler.sample` by FlashInfer: the same signature and errors, the same distribution, other tokens.
+    """`sampler.sample` with FlashInfer's kernels: the same signature, errors and distribution, but other tokens.
 
     Args:
         kernels: the module flashinfer.sampling.
-        device: where the logits are.
-        seed: of the random numbers of all rows together; requests' seeds do not count here.
+        device: device of the logits.
+        seed: seed of the random numbers of all rows; the seeds of requests are not used.
     """
 
     def __init__(self, kernels: Any, device: torch.device, seed: int) -> None:
@@ -58,7 +58,7 @@ class FlashInferSample:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
-        """Draw the next token of each row.
+        """Sample the next token of each row.
 
         Args:
             logits: (B, V) float32 on the sampler's device; not changed.

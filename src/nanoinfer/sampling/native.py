@@ -1,11 +1,10 @@
-"""The sampler in C++ (kernels/cpu/sampler.cpp): the reference's tokens without its sort.
+"""The native sampler (kernels/cpu/sampler.cpp): the reference's tokens without its sort.
 
-One call draws all rows: float passes over the logits, float64 for what decides. `sample` has the signature,
-the results and the errors of `sampler.sample`, which stays the definition. tests/test_native_sampler.py holds
-the two equal.
+One call samples all rows, with float32 passes over the logits and float64 for the values that decide. `sample` has the
+signature, the results and the errors of the reference `sampler.sample`; tests/test_native_sampler.py compares the two.
 
-Covered: float32 logits on the CPU, every sampling parameter. Not covered: other devices and dtypes, and
-installations without the extension (NANOINFER_NO_NATIVE=1); choose.py gives another sampler for them.
+Covered: float32 logits on the CPU, all sampling parameters. Not covered: other devices and dtypes, and installations
+without the native extension (NANOINFER_NO_NATIVE=1), for which choose.py returns another sampler.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ except ImportError:  # built with NANOINFER_NO_NATIVE=1
 
 
 def available() -> bool:
-    """Return whether the extension is there."""
+    """Return whether the native extension is installed."""
     return _native is not None
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
-    """Draw the next token of each row, as `sampler.sample` does.
+    """Sample the next token of each row, as `sampler.sample` does.
 
     Args:
-        logits: (B, V) float32 on the CPU; not changed, and not copied where the logits of a row are neighbours.
+        logits: (B, V) float32 on the CPU; not changed, and not copied if rows are contiguous.
         rows: B rows.
 
     Raises:
@@ -47,7 +46,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     options = [None if reference.is_plain(row) else _options(row, logits.shape[-1]) for row in rows]
     tokens: list[int] = _native.sample_rows(logits=readable.detach().numpy(), rows=options)
     if min(tokens) < 0:  # the largest logit of a row is not finite
-        return reference.sample(logits, rows)  # raises an error that says so
+        return reference.sample(logits, rows)  # raises the error
     return [
         Sampled(token, reference.find_logprobs(logits[i], token, row.params.logprobs))
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
@@ -55,7 +54,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
 
 
 def _options(row: SamplerRow, V: int) -> Any:
-    """Return a row's parameters for the extension, with only those tokens that they concern."""
+    """Return a row's parameters for the native extension, with the token lists that they need."""
     p = row.params
     given: dict[str, Any] = {}
     if p.repetition_penalty != 1:

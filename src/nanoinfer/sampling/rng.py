@@ -1,12 +1,12 @@
-"""One uniform number per token, from a counter-based generator.
+"""Random numbers: one uniform number for each token, from a counter-based generator.
 
-The randomness of output token `position` of sample `sample` of a request is a pure function of
-(seed, sample, position). There is no generator state, so a request draws the same numbers alone or in
-any batch, on any engine, and after being stopped and resumed.
+The random number of output token `position` of sample `sample` of a request is a pure function of
+(seed, sample, position). There is no generator state, so a request gets the same numbers alone or in any batch, on any
+engine, and after being stopped and resumed.
 
-The generator is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011).
-The reference below is plain Python; where the native extension is built, `uniform` is its C++ twin
-(kernels/cpu/philox.h), about ten times faster and equal bit for bit.
+The generator is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). The reference
+below is plain Python. With the native extension, `uniform` is the C++ version (kernels/cpu/philox.h), which is about
+ten times faster and equal bit for bit.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 _MUL = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _WORD = 0xFFFFFFFF
-# Added to `sample`: further random numbers of the same token, for decoding methods that need more than one.
+# Offsets for `sample`: they give further random numbers for the same token.
 ACCEPT = 1 << 40
-"""Whether a proposal is accepted (speculative/verify.py)."""
+"""Decides whether a proposed token is accepted (speculative/verify.py)."""
 REPLACE = 2 << 40
-"""What replaces a rejected one."""
+"""Samples the replacement of a rejected token."""
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -38,7 +38,7 @@ def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tupl
 
 
 def uniform_reference(*, seed: int, sample: int, position: int) -> float:
-    """Return the uniform in [0, 1) of one token, with 53 random bits.
+    """Return the uniform number in [0, 1) of one token, with 53 random bits.
 
     Args:
         seed: the request's seed, 0 <= seed < 2**64.
@@ -51,7 +51,7 @@ def uniform_reference(*, seed: int, sample: int, position: int) -> float:
 
 try:
     from nanoinfer._native import uniform
-except ImportError:  # built with NANOINFER_NO_NATIVE=1: same numbers, slower
+except ImportError:  # built with NANOINFER_NO_NATIVE=1: the same numbers, but slower
     uniform = uniform_reference
 
 __all__ = ["ACCEPT", "REPLACE", "philox4x32", "uniform", "uniform_reference"]

@@ -1,16 +1,16 @@
-"""The reference sampler: the definition of which token is drawn.
+"""The reference sampler, which defines the token that is sampled.
 
     logits (B, V) -> penalties, bias, min_tokens -> greedy: the first largest
                                                  -> else: temperature, top-k, top-p, min-p
                                                           -> inverse transform of one uniform per row
 
-The inverse transform: with weights w in vocabulary order, summed in float64, the token is the first whose
-running sum exceeds u * sum(w). u comes from `rng.uniform`, a function of (seed, sample, position) alone.
-So the same logits give the same token, whatever else is in the batch and whichever sampler computes it; the
-sampler without a sort (native.py) replaces this one on CPUs because it takes the same tokens.
+The inverse transform: weights w are summed in float64 in vocabulary order; the token is the first one whose running sum
+exceeds u * sum(w). u comes from `rng.uniform`, a function of (seed, sample, position) alone. The same logits therefore
+give the same token, independent of the other sequences in the batch and of the sampler: native.py and triton.py compute
+the same tokens without a sort.
 
-Cost: rows that need nothing but the largest logit share one pass over the logits; the others pay a sort
-when top_p is on, and float64 arithmetic over the vocabulary.
+Cost: rows that need only the largest logit share one pass over the logits. The others need float64 arithmetic over the
+vocabulary, and a sort if top_p is used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 
 class SamplerRow(Protocol):
-    """What the sampler needs to know of a sequence. Nothing of it is changed."""
+    """The state of a sequence that the sampler reads. The sampler does not change it."""
 
     @property
     def params(self) -> SamplingParams:
@@ -38,17 +38,17 @@ class SamplerRow(Protocol):
 
     @property
     def seed(self) -> int:
-        """The request's seed, resolved."""
+        """Seed of the request's random numbers."""
         ...
 
     @property
     def sample_index(self) -> int:
-        """Which of the request's n texts this is."""
+        """Index among the request's n samples."""
         ...
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
-        """The prompt."""
+        """Tokens of the prompt."""
         ...
 
     @property
@@ -58,31 +58,31 @@ class SamplerRow(Protocol):
 
     @property
     def num_output_tokens(self) -> int:
-        """Their number: the position of the token that is drawn now."""
+        """Number of tokens generated so far, which is the position of the token to sample."""
         ...
 
     @property
     def end_token_ids(self) -> Sequence[int]:
-        """Tokens that would end the text (end of text, stop tokens)."""
+        """Tokens that end the sequence: end-of-text and stop tokens."""
         ...
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """One drawn token."""
+    """One sampled token."""
 
     token_id: int
     logprobs: dict[int, tuple[float, int]] | None = None
-    """Token id -> (log-probability under the raw logits, rank from 1, the same for equals): the drawn token
-    first, then the most likely ones in order. None unless asked for."""
+    """Token id -> (log-probability under the raw logits, rank from 1, equal for equal values): the sampled token first,
+    then the most likely ones in order. None if not requested."""
 
 
 Sampler = Callable[[Tensor, Sequence[SamplerRow]], list[Sampled]]
-"""Draws the next token of each row: see `sample`, the definition."""
+"""Samples the next token of each row, as `sample` does."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
-    """Draw the next token of each row.
+    """Sample the next token of each row.
 
     Args:
         logits: (B, V) float32, any device; not changed.
@@ -108,7 +108,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
 
 
 def is_plain(row: SamplerRow) -> bool:
-    """Return whether the row takes the largest raw logit: greedy, and nothing changes the logits."""
+    """Return whether the row takes the largest raw logit: it is greedy, and no parameter changes the logits."""
     return row.params.greedy and not _changes_logits(row)
 
 
@@ -124,7 +124,7 @@ def _changes_logits(row: SamplerRow) -> bool:
 
 
 def excludes_end_tokens(row: SamplerRow) -> bool:
-    """Return whether min_tokens keeps the row from drawing its end tokens."""
+    """Return whether min_tokens excludes the row's end tokens at this position."""
     return bool(row.params.min_tokens > row.num_output_tokens and row.end_token_ids)
 
 
@@ -141,25 +141,25 @@ def _require_finite(largest: Tensor) -> None:
 
 
 def not_finite(value: object = "not finite") -> str:
-    """Return the message of the error that a row's largest logit makes."""
+    """Return the error message for a row whose largest logit is not finite."""
     return (
-        f"the model's largest logit is {value}: its arithmetic overflowed, or the parameters exclude every token; use"
+        f"the model's largest logit is {value}: its arithmetic overflowed, or the parameters exclude every token: use"
         " dtype=float32, and check logit_bias and the weights"
     )
 
 
 def _choose(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
-    """Return the token of each row, by the inverse transform of its filtered distribution."""
+    """Return one token of each row, sampled from its filtered distribution."""
     return draw_from(filtered_weights(logits, rows), rows)
 
 
 def draw_from(weights: Tensor, rows: Sequence[SamplerRow], purpose: int = 0) -> list[int]:
-    """Return the token that each row draws from its weights.
+    """Return one token of each row, sampled in proportion to its weights.
 
     Args:
         weights: (B, V) float64, from `filtered_weights`.
-        rows: B rows; they say which uniforms decide.
-        purpose: 0, or another random number of the same token (rng.py).
+        rows: B rows, which determine the random numbers.
+        purpose: 0, or an offset for another random number of the same token (rng.py).
     """
     uniforms = [uniform(seed=r.seed, sample=r.sample_index + purpose, position=r.num_output_tokens) for r in rows]
     u = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)
@@ -168,9 +168,9 @@ def draw_from(weights: Tensor, rows: Sequence[SamplerRow], purpose: int = 0) -> 
 
 
 def filtered_weights(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Return what each row draws from: weights, (B, V) float64, proportional to the filtered probabilities.
+    """Return weights, (B, V) float64, that are proportional to each row's filtered probabilities.
 
-    A greedy row has weight 1 at the largest logit (the first of equals) and 0 elsewhere.
+    A greedy row has weight 1 at the first largest logit and 0 elsewhere.
 
     Args:
         logits: (B, V) float32, any device; not changed.
@@ -199,36 +199,36 @@ def probabilities(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 
 
 def _scaled(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Return (B, V) float64: how far adjusted logits lie from the row's largest, in units of the temperature."""
+    """Return (B, V) float64: adjusted logits minus the row's largest, divided by the temperature."""
     logits = _adjust(logits.double(), rows)
     largest = logits.amax(-1, keepdim=True)
     _require_finite(largest)
-    # Subtracting the largest first keeps tiny temperatures finite.
+    # Subtract the largest first, so that tiny temperatures give finite values.
     return (logits - largest) / _column([row.params.temperature or 1.0 for row in rows], logits.device)
 
 
 def _column(values: list[float], device: torch.device) -> Tensor:
-    """[0.5, 1.0] -> [[0.5], [1.0]] in float64: one setting per row."""
+    """Return one setting for each row as a float64 column: [0.5, 1.0] -> [[0.5], [1.0]]."""
     return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
 
 def inverse_transform(weights: Tensor, u: Tensor) -> Tensor:
-    """Return the first index of each row, of those with a weight, whose running sum exceeds u times the row's sum.
+    """Return the first index of each row with a weight > 0 whose running sum exceeds u times the row's sum.
 
     Args:
         weights: (B, V) float64, >= 0, not all 0.
         u: (B, 1) float64 in [0, 1).
 
     Returns:
-        (B,) int64. An index of weight 0 is never returned, also where a device sums in parallel and its running
-        sum wavers in the last bits.
+        (B,) int64. An index of weight 0 is never returned, even if a device sums in parallel and its running sum is
+        not monotonic in the last bits.
     """
     running = weights.cumsum(-1)
     return ((running > u * running[:, -1:]) & (weights > 0)).byte().argmax(-1)
 
 
 def _adjust(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Return the logits after penalties, bias and min_tokens. The tensor given may be changed."""
+    """Return the logits after penalties, bias and min_tokens. The tensor may be changed in place."""
     V, device = logits.shape[-1], logits.device
     params = [row.params for row in rows]
     if any(p.repetition_penalty != 1 for p in params):
@@ -257,18 +257,18 @@ def _adjust(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 
 
 def _ids(token_ids: Sequence[int] | set[int], V: int, device: torch.device) -> Tensor:
-    """Return token ids as a tensor, less those past V: ids that can stand in a prompt but are never sampled."""
+    """Return token ids below V as a tensor. A prompt may contain larger ids, which are never sampled."""
     return torch.tensor([t for t in token_ids if t < V], dtype=torch.int64, device=device)
 
 
 def find_logprobs(logits: Tensor, token: int, count: int | None) -> dict[int, tuple[float, int]] | None:
-    """Return log-probability and rank of the drawn token and the `count` most likely, from raw logits (V,)."""
+    """Return log-probability and rank of the sampled token and the `count` most likely, from raw logits (V,)."""
     if count is None:
         return None
     logprobs = logits.double().log_softmax(-1)
     best = logprobs.topk(min(count, len(logprobs)))
     found = {token: (logprobs[token].item(), int((logprobs > logprobs[token]).sum()) + 1)}
-    ranks: dict[float, int] = {}  # equals share the rank of the first
+    ranks: dict[float, int] = {}  # equal values share the rank of the first
     for place, (i, value) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), start=1):
         found.setdefault(i, (value, ranks.setdefault(value, place)))
     return found

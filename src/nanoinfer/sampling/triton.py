@@ -1,13 +1,13 @@
-"""The sampler on the GPU (kernels/triton/sampler.py): the reference's tokens without its sort, and without the host.
+"""The fused sampler on the GPU (kernels/triton/sampler.py): the reference's tokens without its sort or the host.
 
-Each sequence is assigned a slot: its parameters and token counts are uploaded once. From then on `draw` needs nothing
-from the host. It reads logits, draws, counts what it drew and moves the positions on, all in launches whose
-shapes and addresses do not depend on data: a CUDA graph can hold it, and the drawn tokens can feed the next step before
-the host has seen them.
+Each sequence is assigned a slot; its parameters and token counts are uploaded once. After that, `draw` needs no data
+from the host: it reads logits, samples tokens, counts them and advances the positions. The shapes and addresses of its
+launches do not depend on data, so that a CUDA graph can capture it, and the next step can use the sampled tokens before
+the host has read them.
 
-Covered: what `TritonSampler.covers` does not refuse; the numbers are those of the reference, see docs/sampling.md.
-Not covered: log-probabilities (`Sample` finds them apart), logit_bias of more than 512 tokens, min_tokens with more
-than 64 end tokens, counted penalties on texts of more than 32,767 tokens.
+Covered: rows for which `TritonSampler.covers` returns None. Tokens are those of the reference (docs/sampling.md).
+Not covered: log-probabilities (`Sample` computes them separately), logit_bias for more than 512 tokens, min_tokens with
+more than 64 end tokens, penalties on outputs of more than 32,767 tokens.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
 
 MAX_COUNT = 2**15 - 1
-"""Times that one token of one text can be counted: 15 bits."""
+"""Largest count of one token in one sequence: 15 bits."""
 SCRATCH_ROWS = 128
-"""Rows drawn at a time: enough to fill a GPU, few enough that what they compare stays in its cache."""
+"""Rows sampled in one launch: enough to fill a GPU, and few enough that their scratch stays in its cache."""
 NUM_WARPS = {"find_largest": 4, "weigh": 4, "draw": 8}
-"""Of each kernel. With 16, `draw` has too few registers for its work."""
+"""Warps of each kernel. With 16 warps, `draw` does not have enough registers."""
 NOT_FINITE = -1
-"""What `TritonSampler.draw` gives for a row whose largest logit is not finite."""
+"""Token that `TritonSampler.draw` returns for a row whose largest logit is not finite."""
 
 
 def why_unavailable() -> str | None:
@@ -42,16 +42,16 @@ def why_unavailable() -> str | None:
 
 
 class TritonSampler:
-    """Slots for sequences, and the kernels that draw their next tokens. Not thread-safe; one stream at a time.
+    """Slots for sequences, and the kernels that sample their next tokens. Not thread-safe; use one stream at a time.
 
-    Device memory: 2 bytes a slot and token for the counts (101 KB for GPT-2's 50,257; 51 MB for 512 slots), 8.8 KB a
-    slot for parameters, and scratch of 16 bytes a token for each of at most 128 rows (105 MB for GPT-2). All of it is
-    allocated here, so that a captured graph stays valid.
+    Device memory: 2 bytes for each slot and token of the vocabulary for the counts (101 KB a slot for GPT-2's 50,257
+    tokens; 51 MB for 512 slots), 8.8 KB for each slot for parameters, and 16 bytes of scratch for each token of at most
+    128 rows (105 MB for GPT-2). All of it is allocated in the constructor, so that captured graphs stay valid.
 
     Args:
-        num_slots: sequences that are sampled at the same time.
-        vocab_size: tokens that may be drawn: V.
-        device: where the logits are; a CPU works where Triton interprets (TRITON_INTERPRET=1), for tests.
+        num_slots: number of sequences that are sampled at the same time.
+        vocab_size: number of tokens that may be sampled: V.
+        device: device of the logits. A CPU needs Triton's interpreter (TRITON_INTERPRET=1), for tests.
 
     Raises:
         NanoinferError: triton is not installed.
@@ -59,14 +59,14 @@ class TritonSampler:
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         if why_not := why_unavailable():
-            raise NanoinferError(f"the fused sampler: {why_not}; or use the reference")
+            raise NanoinferError(f"the fused sampler cannot run: {why_not}; or use sampler=reference")
         from nanoinfer.kernels.triton import sampler as kernels
 
         self._kernels = kernels
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, device
         block, group = kernels.BLOCK.value, kernels.GROUP.value
         self._num_parts = -(-vocab_size // block)
-        self._parts = max(2, 1 << (self._num_parts - 1).bit_length())  # of a row in memory; kernels want powers of two
+        self._parts = max(2, 1 << (self._num_parts - 1).bit_length())  # allocated: a power of two, for the kernels
         rows, width = min(num_slots, SCRATCH_ROWS), self._parts * block
 
         def make(*shape: int, dtype: torch.dtype = torch.float64, fill: float = 0) -> Tensor:
@@ -83,45 +83,47 @@ class TritonSampler:
         self._sums = make(rows, self._parts)
         self._values = make(rows, width)
         self._weights = make(rows, width)
-        self._nearest = make(rows, width // group, fill=math.inf)  # of groups past the vocabulary, for good
+        self._nearest = make(rows, width // group, fill=math.inf)  # stays inf for groups past the vocabulary
         self._groups = make(rows, width // group, dtype=torch.int32)
 
     def covers(self, row: SamplerRow) -> str | None:
-        """Return why the row cannot be drawn here, or None."""
+        """Return why the fused sampler does not support a row, or None."""
         if row.params.logprobs is not None:
-            return f"logprobs={row.params.logprobs}: the fused sampler keeps none"
+            return f"logprobs={row.params.logprobs}: the fused sampler does not compute log-probabilities"
         return self._why_not_drawn(row)
 
     def _why_not_drawn(self, row: SamplerRow) -> str | None:
-        """Return why the row's tokens cannot be drawn here; its log-probabilities are another matter."""
+        """Return why the kernels cannot sample the row's tokens, or None; log-probabilities are not considered."""
         p, bias, ends = row.params, row.params.logit_bias or {}, row.end_token_ids if row.params.min_tokens else ()
         max_bias, max_ends = self._kernels.MAX_BIAS.value, self._kernels.MAX_ENDS.value
         if len(bias) > max_bias:
-            return f"logit_bias has {len(bias)} entries: the fused sampler has room for {max_bias}"
+            return f"logit_bias has {len(bias)} entries: the fused sampler supports up to {max_bias}"
         if len(ends) > max_ends:
-            return f"min_tokens with {len(ends)} end tokens: the fused sampler has room for {max_ends}"
+            return f"min_tokens with {len(ends)} end tokens: the fused sampler supports up to {max_ends}"
         if max((*bias, *ends), default=0) >= self.vocab_size:
             return f"token {max((*bias, *ends))} of logit_bias or the end tokens is not below {self.vocab_size}"
         if _is_penalised(row) and max(p.max_tokens or 0, row.num_output_tokens) > MAX_COUNT:
-            return f"max_tokens={p.max_tokens} with penalties: the fused sampler counts to {MAX_COUNT}"
+            return f"max_tokens={p.max_tokens} with penalties: the fused sampler counts up to {MAX_COUNT} tokens"
         return None
 
     def assign(self, slot: int, row: SamplerRow) -> None:
-        """Slot a text, in place of the one that sat there: the next token drawn for the slot is the row's next.
+        """Assign a slot to a row; it replaces the slot's previous state. The slot's next token is the row's next token.
 
-        Uploads parameters, position and the tokens so far, without waiting for the device; the row is not kept.
+        Uploads parameters, position and tokens without waiting for the device. The row is not kept.
 
         Raises:
-            NanoinferError: there is no such slot, or the row is not covered.
+            NanoinferError: there is no such slot, or the fused sampler does not support the row.
         """
         if not 0 <= slot < self.num_slots:
-            raise NanoinferError(f"slot={slot} is not one of the fused sampler's {self.num_slots}: make it larger")
+            raise NanoinferError(
+                f"slot={slot} is out of range: the fused sampler has num_slots={self.num_slots}: create a larger one"
+            )
         if why_not := self.covers(row):
             raise NanoinferError(f"{why_not}: use the reference sampler")
         self._assign_all([row], slot)
 
     def _assign_all(self, rows: Sequence[SamplerRow], first: int = 0) -> None:
-        """Slot several texts, on `first` and the slots after it, with one upload of their words."""
+        """Assign consecutive slots from `first` on to several rows, with one upload of their parameters."""
         _upload(self._words[first : first + len(rows)], np.stack([self._words_of(row) for row in rows]))
         for slot, row in enumerate(rows, start=first):
             if row.params.logit_bias or reference.excludes_end_tokens(row):
@@ -132,35 +134,36 @@ class TritonSampler:
                 self._state[slot].scatter_(0, _on(self.device, ids), _on(self.device, counts))
 
     def draw(self, logits: Tensor, slots: Tensor, wanted: Tensor) -> Tensor:
-        """Draw the next token of each wanted row, count it, and move its slot's position on.
+        """Sample the next token of each wanted row, count it, and advance the position of its slot.
+
+        All arguments are on the device, and the host does not wait for it.
 
         Args:
-            logits: (B, V') float32, V' >= vocab_size, columns next to each other; not changed. Columns past
-                vocab_size are never drawn.
-            slots: (B,) int64, the slot of each row; a wanted row's slot is taken, and stands here only once.
-            wanted: (B,) bool; other rows change nothing.
+            logits: (B, V') float32, V' >= vocab_size, rows contiguous; not changed. Columns from vocab_size on are
+                never sampled.
+            slots: (B,) int64, the slot of each row. Wanted rows must have different, assigned slots.
+            wanted: (B,) bool; other rows do not change any slot.
 
         Returns:
-            (B,) int64 token ids; -1 for a row whose largest logit is not finite, anything for one that is not wanted.
-            All on the device; the host waits for nothing.
+            (B,) int64 token ids; -1 for a row whose largest logit is not finite; undefined for rows not wanted.
 
         Raises:
-            NanoinferError: the logits do not fit.
+            NanoinferError: the shapes, dtypes or strides are wrong.
         """
         B = logits.shape[0]
         if not slots.shape == wanted.shape == (B,) or not (slots.is_contiguous() and wanted.is_contiguous()):
             raise NanoinferError(
-                f"slots {tuple(slots.shape)}, wanted {tuple(wanted.shape)}: give one each for {B} rows"
+                f"slots {tuple(slots.shape)}, wanted {tuple(wanted.shape)}: {B} rows need shape ({B},), contiguous"
             )
         if logits.dtype != torch.float32 or logits.shape[-1] < self.vocab_size or logits.stride(-1) != 1:
             raise NanoinferError(
                 f"logits of shape {tuple(logits.shape)}, {logits.dtype}, strides {logits.stride()}: the fused sampler"
-                f" reads float32, {self.vocab_size} or more columns that are neighbours"
+                f" needs float32, at least {self.vocab_size} columns, and contiguous rows"
             )
         tokens = torch.empty(B, dtype=torch.int64, device=self.device)
         for begin in range(0, B, self._rows):
             part = slice(begin, begin + self._rows)
-            with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton's is the current device
+            with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches there
                 self._launch(logits[part], slots[part], wanted[part], tokens[part])
         return tokens
 
@@ -168,7 +171,7 @@ class TritonSampler:
         k, B, stride = self._kernels, logits.shape[0], logits.stride(0)
         V, parts, num_parts = self.vocab_size, self._parts, self._num_parts
         rows = (logits, stride, slots, wanted, self._words)
-        # A product and a sum must not become one operation: the reference rounds both.
+        # No fused multiply-add: the reference rounds the product and the sum.
         exact: dict[str, Any] = {"PARTS": parts, "enable_fp_fusion": False}
         k.find_largest[num_parts, B](
             *rows,
@@ -191,7 +194,7 @@ class TritonSampler:
         )  # fmt: skip
 
     def _words_of(self, row: SamplerRow) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """A slot's words, in the order of the constants in kernels/triton/sampler.py."""
+        """Return a slot's 64-bit words, in the order of the constants in kernels/triton/sampler.py."""
         k, p = self._kernels, row.params
         words = np.zeros(k.NUM_WORDS.value, np.int64)
         for name, integer in (
@@ -217,7 +220,7 @@ class TritonSampler:
         return words
 
     def _lists_of(self, row: SamplerRow) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """A slot's end tokens, bias ids and bias values."""
+        """Return a slot's end tokens, bias ids and bias values."""
         max_ends, max_bias = self._kernels.MAX_ENDS.value, self._kernels.MAX_BIAS.value
         lists, ends, bias = np.zeros(max_ends + 2 * max_bias, np.int64), row.end_token_ids, row.params.logit_bias or {}
         if row.params.min_tokens:
@@ -228,7 +231,7 @@ class TritonSampler:
         return lists
 
     def _state_of(self, row: SamplerRow) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Tokens of a text, and for each how often it was generated, less 2**15 if the prompt has it."""
+        """Return a row's distinct tokens and the count of each in the output, minus 2**15 if the prompt contains it."""
         counts = Counter(i for i in row.output_token_ids if i < self.vocab_size)
         for token in {i for i in row.prompt_token_ids if i < self.vocab_size}:
             counts[token] -= MAX_COUNT + 1
@@ -241,7 +244,7 @@ def _is_penalised(row: SamplerRow) -> bool:
 
 
 def _on(device: torch.device, array: np.ndarray[Any, Any]) -> Tensor:
-    """Copy an array to the device without waiting for it; pinned memory is kept until the copy is made."""
+    """Copy an array to the device asynchronously; PyTorch keeps the pinned memory until the copy is complete."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
@@ -252,17 +255,17 @@ def _upload(to: Tensor, array: np.ndarray[Any, Any]) -> None:
 
 
 class Sample:
-    """`sampler.sample` on the GPU: the same signature, results and errors; parameters go up at every call.
+    """`sampler.sample` on the GPU: the same signature, results and errors. Parameters are uploaded at every call.
 
-    For steps that come back to the host for every token anyway. Rows that the kernels do not cover are drawn by the
-    reference; log-probabilities are the reference's.
+    It is used for steps whose tokens the host reads at once. The reference samples rows that the kernels do not
+    support, and computes the log-probabilities.
     """
 
     def __init__(self) -> None:
         self._fused: TritonSampler | None = None
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
-        """Draw the next token of each row.
+        """Sample the next token of each row.
 
         Args:
             logits: (B, V) float32 on a GPU; not changed.
@@ -285,7 +288,7 @@ class Sample:
             slots = torch.arange(len(by_kernels), device=logits.device)
             drawn = fused.draw(part, slots, torch.ones_like(slots, dtype=torch.bool)).tolist()
             if NOT_FINITE in drawn:
-                return reference.sample(logits, rows)  # raises, in its own words
+                return reference.sample(logits, rows)  # raises the error
             for i, token in zip(by_kernels, drawn, strict=True):
                 tokens[i] = token
         if by_reference:
@@ -298,7 +301,7 @@ class Sample:
         ]
 
     def _fused_for(self, B: int, V: int, device: torch.device) -> TritonSampler:
-        """The kernels' slots, made anew when there are too few, or for another vocabulary or device."""
+        """Return a fused sampler of at least B slots; a new one if B, the vocabulary or the device requires it."""
         fused = self._fused
         if fused is None or (fused.vocab_size, fused.device) != (V, device) or fused.num_slots < B:
             fused = self._fused = TritonSampler(1 << (B - 1).bit_length(), V, device)

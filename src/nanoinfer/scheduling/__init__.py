@@ -1,1 +1,1 @@
-"""Scheduling: which sequences run next, and by how many tokens. Policy only: no tensor library here."""
+"""Scheduling: which sequences run in the next step, and how many tokens of each. It does not import PyTorch."""

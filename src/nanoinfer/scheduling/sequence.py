@@ -1,6 +1,6 @@
-"""Requests and their sequences: token lists, the window that the model sees, and when a text ends.
+"""Requests and their sequences: tokens, the window that the model attends to, and the conditions that end a sequence.
 
-One request makes n sequences (samples). The first is fed the prompt; its siblings fork it afterwards.
+A request has n sequences (samples). The first processes the prompt; the others are forked from it afterwards.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def window_start(num_tokens: int, block_size: int, stride: int) -> int:
-    """Return the first token that the model sees of a text of `num_tokens`, when the window slides.
+    """Return the first token in the sliding window of a sequence of `num_tokens` tokens.
 
-    A function of the length alone, so that a text continues the same whether it was generated here or
-    given as a prompt. The window holds between block_size + 1 - stride and block_size tokens; stride 1 is
-    nanoGPT's crop to the last block_size tokens.
+    It depends on the length only, so that a sequence continues in the same way whether its tokens were generated or
+    given as a prompt. The window holds between block_size + 1 - stride and block_size tokens. Stride 1 is nanoGPT's
+    crop to the last block_size tokens.
 
         block_size 4, stride 2:   4 tokens -> 0    5 -> 2    6 -> 2    7 -> 4
     """
@@ -34,7 +34,7 @@ def window_start(num_tokens: int, block_size: int, stride: int) -> int:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt with its parameters."""
+    """One prompt with its parameters and sequences."""
 
     request_id: int
     prompt: str | None
@@ -42,53 +42,53 @@ class Request:
     params: SamplingParams
     seed: int
     end_token_ids: tuple[int, ...] = ()
-    """Tokens that end a text: the model's end of text (unless ignored) and the stop tokens."""
+    """Tokens that end a sequence: the model's end-of-text tokens (unless ignored) and the stop tokens."""
     sequences: list[Sequence] = field(default_factory=list)
     num_dropped_tokens: int = 0
-    """Tokens of the prompt that no token is drawn from, because the window began after them."""
+    """Tokens at the start of the prompt that are outside the sliding window of the first generated token."""
     arrival_sec: float = 0.0
-    """When it came, on the caller's clock."""
+    """Time when the request was made, on the core's clock."""
     first_token_sec: float = 0.0
-    """When its first token was drawn, on the caller's clock; 0 before."""
+    """Time when its first token was sampled, on the core's clock; 0 before."""
     finished_sec: float = 0.0
-    """When its last text ended, on the caller's clock; 0 before."""
+    """Time when its last sequence finished, on the core's clock; 0 before."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """Log-probabilities of the prompt's tokens, None for the first; None where none were asked for."""
+    """Log-probabilities of the prompt's tokens, None for the first; None if not requested."""
     deltas: deque[Delta] | None = None
-    """Queue of what its sequences have produced and the caller has not read; None: the caller does not stream."""
+    """Queue of deltas that have not been read yet; None if the request is not streamed."""
 
     @property
     def finished(self) -> bool:
-        """Whether all of its texts have ended."""
+        """Whether all its sequences are finished."""
         return all(s.finish_reason is not None for s in self.sequences)
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One text in the making."""
+    """One sequence of a request: prompt and generated tokens."""
 
     request: Request
     sample_index: int
     text: OutputText
     block_size: int
     token_ids: list[int]
-    """Prompt and output."""
+    """Tokens of prompt and output."""
     handle: int | None = None
-    """The engine's name for it, while it is open."""
+    """Handle of the engine's sequence, while it is open."""
     start: int = 0
-    """First token of the window that the engine holds."""
+    """First token of the window in the KV cache."""
     num_cached: int = 0
-    """Tokens of the window that the engine holds, or is about to."""
+    """Tokens of the window that are in the KV cache or in the scheduled step."""
     num_inflight_tokens: int = 0
-    """Tokens drawn for it that are still on the device: 1 while the engine runs ahead, else 0."""
+    """Sampled tokens that have not been read from the device: 1 with overlap scheduling, else 0."""
     last_draw_step: int = 0
-    """The step that last drew a token for it, or admitted it: the longest-waiting goes first."""
+    """The step that last sampled a token for it, or admitted it. The smallest has priority for prefill."""
     finish_reason: str | None = None
-    """stop, length, abort or error, once it has ended."""
+    """stop, length, abort or error; None: not finished."""
     stop_reason: int | str | None = None
     """The token or string that ended it, for finish_reason stop."""
     error: str | None = None
-    """What went wrong, for finish_reason error."""
+    """The error in one line, for finish_reason error."""
 
     @property
     def params(self) -> SamplingParams:
@@ -102,24 +102,24 @@ class Sequence:
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end the text."""
+        """Tokens that end the sequence."""
         return self.request.end_token_ids
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """The prompt."""
+        """Tokens of the prompt."""
         return self.request.prompt_token_ids
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens to generate: as many as the context holds where the parameters leave it open."""
+        """Maximum number of tokens to generate: params.max_tokens, or up to the context length if that is None."""
         if self.params.max_tokens is not None:
             return self.params.max_tokens
         return max(1, self.block_size + 1 - len(self.prompt_token_ids), self.params.min_tokens)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Number of tokens generated so far."""
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
@@ -129,12 +129,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output, tokens that have not been read yet included."""
+        """Number of tokens of prompt and output, including in-flight tokens."""
         return len(self.token_ids) + self.num_inflight_tokens
 
     @property
     def ends_when_read(self) -> bool:
-        """Whether the tokens that have not been read yet are certain to be its last."""
+        """Whether its in-flight tokens are the last, whatever their values."""
         if not self.num_inflight_tokens:
             return False
         full = self.params.overflow != "slide" and self.num_tokens > self.block_size
@@ -142,16 +142,16 @@ class Sequence:
 
     @property
     def wanted_start(self) -> int:
-        """First token of the window that the model must see to draw the next token."""
+        """First token of the window that the next token is sampled from."""
         if self.params.overflow != "slide":
             return 0
         stride = self.params.slide_stride or max(1, self.block_size // 2)
         return window_start(self.num_tokens, self.block_size, stride)
 
     def append(self, token_id: int) -> None:
-        """Add a generated token and decide whether the text ends with it.
+        """Append a generated token and check whether it ends the sequence.
 
-        The order of reasons: end token, stop string, max_tokens, context.
+        The conditions are checked in this order: end token, stop string, max_tokens, context length.
         """
         assert self.finish_reason is None
         self.token_ids.append(token_id)
@@ -170,9 +170,9 @@ class Sequence:
             self._finish("length", None)
 
     def abort(self, error: str | None = None) -> None:
-        """End the output where it is: finish_reason is abort, or error where one is given.
+        """End the sequence now: finish_reason is error if one is given, else abort.
 
-        An exception may have left the text half-updated, so its end is taken where it can still be decoded.
+        An exception may have left the text half-updated; its remaining bytes are added only if they can be decoded.
         """
         if self.finish_reason is None:
             self.error = error

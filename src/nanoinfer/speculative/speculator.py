@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
-from nanoinfer.scheduling.scheduler import Work, drawing
+from nanoinfer.scheduling.scheduler import ScheduledSequence, drawing
 from nanoinfer.speculative.adaptive_k import AcceptanceStats, AdaptiveK, DraftBudget, StepOutcome
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, SeesHidden
 
@@ -81,7 +81,7 @@ class Speculator:
         self._acceptance: dict[scheduling.Sequence, AcceptanceStats] = {}
         self._stats: WeakKeyDictionary[scheduling.Request, SpecStats] = WeakKeyDictionary()
 
-    def propose(self, work: Sequence[Work]) -> SpecStep:
+    def propose(self, work: Sequence[ScheduledSequence]) -> SpecStep:
         """Return proposals for those sequences of a step that can use some."""
         if self._adaptive is None:
             rooms = [(w.sequence, min(_room(w), cast(int, self._fixed_k))) for w in work if _decodes(w)]
@@ -115,7 +115,7 @@ class Speculator:
 
     def learn(
         self,
-        work: Sequence[Work],
+        work: Sequence[ScheduledSequence],
         done: SpecStep,
         tokens: Sequence[Sequence[int]],
         step_sec: float,
@@ -167,7 +167,7 @@ class Speculator:
         self.drafter.reset()
 
 
-def _newest_rows(work: Sequence[Work], done: SpecStep, tokens: Sequence[Sequence[int]]) -> list[int]:
+def _newest_rows(work: Sequence[ScheduledSequence], done: SpecStep, tokens: Sequence[Sequence[int]]) -> list[int]:
     """Return, for each sequence that drew, the row of the step's logits that its newest token was drawn from.
 
     Two sequences, of which the first has kept 2 of 3 proposals and one more token: rows 0 1 2 3 | 4  ->  [2, 4]
@@ -181,12 +181,12 @@ def _newest_rows(work: Sequence[Work], done: SpecStep, tokens: Sequence[Sequence
     return rows
 
 
-def _decodes(work: Work) -> bool:
+def _decodes(work: ScheduledSequence) -> bool:
     """Return whether a sequence just needs its next token."""
     return work.draws and not work.restart and len(work.token_ids) == 1 and not work.forks
 
 
-def _room(work: Work) -> int:
+def _room(work: ScheduledSequence) -> int:
     """Return the most proposals that a sequence can use: all may be accepted, and one token is drawn beside them.
 
     What is drawn after i of them needs the window to begin where it does now, and to hold them.

@@ -1,4 +1,4 @@
-// Arrays of floats as Python hands them over: on the CPU, without gaps, not written to.
+// Float arrays as arguments from Python: on the CPU, contiguous, read-only.
 #pragma once
 
 #include <nanobind/ndarray.h>

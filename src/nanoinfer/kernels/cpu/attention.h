@@ -1,9 +1,9 @@
-// Attention over blocks of keys and values, and how they are stored.
+// Attention over blocks of keys and values, and the storage of new ones.
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 #pragma once
 
 // A head's part of a block:  keys (D, kBlock), transposed    values (kBlock, D rounded up to 16)
-// and for int8, before them: float scale of each key (kBlock), of each value (kBlock).
+// For int8, float scales precede them: one for each key (kBlock), then one for each value (kBlock).
 
 NI_INLINE std::int64_t padded(std::int64_t head_dim) { return (head_dim + 15) & ~std::int64_t{15}; }
 
@@ -28,8 +28,8 @@ struct CacheOf<CacheType::i8> {
   NI_INLINE f32x16 get(const T* p) { return load_i8(p); }
 };
 
-// Scores of M queries against the keys of B blocks: lanes are positions. One query takes several blocks at once, so
-// that additions of different scores overlap; each score is a sum in the order of the dimensions either way.
+// Scores of M queries against the keys of B blocks; lanes are positions. A single query processes several blocks at once,
+// so that additions of different scores overlap. Each score is summed in the order of the dimensions in all cases.
 template <CacheType type, int M, int B>
 NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks, const float* q, float* out,
                       std::int64_t row) {
@@ -50,7 +50,7 @@ NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks,
   }
 }
 
-// Blocks lie far apart in memory, so the hardware does not foresee the next one.
+// Blocks are far apart in memory, so the hardware prefetcher does not predict the next one.
 NI_INLINE void prefetch_lines(const std::uint8_t* p, std::int64_t bytes) {
   for (std::int64_t at = 0; at < bytes; at += 64) prefetch(p + at);
 }
@@ -61,8 +61,8 @@ NI_INLINE const std::uint8_t* values_at(const AttentionTask& t, std::int64_t blo
   return t.blocks[block] + t.offset + C::kScales + t.head_dim * kBlock * sizeof(typename C::T);
 }
 
-// Weighted sums of values for M queries, 64 (or fewer) dimensions at a time: lanes are dimensions. Query m sees the
-// positions below shortest + m and no others: a weight of 0 does not undo a NaN.
+// Weighted sums of values for M queries, up to 64 dimensions at a time; lanes are dimensions. Query m reads only the
+// positions below shortest + m, because a weight of 0 does not cancel a NaN.
 template <CacheType type, int M, int N>
 NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t row, std::int64_t shortest,
                    std::int64_t d, float* out) {
@@ -73,9 +73,9 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t ro
   for (std::int64_t base = 0; base < length; base += kBlock) {
     const std::uint8_t* part = t.blocks[base / kBlock] + t.offset;
     const typename C::T* v = (const typename C::T*)values_at<type>(t, base / kBlock) + d;
-    const float* scale = (const float*)part + kBlock;  // of values, int8 only
+    const float* scale = (const float*)part + kBlock;  // scales of the values, int8 only
     const std::int64_t count = length - base < kBlock ? length - base : kBlock;
-    const std::int64_t common = shortest - base < count ? shortest - base : count;  // seen by all queries
+    const std::int64_t common = shortest - base < count ? shortest - base : count;  // attended by all queries
     const auto add = [&](std::int64_t s, bool everyone) __attribute__((always_inline)) {
       f32x16 values[N];
       _Pragma("GCC unroll 4") for (int j = 0; j < N; ++j) values[j] = C::get(v + s * width + 16 * j);
@@ -96,7 +96,7 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t ro
   NI_ROWS for (int j = 0; j < N; ++j) store_first(out + m * t.out_stride + d + 16 * j, acc[m][j], t.head_dim - d - 16 * j);
 }
 
-// M queries at positions first_position ...: scores, softmax over each query's own length, mix.
+// Attention of M consecutive queries: scores, softmax over each query's own length, weighted sums of values.
 template <CacheType type, int M>
 void attend(const AttentionTask& t, std::int64_t query) {
   const float* q = t.q + query * t.q_stride;
@@ -165,7 +165,7 @@ NI_INLINE float int8_scale(const float* x, std::int64_t n) {
   }
   return most / 127.0f + check;
 }
-NI_INLINE std::int8_t to_int8(float x, float scale) {  // scale 0: all are 0; NaN: its scale says so
+NI_INLINE std::int8_t to_int8(float x, float scale) {  // scale 0: all values are 0; NaN: the scale carries it
   return scale > 1e-32f && scale < __builtin_huge_valf() ? (std::int8_t)__builtin_rintf(x / scale) : (std::int8_t)0;
 }
 

@@ -1,5 +1,5 @@
-// Python bindings of the decoder and of what measures the machine. Thin: argument types are declared in the
-// signatures, where nanobind checks them; values are checked by the classes themselves.
+// Python bindings of the decoder, and of the buffer that measures memory bandwidth. nanobind checks the argument types in
+// the signatures; the classes check the values.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -27,12 +27,12 @@ namespace {
 
 using Writable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// What Python sets, one attribute each; names stand for the enumerations. Decoder checks the values.
+// The options as Python sets them, one attribute each, with names for the enumerations. Decoder checks the values.
 struct Settings : DecoderShape, DecoderOptions {
   std::string activation, weights_name, cache_name;
 };
 
-// A decoder and a lock: Python threads may call at the same time, and a step does not hold the interpreter's lock.
+// A decoder with a lock: Python threads may call it concurrently, and a step releases the interpreter lock.
 class Guarded {
  public:
   Guarded(const DecoderShape& shape, const DecoderOptions& options) : decoder_(shape, options) {}
@@ -72,12 +72,12 @@ class Guarded {
   ProcessMutex mutex_;
 };
 
-// A buffer to measure reading with.
+// A buffer to measure read bandwidth with.
 class ReadBuffer {
  public:
   ReadBuffer(std::int64_t num_bytes, int threads, const std::string& isa, bool huge_pages)
       : kernels_(kernels_for(isa)), threads_(ThreadPool::shared(checked_threads(threads))), memory_(checked_size(num_bytes), huge_pages) {
-    std::memset(memory_.data(), 1, memory_.size());  // every page real
+    std::memset(memory_.data(), 1, memory_.size());  // allocates every page
   }
   std::uint64_t read() {
     const ReleasedGil nogil;
@@ -117,12 +117,12 @@ void bind_decoder(nb::module_& m) {
         for (const IsaInfo& isa : instruction_sets()) all.append(nb::make_tuple(isa.name, isa.missing));
         return all;
       },
-      "Instruction sets compiled in, slowest first: (name, what this CPU lacks for it, empty if nothing).");
+      "Instruction sets of this build, slowest first: (name, CPU features that are missing; empty if supported).");
 
   nb::class_<ReadBuffer>(m, "ReadBuffer", "Memory to measure read bandwidth with.")
       .def(nb::init<std::int64_t, int, const std::string&, bool>(), nb::kw_only(), "num_bytes"_a, "threads"_a,
            "isa"_a = "", "huge_pages"_a = true)
-      .def("read", &ReadBuffer::read, "Read all of it once, by all threads; returns a checksum.");
+      .def("read", &ReadBuffer::read, "Read the buffer once with all threads; return a checksum.");
 
   nb::class_<Settings>(m, "DecoderOptions", "The shape of a model, its formats and limits. Decoder checks the values.")
       .def(nb::init<>())
@@ -145,7 +145,7 @@ void bind_decoder(nb::module_& m) {
 
   nb::class_<Guarded>(m, "Decoder",
                       "A GPT on the CPU. Load every tensor, then open, extend, truncate, fork and close sequences.\n\n"
-                      "Raises ValueError or IndexError for arguments that make no sense; nothing has changed then.")
+                      "Raises ValueError or IndexError for invalid arguments; the decoder is then unchanged.")
       .def(
           "__init__",
           [](Guarded* self, const Settings& given) {
@@ -162,13 +162,13 @@ void bind_decoder(nb::module_& m) {
           [](Guarded& d, const std::string& name, Floats2 values) {
             d.load(name, values.data(), values.shape(0), values.shape(1));
           },
-          "name"_a, "values"_a.noconvert(), "Pack the tensor of that name in the checkpoint; a matrix is (out, in) float32.")
+          "name"_a, "values"_a.noconvert(), "Load and pack a tensor by its name in the checkpoint; a matrix is (out, in) float32.")
       .def(
           "load",
           [](Guarded& d, const std::string& name, Floats1 values) { d.load(name, values.data(), 1, values.shape(0)); },
           "name"_a, "values"_a.noconvert())
       .def("check_loaded", [](Guarded& d) { d.locked([](Decoder& x) { x.check_loaded(); }); },
-           "Raise ValueError unless every tensor was given.")
+           "Raise ValueError if a tensor was not loaded.")
       .def("open", [](Guarded& d) { return d.locked([](Decoder& x) { return x.cache().open(); }); })
       .def("fork", [](Guarded& d, std::int64_t h) { return d.locked([h](Decoder& x) { return x.cache().fork(h); }); },
            "handle"_a)
@@ -187,10 +187,10 @@ void bind_decoder(nb::module_& m) {
             d.extend({std::move(handles), std::move(token_ids), std::move(num_new), std::move(num_logits)}, logits);
           },
           nb::kw_only(), "handles"_a, "token_ids"_a, "num_new"_a, "num_logits"_a,
-          "logits"_a.noconvert(),  // a converted copy would be written and thrown away
+          "logits"_a.noconvert(),  // a converted copy would be written and discarded
           "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32.")
       .def("hidden", [](Guarded& d, Writable out) { d.hidden(out); }, nb::kw_only(), "out"_a.noconvert(),
-           "Write the final hidden states that the last step's logits were made from, (sum(num_logits), n_embd).")
+           "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd).")
       .def(
           "part_seconds",
           [](Guarded& d) {
@@ -202,7 +202,7 @@ void bind_decoder(nb::module_& m) {
             all["everything else"] = s.others;
             return all;
           },
-          "Where the time of extend went so far, in seconds.")
+          "Return the seconds spent in each part of extend so far.")
       .def_prop_ro("logits_stride", [](Guarded& d) { return d.locked([](Decoder& x) { return x.logits_stride(); }); })
       .def_prop_ro("isa", [](Guarded& d) { return d.locked([](Decoder& x) { return std::string(x.isa()); }); })
       .def_prop_ro("threads", [](Guarded& d) { return d.locked([](Decoder& x) { return x.threads(); }); })

@@ -1,8 +1,8 @@
-// Python bindings of single kernels: for the tests, and only for them (tests/test_native_kernels.py).
+// Python bindings of single kernels, for the tests only (tests/test_native_kernels.py).
 //
-// Each packs, prepares and computes with the code that the decoder runs, but in memory of its own that is exactly as
-// large as the kernels are promised, so that AddressSanitizer (make asan) sees a read one byte too far; in the
-// decoder everything lies in one mapping and such a read goes unseen.
+// Each function packs, prepares and computes with the decoder's code, but in separate buffers of exactly the size that
+// the kernels may access. AddressSanitizer (make asan) then detects a read past the end; in the decoder, all buffers are
+// in one mapping, where it cannot.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -115,7 +115,7 @@ Array2 layer_norm(Floats2 x, Floats1 weight, Floats1 bias, float eps, const std:
   return to_numpy(to, rows, n, n);
 }
 
-// One head of one sequence. Blocks start as rubbish (all bits set: NaN), which no query may ever see.
+// One head of one sequence. Blocks are initialized with NaN (all bits set), which no query may read.
 Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std::string& cache,
                  const std::string& isa) {
   const Kernels& kernels = kernels_for(isa);
@@ -145,7 +145,7 @@ void bind_kernels(nb::module_& m) {
         "format"_a, "epilogue"_a = "store", "isa"_a = "",
         "For tests: epilogue(x W^T + bias), weights (out, in) packed in `format`; `add` adds to y (rows, out).");
   m.def("unpack", &unpack, nb::kw_only(), "weights"_a, "format"_a,
-        "For tests: weights (out, in) as the packed format holds them.");
+        "For tests: weights (out, in) after packing and unpacking.");
   m.def("layer_norm", &layer_norm, nb::kw_only(), "x"_a, "weight"_a, "bias"_a, "eps"_a, "isa"_a = "",
         "For tests: layer norm of the rows of x.");
   m.def("attention", &attention, nb::kw_only(), "q"_a, "k"_a, "v"_a, "start"_a, "cache"_a, "isa"_a = "",

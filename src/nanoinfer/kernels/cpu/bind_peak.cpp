@@ -1,4 +1,4 @@
-// Python binding of the arithmetic ceiling (peak.h), which nanoinfer.roofline.measure measures.
+// Python binding of the arithmetic ceiling (peak.h) for nanoinfer.roofline.measure.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -39,8 +39,8 @@ std::int64_t compute(const std::string& format, std::int64_t steps, int threads,
 
 void bind_peak(nb::module_& m) {
   m.def("compute", &compute, nb::kw_only(), "format"_a, "steps"_a, "threads"_a, "isa"_a = "",
-        "Multiply and add on registers with weights of a format, `steps` steps in each thread; returns the number of\n"
-        "multiplications and additions. What a matrix product in this format cannot exceed.");
+        "Multiply and add in registers with weights of a format, `steps` steps in each thread; return the number of\n"
+        "multiplications and additions. Their rate is an upper bound for a matrix product in this format.");
 }
 
 }  // namespace nanoinfer

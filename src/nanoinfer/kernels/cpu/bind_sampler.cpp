@@ -1,5 +1,5 @@
-// Python bindings of the native sampler. Every number is checked here again, whoever the caller is: what is
-// out of range is a ValueError that names it, and never reaches the code that trusts it.
+// Python bindings of the native sampler. All values are checked here, because the sampler itself does not check them; a
+// value out of range is a ValueError that names it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -29,8 +29,8 @@ void require(bool ok, const char* name, double value, const char* limit) {
   if (!ok) value_error(std::string(name) + "=" + show(value) + " is not " + limit);
 }
 
-// Call `take` on each item of a sequence; lists and tuples are not copied. `take` runs no code of the items,
-// so that nothing can change the list meanwhile.
+// Call `take` on each item of a sequence; lists and tuples are not copied. `take` must not run Python code, which could
+// change the list during the iteration.
 template <typename Take>
 void for_each(nb::handle items, const char* name, Take take) {
   PyObject* fast = PySequence_Fast(items.ptr(), (std::string(name) + " is not a sequence").c_str());
@@ -43,11 +43,11 @@ void for_each(nb::handle items, const char* name, Take take) {
 std::vector<std::int32_t> to_ids(nb::handle items, const char* name) {
   std::vector<std::int32_t> ids;
   for_each(items, name, [&](PyObject* item) {
-    if (!PyLong_Check(item)) throw nb::type_error((std::string(name) + " holds what is no integer").c_str());
+    if (!PyLong_Check(item)) throw nb::type_error((std::string(name) + " contains a value that is not an integer").c_str());
     int overflow = 0;
     const long long id = PyLong_AsLongLongAndOverflow(item, &overflow);
     if (overflow != 0 || id < 0 || id > std::numeric_limits<std::int32_t>::max()) {
-      value_error(std::string(name) + " holds a token id that is not in [0, 2**31)");
+      value_error(std::string(name) + " contains a token id that is not in [0, 2**31)");
     }
     ids.push_back(static_cast<std::int32_t>(id));
   });
@@ -58,7 +58,7 @@ std::vector<double> to_doubles(nb::handle items, const char* name) {
   std::vector<double> values;
   for_each(items, name, [&](PyObject* item) {
     if (!PyFloat_Check(item) && !PyLong_Check(item)) {
-      throw nb::type_error((std::string(name) + " holds what is no number").c_str());
+      throw nb::type_error((std::string(name) + " contains a value that is not a number").c_str());
     }
     const double value = PyFloat_Check(item) ? PyFloat_AS_DOUBLE(item) : PyLong_AsDouble(item);
     if (PyErr_Occurred()) throw nb::python_error();
@@ -72,7 +72,7 @@ SampleOptions make_options(double uniform, double temperature, std::int64_t top_
                            double repetition_penalty, double presence_penalty, double frequency_penalty,
                            nb::handle prompt_ids, nb::handle output_ids, nb::handle bias_ids,
                            nb::handle bias_values, nb::handle excluded_ids) {
-  // Written so that a NaN fails.
+  // The comparisons are false for NaN.
   require(uniform >= 0 && uniform < 1, "uniform", uniform, "in [0, 1)");
   require(temperature >= 0 && std::isfinite(temperature), "temperature", temperature, "finite and >= 0");
   require(top_k >= 0, "top_k", static_cast<double>(top_k), ">= 0");
@@ -89,7 +89,7 @@ SampleOptions make_options(double uniform, double temperature, std::int64_t top_
                         to_ids(excluded_ids, "excluded_ids")};
   if (options.bias_ids.size() != options.bias_values.size()) {
     value_error("bias_ids has " + std::to_string(options.bias_ids.size()) + " entries, bias_values " +
-                std::to_string(options.bias_values.size()) + ": give as many");
+                std::to_string(options.bias_values.size()) + ": pass one value for each id");
   }
   return options;
 }
@@ -116,9 +116,9 @@ nb::list sample_rows(const Logits& logits, const nb::list& rows) {
   const auto V = static_cast<std::int32_t>(logits.shape(1));
   if (V > 1 && logits.stride(1) != 1) {
     value_error("the logits of a row are " + std::to_string(logits.stride(1)) +
-                " numbers apart: they must be neighbours (call contiguous())");
+                " elements apart: rows must be contiguous (call contiguous())");
   }
-  // Own references: the list could be changed by others while the lock is released.
+  // Keep references: another thread may change the list while the interpreter lock is released.
   std::vector<nb::object> owners;
   std::vector<const SampleOptions*> options(B, nullptr);
   for (std::size_t i = 0; i < B; ++i) {
@@ -135,7 +135,7 @@ nb::list sample_rows(const Logits& logits, const nb::list& rows) {
   std::vector<std::int32_t> tokens(B);
   {
     const ReleasedGil nogil;
-    thread_local SamplerScratch scratch;  // kept from call to call, so that no token allocates
+    thread_local SamplerScratch scratch;  // reused between calls, so that sampling does not allocate
     for (std::size_t i = 0; i < B; ++i) {
       const float* row = logits.data() + static_cast<std::int64_t>(i) * logits.stride(0);
       tokens[i] = options[i] ? sample_row(row, V, *options[i], scratch) : argmax_row(row, V, scratch);
@@ -151,10 +151,10 @@ nb::list sample_rows(const Logits& logits, const nb::list& rows) {
 void bind_sampler(nb::module_& m) {
   nb::class_<SampleOptions>(
       m, "SampleOptions",
-      "How one row is sampled, in SamplingParams' names. It cannot be changed.\n\n"
-      "uniform: in [0, 1). prompt_ids, output_ids: what the penalties concern; ids past the vocabulary\n"
-      "count for nothing. bias_ids, bias_values: added to these logits. excluded_ids: never drawn.\n"
-      "Raises: ValueError for a number that is out of range, TypeError for no number.")
+      "Sampling options of one row, with SamplingParams' names. Immutable.\n\n"
+      "uniform: the random number, in [0, 1). prompt_ids, output_ids: tokens that the penalties apply to; ids past\n"
+      "the vocabulary are ignored. bias_ids, bias_values: values to add to these logits. excluded_ids: never sampled.\n"
+      "Raises: ValueError for a number out of range, TypeError for a value that is not a number.")
       .def(
           "__init__",
           [](SampleOptions* self, double uniform, double temperature, std::int64_t top_k, double top_p,
@@ -170,14 +170,13 @@ void bind_sampler(nb::module_& m) {
           "prompt_ids"_a = nb::tuple(), "output_ids"_a = nb::tuple(), "bias_ids"_a = nb::tuple(),
           "bias_values"_a = nb::tuple(), "excluded_ids"_a = nb::tuple());
   m.def("sample_rows", &sample_rows, nb::kw_only(), "logits"_a.noconvert(), "rows"_a,
-        "Draw the next token of each row, as nanoinfer.sampling.sampler.sample does, without a sort.\n\n"
+        "Sample the next token of each row, as nanoinfer.sampling.sampler.sample does, without a sort.\n\n"
+        "The interpreter lock is released during the call.\n\n"
         "Args:\n"
-        "    logits: (B, V) float32 on the CPU, the logits of a row side by side, rows any distance apart.\n"
-        "        Not copied, not changed.\n"
-        "    rows: a list of B SampleOptions; None takes the first largest raw logit.\n\n"
-        "Returns: a list of B token ids, -1 for each row whose largest logit is NaN or infinite (a NaN anywhere in a\n"
-        "    row counts as its largest). The interpreter lock is released meanwhile.\n"
-        "Raises: ValueError for ids, lengths or strides that do not fit; TypeError for other arrays.");
+        "    logits: (B, V) float32 on the CPU, rows contiguous, with any stride between rows. Not copied or changed.\n"
+        "    rows: a list of B SampleOptions; None selects the first largest raw logit.\n\n"
+        "Returns: a list of B token ids; -1 for each row whose largest logit is infinite or that contains a NaN.\n"
+        "Raises: ValueError for invalid ids, lengths or strides; TypeError for other arrays.");
 }
 
 }  // namespace nanoinfer

@@ -1,5 +1,5 @@
-// Python bindings of the native extension (module nanoinfer._native). Thin on purpose: argument types are
-// declared in the signatures, where nanobind checks them; the work is in the headers beside this file.
+// The native extension (module nanoinfer._native). nanobind checks the argument types in the signatures; the bindings
+// of each part are in the bind_*.cpp files.
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
@@ -17,10 +17,10 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 NB_MODULE(_native, m) {
-  nb::set_leak_warnings(false);  // what a daemon thread holds when the interpreter exits is no leak
+  nb::set_leak_warnings(false);  // daemon threads may hold objects when the interpreter exits
   m.doc() = "Native CPU code of nanoinfer.";
   m.def("uniform", &nanoinfer::philox_uniform, nb::kw_only(), "seed"_a, "sample"_a, "position"_a,
-        "The uniform in [0, 1) of one token: Philox4x32-10 keyed by (seed, sample, position).\n\n"
+        "The uniform number in [0, 1) of one token: Philox4x32-10 of (sample, position) with the seed as key.\n\n"
         "Args: seed, sample, position: integers in [0, 2**64).\n"
         "Returns: a float with 53 random bits, equal bit for bit to nanoinfer.sampling.rng.uniform_reference.\n"
         "Raises: TypeError for anything else.");

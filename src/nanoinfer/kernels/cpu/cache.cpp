@@ -16,7 +16,7 @@ std::size_t CacheShape::part_bytes() const {
 
 Cache::Cache(const CacheShape& shape, std::int64_t num_blocks)
     : shape_(shape), memory_(num_blocks * shape.block_bytes()), references_(num_blocks, 0) {
-  for (std::int64_t b = num_blocks; b-- > 0;) free_.push_back(static_cast<std::int32_t>(b));  // low ones first
+  for (std::int64_t b = num_blocks; b-- > 0;) free_.push_back(static_cast<std::int32_t>(b));  // low ones are taken first
 }
 
 const Cache::Sequence& Cache::at(std::int64_t handle) const {

@@ -1,8 +1,8 @@
-// The key/value cache: fixed-size blocks of one pool, shared between forks by reference.
+// The KV cache: fixed-size blocks of one pool, shared between forks by reference.
 //
-// A block holds kBlock positions of every layer and head, so a sequence is a list of blocks and a length. Forks
-// share blocks; whoever appends to a shared one copies it first. Truncating gives whole blocks back. The idea of
-// paged keys and values is PagedAttention's (Kwon et al. 2023).
+// A block holds kBlock positions of every layer and head, so a sequence is a list of blocks and a length. Forks share
+// blocks; appending to a shared block copies it first. Truncating returns whole blocks to the pool. Paged keys and
+// values are the idea of PagedAttention (Kwon et al. 2023).
 #pragma once
 
 #include <cstdint>
@@ -26,24 +26,25 @@ struct CacheShape {
 
 class Cache {
  public:
-  // A pool of num_blocks blocks; memory is taken as blocks are first written. Throws std::bad_alloc.
+  // A pool of num_blocks blocks; memory is allocated when blocks are first written. Throws std::bad_alloc.
   Cache(const CacheShape& shape, std::int64_t num_blocks);
 
   std::int64_t open();
-  std::int64_t fork(std::int64_t handle);                     // throws std::out_of_range: no such handle
-  void truncate(std::int64_t handle, std::int64_t length);    // the same, or a length that it does not have
-  void close(std::int64_t handle);                            // the same
-  std::int64_t length(std::int64_t handle) const;             // the same
-  void clear();                                               // close all sequences
+  // These throw std::out_of_range for an unknown handle; truncate also for a length that the sequence does not have.
+  std::int64_t fork(std::int64_t handle);
+  void truncate(std::int64_t handle, std::int64_t length);
+  void close(std::int64_t handle);
+  std::int64_t length(std::int64_t handle) const;
+  void clear();  // close all sequences
 
-  // Blocks that appending `count` positions to a sequence takes from the pool.
+  // Number of blocks that appending `count` positions to a sequence takes from the pool.
   std::int64_t blocks_needed(std::int64_t handle, std::int64_t count) const;
   std::int64_t blocks_free() const { return static_cast<std::int64_t>(free_.size()); }
   std::int64_t blocks_total() const { return static_cast<std::int64_t>(references_.size()); }
-  // Make room for `count` more positions and count them as present. The blocks must be free.
+  // Extend a sequence by `count` positions, taking blocks from the pool, which must have enough free ones.
   void append(std::int64_t handle, std::int64_t count);
 
-  // Addresses of a sequence's blocks; valid until it is appended to, truncated or closed.
+  // Addresses of a sequence's blocks, valid until it is appended to, truncated or closed.
   const std::vector<const std::uint8_t*>& blocks(std::int64_t handle) const { return at(handle).address; }
   std::uint8_t* block(std::int64_t handle, std::int64_t position) const;
   const CacheShape& shape() const { return shape_; }

@@ -1,4 +1,4 @@
-// Loading weights, and checking a step. The pass through the layers is forward.cpp.
+// Loads weights and checks steps. The forward pass is in forward.cpp.
 #include "decoder.h"
 
 #include <algorithm>
@@ -25,16 +25,16 @@ DecoderShape checked(const DecoderShape& s, const DecoderOptions& o) {
                                     {"max_num_seqs", o.max_num_seqs},
                                     {"threads", o.threads * std::int64_t{1024}}})  // at most 16,384
     if (value < 1 || value > most) throw std::invalid_argument(std::string(name) + " is out of range: " + str(value));
-  if (o.max_num_cached_tokens < 1) throw std::invalid_argument("max_num_cached_tokens must be 1 or more");
+  if (o.max_num_cached_tokens < 1) throw std::invalid_argument("max_num_cached_tokens must be at least 1");
   if (s.n_embd % s.n_head)
     throw std::invalid_argument("n_embd=" + str(s.n_embd) + " is not a multiple of n_head=" + str(s.n_head));
   if (!(s.epsilon >= 0 && s.epsilon <= 1)) throw std::invalid_argument("layer_norm_epsilon must be from 0 to 1");
   return s;
 }
 
-// Every open sequence may leave one block partly empty, and one more while it is copied from a fork.
+// One block more for each sequence, because its last block may be partly used.
 std::int64_t num_blocks(const DecoderShape& s, const DecoderOptions& o) {
-  checked(s, o);  // arguments are evaluated in any order: this one may be the first
+  checked(s, o);  // the order in which arguments are evaluated is unspecified
   return (o.max_num_cached_tokens + kBlock - 1) / kBlock + o.max_num_seqs;
 }
 
@@ -70,7 +70,7 @@ Decoder::Decoder(const DecoderShape& shape, const DecoderOptions& options)
   if (shape.tied) model_.lm_head = model_.wte;
   else place(model_.lm_head);
   for (auto& [name, slot] : slots_)
-    if (!slot.matrix && !slot.vector) {  // a matrix's bias, which has an address only now
+    if (!slot.matrix && !slot.vector) {  // the bias of a matrix, whose address is known only now
       Matrix& m = *slots_.at(name.substr(0, name.size() - 4) + "weight").matrix;
       slot.vector = const_cast<float*>(m.bias);
     }
@@ -94,7 +94,7 @@ void Decoder::add_norm(const std::string& name, std::vector<float>& norm) {
   slots_[name + ".bias"] = {nullptr, norm.data() + model_.shape.n_embd, 1, model_.shape.n_embd, /*optional=*/true};
 }
 
-void Decoder::place(Matrix& m) {  // bias, scale, panels: in the order of use
+void Decoder::place(Matrix& m) {  // in the order bias, scale, panels
   std::uint8_t* at = weights_.data() + placed_;
   const std::size_t vector_bytes = m.panels * kPanel * sizeof(float);
   m.bias = reinterpret_cast<float*>(at);
@@ -105,7 +105,7 @@ void Decoder::place(Matrix& m) {  // bias, scale, panels: in the order of use
 
 void Decoder::load(const std::string& name, const float* values, std::int64_t rows, std::int64_t columns) {
   const auto found = slots_.find(name);
-  if (found == slots_.end()) throw std::invalid_argument("tensor '" + name + "' has no place in this model");
+  if (found == slots_.end()) throw std::invalid_argument("tensor '" + name + "' is not a tensor of this model");
   Slot& slot = found->second;
   if (rows != slot.rows || columns != slot.columns)
     throw std::invalid_argument("tensor '" + name + "' is (" + str(rows) + ", " + str(columns) + "), must be (" +
@@ -127,7 +127,7 @@ void Decoder::pack(Matrix& m, const float* values) {
 
 void Decoder::check_loaded() const {
   for (const auto& [name, slot] : slots_)
-    if (!slot.given && !slot.optional) throw std::invalid_argument("tensor '" + name + "' was not given");
+    if (!slot.given && !slot.optional) throw std::invalid_argument("tensor '" + name + "' was not loaded");
 }
 
 std::int64_t Decoder::logits_stride() const { return model_.wte.panels * kPanel; }
@@ -143,10 +143,10 @@ std::int64_t Decoder::check(const Step& s) const {
     if (!seen.insert(handle).second) throw std::invalid_argument("handle " + str(handle) + " appears twice in a step");
     if (more < 1 || s.num_logits[i] < 0 || s.num_logits[i] > more)
       throw std::invalid_argument("sequence " + str(handle) + ": num_new=" + str(more) + ", num_logits=" +
-                                  str(s.num_logits[i]) + ": need num_new >= 1 and 0 <= num_logits <= num_new");
+                                  str(s.num_logits[i]) + ": num_new must be >= 1, and num_logits in [0, num_new]");
     if (more > model_.shape.block_size - have)
       throw std::out_of_range("sequence " + str(handle) + ": " + str(have) + " tokens and " + str(more) +
-                              " more exceed the context length " + str(model_.shape.block_size));
+                              " new ones exceed the context length " + str(model_.shape.block_size));
     total += more;
     logits += s.num_logits[i];
     blocks += cache_.blocks_needed(handle, more);
@@ -158,7 +158,7 @@ std::int64_t Decoder::check(const Step& s) const {
     if (token < 0 || token >= model_.shape.vocab_size)
       throw std::out_of_range("token id " + str(token) + " is outside the vocabulary of " + str(model_.shape.vocab_size));
   if (blocks > cache_.blocks_free())
-    throw std::out_of_range("the key/value cache is full: " + str(blocks) + " more blocks of " + str(kBlock) +
+    throw std::out_of_range("the KV cache is full: " + str(blocks) + " more blocks of " + str(kBlock) +
                             " tokens are needed, " + str(cache_.blocks_free()) + " of " +
                             str(cache_.blocks_total()) + " are free: raise kv_cache_memory, or close sequences");
   return logits;
@@ -174,7 +174,7 @@ void Decoder::extend(const Step& step, float* logits) {
     for (std::int64_t j = 0; j < n; ++j)
       rows.push_back({step.handles[i], step.token_ids[rows.size()], start + j,
                       j >= n - step.num_logits[i] ? logit++ : -1});
-    cache_.append(step.handles[i], n);  // the one place where positions advance
+    cache_.append(step.handles[i], n);  // no other code advances positions
   }
   pass_.run(threads, rows, logits, logits_stride());
 }

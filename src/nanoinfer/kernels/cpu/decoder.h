@@ -1,5 +1,5 @@
-// The native decoder: a GPT on a CPU, one call a step. Weights are packed as they are given; see kernels.cpp for
-// what the kernels do and cache.h for where keys and values live.
+// The native decoder: runs a GPT on a CPU, one call for each step. Weights are packed when they are loaded. kernels.cpp
+// describes the kernels, and cache.h the KV cache.
 #pragma once
 
 #include <memory>
@@ -21,25 +21,26 @@ struct DecoderOptions {
   std::int64_t max_num_cached_tokens = 0;
   std::int64_t max_num_seqs = 0;
   int threads = 1;
-  std::string isa;          // "" is the fastest that runs here
+  std::string isa;          // "": the fastest supported one
   bool huge_pages = true;
 };
 
-// New tokens for some sequences; nanoinfer.engines.base.StepBatch.
+// New tokens for some sequences: nanoinfer.engines.base.StepBatch.
 struct Step {
   std::vector<std::int64_t> handles, token_ids, num_new, num_logits;
 };
 
 class Decoder {
  public:
-  // Throws std::invalid_argument for sizes that make no sense, std::bad_alloc, and std::runtime_error where the system
-  // does not give as many threads.
+  // Throws std::invalid_argument for sizes out of range, std::bad_alloc, and std::runtime_error if the threads cannot be
+  // created.
   Decoder(const DecoderShape& shape, const DecoderOptions& options);
 
-  // Give one tensor by its name in the checkpoint ("transformer.h.0.attn.c_attn.weight"), row-major float32; a
-  // matrix is (out, in). It is packed at once and not kept. Throws std::invalid_argument: unknown, wrong shape.
+  // Load one tensor by its name in the checkpoint ("transformer.h.0.attn.c_attn.weight"), row-major float32; a matrix
+  // is (out, in). It is packed immediately and not kept. Throws std::invalid_argument if the name is unknown or the
+  // shape is wrong.
   void load(const std::string& name, const float* values, std::int64_t rows, std::int64_t columns);
-  // Throw std::invalid_argument unless every tensor was given. Biases count as zero.
+  // Throw std::invalid_argument if a tensor was not loaded. Biases are optional and default to zero.
   void check_loaded() const;
 
   Cache& cache() { return cache_; }
@@ -50,20 +51,20 @@ class Decoder {
   const PartSeconds& part_seconds() const { return pass_.part_seconds(); }
   std::size_t weight_bytes() const { return weights_.size(); }
 
-  // Throw std::invalid_argument or std::out_of_range for a step that makes no sense or does not fit; return
+  // Throw std::invalid_argument or std::out_of_range if a step is malformed or exceeds the limits; return
   // sum(num_logits).
   std::int64_t check(const Step& step) const;
-  // Append the tokens of a step that `check` accepts and write logits, (sum(num_logits), logits_stride()).
+  // Append the tokens of a step that `check` accepted and write logits, (sum(num_logits), logits_stride()).
   void extend(const Step& step, float* logits);
-  // (sum(num_logits), n_embd) of the last step: the final hidden states that its logits were made from.
+  // The final hidden states of the last step's logits, (sum(num_logits), n_embd).
   const std::vector<float>& final_hidden() const { return pass_.final_hidden(); }
 
  private:
-  struct Slot {  // where a tensor of the checkpoint goes
-    Matrix* matrix = nullptr;  // packed
-    float* vector = nullptr;   // or copied
+  struct Slot {  // destination of a tensor of the checkpoint
+    Matrix* matrix = nullptr;  // of a tensor that is packed
+    float* vector = nullptr;   // of a tensor that is copied
     std::int64_t rows = 1, columns = 0;
-    bool optional = false;     // biases: zero where the checkpoint has none
+    bool optional = false;     // biases, which are zero if the checkpoint has none
     bool given = false;
   };
   void add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias);

@@ -22,14 +22,14 @@ float from_bf16(std::uint16_t h) {
   std::memcpy(&x, &u, 4);
   return x;
 }
-std::uint16_t to_f16(float x) {  // nearest, ties to even; past the largest half: infinity
+std::uint16_t to_f16(float x) {  // nearest, ties to even; overflows to infinity
   std::uint32_t u;
   std::memcpy(&u, &x, 4);
   const std::uint16_t sign = static_cast<std::uint16_t>((u >> 16) & 0x8000u);
   const std::uint32_t magnitude = u & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return sign | 0x7e00u;
   if (magnitude >= 0x477ff000u) return sign | 0x7c00u;
-  if (magnitude < 0x38800000u) {  // subnormal: let float addition round to multiples of 2^-24
+  if (magnitude < 0x38800000u) {  // subnormal: the float addition rounds to multiples of 2^-24
     float shifted = std::fabs(x) + 0.5f;
     std::memcpy(&u, &shifted, 4);
     return sign | static_cast<std::uint16_t>(u - 0x3f000000u);
@@ -46,12 +46,12 @@ float from_f16(std::uint16_t h) {
   return sign ? -x : x;
 }
 
-// Scale and zero point of up to kGroup weights for 4 bits: w ~ scale (q - zero), 0 <= q, zero <= 15.
+// Scale and zero point of up to kGroup weights in 4 bits: w ~ scale (q - zero), 0 <= q, zero <= 15.
 //
-// The range [min, max] mapped onto 0..15 wastes resolution on outliers; so shrunken ranges are tried, the scale of
-// the best is refitted to its own levels, and the pair with the least squared error wins. The zero point is whole, so
-// that a weight of 0 stays 0 and sums stay exact. Four weights at a time: every CPU has such vectors, and a compiler
-// may not reorder a sum of floats by itself (124 million weights on 2 threads: 0.5 s; one weight at a time: 1.7 s).
+// Mapping the full range [min, max] onto 0..15 loses resolution if there are outliers. Several smaller ranges are
+// therefore tried, the scale of the best is refitted to its own levels, and the pair with the least squared error is
+// used. The zero point is an integer, so that a weight of 0 stays 0 and sums are exact. Four weights are processed at a
+// time, because compilers may not reorder sums of floats (124 million weights on 2 threads: 0.5 s instead of 1.7 s).
 struct Grid4 {
   std::uint16_t scale;  // bfloat16
   std::uint8_t zero;
@@ -65,7 +65,7 @@ struct Group4 {  // kGroup weights; zeros after the end of a row
 
   Group4(const float* row, std::int64_t n) : w{} { std::memcpy(w, row, n * sizeof(float)); }
 
-  // The level q of weights 4 i to 4 i + 3, 0 to 15: the nearest. Adding 1.5 * 2^23 rounds to a whole number.
+  // The nearest level q, 0 to 15, of weights 4 i to 4 i + 3. Adding 1.5 * 2^23 rounds to an integer.
   f32x4 levels(std::int64_t i, float inverse, float zero) const {
     const f32x4 lowest{}, highest = lowest + 15.0f, magic = lowest + 12582912.0f;
     f32x4 x = w[i] * inverse + zero;
@@ -82,7 +82,7 @@ struct Group4 {  // kGroup weights; zeros after the end of a row
     }
     return sum(error);
   }
-  // The scale of the least squared error for the levels that a grid gives: sum w l / sum l^2, l = q - zero.
+  // The scale with the least squared error for a grid's levels: sum w l / sum l^2, l = q - zero.
   float refit(Grid4 grid) const {
     f32x4 cross{}, square{};
     const float inverse = 1.0f / from_bf16(grid.scale), zero = grid.zero;
@@ -104,7 +104,7 @@ Grid4 search4(const Group4& group, float low, float high) {
     if (!(scale > 0) || !std::isfinite(1.0f / scale)) return;
     const float zero = std::clamp(std::nearbyint(-lowest / scale), 0.0f, 15.0f);
     const float error = group.squared_error(scale, zero);
-    if (best.scale && !(error < least)) return;  // the first is taken even where squares overflow
+    if (best.scale && !(error < least)) return;  // accept the first even if squares overflow
     least = error;
     best = {stored, static_cast<std::uint8_t>(zero)};
   };
@@ -119,16 +119,16 @@ Grid4 search4(const Group4& group, float low, float high) {
 
 Grid4 quantize4(const float* row, std::int64_t n, std::uint8_t* q) {
   const Group4 group(row, n);
-  f32x4 lows{}, highs{}, bad{};  // 0 is always in range
+  f32x4 lows{}, highs{}, bad{};  // the range always includes 0
   for (const f32x4 w : group.w) {
     lows = w < lows ? w : lows;
     highs = w > highs ? w : highs;
-    bad += w * 0.0f;  // NaN where there is a NaN or an infinity
+    bad += w * 0.0f;  // NaN if there is a NaN or an infinity
   }
   const float low = std::min({lows[0], lows[1], lows[2], lows[3]});
   const float high = std::max({highs[0], highs[1], highs[2], highs[3]});
   Grid4 best{0, 8};
-  if (sum(bad) != 0.0f || !std::isfinite(high - low)) best.scale = 0x7fc0;  // NaN: an overflow must be seen
+  if (sum(bad) != 0.0f || !std::isfinite(high - low)) best.scale = 0x7fc0;  // NaN, so that an overflow reaches the logits
   else if (high > low) best = search4(group, low, high);
   const float scale = from_bf16(best.scale);
   for (std::int64_t i = 0; i < kGroup / 4; ++i) {
@@ -161,7 +161,7 @@ void pack8(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* pane
     finite = finite && std::isfinite(row[i]);
   }
   const float inverse = most > 1e-30f && finite ? 127.0f / most : 0.0f;
-  *scale = finite ? most / 127.0f : NAN;  // NaN: an overflow must be seen
+  *scale = finite ? most / 127.0f : NAN;  // so that an overflow reaches the logits
   for (std::int64_t i = 0; i < in; ++i)
     panel[i / 4 * 128 + o * 4 + i % 4] =
         static_cast<std::uint8_t>(128 + (inverse > 0 ? static_cast<int>(std::nearbyint(row[i] * inverse)) : 0));
@@ -202,7 +202,7 @@ std::size_t prepared_bytes(WeightType type, std::int64_t in) {
 void pack_panel(WeightType type, const float* weights, std::int64_t out, std::int64_t in, std::int64_t panel,
                 std::uint8_t* data, float* scale) {
   const std::int64_t depth = padded_depth(type, in), rows = std::min(kPanel, out - panel * kPanel);
-  if (type == WeightType::i8) std::memset(data, 128, panel_bytes(type, in));  // 128 stands for 0
+  if (type == WeightType::i8) std::memset(data, 128, panel_bytes(type, in));  // 128 encodes 0
   for (std::int64_t o = 0; o < rows; ++o) {
     const float* row = weights + (panel * kPanel + o) * in;
     switch (type) {

@@ -8,7 +8,7 @@ namespace nanoinfer {
 
 namespace {
 
-constexpr std::int64_t kQueryChunk = 64;  // queries of one attention item: enough of them to share between threads
+constexpr std::int64_t kQueryChunk = 64;  // queries of one attention item: small enough to give every thread some items
 
 std::int64_t padded(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
 
@@ -88,8 +88,8 @@ void ForwardPass::embed(int rank) {
   }
 }
 
-// The threads wait for each other, because what comes next reads what all of them wrote; the time since the last
-// barrier belongs to `part`.
+// Wait for all threads, because the next operation reads the results of all. The time since the last barrier is added to
+// `part`.
 void ForwardPass::timed_barrier(double PartSeconds::*part, int rank) {
   threads_->barrier();
   if (rank != 0) return;
@@ -123,7 +123,7 @@ void ForwardPass::layer(std::int64_t index, int rank) {
   timed_barrier(&PartSeconds::products, rank);
 }
 
-// Layer norm of x, in the form that the next product reads.
+// Layer norm of x as prepared rows for the next product.
 void ForwardPass::norm(const std::vector<float>& weights, const Matrix& next, int rank) {
   const std::int64_t C = model_.shape.n_embd;
   float* y = scratch_ + rank * scratch_stride_;
@@ -157,7 +157,8 @@ void ForwardPass::store(std::int64_t layer, int rank) {
     }
 }
 
-// Items differ in length, so threads take the next one when they are free; who computes an item does not change it.
+// Items differ in length, so each thread takes the next one when it is free. The result of an item does not depend on the
+// thread.
 void ForwardPass::attend(std::int64_t layer, int rank) {
   const DecoderShape& s = model_.shape;
   const CacheShape& shape = cache_.shape();

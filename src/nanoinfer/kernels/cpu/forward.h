@@ -1,5 +1,5 @@
-// One pass of some rows through the model: what the threads of the pool do between handing in tokens and getting
-// logits. A row is one new token of one sequence; rows of all sequences go through the matrix products together.
+// The forward pass of one step, which the threads of the pool compute together. A row is one new token of one sequence;
+// the matrix products process the rows of all sequences together.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ namespace nanoinfer {
 struct DecoderShape {
   std::int64_t vocab_size = 0, block_size = 0, n_layer = 0, n_head = 0, n_embd = 0, mlp_dim = 0;
   bool gelu_tanh = true;
-  bool tied = true;   // the output head is the token embedding
+  bool tied = true;   // the output head shares the token embedding's weights
   float epsilon = 1e-5f;
 
   std::int64_t head_dim() const { return n_embd / n_head; }
@@ -32,39 +32,39 @@ struct LayerWeights {
 struct ModelWeights {
   DecoderShape shape;
   WeightType type = WeightType::f32;
-  Matrix wte{}, lm_head{};         // lm_head is wte where they are tied
+  Matrix wte{}, lm_head{};         // lm_head is wte if they are tied
   std::vector<float> wpe, ln_f;
   std::vector<LayerWeights> layers;
 };
 
 struct Row {
   std::int64_t handle, token, position;
-  std::int64_t logit;  // row of the logits that it wants, -1 for none
+  std::int64_t logit;  // its row of the logits, -1: none
 };
 
-// Where the time goes, in seconds since the decoder was made.
+// Seconds spent in each part of the model since the decoder was created.
 struct PartSeconds {
   double products = 0, attention = 0, head = 0, others = 0;
 };
 
-// Rows that go through the layers together. More than this would push what they share out of the caches, and the
-// buffers would grow; weights are read again for the next ones, which at this many rows costs little.
+// Maximum number of rows that go through the layers together. With more, their data would not stay in the caches, and
+// the buffers would grow. Further rows read the weights again, which takes little time compared to this many rows.
 constexpr std::int64_t kMaxRows = 256;
 
 class ForwardPass {
  public:
   ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads);
 
-  // Run rows, whose sequences already count them, through the model, on a pool of num_threads threads. The rows that
-  // want logits leave their final hidden state behind; when all rows are done, the output head multiplies these.
+  // Run rows through the model on a pool of num_threads threads. The cache must already count them (Cache::append).
+  // Final hidden states of rows with logits are collected; the output head multiplies them after the last row.
   void run(ThreadPool& threads, const std::vector<Row>& rows, float* logits, std::int64_t logits_stride);
-  // (rows that wanted logits, n_embd) of the last step: what the output head read, before it was rounded.
+  // The final hidden states of the last step's logits, (num_logits, n_embd), before they were rounded for the head.
   const std::vector<float>& final_hidden() const { return final_hidden_; }
   const PartSeconds& part_seconds() const { return seconds_; }
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct Item {  // attention of some rows of one sequence, one head
+  struct Item {  // attention of one head for some rows of one sequence
     const std::uint8_t* const* blocks;
     std::int64_t row, count, head;
   };
@@ -87,15 +87,15 @@ class ForwardPass {
   std::int64_t x_stride_, qkv_stride_, hidden_stride_, scratch_stride_;  // in floats
   std::size_t prepared_stride_, head_stride_;                            // in bytes
   Buffer memory_;
-  float *x_, *qkv_, *attended_, *hidden_, *scratch_;  // (kMaxRows, stride); scratch: one a thread
+  float *x_, *qkv_, *attended_, *hidden_, *scratch_;  // (kMaxRows, stride); scratch_: (num_threads, stride)
   std::uint8_t* prepared_;                            // (kMaxRows, prepared_stride_)
-  std::vector<std::uint8_t> head_rows_;               // (rows that want logits, head_stride_), prepared
-  std::vector<float> final_hidden_;                         // the same rows, (rows, n_embd)
+  std::vector<std::uint8_t> head_rows_;               // (num_logits_, head_stride_), prepared
+  std::vector<float> final_hidden_;                   // (num_logits_, n_embd)
   const Row* rows_ = nullptr;
   std::int64_t num_rows_ = 0, num_logits_ = 0;
   std::vector<Item> items_;
-  std::vector<std::uint8_t*> block_of_;               // of each row
-  std::unique_ptr<std::atomic<std::int64_t>[]> next_item_;  // one a layer
+  std::vector<std::uint8_t*> block_of_;               // the cache block of each row
+  std::unique_ptr<std::atomic<std::int64_t>[]> next_item_;  // one for each layer
   PartSeconds seconds_;
   Clock::time_point mark_;
 };

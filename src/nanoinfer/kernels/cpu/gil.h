@@ -1,4 +1,4 @@
-// Running without the interpreter's lock.
+// Running code without the interpreter lock.
 #pragma once
 
 #include <Python.h>
@@ -8,16 +8,16 @@
 
 namespace nanoinfer {
 
-// Releases the interpreter's lock while it lives, as nb::gil_scoped_release does, but for one case: when the interpreter
-// exits, Python (before 3.14) ends a daemon thread that asks for the lock by pthread_exit, which unwinds the stack; a
-// destructor or a catch-all of C++ on the way then aborts the process. Here such a thread sleeps until the process ends.
+// Releases the interpreter lock for the object's lifetime, as nb::gil_scoped_release does, except at exit: before 3.14,
+// Python ends a daemon thread that requests the lock by pthread_exit, which unwinds the stack; a C++ destructor or
+// catch-all then aborts the process. Here, such a thread sleeps until the process ends.
 class ReleasedGil {
  public:
   ReleasedGil() : state_(PyEval_SaveThread()) {}
   ~ReleasedGil() {
     try {
       PyEval_RestoreThread(state_);
-    } catch (...) {  // the unwinding, which must go no further
+    } catch (...) {  // stop the unwinding here
       while (true) std::this_thread::sleep_for(std::chrono::hours(1));
     }
   }

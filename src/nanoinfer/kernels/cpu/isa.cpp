@@ -4,7 +4,7 @@
 
 namespace nanoinfer {
 
-// One table from each compilation of kernels.cpp (sources.cmake says which there are).
+// One table from each compilation of kernels.cpp (listed in sources.cmake).
 namespace scalar { extern const Kernels kKernels; }
 #if defined(__x86_64__)
 namespace avx2 { extern const Kernels kKernels; }
@@ -24,7 +24,7 @@ struct Entry {
 #if defined(__x86_64__)
 #define NI_NEED(feature) if (!__builtin_cpu_supports(feature)) missing += (missing.empty() ? "" : ", ") + std::string(feature)
 
-std::string missing_for(int level) {  // the builtin also asks whether the operating system saves the registers
+std::string missing_for(int level) {  // the builtin also checks that the operating system saves the registers
   std::string missing;
   __builtin_cpu_init();
   NI_NEED("avx2");
@@ -69,7 +69,7 @@ const Kernels& kernels_for(const std::string& name) {
   for (const Entry& e : entries()) {
     if (e.missing.empty()) fastest = e.kernels;
     if (name == e.kernels->name) {
-      if (!e.missing.empty()) throw std::invalid_argument("instruction set '" + name + "': this CPU has no " + e.missing);
+      if (!e.missing.empty()) throw std::invalid_argument("instruction set '" + name + "': this CPU does not support " + e.missing);
       return *e.kernels;
     }
     known += (known.empty() ? "" : ", ") + std::string(e.kernels->name);

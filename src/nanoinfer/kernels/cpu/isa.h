@@ -1,4 +1,4 @@
-// Which instruction sets were compiled in, which this machine runs, and the one to use.
+// The instruction sets of this build, which of them this CPU supports, and the selection of one.
 #pragma once
 
 #include <string>
@@ -10,14 +10,14 @@ namespace nanoinfer {
 
 struct IsaInfo {
   std::string name;
-  std::string missing;  // what the machine lacks for it; empty: it runs here
+  std::string missing;  // CPU features that it needs and this CPU lacks; empty: supported
 };
 
-// All that were compiled in, slowest first.
+// All instruction sets of this build, slowest first.
 std::vector<IsaInfo> instruction_sets();
 
-// The kernels of one instruction set; "" is the fastest that runs here.
-// Throws std::invalid_argument for a name that does not exist, or that this machine lacks.
+// The kernels of one instruction set; "" selects the fastest supported one.
+// Throws std::invalid_argument if the name is unknown or this CPU does not support it.
 const Kernels& kernels_for(const std::string& name);
 
 }  // namespace nanoinfer

@@ -1,22 +1,21 @@
 // The kernels of the native decoder: one source, compiled once for each instruction set.
 //
-// The story, fastest idea last; each step is a measurement in docs/log.md:
-//   1. A matrix product with row-major weights reads one long row per output: as many memory streams as rows in
-//      flight, and the hardware's prefetchers lose them. Here 32 outputs are interleaved in a panel, and a
-//      thread reads its panels from first to last: one stream.
-//   2. Software prefetch runs kPrefetch bytes ahead of the stream, across the ends of panels.
-//   3. Each lane owns one output, so nothing is ever summed across lanes, and every row of activations has
-//      accumulators of its own that add in the order of the inputs. So the result of a row depends neither on
-//      how many rows there are nor on the thread that computes it, bit for bit. The price: rows cannot share
-//      the work of one output (a reduction split over threads), which only costs where there are fewer panels
-//      than threads.
-//   4. Weights of 8 and 4 bits multiply activations of 8 bits (a scale for every kGroup inputs of a row), four
-//      products an instruction where the CPU has VNNI, in exact integers.
-//   5. Keys are stored transposed (kBlock positions interleaved), so attention is the same product again:
-//      lanes are positions, and a score needs no sum across lanes.
+// The design; docs/log.md has the measurement of each step:
+//   1. A matrix product with row-major weights reads one long row for each output. Several rows in flight are as many
+//      memory streams, which hardware prefetchers do not follow. Here, 32 outputs are interleaved in a panel, and a
+//      thread reads its panels from first to last as one stream.
+//   2. Software prefetch reads kPrefetch bytes before they are needed, across the ends of panels.
+//   3. Each lane computes one output, so there are no sums across lanes, and every row of activations has its own
+//      accumulators, which add in the order of the inputs. The result of a row therefore does not depend on the number
+//      of rows or on the thread that computes it, bit for bit. The sum of one output cannot be split over threads, which
+//      is slower only if there are fewer panels than threads.
+//   4. Weights of 8 and 4 bits are multiplied with activations of 8 bits (one scale for every kGroup inputs of a row) in
+//      exact integers, with four products in each instruction if the CPU has VNNI.
+//   5. Keys are stored transposed (kBlock positions interleaved), so attention uses the same product: lanes are
+//      positions, and a score needs no sum across lanes.
 //
-// Built by sources.cmake with NANOINFER_ISA=<name> and that set's compiler flags. No header of the standard
-// library with inline functions may be included here (see kernels.h).
+// sources.cmake compiles this file with NANOINFER_ISA=<name> and the compiler flags of that instruction set. It must not
+// include standard headers with inline functions (see kernels.h).
 #include "kernels.h"
 
 #if defined(__x86_64__)

@@ -1,8 +1,8 @@
-// What the decoder asks of the kernels: plain structs and one table of functions per instruction set.
+// The interface between the decoder and the kernels: plain structs, and one table of functions per instruction set.
 //
-// kernels.cpp is compiled once for each instruction set and fills one table; isa.cpp chooses among them at run
-// time. Nothing here may be a template or inline function of the standard library that a kernel file also
-// uses: the linker keeps one copy of such a function, and it could be the one compiled for AVX-512.
+// kernels.cpp is compiled once for each instruction set and fills one table; isa.cpp selects one at run time. This file
+// must not use templates or inline functions of the standard library that a kernel file also uses: the linker keeps one
+// copy of such a function, which may be the one compiled for AVX-512.
 //
 // Sizes, in every comment:  C = n_embd   H heads   D = C / H   V = vocab_size   T tokens of context
 //   kPanel outputs are interleaved in packed weights; kGroup inputs share a scale; kBlock positions share a
@@ -14,50 +14,50 @@
 
 namespace nanoinfer {
 
-constexpr std::int64_t kLanes = 16;   // floats that one step of a kernel works on, on every instruction set
-constexpr std::int64_t kPanel = 32;   // two vectors of outputs: two chains of additions hide the latency of one
+constexpr std::int64_t kLanes = 16;   // floats that one kernel operation processes, on every instruction set
+constexpr std::int64_t kPanel = 32;   // two vectors of outputs: two independent sums hide the latency of additions
 constexpr std::int64_t kGroup = 64;
 constexpr std::int64_t kBlock = 16;   // one vector of positions
 constexpr std::int64_t kQueryTile = 8;  // queries of one sequence that share a pass over its keys
 
 enum class WeightType : int { f32, f16, bf16, i8, i4 };
 enum class CacheType : int { f32, bf16, i8 };
-enum class Epilogue : int { store, gelu_tanh, gelu_erf, add };  // add: to what is there (the residual)
+enum class Epilogue : int { store, gelu_tanh, gelu_erf, add };  // add: to the output (the residual)
 
-// Packed weights of y = W x + b. W is (out, in). Outputs are padded to whole panels with zeros, inputs to
-// `depth`. A thread reads its panels in order, so it reads memory in order.
+// Packed weights of y = W x + b. W is (out, in). Outputs are padded with zeros to whole panels, and inputs to `depth`.
+// A thread reads its panels, and therefore memory, in order.
 struct Matrix {
   WeightType type;
   std::int64_t out, in;
-  std::int64_t depth;        // in, padded to what the type needs
+  std::int64_t depth;        // `in`, padded as the type requires
   std::int64_t panels;       // ceil(out / kPanel)
   std::size_t panel_bytes;
   const std::uint8_t* data;  // (panels, panel_bytes), 64-byte aligned
-  const float* scale;        // (panels * kPanel): what an int8 output is multiplied by; else null
-  const float* bias;         // (panels * kPanel), zeros where the layer has none
+  const float* scale;        // (panels * kPanel), scale of each int8 output; unused for other types
+  const float* bias;         // (panels * kPanel), zeros if the layer has no bias
 };
 
-// Rows of activations in the form that a weight type multiplies with ("prepared"), each a list of 4-byte units:
+// Prepared rows: activations in the form that a product with a weight type needs. Each is a list of 4-byte units:
 //   f32, f16: float[depth]     bf16: bfloat16[depth]
 //   i8, i4:   int8[depth], float scale[depth / kGroup], int32 sum[depth / kGroup]   (sum of a group's int8)
-// Units of rows that are multiplied together are interleaved (kernels.cpp, Tile), so how a row is stored depends on
-// how many there are; what comes out does not.
+// Units of rows that are multiplied together are interleaved (products.h, Tile), so the layout of a row depends on the
+// number of rows; the result does not.
 struct MatmulTask {
   const Matrix* w;
   const std::uint8_t* x;     // all rows, prepared
-  std::size_t x_stride;      // bytes of one
+  std::size_t x_stride;      // bytes of one prepared row
   std::int64_t rows;
   float* y;                  // (rows, y_stride), y_stride >= panels * kPanel
   std::int64_t y_stride;
   Epilogue epilogue;
 };
 
-// One head of one sequence: queries at positions start, start + 1, ... each see the keys up to their own.
+// One head of one sequence: queries at positions start, start + 1, ... attend to the keys up to their own position.
 struct AttentionTask {
   CacheType type;
   std::int64_t head_dim;
-  const std::uint8_t* const* blocks;  // of the sequence, each kBlock positions of all layers and heads
-  std::size_t offset;                 // of this layer and head within a block
+  const std::uint8_t* const* blocks;  // blocks of the sequence: kBlock positions of all layers and heads each
+  std::size_t offset;                 // offset of this layer and head in a block
   std::int64_t start, num_queries;
   const float* q;                     // (num_queries, q_stride)
   std::int64_t q_stride;
@@ -70,18 +70,18 @@ struct Kernels {
   const char* name;
   // Compute panels [begin, end) of y = epilogue(x W^T + b) for all rows.
   void (*matmul)(const MatmulTask& task, std::int64_t begin, std::int64_t end);
-  // Write row `row` of `rows` prepared rows: x[0:n], padded with zeros to `depth`.
+  // Write prepared row `row` of `rows` rows: x[0:n], padded with zeros to `depth`.
   void (*prepare)(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row,
                   std::int64_t rows, std::size_t stride, std::uint8_t* out);
   // y[0:n] = (x - mean) / sqrt(variance + eps) * weight + bias.
   void (*layer_norm)(const float* x, const float* weight, const float* bias, std::int64_t n, float eps, float* y);
-  // Put one position's key and value, D floats each, at place `slot` of a head's part of a block.
+  // Store one position's key and value, D floats each, at index `slot` of a head's part of a block.
   void (*store_kv)(CacheType type, const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part,
                    std::int64_t slot);
   void (*attention)(const AttentionTask& task);
-  // Read n bytes (a multiple of 256, 64-byte aligned) and return something that depends on all of them.
+  // Read n bytes (a multiple of 256, 64-byte aligned) and return a value that depends on all of them.
   std::uint64_t (*read)(const std::uint8_t* data, std::size_t n);
-  // Do `steps` steps of a weight type's products without memory; return the number of multiplications and additions.
+  // Run `steps` steps of a weight type's products without memory traffic; return the multiplications and additions.
   std::int64_t (*peak)(WeightType type, std::int64_t steps, float* sink);
 };
 

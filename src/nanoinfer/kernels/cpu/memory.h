@@ -1,5 +1,5 @@
-// Large buffers on huge pages. A page of 4 KiB needs a look-up in the page table every 64 cache lines; the CPU's
-// caches for those hold a few thousand pages, and 124 million weights are many more.
+// Large buffers on huge pages. With pages of 4 KiB, every 64 cache lines need another page-table entry; the CPU's TLB
+// holds a few thousand entries, and 124 million weights need many more.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ namespace nanoinfer {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
-// Zeroed memory, 2 MiB aligned, of huge pages where the system grants them. Pages are taken when they are first
+// Zeroed memory, 2 MiB aligned, on huge pages if the system grants them. Pages are allocated when they are first
 // written. Throws std::bad_alloc.
 class Buffer {
  public:
@@ -31,7 +31,7 @@ class Buffer {
     base_ = static_cast<std::uint8_t*>(p);
     const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(p);
     data_ = base_ + ((at + kHugePage - 1) / kHugePage * kHugePage - at);
-    madvise(data_, whole, huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // a wish: failing costs only speed
+    madvise(data_, whole, huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // a hint: failure affects only speed
 #else
     (void)huge_pages;
     base_ = data_ = static_cast<std::uint8_t*>(std::aligned_alloc(4096, whole));

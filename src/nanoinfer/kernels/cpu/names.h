@@ -1,4 +1,4 @@
-// The names that Python uses for the types of weights and of the key/value cache.
+// Python's names of the weight types and KV cache types.
 #pragma once
 
 #include <initializer_list>
@@ -10,7 +10,7 @@
 
 namespace nanoinfer {
 
-// Throws std::invalid_argument that lists the names there are.
+// Throws std::invalid_argument with a list of the known names if `name` is not one of them.
 template <class T>
 T by_name(const std::string& what, const std::string& name, std::initializer_list<std::pair<const char*, T>> table) {
   std::string known;

@@ -1,10 +1,10 @@
-// The arithmetic ceiling: the products of a tile on registers and the first-level cache alone, without a stream of
-// weights. Part of kernels.cpp, which includes it in the namespace of each instruction set.
+// The arithmetic ceiling: the products of a tile with operands in registers and the first-level cache only, without
+// reading weights. Part of kernels.cpp, which includes it in the namespace of each instruction set.
 #pragma once
 
-constexpr int kPeakInputs = 64;  // activations, read again and again: 256 bytes
+constexpr int kPeakInputs = 64;  // activations, read repeatedly: 256 bytes
 
-// Each repeats one step of the format's tile (products.h), with as many accumulators, and returns something that
+// Each function repeats one step of the format's tile (products.h) with as many accumulators, and returns a value that
 // depends on all of them. The barrier makes the compiler load the activations in every step, as a tile does.
 #define NI_PEAK_LOOP(steps, body)                       \
   for (std::int64_t k = 0; k < steps; ++k) {            \
@@ -56,7 +56,8 @@ float peak_i8(const std::int32_t* x, std::int64_t steps) {
   return total;
 }
 
-// Do `steps` steps; return the multiplications and additions in them, and in `sink` what keeps them from being left out.
+// Run `steps` steps; return their number of multiplications and additions. The compiler cannot remove the steps,
+// because `sink` depends on their results.
 std::int64_t peak(WeightType type, std::int64_t steps, float* sink) {
   alignas(64) std::uint8_t x[4 * kPeakInputs];
   for (int i = 0; i < kPeakInputs; ++i) {  // a small number as float32, and as two bfloat16

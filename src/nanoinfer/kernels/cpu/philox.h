@@ -1,10 +1,10 @@
-// Philox4x32-10: a counter-based random generator (a keyed bijection, no state to carry).
+// Philox4x32-10: a counter-based random number generator (a keyed bijection without state).
 //
-// Why counter-based: the random number of token t is a pure function of (seed, sample index, t), so a
-// request draws the same tokens alone, in any batch, resumed after a stop, or verified out of order.
-// Source of the algorithm and its constants: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As
-// Easy as 1, 2, 3", SC 2011. The Python reference is nanoinfer/sampling/rng.py; tests hold the two equal
-// and check the paper's known-answer vectors.
+// The random number of token t is a pure function of (seed, sample index, t), so a request samples the same tokens
+// alone, in any batch, resumed after a stop, or verified out of order.
+// Source of the algorithm and its constants: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3",
+// SC 2011. The Python reference is nanoinfer/sampling/rng.py; tests compare the two and check the paper's known-answer
+// vectors.
 #pragma once
 
 #include <array>
@@ -29,7 +29,7 @@ inline PhiloxCounter philox4x32_10(PhiloxCounter ctr, PhiloxKey key) {
   return ctr;
 }
 
-// The uniform in [0, 1) of one token: 53 random bits, so that every value is an exact double.
+// The uniform number in [0, 1) of one token: 53 random bits, so that every value is an exact double.
 // Counter words: position (64 bits, low first), sample index (64 bits, low first); key: the seed.
 inline double philox_uniform(std::uint64_t seed, std::uint64_t sample, std::uint64_t position) {
   const auto lo = [](std::uint64_t x) { return static_cast<std::uint32_t>(x); };

@@ -1,7 +1,7 @@
-// What a forked process inherits: memory, but none of the threads and none of what they would have done next.
+// Support for forked processes, which inherit memory but no other threads.
 //
-// A lock that another thread held at the fork is never released in the child, and a std::thread of the parent names no
-// thread there. So whatever owns threads or a lock records the process that it belongs to.
+// A lock that another thread held at the fork is never released in the child, and the parent's std::thread objects refer
+// to no thread there. Objects that own threads or a lock therefore record the process that they belong to.
 #pragma once
 
 #include <pthread.h>
@@ -12,17 +12,17 @@
 
 namespace nanoinfer {
 
-// Tells a process from those that it was forked from: 1 in the first, 2 in its children, and so on. Unlike a process
-// id it is never reused, and reading it is no system call.
+// Distinguishes a process from its ancestors: 1 in the first, 2 in its children, and so on. Unlike a process id it is
+// never reused among them, and reading it needs no system call.
 inline std::atomic<std::uint32_t> forks_and_one{1};
 inline const int counting_forks = pthread_atfork(nullptr, nullptr, [] { forks_and_one.fetch_add(1); });
 inline std::uint32_t process_generation() { return forks_and_one.load(std::memory_order_relaxed); }
 
-// A mutex whose holder is known by its process: where std::mutex would wait forever in a forked child, lock() throws.
+// A mutex that records its holder's process. In a forked child, lock() throws where std::mutex would wait for ever.
 class ProcessMutex {
  public:
-  // Throws std::runtime_error where a thread of the parent process held it at the fork: what it protects was being
-  // changed then.
+  // Throws std::runtime_error if a thread of the parent process held it at the fork: the protected state may be
+  // inconsistent.
   void lock() {
     const std::uint32_t own = process_generation();
     std::uint32_t holder = 0;

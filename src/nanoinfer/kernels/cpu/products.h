@@ -4,14 +4,14 @@
 
 constexpr std::size_t kPrefetch = 4096;
 
-// Rows of activations that share one pass over a panel: as many as there are registers for accumulators.
+// Rows of activations that share one pass over a panel: as many as fit in the registers for accumulators.
 constexpr int kRowsFloat = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 2;
-constexpr int kRowsInt = kWidth == 16 ? 6 : 2;  // an integer and a float accumulator each
-// Prepared rows that are worked on together are kept to what the second-level cache holds beside a panel.
+constexpr int kRowsInt = kWidth == 16 ? 6 : 2;  // each row needs an integer and a float accumulator
+// Size limit of the prepared rows that are processed together, so that they fit in the second-level cache.
 constexpr std::size_t kRowBlockBytes = 384 << 10;
 
-// Rows come in tiles of M. A prepared row is a list of 4-byte units (a float, two bfloat16, four int8); a tile holds
-// unit 0 of its M rows, then unit 1, ...: one pointer walks through all of them, however many rows there are.
+// Rows are processed in tiles of M. A prepared row is a list of 4-byte units (a float, two bfloat16, four int8); a tile
+// stores unit 0 of its M rows, then unit 1, and so on, so that one pointer reads all rows.
 struct Tile {
   const std::uint8_t* w;
   const std::uint8_t* x;
@@ -23,7 +23,7 @@ struct Tile {
   }
 };
 
-// How `rows` rows are split into tiles of nearly equal height, at most `most`.
+// The split of `rows` rows into tiles of nearly equal height, at most `most` rows each.
 struct Tiling {
   std::int64_t rows, tiles;
 
@@ -60,7 +60,7 @@ NI_INLINE void tile_floats(const Tile& t, Acc<M>& acc) {
 }
 
 template <int M>
-NI_INLINE void tile_bf16(const Tile& t, Acc<M>& acc) {  // two inputs a step
+NI_INLINE void tile_bf16(const Tile& t, Acc<M>& acc) {  // two inputs in each step
   const std::uint8_t* w = t.w;
   const std::int32_t* x = t.units<std::int32_t>(0, M);
   for (std::int64_t k = 0; k < t.depth / 2; ++k, w += 128, x += M) {
@@ -74,7 +74,7 @@ NI_INLINE void tile_bf16(const Tile& t, Acc<M>& acc) {  // two inputs a step
   }
 }
 
-// The units of a row with 8-bit activations: depth / 4 of four int8, then a scale for each group, then a sum.
+// The units of a row with 8-bit activations: depth / 4 units of four int8, then the scale and then the sum of each group.
 struct Int8Units {
   const std::int32_t* x;
   const float* scale;
@@ -86,7 +86,7 @@ NI_INLINE Int8Units int8_units(const Tile& t) {
   return {t.units<std::int32_t>(0, M), t.units<float>(quads, M), t.units<std::int32_t>(quads + groups, M)};
 }
 
-// Weights are stored as w + 128, unsigned: sum (w + 128) a - 128 sum a = sum w a, so a group starts at -128 sum a.
+// Weights are stored as w + 128, unsigned. sum (w + 128) a - 128 sum a = sum w a, so a group's sum starts at -128 sum a.
 template <int M>
 NI_INLINE void tile_i8(const Tile& t, Acc<M>& acc) {
   const std::uint8_t* w = t.w;
@@ -107,9 +107,9 @@ NI_INLINE void tile_i8(const Tile& t, Acc<M>& acc) {
   }
 }
 
-// A panel is first, for each group, 32 scales (bfloat16) and 32 zero points (bytes); then 4-bit numbers q, of which
-// one load gives inputs 4 j ... 4 j + 3 in the low halves of its bytes and inputs 32 later in the high halves.
-// w = scale (q - zero), so a group adds  scale_w scale_a (sum q a - zero sum a); all but the scales is exact.
+// A panel starts with 32 scales (bfloat16) and 32 zero points (bytes) for each group. 4-bit numbers q follow: one load
+// reads inputs 4 j ... 4 j + 3 in the low halves of its bytes, and those 32 inputs later in the high halves.
+// w = scale (q - zero), so a group adds  scale_w scale_a (sum q a - zero sum a); the sums are exact integers.
 template <int M>
 NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
   const std::int64_t groups = t.depth / kGroup;
@@ -179,7 +179,7 @@ void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row) {
 
 using TileFunction = void (*)(const MatmulTask&, std::int64_t, std::int64_t);
 
-// The function for each number of rows, 1 to kMax.
+// The tile function for each number of rows, 1 to kMax.
 template <WeightType type, int... M>
 struct Tiles {
   static constexpr int kMax = sizeof...(M);

@@ -1,4 +1,4 @@
-// What is done to each row between the products: its prepared form, layer norm.
+// Operations on each row between the products: its prepared form, layer norm.
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 #pragma once
 
@@ -11,8 +11,8 @@ NI_INLINE i32x16 round(f32x16 x) {
   return r;
 }
 
-// Up to kGroup floats as int8: scale = largest / 127, so the largest becomes +-127. A group with a NaN or an infinity
-// gets a scale of NaN, which reaches the logits.
+// Up to kGroup floats quantized to int8 with scale = largest / 127, so that the largest becomes +-127. A group with a
+// NaN or an infinity gets a NaN scale, which reaches the logits.
 struct Int8Group {
   std::int8_t q[kGroup];
   float scale;
@@ -44,7 +44,7 @@ void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth
              std::size_t stride, std::uint8_t* out) {
   const Tiling tiling(rows, type == WeightType::i8 || type == WeightType::i4 ? kRowsInt : kRowsFloat);
   const std::int64_t tile = tiling.tile_of(row), from = tiling.begin(tile), height = tiling.begin(tile + 1) - from;
-  std::uint32_t* to = (std::uint32_t*)(out + from * stride) + (row - from);  // unit u of this row is to[u * height]
+  std::uint32_t* to = (std::uint32_t*)(out + from * stride) + (row - from);  // unit u of this row: to[u * height]
   switch (type) {
     case WeightType::f32:
     case WeightType::f16:

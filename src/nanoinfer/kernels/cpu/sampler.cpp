@@ -1,5 +1,5 @@
-// The native sampler; what it does and why is in sampler.h. `RowSampler` is one draw: patch, largest,
-// borders, inverse transform, in the order of this file.
+// The native sampler; sampler.h describes the method. `RowSampler` samples one row in the order of this file: patches,
+// largest logit, borders, inverse transform.
 #include "sampler.h"
 
 #include <algorithm>
@@ -16,19 +16,19 @@ using namespace sampling;
 
 namespace {
 
-// One draw. The order of the calls is that of `sample_row` and `draw`.
+// Samples one row. The methods must be called in the order of `sample_row`.
 class RowSampler {
  public:
   RowSampler(const float* logits, std::int32_t V, const SampleOptions& options, SamplerScratch& scratch)
       : row_(logits), V_(V), options_(options), s_(scratch) {}
 
-  // Take the penalties, bias and min_tokens out of the row, into the side table.
+  // Apply penalties, bias and min_tokens: the changed logits go to the side table, their places in the row to -inf.
   void patch();
   // Find the largest logit; return whether it is finite.
   bool find_largest();
-  // The first largest logit; -1 where the row no longer holds it.
+  // The index of the first largest logit; -1 if another thread has changed the row so that there is none.
   std::int32_t best() const;
-  // The inverse transform of the uniform, over what the filters keep; -1 where the row no longer holds any of it.
+  // The inverse transform of the uniform over the kept tokens; -1 if another thread changed the row so that none is left.
   std::int32_t draw();
 
  private:
@@ -45,7 +45,7 @@ class RowSampler {
   std::int32_t draw_from_gathered();
   std::int32_t draw_from_all(double total);
 
-  const float* row_;  // the logits, or their copy in the scratch with -inf where they are patched
+  const float* row_;  // the logits, or a copy in the scratch with -inf for patched ones
   const std::int32_t V_;
   const SampleOptions& options_;
   SamplerScratch& s_;
@@ -64,8 +64,8 @@ Patch& RowSampler::patch_of(std::int32_t id) {
   return s_.patches[place - 1];
 }
 
-// value - penalty * count, with the product rounded as it is in the reference: a compiler that contracts the
-// two to one fused operation would give another last bit.
+// value - penalty * count with the product rounded as in the reference. Without `volatile`, the compiler may use a fused
+// multiply-add, which changes the last bit.
 double penalise(double value, double penalty, double count) {
   const volatile double product = penalty * count;
   return value - product;
@@ -123,7 +123,7 @@ std::int32_t RowSampler::best() const {
   for (const Patch& p : s_.patches) {
     if (p.logit == largest_) first = std::min(first, p.id);
   }
-  // Floats are compared, not their keys: -0 and +0 are equals.
+  // Compare floats, not their keys: -0 and +0 are equal.
   for (std::int32_t b = 0; b < num_blocks(V_, kBlock); ++b) {
     if (to_float(s_.maxima[b]) != largest_) continue;
     const std::int32_t end = std::min(V_, (b + 1) * kBlock);
@@ -134,9 +134,9 @@ std::int32_t RowSampler::best() const {
   return first < V_ ? first : -1;
 }
 
-// 3. Borders: a token is kept when its z is not below one -------------------------------------------------
+// 3. Borders: a token is kept if its z is not below the border --------------------------------------------
 
-// The smallest float whose z is not below the border: a bisection over all finite floats in their order.
+// The smallest float whose z is not below the border, by bisection over all finite floats in their order.
 float RowSampler::float_border(double border) const {
   std::int64_t low = to_key(kLowest), high = kInfKey;
   while (low < high) {
@@ -147,8 +147,8 @@ float RowSampler::float_border(double border) const {
   return to_float(static_cast<std::int32_t>(low));
 }
 
-// A float with at least k finite logits of the row at or above it, not many more where that is cheap to have;
-// the lowest float when the row has no k.
+// A float with at least k finite logits of the row at or above it, and not many more if that is cheap to compute; the
+// lowest float if the row has fewer than k.
 float RowSampler::at_least_k_above(std::int32_t k) {
   const std::int32_t blocks = num_blocks(V_, kBlock);
   if (k <= blocks) {  // the k largest block maxima are k such logits
@@ -169,8 +169,8 @@ float RowSampler::at_least_k_above(std::int32_t k) {
   return to_float(static_cast<std::int32_t>(low));
 }
 
-// The z of the k-th largest logit, or -inf where fewer than k are finite: excluded tokens have no weight, so
-// that it does not matter whether they are kept.
+// The z of the k-th largest logit, or -inf if fewer than k are finite: excluded tokens have no weight, so keeping them
+// does not change the result.
 double RowSampler::top_k_border(std::int32_t k) {
   const float border = at_least_k_above(k);
   double* values = s_.values.data();
@@ -187,7 +187,7 @@ double RowSampler::top_k_border(std::int32_t k) {
   for (const Patch& p : s_.patches) {
     if (p.logit >= border) values[n++] = p.logit;
   }
-  // A patched logit can be finite and below every float; with fewer than k above, those are looked at too.
+  // A patched logit may be finite and below every float. If fewer than k are above the border, add these.
   if (n < k) {
     for (const Patch& p : s_.patches) {
       if (p.logit < border && p.logit > kExcluded) values[n++] = p.logit;
@@ -208,7 +208,7 @@ double RowSampler::weigh_all() {
   return total;
 }
 
-// List the tokens that are not below the border and have a weight, in vocabulary order, with z and weight.
+// Gather the tokens with a weight that are not below the border, in vocabulary order, with their z and weights.
 void RowSampler::gather(double border) {
   border = std::max(border, kWeightless);
   const float lowest = float_border(border);
@@ -234,7 +234,7 @@ void RowSampler::gather(double border) {
   std::sort(s_.near.begin(), s_.near.end(), [](const Patch& a, const Patch& b) { return a.id < b.id; });
   auto from = n;
   num_gathered_ = n + static_cast<std::int32_t>(s_.near.size());
-  for (auto to = num_gathered_; !s_.near.empty();) {  // merge from the back, where there is room
+  for (auto to = num_gathered_; !s_.near.empty();) {  // merge from the back, in place
     --to;
     if (from > 0 && ids[from - 1] > s_.near.back().id) {
       --from;
@@ -249,7 +249,7 @@ void RowSampler::gather(double border) {
   exp_all(scaled, num_gathered_, s_.weights.data());
 }
 
-// Drop what is below the border from the gathered tokens.
+// Remove gathered tokens below the border.
 void RowSampler::keep(double border) {
   std::int32_t n = 0;
   for (std::int32_t i = 0; i < num_gathered_; ++i) {
@@ -260,14 +260,14 @@ void RowSampler::keep(double border) {
   num_gathered_ = n;
 }
 
-// Gather at least the tokens that top_p keeps and that are not below the border `least`, of all tokens, whose
-// weights add up to `total`.
+// Gather at least the tokens that top_p keeps and that are not below the border `least`. `total` is the weight of all
+// tokens.
 //
-// All tokens below z weigh at most V exp(z); where that is less than 1 - top_p of the total, no token below z
-// is kept. That border is proved, but low. So a higher one is tried first, which a sample suggests, and what
-// lies above it is added up to see whether it is enough.
+// The tokens below z have a weight of at most V exp(z); if that is less than 1 - top_p of the total, none of them is kept.
+// This border is certain, but low. A higher border, estimated from a sample, is therefore tried first, and used if the
+// weight above it is sufficient.
 void RowSampler::gather_nucleus(double total, double least) {
-  constexpr double kSlack = 1e-12;  // far more than the rounding of the sums
+  constexpr double kSlack = 1e-12;  // much larger than the rounding of the sums
   const double rest = 1.0 - options_.top_p - kSlack;
   const double proved = rest > 0 ? std::log(rest * total / V_) : kExcluded;
   const double guess = std::max(least, sampled_border(0.6 * rest * total));
@@ -280,7 +280,7 @@ void RowSampler::gather_nucleus(double total, double least) {
   gather(std::max(least, proved));
 }
 
-// Guess a border below which all tokens together weigh `weight`, from evenly spaced ones.
+// Estimate, from evenly spaced tokens, the border below which all tokens together have the weight `weight`.
 double RowSampler::sampled_border(double weight) {
   constexpr std::int32_t kSample = 512;
   if (V_ < 4 * kSample) return kExcluded;
@@ -298,7 +298,7 @@ double RowSampler::sampled_border(double weight) {
 
 // 4. The inverse transform --------------------------------------------------------------------------------
 
-// Running sums in vocabulary order, as the reference adds them.
+// Running sums in vocabulary order, as in the reference.
 std::int32_t RowSampler::draw_from_gathered() {
   if (num_gathered_ == 0) return -1;
   double total = 0.0;
@@ -315,7 +315,7 @@ std::int32_t RowSampler::draw_from_gathered() {
   return s_.ids[last];
 }
 
-// Without a filter: the sums of the blocks lead to the block, whose weights are computed again.
+// Without a filter: the sums of the blocks give the block of the token, whose weights are computed again.
 std::int32_t RowSampler::draw_from_all(double total) {
   const double wanted = options_.uniform * total;
   double running = 0.0;
@@ -327,7 +327,7 @@ std::int32_t RowSampler::draw_from_all(double total) {
   for (const Patch& p : s_.patches) {
     if (p.id >= begin && p.id < begin + n) weights[p.id - begin] = exp_nonpositive(z(p.logit));
   }
-  std::int32_t last = 0;  // the last with a weight, should the block's sum have been rounded up
+  std::int32_t last = 0;  // the last token with a weight, used if the block's sum was rounded up
   for (std::int32_t i = 0; i < n; ++i) {
     if (weights[i] <= 0) continue;
     running += weights[i];
@@ -377,7 +377,7 @@ void SamplerScratch::reserve(std::int32_t V) {
   weighed.resize(size);
   patches.reserve(size);
   near.reserve(size);
-  place.assign(size, 0);  // last: a failed allocation before it leaves the scratch as small as it was
+  place.assign(size, 0);  // last: `place` gives the size, so a failed allocation before it leaves the size unchanged
 }
 
 std::int32_t argmax_row(const float* logits, std::int32_t V, SamplerScratch& scratch) {

@@ -1,27 +1,27 @@
-// The native sampler: the token that the reference (nanoinfer/sampling/sampler.py) draws, without a sort.
+// The native sampler: samples the same token as the reference (nanoinfer/sampling/sampler.py) without a sort.
 //
-// One row of logits and its settings go in, one token comes out. Why it is fast where the reference is not:
+// Its input is one row of logits and its options; its result is one token. It is faster than the reference because:
 //
-//   - Penalties, bias and min_tokens concern few tokens. Their changed logits are doubles in a side table
-//     (`Patch`), their places in the row are made -inf, and every pass over the row stays a pass over floats.
-//   - One pass takes the maximum of each block of 64 logits. Whoever then looks for the logits above some
-//     border reads only the blocks that have one: 50 of 786 blocks for top_k=50 of GPT-2's vocabulary.
-//   - top_k selects: the k-th largest block maximum is a lower bound of the k-th largest logit.
-//   - top_p needs the sum of all weights (one vectorised pass of exp) and then only the tokens that can be in
-//     the nucleus: all others together weigh less than 1 - top_p.
-//   - A filter ends in one border; what lies above it is weighed and drawn from in vocabulary order.
+//   - Penalties, bias and min_tokens change few logits. The changed logits are doubles in a side table (`Patch`), their
+//     places in the row are set to -inf, and all passes over the row read floats.
+//   - One pass computes the maximum of each block of 64 logits. A search for logits above a border then reads only
+//     blocks with such a maximum: 50 of 786 blocks for top_k=50 and GPT-2's vocabulary.
+//   - top_k uses a selection: the k-th largest block maximum is a lower bound of the k-th largest logit.
+//   - top_p needs the sum of all weights (one vectorised pass of exp), and then only the tokens that may be in the
+//     nucleus: all others together have a weight below 1 - top_p.
+//   - All filters together give one border; tokens above it are weighted and sampled from in vocabulary order.
 //
-// Exactness. A logit l counts as z(l) = (l - largest) / temperature in float64, and every border is a value
-// of z, as in the reference. z never decreases with l, so a border in z is a border among floats, which a
-// bisection finds (`float_border`): equal z are kept together also where different logits share one. What may
-// differ from the reference is the last bit of an exp or of a sum; it moves a token only where the uniform
-// (or top_p) falls that close to a border of the running sum.
+// Exactness. A logit l is compared as z(l) = (l - largest) / temperature in float64, and every border is a value of z,
+// as in the reference. z never decreases with l, so a border in z is a border among floats, which a bisection finds
+// (`float_border`). Tokens with equal z are kept together, even if their logits differ. Only the last bit of an exp or
+// of a sum may differ from the reference; this changes a token only if the random number (or top_p) is that close to a
+// border of the running sum.
 //
-// Bounds. Another thread may write the logits while they are read here: the token is then any or -1, but no loop and no
-// index runs past the row. What is compared and then kept is read once (`read_once`), what is sorted holds no NaN.
+// Bounds. Another thread may write the logits during the call. The token is then arbitrary or -1, but no loop and no
+// index leaves the row: a logit that is compared and kept is read once (`read_once`), and sorted values contain no NaN.
 //
-// Files: sampler_passes (vectorised loops), sampler_nucleus (top_p), sampler (one draw), bind_sampler.
-// Not here: randomness (the uniform is an argument), log-probabilities, threads (one scratch for each).
+// Files: sampler_passes (vectorised loops), sampler_nucleus (top_p), sampler (sampling one row), bind_sampler.
+// Not here: random numbers (the uniform is an argument), log-probabilities, threads (each needs its own scratch).
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@
 
 namespace nanoinfer {
 
-// How one row is sampled, in SamplingParams' names. The caller has checked every range; see bind_sampler.cpp.
+// Sampling options of one row, with SamplingParams' names. The caller has checked all ranges (bind_sampler.cpp).
 struct SampleOptions {
   double uniform = 0.0;      // in [0, 1)
   double temperature = 1.0;  // 0: the first largest logit
@@ -41,11 +41,11 @@ struct SampleOptions {
   double repetition_penalty = 1.0;
   double presence_penalty = 0.0;
   double frequency_penalty = 0.0;
-  std::vector<std::int32_t> prompt_ids;  // ids may repeat; those past the vocabulary count for nothing
-  std::vector<std::int32_t> output_ids;  // likewise
-  std::vector<std::int32_t> bias_ids;    // below the vocabulary's size, as are excluded_ids
+  std::vector<std::int32_t> prompt_ids;  // ids may repeat; ids >= V are ignored
+  std::vector<std::int32_t> output_ids;  // ids may repeat; ids >= V are ignored
+  std::vector<std::int32_t> bias_ids;    // ids < V
   std::vector<double> bias_values;       // one for each of bias_ids
-  std::vector<std::int32_t> excluded_ids;
+  std::vector<std::int32_t> excluded_ids;  // ids < V
 };
 
 // A token whose logit the options change.
@@ -55,33 +55,33 @@ struct Patch {
   bool seen = false;  // in the prompt or the output
   bool excluded = false;
   double bias = 0.0;
-  double logit = 0.0;  // as changed
+  double logit = 0.0;  // the changed logit
 };
 
-// Working memory: owned by the caller, one for each thread, grown to the largest vocabulary seen and kept, so
-// that no token allocates. Its contents between calls mean nothing, but for `place`, which is all 0.
+// Working memory, owned by the caller, one for each thread. It grows to the largest vocabulary and is reused, so that
+// sampling does not allocate. Between calls, only `place` has defined contents: all 0.
 struct SamplerScratch {
   std::vector<float> row;                  // (V) the logits, -inf where patched
   std::vector<std::int32_t> maxima;        // (blocks) the largest logit of each block, as an ordered integer
-  std::vector<std::int32_t> selected;      // (blocks) maxima, to be reordered
+  std::vector<std::int32_t> selected;      // (blocks) maxima, reordered by the selection
   std::vector<double> sums;                // (blocks) the weight of each block
   std::vector<std::int32_t> ids;           // (V) the tokens above a border, in vocabulary order
-  std::vector<double> z;                   // (V) and their z
-  std::vector<double> weights;             // (V) and their weights
-  std::vector<double> values;              // (V) logits, to be reordered
-  std::vector<sampling::Weighed> weighed;  // (V) tokens and weights, to be reordered
-  std::vector<std::int32_t> place;         // (V) 1 + where in `patches` a token is, 0: nowhere
-  std::vector<Patch> patches;              // in no order
+  std::vector<double> z;                   // (V) their z
+  std::vector<double> weights;             // (V) their weights
+  std::vector<double> values;              // (V) logits, reordered by the selection
+  std::vector<sampling::Weighed> weighed;  // (V) z and weights, reordered by the selection
+  std::vector<std::int32_t> place;         // (V) 1 + index of a token in `patches`, 0: not in it
+  std::vector<Patch> patches;              // unordered
   std::vector<Patch> near;                 // patches above a border
 
   void reserve(std::int32_t V);
 };
 
-// The first largest of V raw logits, V >= 1; -1 where the largest is not finite (or any logit is NaN).
+// The index of the first largest of V raw logits, V >= 1; -1 if the largest is not finite (or any logit is NaN).
 std::int32_t argmax_row(const float* logits, std::int32_t V, SamplerScratch& scratch);
 
-// The token that `options` draw from V logits, V >= 1; -1 where the largest, after penalties and bias, is not finite (or
-// any logit is NaN). Nothing is changed but the scratch.
+// A token sampled from V logits with `options`, V >= 1; -1 if the largest logit after penalties and bias is not finite
+// (or any logit is NaN). Only the scratch is changed.
 std::int32_t sample_row(const float* logits, std::int32_t V, const SampleOptions& options,
                         SamplerScratch& scratch);
 

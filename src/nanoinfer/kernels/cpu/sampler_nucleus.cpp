@@ -1,5 +1,5 @@
-// Bins of equal width narrow many tokens down to the few of one bin (`narrow`); a quickselect by weight does
-// the rest: of the tokens [first, last), those above a pivot either hold the border or do not.
+// Bins of equal width reduce many tokens to those of one bin (`narrow`). A quickselect by weight finds the border among
+// these: for each pivot, the border is either among the tokens of [first, last) above it, or among the others.
 #include "sampler_nucleus.h"
 
 #include <algorithm>
@@ -8,24 +8,24 @@
 namespace nanoinfer::sampling {
 namespace {
 
-// The middle of three.
+// The median of three values.
 double median(double a, double b, double c) { return std::max(std::min(a, b), std::min(std::max(a, b), c)); }
 
-// Fill `left` with the tokens among which the border lies, weights divided by the total; write their number,
-// return what the more likely tokens add up to.
+// Write to `left` the tokens that contain the border, with weights divided by the total, and their number to `num_left`;
+// return the sum of the weights of all more likely tokens.
 double narrow(const double* z, const double* weights, std::int32_t n, double p, double total, Weighed* left,
               std::int32_t* num_left) {
   constexpr std::int32_t kMany = 1024, kBins = 1024;
   double before = 0.0, scale = 0.0;
   std::int32_t bin = 0;
-  // Larger z, smaller bin; equal z, equal bin. In [0, kBins) whatever z is.
+  // Bins decrease with z; equal z have equal bins. The result is in [0, kBins) for all z.
   const auto bin_of = [&scale](double z) {
     const double bin = -z * scale;
     return bin < kBins ? bin > 0 ? static_cast<std::int32_t>(bin) : 0 : kBins - 1;
   };
   if (n > kMany) {
     const double lowest = *std::min_element(z, z + n);
-    if (lowest < -1e-300) scale = kBins / -lowest;  // else all are as good as equal: one bin
+    if (lowest < -1e-300) scale = kBins / -lowest;  // else all are practically equal: one bin
     double bins[kBins] = {};
     for (std::int32_t i = 0; i < n; ++i) bins[bin_of(z[i])] += weights[i];
     while (bin + 1 < kBins && before + bins[bin] / total < p) before += bins[bin++] / total;
@@ -43,7 +43,7 @@ double nucleus_border(const double* z, const double* weights, std::int32_t n, do
                       Weighed* tokens) {
   constexpr std::int32_t kFew = 32;
   std::int32_t first = 0, last = 0;
-  double before = narrow(z, weights, n, p, total, tokens, &last);  // what is above [first, last) adds up to
+  double before = narrow(z, weights, n, p, total, tokens, &last);  // sum of the weights above [first, last)
   double border = 0.0;  // the most likely token is always kept
   while (last - first > kFew) {
     const double pivot = median(tokens[first].z, tokens[first + (last - first) / 2].z, tokens[last - 1].z);
@@ -72,7 +72,7 @@ double nucleus_border(const double* z, const double* weights, std::int32_t n, do
   double running = before;
   for (std::int32_t i = first; i < last; ++i) {
     running += tokens[i].weight;
-    if (running - tokens[i].weight >= p) break;  // as the reference rounds it
+    if (running - tokens[i].weight >= p) break;  // rounded as in the reference
     border = tokens[i].z;
   }
   return border;

@@ -1,22 +1,22 @@
-// top_p among weighed tokens: where the nucleus ends, without sorting them all.
+// The border of top_p among weighted tokens, without a full sort.
 #pragma once
 
 #include <cstdint>
 
 namespace nanoinfer::sampling {
 
-// A token and what it weighs.
+// A token's z and weight.
 struct Weighed {
   double z;
   double weight;
 };
 
-// The border of top_p: the least z of n tokens, such that the more likely ones add up to less than p. A token
-// is kept with its equals, the most likely one always.
+// The border of top_p: the least z of a token for which the weights of all more likely tokens add up to less than p.
+// Tokens with equal z are kept together; the most likely one is always kept.
 //
-// z, weights: of n tokens in any order; z <= 0 and finite, 0 is the most likely.
-// total: the weight of all tokens, of which the n may be the likelier part.
-// scratch: room for n.
+// z, weights: of n tokens in any order; z <= 0 and finite, 0 for the most likely.
+// total: the weight of all tokens; the n tokens may be only the most likely ones.
+// scratch: n elements.
 double nucleus_border(const double* z, const double* weights, std::int32_t n, double p, double total,
                       Weighed* scratch);
 

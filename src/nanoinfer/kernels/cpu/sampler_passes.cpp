@@ -1,6 +1,6 @@
-// The passes of the native sampler: plain loops that compilers vectorise (at -O3; without it they are slow).
-// They are compiled for wide vectors too, and the loader picks what the machine runs. GCC with glibc can do
-// that; elsewhere they are compiled once.
+// The passes of the native sampler: plain loops that compilers vectorise (only at -O3).
+// With GCC and glibc they are also compiled for wider vectors, and the loader selects a version for the machine;
+// otherwise they are compiled once.
 #include "sampler_passes.h"
 
 #include <cstring>
@@ -14,10 +14,10 @@
 namespace nanoinfer::sampling {
 namespace {
 
-constexpr std::int32_t kLanes = 16;  // partial sums, so that adding does not wait for the last addition
+constexpr std::int32_t kLanes = 16;  // independent partial sums, to hide the latency of additions
 static_assert(kSumBlock % kLanes == 0);
 
-// The largest key of n logits; `magnitude` grows to the largest bits without sign, which tell a NaN.
+// The largest key of n logits; `magnitude` is raised to the largest absolute value's bits, which reveal a NaN.
 NANOINFER_INLINE std::int32_t largest_key(const float* x, std::int32_t n, std::int32_t& magnitude) {
   std::int32_t best = std::numeric_limits<std::int32_t>::min(), most = magnitude;
   for (std::int32_t i = 0; i < n; ++i) {

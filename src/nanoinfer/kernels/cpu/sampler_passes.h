@@ -1,5 +1,4 @@
-// The passes over a row that the native sampler is made of: maxima, counts, weights. What each is for is in
-// sampler.h.
+// The passes of the native sampler over a row: maxima, counts, weights. sampler.h describes their use.
 #pragma once
 
 #include <bit>
@@ -14,17 +13,17 @@
 
 namespace nanoinfer::sampling {
 
-inline constexpr std::int32_t kBlock = 64;      // logits with one maximum: 4 vectors of 16
-inline constexpr std::int32_t kSumBlock = 256;  // weights with one sum
+inline constexpr std::int32_t kBlock = 64;      // logits that share one maximum: 4 vectors of 16
+inline constexpr std::int32_t kSumBlock = 256;  // weights that share one sum
 inline constexpr std::int32_t kInfKey = 0x7f800000;
 inline constexpr double kExcluded = -std::numeric_limits<double>::infinity();
-inline constexpr double kWeightless = -750.0;  // exp of it is 0
+inline constexpr double kWeightless = -750.0;  // its exp is 0
 inline constexpr float kLowest = std::numeric_limits<float>::lowest();
 
 constexpr std::int32_t num_blocks(std::int32_t V, std::int32_t block) { return (V - 1) / block + 1; }
 
-// A float as an integer of the same order (-0 comes before +0; NaNs are outside of the infinities), because
-// integer maxima need no special cases and vectorise. The mapping is its own inverse.
+// Map a float to an integer with the same order (-0 is less than +0; NaNs are outside the infinities): maxima of
+// integers need no special cases and vectorise. The mapping is its own inverse.
 NANOINFER_INLINE std::int32_t to_key(float x) {
   const auto bits = std::bit_cast<std::int32_t>(x);
   return bits ^ ((bits >> 31) & 0x7fffffff);
@@ -34,10 +33,10 @@ NANOINFER_INLINE float to_float(std::int32_t key) {
   return std::bit_cast<float>(key ^ ((key >> 31) & 0x7fffffff));
 }
 
-// exp(x) for x <= 0, within about 1 ulp, without a branch or a call, so that loops of it vectorise.
-// x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) is its Taylor series to r^13 / 13! (the rest is below 4e-18).
-// ln 2 is split in two (the high part has 32 zero bits at its end, so that n * high is exact), as in
-// FreeBSD's msun, e_exp.c, and the numbers are the same.
+// exp(x) for x <= 0, within about 1 ulp, without branches or calls, so that loops vectorise.
+// x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) is the Taylor series up to r^13 / 13! (the remainder is below 4e-18).
+// ln 2 is split in two parts (the high part ends in 32 zero bits, so that n * high is exact) with the constants of
+// FreeBSD's msun, e_exp.c.
 NANOINFER_INLINE double exp_nonpositive(double x) {
   constexpr double kLog2e = 1.44269504088896338700e+00;
   constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
@@ -67,16 +66,16 @@ NANOINFER_INLINE double exp_nonpositive(double x) {
   return y * power * (small ? 0x1p-128 : 1.0);
 }
 
-// A logit that is compared and kept: one read, so that the number kept is the one compared.
+// Read a logit exactly once, so that the value that is kept is the one that was compared.
 NANOINFER_INLINE float read_once(const float* x) { return *static_cast<const volatile float*>(x); }
 
-// Write the largest key of each block of V logits; return whether all are numbers (infinities are).
+// Write the largest key of each block of V logits; return whether no logit is NaN.
 bool block_maxima(const float* x, std::int32_t V, std::int32_t* maxima);
 
-// How many of V logits are at or above the border.
+// The number of V logits that are >= border.
 std::int32_t count_at_least(const float* x, std::int32_t V, float border);
 
-// Replace n logits by z = (logit - largest) / temperature, or by 0 where that is not below 0.
+// Replace n logits by z = (logit - largest) / temperature, or by 0 if z is not below 0.
 void scale_all(double* z, std::int32_t n, double largest, double temperature);
 
 // weights[i] = exp(z[i]), z <= 0, for n tokens.
@@ -85,7 +84,7 @@ void exp_all(const double* z, std::int32_t n, double* weights);
 // weights[i] = exp((x[i] - largest) / temperature) for n logits.
 void weigh_block(const float* x, std::int32_t n, double largest, double temperature, double* weights);
 
-// Write the sum of those weights for each block of kSumBlock of V logits.
+// Write the sum of these weights for each block of kSumBlock logits, of V logits.
 void weigh_blocks(const float* x, std::int32_t V, double largest, double temperature, double* sums);
 
 }  // namespace nanoinfer::sampling

@@ -1,15 +1,15 @@
-// A pool of threads that run one function together, with barriers inside it.
+// A pool of threads that run one function together and synchronize at barriers inside it.
 //
 // A step of the decoder is about a hundred operations of a few microseconds. Starting and joining threads for each
-// (fork-join) costs more than many of them; here threads start once, a step is handed to them once, and between
-// operations they wait at a barrier that spins. The caller is thread 0. Idle threads spin for a moment, because
-// the next token usually follows, and then sleep until they are called.
+// operation (fork-join) would take longer than many of the operations. Here, threads are created once, run a whole step,
+// and wait between operations at a spinning barrier. The calling thread is thread 0. Idle threads spin briefly, because
+// the next step usually follows, and then sleep until the next call.
 //
-// Decoders share a pool: with one each, the threads of the one that has just finished (a draft model) would spin on the
-// cores that the other's (the target's) need, and be put off them by the system only milliseconds later.
+// Decoders share a pool. With separate pools, idle threads of one decoder (a draft model) would spin on the cores that
+// the other's threads (the target model) need, until the operating system preempts them milliseconds later.
 //
-// A pool belongs to the process that made it. A forked child makes another one (`current`); the parent's, whose
-// threads it does not have, is neither used nor taken apart there.
+// A pool belongs to the process that created it. A forked child creates another one (`current`); it neither uses nor
+// destroys its parent's pool, whose threads do not exist in the child.
 #pragma once
 
 #include <atomic>
@@ -35,7 +35,7 @@ namespace nanoinfer {
 
 class ThreadPool {
  public:
-  // Throws std::runtime_error where the system does not give as many threads.
+  // Throws std::runtime_error if the threads cannot be created.
   explicit ThreadPool(int size) : size_(size), generation_of_process_(process_generation()) {
     workers_.reserve(size - 1);
     try {
@@ -49,14 +49,14 @@ class ThreadPool {
     }
   }
   ~ThreadPool() {
-    if (is_inherited()) new std::vector<std::thread>(std::move(workers_));  // leaked: they name no thread of this process
+    if (is_inherited()) new std::vector<std::thread>(std::move(workers_));  // leaked: no threads here
     else stop();
   }
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // The process's pool of this size, made by the first caller and destroyed with the last holder. A pool of one never
-  // waits for other threads, so pools of one are not shared.
+  // The process's pool of this size, created by the first caller and destroyed with the last owner. A pool of one thread
+  // never waits for others, so such pools are not shared.
   static std::shared_ptr<ThreadPool> shared(int size) {
     if (size == 1) return std::make_shared<ThreadPool>(1);
     Registry& registry = Registry::of_this_process();
@@ -67,7 +67,7 @@ class ThreadPool {
     return pool;
   }
 
-  // `pool`, replaced by one of this process where it was inherited from another by a fork.
+  // Return `pool`; first replace it by a pool of this process if it was inherited in a fork.
   static ThreadPool& current(std::shared_ptr<ThreadPool>& pool) {
     if (pool->is_inherited()) pool = shared(pool->size());
     return *pool;
@@ -75,8 +75,8 @@ class ThreadPool {
 
   int size() const { return size_; }
 
-  // Call body(rank) on every thread of the pool, 0 <= rank < size; return when all are done. The body must not
-  // throw. Callers at the same time take turns. The pool must be of this process.
+  // Call body(rank) on every thread of the pool, 0 <= rank < size; return when all have finished. The body must not
+  // throw. Concurrent calls run one after another. The pool must belong to this process.
   template <class Body>
   void run(Body&& body) {
     const std::lock_guard turn(turn_);
@@ -91,7 +91,7 @@ class ThreadPool {
     for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) pause(spins);
   }
 
-  // Wait inside a body until every thread of the pool is here.
+  // Wait inside a body until every thread of the pool has reached the barrier.
   void barrier() {
     if (size_ == 1) return;
     const std::uint32_t phase = phase_.load(std::memory_order_relaxed);
@@ -104,16 +104,16 @@ class ThreadPool {
   }
 
  private:
-  static constexpr int kSpins = 20000;       // of an idle thread before it sleeps: some hundred microseconds
-  static constexpr int kPolite = 2000;       // of a waiting thread before it offers its core to others
+  static constexpr int kSpins = 20000;           // of an idle thread before it sleeps: some hundred microseconds
+  static constexpr int kSpinsToYield = 2000;     // of a waiting thread before it yields its core
 
-  // The shared pools of one process. Never destroyed: at the end of a process a thread may still be in a step.
+  // The shared pools of one process. Never destroyed: a thread may still run a step when the process ends.
   struct Registry {
     const std::uint32_t generation = process_generation();
     std::mutex mutex;
     std::map<int, std::weak_ptr<ThreadPool>> pools;
 
-    // A forked child leaves its parent's alone: its mutex may be held there.
+    // A forked child does not use its parent's registry, whose mutex may be locked for ever.
     static Registry& of_this_process() {
       static std::atomic<Registry*> current{nullptr};
       Registry* found = current.load(std::memory_order_acquire);
@@ -135,7 +135,7 @@ class ThreadPool {
   }
 
   static void pause(int spins) {
-    if (spins > kPolite) return std::this_thread::yield();  // more threads than cores: let the late one run
+    if (spins > kSpinsToYield) return std::this_thread::yield();  // with more threads than cores, let others run
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
@@ -164,15 +164,15 @@ class ThreadPool {
   void (*call_)(void*, int) = nullptr;
   void* body_ = nullptr;
   std::atomic<bool> stop_{false};
-  // Each on a cache line of its own: threads spin on one while others change another.
-  alignas(64) std::atomic<std::uint32_t> generation_{0};  // of calls
+  // Each on its own cache line: some threads spin on one while others write another.
+  alignas(64) std::atomic<std::uint32_t> generation_{0};  // number of calls
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<std::uint32_t> phase_{0};
   std::vector<std::thread> workers_;
 };
 
-// The part [begin, end) of a number of things that one thread works on.
+// The items [begin, end) that one thread processes.
 struct Range {
   std::int64_t begin, end;
 };

@@ -1,10 +1,10 @@
-// Sixteen floats at a time, on every instruction set: the vocabulary that kernels.cpp is written in.
+// Vector types of 16 elements for every instruction set, which kernels.cpp is written with.
 //
-// f32x16 is one AVX-512 register, two of AVX2, or four of SSE2 or NEON; the compiler's vector extension gives
-// + - * / and comparisons, and only what it cannot express (fused multiply-add, half precision, dot products of
-// bytes) is an intrinsic here. Included by kernels.cpp alone, inside the namespace of the instruction set.
+// f32x16 is one AVX-512 register, two AVX2 registers, or four of SSE2 or NEON. The compiler's vector extension provides
+// + - * / and comparisons; only operations that it lacks (fused multiply-add, half precision, dot products of bytes) use
+// intrinsics. Only kernels.cpp includes this file, inside the namespace of the instruction set.
 //
-// Dot products of bytes are exact in integers, so every instruction set gives the same sums.
+// Dot products of bytes are exact integers, so every instruction set gives the same sums.
 #pragma once
 
 constexpr int kWidth =
@@ -46,7 +46,7 @@ NI_INLINE Vector load_as(const void* p) {
 
 NI_INLINE f32x16 broadcast(float x) { f32x16 r; NI_EACH r.v[i] = x - vf{}; return r; }
 NI_INLINE i32x16 broadcast(std::int32_t x) { i32x16 r; NI_EACH r.v[i] = x - vi{}; return r; }
-// Part by part: copied as a whole, GCC moves an f32x16 of several registers through the stack.
+// Copied part by part: GCC copies a whole f32x16 of several registers through the stack.
 NI_INLINE f32x16 load(const float* p) { f32x16 r; NI_EACH r.v[i] = load_as<vf>(p + i * kWidth); return r; }
 NI_INLINE i32x16 load_ints(const void* p) {
   i32x16 r;
@@ -58,13 +58,13 @@ NI_INLINE f32x16 operator+(f32x16 a, f32x16 b) { NI_EACH a.v[i] += b.v[i]; retur
 NI_INLINE f32x16 operator-(f32x16 a, f32x16 b) { NI_EACH a.v[i] -= b.v[i]; return a; }
 NI_INLINE f32x16 operator*(f32x16 a, f32x16 b) { NI_EACH a.v[i] *= b.v[i]; return a; }
 NI_INLINE f32x16 operator/(f32x16 a, f32x16 b) { NI_EACH a.v[i] /= b.v[i]; return a; }
-// A NaN in `a` stays: an overflow must reach the logits, where it is reported.
+// A NaN in `a` is kept, so that an overflow reaches the logits, where it is reported.
 NI_INLINE f32x16 max(f32x16 a, f32x16 b) { NI_EACH a.v[i] = a.v[i] < b.v[i] ? b.v[i] : a.v[i]; return a; }
 NI_INLINE f32x16 min(f32x16 a, f32x16 b) { NI_EACH a.v[i] = a.v[i] > b.v[i] ? b.v[i] : a.v[i]; return a; }
 NI_INLINE f32x16 abs(f32x16 a) { NI_EACH a.v[i] = bits<vf>(bits<vu>(a.v[i]) & 0x7fffffffu); return a; }
 NI_INLINE f32x16 to_float(i32x16 a) { f32x16 r; NI_EACH r.v[i] = __builtin_convertvector(a.v[i], vf); return r; }
 
-// a * b + c, rounded once where the hardware can.
+// a * b + c, rounded once if the hardware supports it.
 NI_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
 #if defined(__AVX512F__)
   c.v[0] = (vf)_mm512_fmadd_ps((__m512)a.v[0], (__m512)b.v[0], (__m512)c.v[0]);
@@ -98,7 +98,7 @@ NI_INLINE std::int32_t sum(i32x16 a) {
   return total;
 #endif
 }
-NI_INLINE float largest(f32x16 a) {  // of a NaN nothing is promised: callers look for them in other ways
+NI_INLINE float largest(f32x16 a) {  // undefined if there is a NaN: callers check for NaN separately
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)a.v[0]);
 #else
@@ -118,7 +118,7 @@ NI_INLINE f32x16 first(std::int64_t n, f32x16 x, float other) {
   NI_EACH x.v[i] = lanes.v[i] < limit ? x.v[i] : rest;
   return x;
 }
-// The first n <= 16 floats at p, zeros after them; reads no further.
+// The first n floats at p (all 16 if n > 16), then zeros. Reads no further.
 NI_INLINE f32x16 load_first(const float* p, std::int64_t n) {
   if (n >= 16) return load(p);
   float s[16] = {};
@@ -134,7 +134,7 @@ NI_INLINE void store_first(float* p, f32x16 x, std::int64_t n) {
 
 // Narrow types ------------------------------------------------------------------------------------------
 
-// Widening loads are spelled out: from the generic conversion GCC 12 makes two halves and a shuffle.
+// Widening loads use intrinsics: GCC 12 compiles the generic conversion to two halves and a shuffle.
 NI_INLINE f32x16 load_bf16(const std::uint16_t* p) {
   f32x16 r;
 #if defined(__AVX512F__)
@@ -165,7 +165,7 @@ NI_INLINE f32x16 load_u8(const std::uint8_t* p) {
   return r;
 }
 #if !defined(__AVX512F__) && !defined(__F16C__)
-NI_INLINE float half_to_float(std::uint16_t h) {  // exact; subnormals through a float multiplication
+NI_INLINE float half_to_float(std::uint16_t h) {  // exact; a float multiplication converts subnormals
   const std::uint32_t sign = (std::uint32_t)(h & 0x8000u) << 16, magnitude = (std::uint32_t)(h & 0x7fffu) << 13;
   if ((h & 0x7c00u) == 0x7c00u) return bits<float>(sign | 0x7f800000u | (magnitude & 0x007fffffu));
   return bits<float>(bits<std::uint32_t>(bits<float>(magnitude) * 0x1.0p112f) | sign);
@@ -198,7 +198,7 @@ NI_INLINE void store_i8(std::int8_t* p, i32x16 x) {  // each in -128..127
   }
 }
 
-// Dot products of neighbours: each of 16 lanes has its own weights, all lanes share the activations ----------
+// Dot products of adjacent elements: each of 16 lanes has its own weights; all lanes share the activations ----
 
 // acc[l] += w[l][0] * a[0] + w[l][1] * a[1], bfloat16 pairs in 32 bits.
 NI_INLINE f32x16 dot2_bf16(f32x16 acc, i32x16 w, std::int32_t a) {
@@ -220,7 +220,7 @@ NI_INLINE i32x16 dot4(i32x16 acc, i32x16 w, std::int32_t a) {
 #if defined(__AVX512VNNI__)
   acc.v[0] = (vi)_mm512_dpbusd_epi32((__m512i)acc.v[0], (__m512i)w.v[0], _mm512_set1_epi32(a));
 #elif defined(__AVX512BW__)
-  // Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: products of bytes summed in pairs would not fit.
+  // Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: sums of two products of bytes would overflow 16 bits.
   const __m512i x = _mm512_set1_epi32(a), v = (__m512i)w.v[0];
   const __m512i even = _mm512_madd_epi16(_mm512_and_si512(v, _mm512_set1_epi16(0xff)),
                                          _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
@@ -253,7 +253,7 @@ NI_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // Functions ---------------------------------------------------------------------------------------------
 
-// e^x to about 1 unit in the last place; below -87.3 it stays at e^-87.3, above 88.3 at e^88.3.
+// e^x to about 1 unit in the last place; x is clamped to [-87.3, 88.3].
 // Method and coefficients: Cephes expf (Moshier): x = n ln 2 + r, a polynomial for e^r, n added to the exponent.
 NI_INLINE f32x16 exp(f32x16 x) {
   x = min(max(x, broadcast(-87.3f)), broadcast(88.3f));
@@ -289,7 +289,7 @@ NI_INLINE f32x16 gelu_erf(f32x16 x) {
   p = fma(p, t, broadcast(-0.284496736f));
   p = fma(p, t, broadcast(0.254829592f));
   const f32x16 tail = p * t * exp(broadcast(0.0f) - z * z) * broadcast(0.5f);  // (1 - erf(z)) / 2
-  f32x16 share;  // of x that is kept: 1 - tail for x >= 0, tail below; NaN stays NaN
+  f32x16 share;  // (1 + erf) / 2: 1 - tail for x >= 0, else tail; NaN stays NaN
   NI_EACH share.v[i] = x.v[i] < 0 ? tail.v[i] : 1 - tail.v[i];
   return x * share;
 }

@@ -1,16 +1,16 @@
-"""Attention of a few new tokens over the cache, split over the context, with all lengths read on the device.
+"""Attention of a few new tokens over the KV cache, split over the context; lengths are read on the device.
 
-A decode step asks one question of each head, and few heads do not fill a GPU: so the context too is cut into parts,
-each a program with its own softmax, and a second small launch joins them (Dao et al., "Flash-Decoding
-for long-context inference", 2023). Parts are joined in order: the result does not depend on timing.
+A decode step has one query for each head, and few heads do not fill a GPU. The context is therefore split into parts.
+Each part is one program with its own softmax, and a second small launch merges them (Dao et al., "Flash-Decoding for
+long-context inference", 2023). Parts are merged in order, so the result does not depend on timing.
 
-    part 0   part 1   part 2            each: largest score, sum of exponentials, weighted sum of values
-    [k k k]  [k k k]  [k .  . ]  pos    nothing past the row's longest position is read; a part with no work says so
+    part 0   part 1   part 2            each part: largest score, sum of exponentials, weighted sum of values
+    [k k k]  [k k k]  [k .  . ]  pos    positions past the row's last are not read; an empty part has weight 0
         \\       |       /
-         joined by the largest score
+         merged relative to the largest score
 
-Token i of row r sees the positions up to pos[r, i] of its row, itself included; its own key is in the cache already
-(`Epilogue.store` of products.py). Where a key lies is a look-up in a table, so that pages can take the place of slots.
+Token i of row r attends to the positions up to and including pos[r, i]. Its own key is in the cache already
+(`Epilogue.store` of products.py). A key's block is looked up in a table, so that the cache can be paged or in slots.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def attend_part(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row over one part of its context; to `out` where there is one part, else to `parts`."""
+    """Attend one head of one row to one part of its context. Write to `out` if SPLITS is 1, else to `parts`."""
     queries = tl.arange(0, BLOCK_Q)
     dims = tl.arange(0, BLOCK_D)
     position = tl.load(pos + row * num_new + queries, mask=queries < num_new, other=-1)
-    position = tl.where(position < context, position, -1)  # padding sees nothing
+    position = tl.where(position < context, position, -1)  # padding attends to nothing
     length = tl.max(position, 0).to(tl.int32) + 1
     share = tl.cdiv(tl.cdiv(length, BLOCK_T), SPLITS) * BLOCK_T
     first = split * share
@@ -59,7 +59,7 @@ def attend_part(
         block = tl.load(table + row * stride_table + t // BLOCK_LEN, mask=t < last, other=0)
         where = block * stride_block + head * stride_head + (t % BLOCK_LEN) * stride_token
         here = where[:, None] + dims[None, :]
-        # What lies past the length is never read: it may be another text's, or not a number.
+        # Positions past the length are not read: they may hold another sequence's values, or NaN.
         valid = (t < last)[:, None] & (dims < D)[None, :]
         k = tl.load(keys + here, mask=valid, other=0.0)
         v = tl.load(values + here, mask=valid, other=0.0)
@@ -70,7 +70,7 @@ def attend_part(
         seen = (t[None, :] <= position[:, None]) & (t < last)[None, :]
         score = tl.where(seen, score * scale, float("-inf"))
         higher = tl.maximum(largest, tl.max(score, 1))
-        origin = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: no difference of infinities
+        origin = tl.where(higher == float("-inf"), 0.0, higher)  # no score yet: avoid inf - inf
         p = tl.exp2(score - origin[:, None])
         keep = tl.exp2(largest - origin)
         total = total * keep + tl.sum(p, 1)
@@ -92,7 +92,7 @@ def attend_part(
 
 @triton.jit
 def join_parts(item, out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
-    """Join the parts of one head of one token: item = token * H + head."""
+    """Merge the parts of one head of one token: item = token * H + head."""
     dims = tl.arange(0, BLOCK_D)
     slots = tl.arange(0, SPLITS) * num_items + item
     largest = tl.load(stats + slots * 2)
@@ -112,7 +112,7 @@ def attention_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Program (row * H + head, split)."""
+    """Grid: (row * H + head, split)."""
     attend_part(
         tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(1),
         q, keys, values, table, pos, out, parts, stats, num_tokens, num_heads, num_new, context,
@@ -123,22 +123,24 @@ def attention_kernel(
 
 @triton.jit(do_not_specialize=["num_items"])
 def join_parts_kernel(out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
-    """Program (token * H + head)."""
+    """Grid: (token * H + head)."""
     join_parts(tl.program_id(0), out, parts, stats, num_items, D, BLOCK_D, SPLITS)
 
 
 def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None) -> None:
-    """Write the attention of new tokens, whose keys and values are in the cache, to `out`: one launch, two where split.
+    """Write the attention of new tokens to `out`. Their keys and values are in the cache already.
+
+    This is one launch, or two if the context is split.
 
     Args:
-        q: (R * n, H * D) contiguous, any float type: token i of row r is q[r * n + i], 1 <= n <= 16.
-        pages: where one layer's keys and values are, and the position of each token.
-        context: every real position is below it; a token whose position is not is padding and gets zeros.
+        q: (R * n, H * D) contiguous, any float type. Token i of row r is q[r * n + i], 1 <= n <= 16.
+        pages: one layer's keys and values, and the position of each token.
+        context: upper bound of the positions. A token whose position is not below it is padding and gets zeros.
         out: like q.
-        splits: parts of the context, a power of two; None: as tiles.py says for this device.
+        splits: number of parts of the context, a power of two; None: chosen by tiles.py for this device.
 
     Raises:
-        ValueError: shapes that do not fit, or too many tokens a row.
+        ValueError: shapes or strides do not match, or a row has too many tokens.
     """
     num_rows, num_new = pages.pos.shape
     _, num_heads, block_len, D = pages.keys.shape
@@ -164,12 +166,12 @@ def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | 
 
 
 def score_scale(head_dim: int) -> float:
-    """Return what scores are multiplied by: 1 / sqrt(D), and log2(e), because powers of 2 are what the device has."""
+    """Return the factor of the scores: 1 / sqrt(D) times log2(e), because the kernel computes powers of 2."""
     return float(head_dim**-0.5 * 1.4426950408889634)
 
 
 def _check(q: Tensor, pages: Pages, out: Tensor) -> None:
-    """Raise ValueError unless the shapes fit."""
+    """Raise ValueError if the shapes do not match."""
     (num_rows, num_new), (_, num_heads, _, D) = pages.pos.shape, pages.keys.shape
     if not 1 <= num_new <= MAX_ROWS:
         raise ValueError(f"{num_new} new tokens a row: need 1 to {MAX_ROWS}")

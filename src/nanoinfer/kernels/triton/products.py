@@ -1,16 +1,16 @@
-"""out = epilogue(norm(x) @ w.T + bias) for 1 to 16 rows: a linear layer of a decode step and all around it, one launch.
+"""out = epilogue(norm(x) @ w.T + bias) for 1 to 16 rows: a linear layer of a decode step with its surroundings, fused.
 
-What is fused, and why: before the product the layer norm of the rows (every program computes the statistics again: the
-rows are a few kilobytes, a launch costs more); after it the bias, then one of
+One launch computes the layer norm of the rows (every program recomputes the statistics: the rows are a few kilobytes,
+and a separate launch would take longer), the product, the bias, and then one of
 
-    GELU                      the first half of the MLP
-    a residual                x + ..., may be written where it was read
-    the store of k and v      of qkv's columns, q goes on to `out` and k and v to where the cache keeps their token
+    GELU                      in the first half of the MLP
+    a residual                x + ..., which may be written in place
+    the store of k and v      q is written to `out`, and k and v to their token's place in the KV cache
 
-Weights are read once, in any format of quantize.py; sums are float32. One row: products are added up by the threads
-that hold them. Up to 16 rows: `tl.dot` with 16 rows, operands in the weight's dtype (float32 ones in full precision: no
-TF32). Where `tiles.py` says so the inputs are split between programs, and a second launch adds the parts in order, so
-that a result does not depend on timing.
+Weights are read once, in any format of quantize.py; sums are float32. With one row, each thread multiplies and adds its
+own values. With up to 16 rows, `tl.dot` multiplies 16 rows with operands in the weight's dtype (float32 in full
+precision, without TF32). If tiles.py splits the inputs between programs, a second launch adds the parts in order, so
+that the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ MAX_ROWS = 16
 GELU_TANH, GELU_ERF = 1, 2
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run on the CPU, in Python (TRITON_INTERPRET=1). numpy has no bfloat16: dots are float32 there."""
+"""Whether kernels run in Python on the CPU (TRITON_INTERPRET=1). Dots are then float32: NumPy has no bfloat16."""
 
 
 @dataclass(frozen=True)
 class Norm:
-    """Layer norm of the rows before a product."""
+    """Parameters of a layer norm."""
 
     weight: Tensor
     bias: Tensor | None
@@ -43,10 +43,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Pages:
-    """Where one layer keeps the keys and values of a step's tokens.
+    """One layer's keys and values, and the places of a step's tokens in them.
 
-    Token j of row r lies in block table[r, j // block_len], at j % block_len. A slot for each text is a table of one
-    column and blocks of a whole text.
+    Position j of row r is in block table[r, j // block_len], at index j % block_len. For a cache in slots, the table
+    has one column and a block is a slot.
     """
 
     keys: Tensor
@@ -54,27 +54,27 @@ class Pages:
     values: Tensor
     """Like the keys, with the same strides."""
     table: Tensor
-    """(R, columns) int64: the blocks of each row."""
+    """(R, columns) int64: blocks of each row."""
     pos: Tensor
-    """(R, n) int64: the position of each new token; where nothing is to be kept it is a position nobody reads."""
+    """(R, n) int64: position of each new token. Padding has a position that is never read."""
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows the product; `residual` and `gelu` exclude each other, `store` excludes both."""
+    """Operations after the product. At most one of `gelu`, `residual` and `store` may be set."""
 
     bias: Tensor | None = None
     gelu: int = 0
     """0, GELU_TANH or GELU_ERF."""
     residual: Tensor | None = None
-    """(M, N), may be the output."""
+    """(M, N); may be the output tensor."""
     store: Pages | None = None
-    """N = 3C columns of q, k, v: q goes to the output, (M, C), k and v to the cache."""
+    """Destination of k and v if the N = 3C columns are q, k and v; q is written to the output, (M, C)."""
 
 
 @triton.jit
 def row_statistics(x, num_rows, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Mean and 1 / standard deviation, (BLOCK_M,), of rows of K: by parts, as Chan et al. (1979) join them."""
+    """Return mean and 1 / standard deviation, (BLOCK_M,), of rows of K; parts are merged as by Chan et al. 1979."""
     rows = tl.arange(0, BLOCK_M)
     mean = tl.zeros((BLOCK_M,), tl.float32)
     squares = tl.zeros((BLOCK_M,), tl.float32)
@@ -94,7 +94,7 @@ def row_statistics(x, num_rows, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLO
 
 @triton.jit
 def load_rows(x, gain, shift, mean, rstd, cols, num_rows, K: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Rows of x, normalised where there is a gain: (BLOCK_M, cols) float32, zero outside."""
+    """Return rows of x, normalised if there is a gain: (BLOCK_M, cols) float32, zero outside."""
     rows = tl.arange(0, BLOCK_M)
     inside = (rows < num_rows)[:, None] & (cols < K)[None, :]
     a = tl.load(x + rows[:, None] * K + cols[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -109,7 +109,7 @@ def load_rows(x, gain, shift, mean, rstd, cols, num_rows, K: tl.constexpr, BLOCK
 
 @triton.jit
 def dot(a, b, acc, WIDEN: tl.constexpr):
-    """acc + a @ b, without TF32; in float32 where there is no other type to do it in: the products are exact there."""
+    """Return acc + a @ b without TF32. WIDEN computes in float32 for the interpreter, where products are exact."""
     if WIDEN:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -118,19 +118,19 @@ def dot(a, b, acc, WIDEN: tl.constexpr):
 
 @triton.jit
 def multiply_add(acc, a, w, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr):
-    """One turn: products kept apart, (BLOCK_N, BLOCK_K), for one row; a dot, (16, BLOCK_N), for more."""
+    """Add one block's products to acc: elementwise, (BLOCK_N, BLOCK_K), for one row; a dot, (16, BLOCK_N), for more."""
     if BLOCK_M == 1:
         acc += w.to(tl.float32) * a
     else:
         if WIDEN:
-            w = w.to(tl.float32)  # numpy would take an integer's bits for a bfloat16
+            w = w.to(tl.float32)  # NumPy would reinterpret an integer's bits as bfloat16
         acc = dot(a.to(OPERAND), tl.trans(w.to(OPERAND)), acc, WIDEN)
     return acc
 
 
 @triton.jit
 def each_of_group(of_groups, COUNT: tl.constexpr):
-    """(N, G) -> (N, G * COUNT): a group's value for each of its members."""
+    """Repeat each group's value for its members: (N, G) -> (N, G * COUNT)."""
     wide = tl.broadcast_to(of_groups[:, :, None], (of_groups.shape[0], of_groups.shape[1], COUNT))
     return tl.reshape(wide, (of_groups.shape[0], of_groups.shape[1] * COUNT))
 
@@ -141,7 +141,7 @@ def sum_dense(
     K: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Inputs first..last of the weights of `rows`, in whole values."""
+    """Return the sums over inputs [first, last) of the weights of `rows`, dense or int8."""
     if BLOCK_M == 1:
         acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     else:
@@ -164,7 +164,7 @@ def sum_packed(
     K: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Inputs first..last of the weights of `rows`, in codes of 4 bits."""
+    """Return the sums over inputs [first, last) of the weights of `rows`, int4."""
     HALF: tl.constexpr = GROUP // 2
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     BYTES: tl.constexpr = BLOCK_K // 2
@@ -173,7 +173,7 @@ def sum_packed(
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(first // 2, tl.minimum(last, GROUPS * GROUP) // 2, BYTES, num_stages=STAGES):
-        places = start + tl.arange(0, BYTES)  # bytes of a row: each holds a code of either half of its group
+        places = start + tl.arange(0, BYTES)  # bytes of a row: each holds one code of each half of its group
         group = places // HALF
         groups = start // HALF + tl.arange(0, BYTES // HALF)
         at = w + rows[:, None] * (GROUPS * HALF) + places[None, :]
@@ -204,11 +204,11 @@ def accumulate(
     K: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Sums over this split's inputs, (BLOCK_M, BLOCK_N) float32, for the columns `outputs`."""
+    """Return the sums over this split's inputs, (BLOCK_M, BLOCK_N) float32, for the columns `outputs`."""
     mean, rstd = 0.0, 0.0
     if gain is not None:
         mean, rstd = row_statistics(x, num_rows, eps, K, BLOCK_M, BLOCK_K)
-    # Past the last output a program reads the last one again: no mask between the loop and its 16-byte loads.
+    # Columns past the last output read the last one again, so that the loop's 16-byte loads need no mask.
     rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     first = split * SHARE
@@ -235,13 +235,13 @@ def finish(
     stride_table, stride_block, stride_head, stride_token,
     GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Everything after the sums, and the stores."""
+    """Apply the epilogue to the sums and store the results."""
     rows = tl.arange(0, BLOCK_M)
     valid = outputs < num_outputs
     inside = (rows < num_rows)[:, None] & valid[None, :]
     if bias is not None:
         acc += tl.load(bias + outputs, mask=valid, other=0.0).to(tl.float32)[None, :]
-    if GELU == 1:  # 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)); exp may be infinite: then 0
+    if GELU == 1:  # 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)); if exp overflows, the result is 0
         u = 0.7978845608028654 * (acc + 0.044715 * acc * acc * acc)
         acc = acc / (1.0 + tl.exp(-2.0 * u))
     if GELU == 2:
@@ -277,7 +277,7 @@ def product_kernel(
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, split): the columns of one tile over one part of the inputs."""
+    """Grid: (tile, split). Each program computes one tile's columns over one part of the inputs."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
     acc = accumulate(
@@ -303,7 +303,7 @@ def add_parts_kernel(
     GELU: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile): the parts of one tile's columns, added in order, and all that follows."""
+    """Grid: (tile). Add the parts of one tile's columns in order, then apply the epilogue."""
     rows = tl.arange(0, BLOCK_M)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
@@ -321,20 +321,20 @@ def product(
     x: Tensor, weight: Weight, out: Tensor, norm: Norm | None = None, epilogue: Epilogue | None = None,
     tile: Tile | None = None,
 ) -> None:  # fmt: skip
-    """Write epilogue(norm(x) @ weight.T + bias) to `out`: one launch, two where the inputs are split.
+    """Write epilogue(norm(x) @ weight.T + bias) to `out`. This is one launch, or two if the inputs are split.
+
+    The last bits of the result depend on the tile, but not on timing.
 
     Args:
         x: (M, K), 1 <= M <= 16, float32, bfloat16 or float16, contiguous, on the weight's device.
         weight: (N, K).
-        out: (M, N), contiguous, any of these types; (M, N / 3) where the epilogue stores k and v.
-        norm: layer norm of the rows first.
-        epilogue: what follows.
-        tile: how the work is cut; None: as tiles.py says for this device.
-
-    Results depend on the tile in their last bits, and on nothing else.
+        out: (M, N), contiguous, any of these types; (M, N / 3) if the epilogue stores k and v.
+        norm: layer norm to apply to the rows of x; None: no norm.
+        epilogue: operations after the product; None: no operation.
+        tile: tile sizes; None: chosen by tiles.py for this device.
 
     Raises:
-        ValueError: shapes that do not fit, or that are not contiguous.
+        ValueError: shapes do not match, or a tensor is not contiguous.
     """
     e = epilogue or Epilogue()
     rows, n, k = x.shape[0], weight.num_outputs, weight.num_inputs
@@ -363,7 +363,7 @@ def product(
 
 
 def _check(x: Tensor, weight: Weight, out: Tensor, e: Epilogue) -> None:
-    """Raise ValueError unless the shapes fit: a kernel would read past the end."""
+    """Raise ValueError if the shapes do not match: a kernel would read past the end of a tensor."""
     rows, n = x.shape[0], weight.num_outputs
     if x.dim() != 2 or not 1 <= rows <= MAX_ROWS or x.shape[1] != weight.num_inputs:
         raise ValueError(f"x of shape {tuple(x.shape)}: need (1 to {MAX_ROWS}, {weight.num_inputs})")

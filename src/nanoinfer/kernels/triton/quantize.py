@@ -1,17 +1,17 @@
-"""Weights as the Triton kernels read them: dense, or in 8 or 4 bits. `dequantize` is the definition of every format.
+"""Weight formats of the Triton kernels: dense, int8 and int4. `dequantize` defines the value of each format.
 
     dense   (N, K) float32, bfloat16, float16       w = data
     int8    (N, K) int8, scale (N,) float32         w = data * scale                     8 bits a weight
     int4    (N, G * group / 2) uint8,               w = (code - zero) * scale            4.375 bits at groups of 64
             scale (N, G) bfloat16, zero (N, G) uint8, G = ceil(K / group)
 
-A byte of int4 holds two codes of the same group that stand half a group apart, so that unpacking is a mask and a shift,
-with no value moved between threads, and the inputs of either half are read in order:
+A byte of int4 holds two codes of the same group that are half a group apart. Unpacking is then a mask and a shift that
+moves no value between threads, and the inputs of each half are read in order:
 
     group of 8:   codes  0 1 2 3 4 5 6 7   ->   bytes  0|4<<4  1|5<<4  2|6<<4  3|7<<4
 
-Zero points are codes, so that a weight of 0 stays 0; scales are bfloat16 for their range, and rounded before the codes
-are chosen. Every tensor may have more dimensions in front (layers).
+Zero points are integers, so that a weight of 0 stays 0. Scales are bfloat16 for its range, and are rounded before the
+codes are chosen. All tensors may have further leading dimensions (layers).
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch import Tensor
 
 GROUP = 64
 CLIP_RATIOS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72, 0.68, 0.64)
-"""Shares of a group's range that the codes may span: clipping outliers often costs less than coarse steps."""
+"""Fractions of a group's range that the codes span: clipping outliers often gives a smaller error than larger steps."""
 ROWS_AT_A_TIME = 8192
-"""Output rows that are searched together: a bound on the memory of the search, not on its result."""
+"""Output rows that are searched together. It bounds the memory of the search and does not change the result."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """The weight of a linear layer, (..., N, K), in one of the formats above. On one device."""
+    """The weight of a linear layer, (..., N, K), in one of the formats above. All tensors are on one device."""
 
     data: Tensor
     num_inputs: int
-    """K: what a row of `data` stands for, padding left out."""
+    """K, the number of inputs without padding."""
     bits: int
-    """32, 16, 8 or 4: what a weight takes."""
+    """Bits of a weight: 32, 16, 8 or 4."""
     operand: torch.dtype
-    """What is multiplied where there are several rows: the dtype of dense weights, of what was quantized otherwise."""
+    """Dtype of the operands of `tl.dot`: that of the weight before quantization."""
     scale: Tensor | None = None
     zero: Tensor | None = None
     group: int = 0
-    """Weights that share a scale; 0 where there are no groups."""
+    """Number of weights that share a scale; 0: one scale for each output, or none."""
 
     @property
     def num_outputs(self) -> int:
@@ -50,17 +50,17 @@ class Weight:
         return self.data.shape[-2]
 
     def layer(self, index: int) -> Weight:
-        """Return one layer of a stack, a view."""
+        """Return a view of one layer of a stack."""
         scale, zero = (None if t is None else t[index] for t in (self.scale, self.zero))
         return replace(self, data=self.data[index], scale=scale, zero=zero)
 
     def num_bytes(self) -> int:
-        """Return the bytes that a kernel reads to use this weight once."""
+        """Return the bytes that a kernel reads in one use of this weight."""
         return sum(t.numel() * t.itemsize for t in (self.data, self.scale, self.zero) if t is not None)
 
 
 def stack(weights: list[Weight]) -> Weight:
-    """Return weights of one shape and format as one, with a dimension of layers in front."""
+    """Return weights of one shape and format stacked along a leading dimension of layers."""
     first = weights[0]
     data = torch.stack([w.data for w in weights])
     scales = [w.scale for w in weights if w.scale is not None]
@@ -70,17 +70,17 @@ def stack(weights: list[Weight]) -> Weight:
 
 
 def dense(weight: Tensor) -> Weight:
-    """Return a weight, (N, K) float32, bfloat16 or float16, as it is: a view where it is contiguous."""
+    """Return a weight, (N, K) float32, bfloat16 or float16, in the dense format: a view if it is contiguous."""
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"weight of {weight.dtype}: the kernels read float32, bfloat16 and float16")
     return Weight(weight.contiguous(), weight.shape[-1], 8 * weight.itemsize, weight.dtype)
 
 
 def pack_int8(weight: Tensor) -> Weight:
-    """Return a weight, (N, K) of any float type, in 8 bits: symmetric, one scale for each output.
+    """Return a weight, (N, K) of any float type, quantized to 8 bits: symmetric, with one scale for each output.
 
     Raises:
-        ValueError: a weight is infinite or not a number.
+        ValueError: a weight is infinite or NaN.
     """
     w = weight.float()
     scale = _at_least_normal(_largest(w).squeeze(-1) / 127)
@@ -89,16 +89,16 @@ def pack_int8(weight: Tensor) -> Weight:
 
 
 def pack_int4(weight: Tensor, group: int = GROUP) -> Weight:
-    """Return a weight, (N, K) of any float type, in 4 bits: scale and zero point for each `group` inputs of an output.
+    """Return a weight, (N, K) of any float type, quantized to 4 bits: scale and zero point for each group of inputs.
 
-    Of the candidates CLIP_RATIOS, each group takes the one with the least squared error. The same on every device.
+    Each group uses the ratio of CLIP_RATIOS with the least squared error. The result is the same on every device.
 
     Args:
-        weight: (N, K); K may be no multiple of the group, which is then padded with zeros.
-        group: 32 or 64.
+        weight: (N, K). If K is not a multiple of the group size, the last group is padded with zeros.
+        group: number of inputs in a group, 32 or 64.
 
     Raises:
-        ValueError: another group, or a weight that is infinite or not a number.
+        ValueError: another group size, or a weight is infinite or NaN.
     """
     if group not in (32, 64):
         raise ValueError(f"group={group} is not supported: use 32 or 64")
@@ -111,7 +111,7 @@ def pack_int4(weight: Tensor, group: int = GROUP) -> Weight:
 
 
 def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the values, (..., N, K) in `dtype`, that a weight stands for: computed in float32, rounded once."""
+    """Return the values of a weight, (..., N, K) in `dtype`, computed in float32 and rounded once."""
     if weight.scale is None:
         return weight.data.to(dtype)
     if weight.zero is None:
@@ -126,8 +126,8 @@ def _search(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (N, G, group) uint8, scale (N, G) bfloat16 and zero (N, G) uint8 of least squared error."""
     n, k = weight.shape
     w = torch.nn.functional.pad(weight.float(), (0, -k % group)).view(n, -1, group)
-    low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)  # (N, G): 0 is always within
-    unit = _at_least_normal(high / 15 - low / 15)  # errors are counted in steps of it: no overflow
+    low, high = w.amin(-1).clamp(max=0), w.amax(-1).clamp(min=0)  # (N, G): the range always includes 0
+    unit = _at_least_normal(high / 15 - low / 15)  # errors are computed in this unit, to avoid overflow
     best = tuple(torch.zeros_like(t, dtype=d) for t, d in ((w, torch.uint8), (low, torch.bfloat16), (low, torch.uint8)))
     best_error = torch.full_like(low, torch.inf)
     for ratio in CLIP_RATIOS:
@@ -150,10 +150,10 @@ def _largest(w: Tensor) -> Tensor:
     """Return the largest magnitude of each row, (..., N, 1)."""
     largest = w.abs().amax(-1, keepdim=True)
     if not bool(torch.isfinite(largest).all()):
-        raise ValueError("weights that are infinite or not a number cannot be quantized: check the checkpoint")
+        raise ValueError("weights that are infinite or NaN cannot be quantized: check the checkpoint")
     return largest
 
 
 def _at_least_normal(scale: Tensor) -> Tensor:
-    """Keep rows of zeros, and of less than any scale, from dividing by zero."""
+    """Clamp scales to normal floats, so that rows of zeros or tiny values do not divide by zero."""
     return scale.clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,4 +1,4 @@
-"""The two ends of a step: the sum of token and position embedding, and a layer norm of its own."""
+"""The first and the last kernel of a step: the sum of token and position embeddings, and the final layer norm."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .products import Norm
 
 @triton.jit
 def embed_row(row, out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row] = wte[idx[row]] + wpe[pos[row]]."""
+    """Compute out[row] = wte[idx[row]] + wpe[pos[row]]."""
     cols = tl.arange(0, BLOCK)
     token = tl.load(idx + row).to(tl.int64)
-    position = tl.minimum(tl.load(pos + row), num_positions - 1).to(tl.int64)  # padding stands past the last
+    position = tl.minimum(tl.load(pos + row), num_positions - 1).to(tl.int64)  # padding is past the last
     x = tl.load(wte + token * C + cols, mask=cols < C, other=0.0).to(tl.float32)
     x += tl.load(wpe + position * C + cols, mask=cols < C, other=0.0).to(tl.float32)
     tl.store(out + row * C + cols, x.to(out.dtype.element_ty), mask=cols < C)
@@ -22,7 +22,7 @@ def embed_row(row, out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOC
 
 @triton.jit
 def norm_row(row, out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr):
-    """out[row] = layer norm of x[row]."""
+    """Compute out[row] = layer norm of x[row]."""
     cols = tl.arange(0, BLOCK)
     inside = cols < C
     values = tl.load(x + row * C + cols, mask=inside, other=0.0).to(tl.float32)
@@ -36,13 +36,13 @@ def norm_row(row, out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr
 
 @triton.jit
 def embed_kernel(out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row)."""
+    """Grid: (row)."""
     embed_row(tl.program_id(0), out, idx, pos, wte, wpe, num_positions, C, BLOCK)
 
 
 @triton.jit
 def norm_kernel(out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row)."""
+    """Grid: (row)."""
     norm_row(tl.program_id(0), out, x, gain, shift, eps, C, BLOCK)
 
 
@@ -50,8 +50,8 @@ def embed(idx: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor, out: Tensor) -> No
     """Write wte[idx] + wpe[pos] to `out`, (M, C).
 
     Args:
-        idx: token ids, int64, M of them, contiguous; below the rows of wte.
-        pos: positions, int64, likewise; one past the last position is padding and gets the last one's embedding.
+        idx: (M,) int64 contiguous, token ids < V.
+        pos: (M,) int64 contiguous, positions. Padding, at the position past the last, gets the last one's embedding.
         wte: (V, C) contiguous.
         wpe: (positions, C) contiguous.
         out: (M, C) contiguous.
@@ -62,14 +62,14 @@ def embed(idx: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor, out: Tensor) -> No
 
 
 def layer_norm(x: Tensor, norm: Norm, out: Tensor) -> None:
-    """Write the layer norm of x, (M, C) contiguous, to `out`, likewise."""
+    """Write the layer norm of x to `out`, both (M, C) contiguous."""
     C = x.shape[1]
     _contiguous(x=x, out=out)
     norm_kernel[(x.shape[0],)](out, x, norm.weight, norm.bias, norm.eps, C=C, BLOCK=triton.next_power_of_2(C))
 
 
 def _contiguous(**tensors: Tensor) -> None:
-    """Raise ValueError for a tensor with gaps."""
+    """Raise ValueError for a tensor that is not contiguous."""
     for name, t in tensors.items():
         if not t.is_contiguous():
             raise ValueError(f"{name} is not contiguous, strides {t.stride()}: call contiguous() first")

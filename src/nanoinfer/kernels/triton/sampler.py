@@ -1,19 +1,19 @@
-"""Drawing tokens on a GPU without a sort: penalties, filters and the inverse transform, in three kernels.
+"""Sampling on a GPU without a sort: penalties, filters and the inverse transform, in three kernels.
 
     find_largest  (parts x rows)  penalties, bias, min_tokens; the largest logit of each part of each row
-    weigh         (parts x rows)  y = (largest - logit) / temperature, weight exp(-y); only rows that are not greedy
-    draw          (rows)          the filters' borders, the uniform, the token; moves the row's state on
+    weigh         (parts x rows)  y = (largest - logit) / temperature and weight exp(-y), for rows that are not greedy
+    draw          (rows)          the thresholds of the filters, the random number, the token; updates the row's slot
 
-A part is BLOCK tokens, so that one row alone keeps many multiprocessors busy with what is long (reading the logits,
-float64 exponentials), while `draw` works on sums and minima of parts and groups, and on the few tokens that can count.
-A greedy row that changes no logit is one pass over float32 numbers.
+A part is BLOCK tokens, so that a single row uses many multiprocessors for the long operations (reading logits, float64
+exponentials). `draw` processes sums and minima of parts and groups, and the few tokens that pass the filters. A greedy
+row whose logits do not change needs one pass over float32 values.
 
-Exactness: every decision is made in float64 on the values that the reference sampler decides on, by counting and
-adding, with ties kept together. What may differ is the last bit of an exp or of a sum. No atomics: the same row gives
-the same token every time, in every batch. Products are not contracted with sums (enable_fp_fusion=False at the
-launch), since the penalties would get another last bit.
+Exactness: every decision is made in float64 on the same values as in the reference sampler, by counting and adding;
+equal values are kept or dropped together. Only the last bit of an exp or of a sum may differ. The kernels use no
+atomics, so a row gives the same token every time and in every batch. They use no fused multiply-add
+(enable_fp_fusion=False at the launch), which would change the last bit of the penalties.
 
-Philox4x32-10 is Triton's own (tl.philox); the counter and the 53 bits are those of the reference's uniform.
+Philox4x32-10 is tl.philox; the counter and the 53 bits are those of the reference's uniform.
 """
 
 from __future__ import annotations
@@ -26,52 +26,52 @@ from .sampler_search import GROUP as GROUP
 from .sampler_search import INF, WEIGHTLESS, border_of, ids_of, least_with, list_groups
 
 MAX_BIAS = tl.constexpr(512)
-"""Most entries of logit_bias a slot has room for; a power of two."""
+"""Maximum number of logit_bias entries of a slot; a power of two."""
 MAX_ENDS = tl.constexpr(64)
-"""Most end tokens a slot has room for; a power of two."""
+"""Maximum number of end tokens of a slot; a power of two."""
 NOT_FINITE = tl.constexpr(-1)
-"""The token of a row whose largest logit is not finite."""
+"""Token of a row whose largest logit is not finite."""
 
-# The words of a slot: int64, or the bits of a float64.
+# Indices of a slot's 64-bit words: int64 values, or the bits of float64 values.
 SEED, SAMPLE, POSITION, PENALISED, TOP_K, MIN_TOKENS, NUM_ENDS, NUM_BIAS = (tl.constexpr(i) for i in range(8))
 TEMPERATURE, TOP_P, FARTHEST, REPETITION, PRESENCE, FREQUENCY = (tl.constexpr(i) for i in range(8, 14))
 NUM_WORDS = tl.constexpr(16)
 LIST_SIZE = tl.constexpr(MAX_ENDS.value + 2 * MAX_BIAS.value)
-"""Words of a slot's lists: end tokens, bias ids, bias values."""
+"""64-bit words of a slot's lists: end tokens, bias ids, bias values."""
 NO_ID = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def real(words, name: tl.constexpr):
-    """A float64 of a slot's words."""
+    """Return a float64 parameter of a slot."""
     return tl.load(words + name).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def excludes_ends(words):
-    """Whether min_tokens keeps the row from its end tokens."""
+    """Return whether min_tokens excludes the row's end tokens."""
     return (tl.load(words + MIN_TOKENS) > tl.load(words + POSITION)) & (tl.load(words + NUM_ENDS) > 0)
 
 
 @triton.jit
 def is_changed(words):
-    """Whether anything but the temperature changes the row's logits."""
+    """Return whether a parameter other than the temperature changes the row's logits."""
     return (tl.load(words + PENALISED) != 0) | (tl.load(words + NUM_BIAS) > 0) | excludes_ends(words)
 
 
 @triton.jit
 def is_filtered(words, V):
-    """Whether a filter takes tokens out."""
+    """Return whether a filter may exclude tokens."""
     k = tl.load(words + TOP_K)
     return ((k > 0) & (k < V)) | (real(words, TOP_P) < 1.0) | (real(words, FARTHEST) < INF)
 
 
 @triton.jit
 def penalised(logits, state, words, ids, mask):
-    """Logits of some tokens after the penalties, float64, in the reference's order of operations."""
+    """Return float64 logits of some tokens after the penalties, in the reference's order of operations."""
     x = tl.load(logits + ids, mask=mask, other=-INF).to(tl.float64)
     if tl.load(words + PENALISED) != 0:
-        seen = tl.load(state + ids, mask=mask, other=0).to(tl.int32)  # < 0: in the prompt; low 15 bits: times drawn
+        seen = tl.load(state + ids, mask=mask, other=0).to(tl.int32)  # < 0: in the prompt; low 15 bits: count
         count = (seen & 0x7FFF).to(tl.float64)
         repetition = real(words, REPETITION)
         x = tl.where(seen != 0, tl.where(x > 0, x / repetition, x * repetition), x)
@@ -84,7 +84,7 @@ def find_largest(
     logits, stride, slots, wanted, words, lists, state,
     values, largest, best, V, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write each part's largest logit (NaN if it has one) and where it is first; changed rows' logits to `values`.
+    """Write each part's largest logit (NaN if it has one) and its first index; write changed logits to `values`.
 
     Args:
         logits: (B, V' >= V) float32, rows `stride` apart.
@@ -92,10 +92,10 @@ def find_largest(
         wanted: (B,) bool.
         words: (num_slots, NUM_WORDS) int64.
         lists: (num_slots, LIST_SIZE) int64.
-        state: (num_slots, V) int16: how often each token was drawn, and in the sign bit whether the prompt has it.
+        state: (num_slots, V) int16: count of each sampled token; the sign bit is set if the prompt contains it.
         values: (B, PARTS * BLOCK) float64, scratch.
-        largest: (B, parts) float64, row by row PARTS apart.
-        best: (B, parts) int32, likewise.
+        largest: (B, PARTS) float64.
+        best: (B, PARTS) int32.
         PARTS: parts of a row, rounded up to a power of two.
     """
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -110,7 +110,7 @@ def find_largest(
             lists += slot * LIST_SIZE
             values += row * (PARTS * BLOCK)
             tl.store(values + ids, penalised(logits, state, words, ids, inside))
-            tl.debug_barrier()  # what follows overwrites some of them
+            tl.debug_barrier()  # the following stores overwrite some of them
             i = tl.arange(0, MAX_BIAS)
             listed = i < tl.load(words + NUM_BIAS)
             at = tl.load(lists + MAX_ENDS + i, mask=listed, other=-1)
@@ -139,7 +139,7 @@ def find_largest(
 
 @triton.jit
 def largest_of(largest, best, num_parts, PARTS: tl.constexpr):
-    """The row's largest logit (infinite if any is NaN), and where it is first."""
+    """Return the row's largest logit (infinite if any is NaN) and its first index."""
     part = tl.arange(0, PARTS)
     x = tl.load(largest + part, mask=part < num_parts, other=-INF)
     most = tl.max(tl.where(x == x, x, INF), 0)
@@ -157,7 +157,7 @@ def distances(
     ids,
     V,
 ):
-    """How far tokens lie below the largest, in units of the temperature; infinite past the vocabulary."""
+    """Return y = (largest - logit) / temperature of some tokens; infinite past the vocabulary."""
     if changed:
         x = tl.load(values + ids)
     else:
@@ -170,10 +170,10 @@ def weigh(
     logits, stride, slots, wanted, words,
     values, largest, best, weights, nearest, sums, V, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of each part's weights; for rows with a filter y, the weights and each group's least y, too.
+    """Write the sum of each part's weights. For rows with a filter, also write y, the weights and each group's least y.
 
     Args:
-        values: (B, PARTS * BLOCK) float64: changed rows' logits; y takes their place in filtered rows.
+        values: (B, PARTS * BLOCK) float64: the logits of changed rows; overwritten with y in filtered rows.
         weights: (B, PARTS * BLOCK) float64.
         nearest: (B, PARTS * BLOCK / GROUP) float64.
         sums: (B, PARTS) float64.
@@ -191,7 +191,7 @@ def weigh(
             w = tl.exp(-y)
             tl.store(sums + row * PARTS + part, tl.sum(w, 0))
             if is_filtered(words, V):
-                tl.debug_barrier()  # all have read the logits that y replaces
+                tl.debug_barrier()  # all threads have read the logits that y overwrites
                 tl.store(values + ids, y)
                 tl.store(weights + row * (PARTS * BLOCK) + ids, w)
                 group = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
@@ -201,7 +201,7 @@ def weigh(
 
 @triton.jit
 def uniform(words):
-    """The token's random number in [0, 1): Philox4x32-10 of (position, sample) under the seed, 53 bits."""
+    """Return the token's random number in [0, 1): 53 bits of Philox4x32-10 of (position, sample) under the seed."""
     position, sample = tl.load(words + POSITION), tl.load(words + SAMPLE)
     first, second, _, _ = tl.philox(
         tl.load(words + SEED),
@@ -212,9 +212,9 @@ def uniform(words):
 
 @triton.jit
 def first_past(sums, before, target, SIZE: tl.constexpr):
-    """The first index, of those with a weight, whose running sum (from `before`) exceeds the target.
+    """Return the first index with a weight > 0 whose running sum (from `before`) exceeds the target.
 
-    Where a sum wavers in its last bit and none exceeds it: the last with a weight.
+    If rounding keeps all running sums at or below the target, return the last index with a weight > 0.
     """
     i = tl.arange(0, SIZE)
     at = tl.min(tl.where((before + tl.cumsum(sums, 0) > target) & (sums > 0), i, SIZE), 0)
@@ -223,7 +223,7 @@ def first_past(sums, before, target, SIZE: tl.constexpr):
 
 @triton.jit
 def kept_weights(values, weights, groups, num_groups, chunk, border):
-    """The token ids of a chunk of the listed groups, and their weights, 0 beyond the border."""
+    """Return the token ids of a chunk of the listed groups, and their weights; 0 beyond the border."""
     ids = ids_of(groups, num_groups, chunk)
     y = tl.load(values + ids, mask=ids >= 0, other=INF)
     w = tl.load(weights + ids, mask=ids >= 0, other=0.0)
@@ -241,11 +241,11 @@ def filter_border(
     V,
     N: tl.constexpr,
 ):
-    """The border of all filters: tokens with y <= border are kept. `total` is the weight of all tokens."""
+    """Return the border of all filters: tokens with y <= border are kept. `total` is the weight of all tokens."""
     k, p = tl.load(words + TOP_K), real(words, TOP_P)
     high = total * 0.0 + WEIGHTLESS
     if (k > 0) & (k < V):
-        high = least_with(nearest, k, high, N)  # so many groups hold at least so many tokens
+        high = least_with(nearest, k, high, N)  # k groups hold at least k tokens
         high = border_of(values, weights, nearest, groups, k.to(tl.float64), high, True, N)
         if p < 1.0:
             num_groups = list_groups(nearest, groups, high, N)
@@ -257,8 +257,8 @@ def filter_border(
                 chunk += 1
     high = tl.minimum(high, real(words, FARTHEST))
     if p < 1.0:
-        # All tokens beyond y weigh at most V exp(-y); where that is less than 1 - p of the total, none is kept.
-        rest = 1.0 - p - 1e-12  # far more than the rounding of the sums
+        # The tokens beyond y have a weight of at most V exp(-y). If that is less than 1 - p of the total, none is kept.
+        rest = 1.0 - p - 1e-12  # the slack is much larger than the rounding of the sums
         if rest > 0.0:
             high = tl.minimum(high, tl.maximum(0.0 - tl.log(rest * total / V), 0.0))
         high = border_of(values, weights, nearest, groups, p * total, high, False, N)
@@ -270,12 +270,12 @@ def draw(
     logits, stride, slots, wanted, words, state, values, largest, best,
     weights, nearest, groups, sums, tokens, V, num_parts, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write each wanted row's token, count it, and move the row's position on.
+    """Write each wanted row's token, count it, and advance the position of the row's slot.
 
     Args:
         groups: (B, PARTS * BLOCK / GROUP) int32, scratch.
-        tokens: (B,) int64: the token, or NOT_FINITE (then the state stays as it is).
-        num_parts: parts of a row that `find_largest` and `weigh` were launched for.
+        tokens: (B,) int64: the token, or NOT_FINITE, which leaves the slot unchanged.
+        num_parts: number of parts of a row in the launches of `find_largest` and `weigh`.
         The others are those of `weigh` and `find_largest`.
     """
     row = tl.program_id(0).to(tl.int64)

@@ -1,18 +1,19 @@
-"""Where a filter ends, found without a sort: the search that the sampler's last kernel (sampler.py) runs.
+"""The search for the border of top_k and top_p without a sort, as part of the sampler's last kernel (sampler.py).
 
-top_k and top_p are one question: of the values y, what is the least border whose mass, of all y <= border, reaches a
-goal? The mass of a token is 1 for top_k and its weight for top_p; the goal is k, or p times all weight. A bracket
-(low, high] holds the border from the start: what is up to `low` is too little, what is up to `high` is enough. One
-pass adds up the mass at PIVOTS borders between the two, which leaves a fifth of the bracket. The search ends when the
-bracket holds one value only (its equals included), so the border is exact: nothing depends on how fine the pivots are.
+Both filters need the least border such that the mass of all tokens with y <= border reaches a goal. The mass of a token
+is 1 for top_k and its weight for top_p; the goal is k, or p times the total weight. The search keeps a bracket
+(low, high]: the mass up to `low` is too small, and the mass up to `high` is sufficient. Each pass computes the mass at
+PIVOTS borders inside the bracket and reduces it to a fifth. The search ends when the bracket contains a single value of
+y, so the border is exact and does not depend on the pivots.
 
-The pivots lie evenly in every other pass, which suits most logits, and evenly among the float64 numbers between low and
-high in the passes between, which ends it whatever the logits: 28 fifths of 2**63 numbers are one number.
+In even passes, the pivots are evenly spaced, which is fast for most logits. In odd passes, they are evenly spaced among
+the float64 numbers between low and high, which bounds the number of passes for all logits: 28 such passes reduce 2**63
+numbers to one.
 
-Passes touch few tokens. The least y of every group of GROUP neighbours is known, and a pass visits only the groups
-that reach into y <= high. They are listed in vocabulary order, so that sums over them are sums in vocabulary order.
+A pass reads few tokens: the least y of each group of GROUP consecutive tokens is known, and a pass reads only the
+groups with a token y <= high. They are listed in vocabulary order, so that sums are in vocabulary order.
 
-y is how far a logit lies below the row's largest, in units of the temperature: 0 <= y, infinite for excluded tokens.
+y = (largest logit of the row - logit) / temperature, so 0 <= y; it is infinite for excluded tokens.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ import triton
 import triton.language as tl
 
 GROUP = tl.constexpr(64)
-"""Neighbours in the vocabulary that share one minimum."""
+"""Number of consecutive tokens that share one minimum."""
 PIVOTS = tl.constexpr(4)
-"""Borders that one pass tries; a power of two. With 8, `draw` needs more registers than there are."""
+"""Number of borders that one pass tries; a power of two. With 8, `draw` runs out of registers."""
 BLOCK = tl.constexpr(2048)
-"""Tokens that a program reads at a time, and those of a part of a row (sampler.py)."""
+"""Number of tokens that a program reads at a time, and of a part of a row (sampler.py)."""
 WEIGHTLESS = tl.constexpr(746.0)
-"""exp(-y) is 0 in float64 from here on: such tokens are never drawn and count for nothing."""
+"""exp(-y) is 0 in float64 from this y on: such tokens are never sampled."""
 INF = tl.constexpr(float("inf"))
 
 
 @triton.jit
 def pivots(low, high, turn):
-    """PIVOTS borders from low to high, in even steps or (odd turns) in steps of as many float64 numbers."""
-    low = tl.maximum(low, 0.0)  # below 0 there is nothing
+    """Return PIVOTS borders between low and high: evenly spaced, or (odd turns) evenly spaced among float64 numbers."""
+    low = tl.maximum(low, 0.0)  # y is never below 0
     step = tl.arange(0, PIVOTS) + 1
     if turn % 2 == 0:
         borders = low + (high - low) * (step.to(tl.float64) / (PIVOTS + 1))
-    else:  # floats that are not negative lie in the order of their bits
+    else:  # non-negative floats have the order of their bits
         first = low.to(tl.int64, bitcast=True)
         gap = high.to(tl.int64, bitcast=True) - first
         bits = first + gap // (PIVOTS + 1) * step + gap % (PIVOTS + 1) * step // (PIVOTS + 1)
@@ -48,7 +49,7 @@ def pivots(low, high, turn):
 
 @triton.jit
 def least_with(nearest, goal, high, NUM_GROUPS: tl.constexpr):
-    """The `goal`-th least of the groups' minima: that many tokens lie up to it. `high` where there are fewer."""
+    """Return the `goal`-th smallest of the groups' minima; `goal` tokens or more are <= it. `high` if there is none."""
     y = tl.load(nearest + tl.arange(0, NUM_GROUPS))
     low = high * 0.0 - 1.0
     turn = 0
@@ -71,7 +72,7 @@ def list_groups(nearest, groups, border, NUM_GROUPS: tl.constexpr):
     """List the groups with a token up to the border, in vocabulary order; return their number."""
     g = tl.arange(0, NUM_GROUPS)
     reaches = (tl.load(nearest + g) <= border).to(tl.int32)
-    tl.debug_barrier()  # nobody still reads the last list
+    tl.debug_barrier()  # all threads have finished reading the previous list
     tl.store(groups + tl.cumsum(reaches, 0) - 1, g, mask=reaches > 0)
     tl.debug_barrier()
     return tl.sum(reaches, 0)
@@ -79,7 +80,7 @@ def list_groups(nearest, groups, border, NUM_GROUPS: tl.constexpr):
 
 @triton.jit
 def ids_of(groups, num_groups, chunk):
-    """The token ids of a chunk of the listed groups, -1 past the end."""
+    """Return the token ids of a chunk of the listed groups; -1 past the end."""
     i = tl.arange(0, BLOCK)
     at = chunk * (BLOCK // GROUP) + i // GROUP
     group = tl.load(groups + at, mask=at < num_groups, other=-1)
@@ -97,17 +98,17 @@ def border_of(
     COUNT: tl.constexpr,
     N: tl.constexpr,
 ):
-    """The least border whose mass reaches the goal; `high` where the mass up to `high` does not.
+    """Return the least border whose mass reaches the goal; `high` if the mass up to `high` does not.
 
     Args:
         values: y of one row.
-        weights: exp(-y) of it.
-        nearest: the minima of its N groups.
-        groups: room for N group numbers.
+        weights: exp(-y) of the row.
+        nearest: minima of its N groups.
+        groups: scratch for N group indices.
         goal: float64.
-        high: float64; the border is not above it.
-        COUNT: a token's mass is 1, instead of its weight.
-        N: groups, a power of two.
+        high: float64, upper bound of the border.
+        COUNT: whether the mass of a token is 1 instead of its weight.
+        N: number of groups, a power of two.
     """
     low = high * 0.0 - 1.0
     turn = 0
@@ -117,7 +118,7 @@ def border_of(
         borders = pivots(low, high, turn)
         mass = tl.zeros((PIVOTS,), tl.float64)
         least, most = high * 0.0 + INF, high * 0.0 - 1.0
-        chunk = num_groups * 0  # no range(): its bound must be a number of the host in the interpreter of Triton 3.6
+        chunk = num_groups * 0  # not range(): the interpreter of Triton 3.6 needs a host integer as its bound
         while chunk < tl.cdiv(num_groups, BLOCK // GROUP):
             ids = ids_of(groups, num_groups, chunk)
             y = tl.load(values + ids, mask=ids >= 0, other=INF)

@@ -1,14 +1,14 @@
-"""How large the pieces are into which the kernels cut their work: the one place to tune.
+"""Tile sizes of the kernels. All tuning parameters are in this module.
 
-The literals are reasoned, not measured: whoever has a GPU runs `benchmarks/triton_kernels.py` and changes them here.
+The values are derived, not measured. To tune them, run `benchmarks/triton_kernels.py` on a GPU and change them here.
 
-- A decode step is a stream of weights. What counts is how many bytes are on their way at a time, and that every
-  multiprocessor has some: so block_n, the outputs of a program, is the largest that still gives each one a program.
-- One row is a sum over products held by threads: no tensor cores, whose 16 rows would be 15 of padding, and so outputs
-  can be cut as finely as wanted. From two rows on, tensor cores; an operand in registers then has 8 outputs or more.
-- block_k is a multiple of what 32 threads read at 16 bytes each, where the row is that long.
-- Where 16 rows meet a narrow output (K = 4C -> N = C), the sum over K is split between programs too, and a second,
-  small launch adds the parts in order.
+- A decode step is bound by reading weights. Its speed depends on the bytes in flight, and every multiprocessor must
+  have some. block_n, the number of outputs of a program, is therefore the largest that gives each one a program.
+- One row: threads multiply and add their own values, without tensor cores (15 of whose 16 rows would be padding), so
+  block_n can be small. Two or more rows use tensor cores, which need at least 8 outputs for an operand in registers.
+- block_k is a multiple of what 32 threads read at 16 bytes each, if the row is that long.
+- For up to 16 rows and a narrow output (K = 4C -> N = C), the sum over K is split between programs as well, and a
+  second, small launch adds the parts in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 INTERPRETED_MULTIPROCESSORS = 1
-"""Without a device programs run one after another, in Python: the fewer, the better."""
+"""The interpreter runs programs one after another in Python, so a small number of programs is fastest."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class Tile:
     """The part of a product that one program computes."""
 
     block_n: int
-    """Outputs of a program."""
+    """Number of outputs of a program."""
     block_k: int
-    """Inputs of one turn of its loop."""
+    """Number of inputs in one iteration of its loop."""
     num_warps: int
     num_stages: int
-    """Turns of the loop whose loads are under way."""
+    """Number of iterations whose loads are in flight."""
     num_splits: int = 1
-    """Programs that share the inputs of an output."""
+    """Number of programs that share the inputs of an output."""
 
 
-# bits of a weight -> (block_n choices, block_k, num_warps, num_stages); 16 KB a turn at most: several programs fit a
-# multiprocessor. 8 outputs at 4 bits: with 16 the sums of one row take all registers.
+# bits of a weight -> (block_n choices, block_k, num_warps, num_stages). An iteration reads at most 16 KB, so that
+# several programs fit on a multiprocessor. With 4 bits, block_n is at most 8: with 16, 16 sums fill all registers.
 ONE_ROW = {
     32: ((16, 8, 4), 256, 4, 3),
     16: ((16, 8, 4), 512, 4, 3),
@@ -52,10 +52,10 @@ ROWS = {
 }
 MAX_SPLITS = 4
 MIN_SPLIT_BYTES = 1 << 22
-"""Weights of fewer bytes are not worth a second launch."""
+"""Smallest weight that is split: for fewer bytes, the second launch takes longer than it saves."""
 
 ATTENTION_BLOCK_T = {32: 32, 16: 64}
-"""Bits of a key -> keys of one turn of the attention loop."""
+"""Bits of a key -> number of keys in one iteration of the attention loop."""
 ATTENTION_WARPS = 4
 ATTENTION_STAGES = 2
 MAX_ATTENTION_SPLITS = 16
@@ -63,14 +63,14 @@ COMBINE_WARPS = 1
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return how many programs a device can really run at a time, one on each of its multiprocessors."""
+    """Return the number of multiprocessors of a device; INTERPRETED_MULTIPROCESSORS for the interpreter."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def product_tile(n: int, k: int, rows: int, bits: int, processors: int) -> Tile:
-    """Return how a product of `rows` rows with a weight (n, k) of `bits` bits is cut.
+    """Return the tile of a product of `rows` rows with a weight (n, k) of `bits` bits.
 
     product_tile(768, 768, 1, 16, 132) -> block_n 4: 192 programs for 132 multiprocessors
     """
@@ -85,9 +85,9 @@ def product_tile(n: int, k: int, rows: int, bits: int, processors: int) -> Tile:
 
 
 def attention_splits(rows_by_heads: int, context: int, bits: int, processors: int) -> int:
-    """Return into how many parts the context is split: two programs for each multiprocessor, where it is long enough.
+    """Return the number of parts of the context: about two programs for each multiprocessor, if it is long enough.
 
-    attention_splits(12, 1024, 16, 132) -> 16 parts of one turn each: 192 programs
+    attention_splits(12, 1024, 16, 132) -> 16 parts of one iteration each: 192 programs
     """
     turns = -(-context // ATTENTION_BLOCK_T[bits])
     splits = 1
@@ -97,5 +97,5 @@ def attention_splits(rows_by_heads: int, context: int, bits: int, processors: in
 
 
 def _power_of_two(n: int) -> int:
-    """48 -> 64."""
+    """Return the smallest power of two that is at least n: 48 -> 64."""
     return 1 << (n - 1).bit_length()
