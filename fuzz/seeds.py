@@ -21,7 +21,7 @@ from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.gpt import GPT
 from nanoinfer.training import loop
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 CHARS = "\n abcdefgh\u00e9\U0001f600"
 
@@ -153,7 +153,7 @@ def run_folder() -> dict[str, bytes]:
     """Return the files of a training run that was stopped after its first step."""
     from tempfile import TemporaryDirectory
 
-    def stop(progress: loop.Progress) -> None:
+    def stop(progress: loop.TrainProgress) -> None:
         raise KeyboardInterrupt
 
     with TemporaryDirectory() as name:

@@ -56,8 +56,8 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.training import loop
-from nanoinfer.training.config import TrainConfig
 from nanoinfer.training.state import STATE
+from nanoinfer.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def use_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
     assert core is None or (core.truncation is None and core.padding is None), "truncation or padding is on"
 
 
-def resume(path: Path) -> loop.Run:
+def resume(path: Path) -> loop.TrainRun:
     """Go on with the run of a folder."""
     return loop.prepare(train_config(path.parent), resume=True)
 
@@ -157,7 +157,7 @@ def load_folder(path: Path) -> LoadedModel:
     return load_model(str(path.parent))
 
 
-def finish(run: loop.Run, path: Path) -> None:
+def finish(run: loop.TrainRun, path: Path) -> None:
     """Train to the end."""
     loop.train(run, lambda progress: None)
 

@@ -88,7 +88,7 @@ def test_what_cannot_run_is_a_row_and_the_rest_goes_on(tiny_folder: Path) -> Non
 def test_a_backend_that_says_other_words_is_not_timed(tmp_path: Path) -> None:
     """Workers get folders of different weights: the second disagrees with the reference."""
     from nanoinfer.bench.harness import Harness, Options
-    from nanoinfer.roofline.devices import Ceiling
+    from nanoinfer.roofline.ceilings import Ceiling
 
     good, bad = make_folder(tmp_path / "good", seed=0), make_folder(tmp_path / "bad", seed=1)
     cases = [

@@ -22,7 +22,7 @@ from nanoinfer.bench.run import Plan
 from nanoinfer.cli import main
 from nanoinfer.cli.options import field_docs
 from nanoinfer.config import EngineConfig
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -22,8 +22,8 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import main
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
-from nanoinfer.profiling import profile as module
-from nanoinfer.profiling.profile import breakdown_percent, profile
+from nanoinfer.profiling import profiler as module
+from nanoinfer.profiling.profiler import breakdown_percent, profile
 from nanoinfer.profiling.spans import PARTS, Clock, attached
 
 Run = Callable[..., tuple[int, str, str]]

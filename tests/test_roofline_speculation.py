@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from conftest import refuses
 from nanoinfer.roofline import speculation
-from nanoinfer.roofline.speculation import best_speculation, expected_tokens, speedup
+from nanoinfer.roofline.speculative_speedup import best_speculation, expected_tokens, speedup
 
 P = np.array([0.45, 0.25, 0.2, 0.1])  # target
 Q = np.array([0.2, 0.3, 0.1, 0.4])  # draft

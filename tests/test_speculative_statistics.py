@@ -24,7 +24,7 @@ from torch import Tensor
 from conftest import submit
 from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core import Core
-from nanoinfer.roofline.speculation import expected_tokens, sampled_acceptance
+from nanoinfer.roofline.speculative_speedup import expected_tokens, sampled_acceptance
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.sampling_params import SamplingParams

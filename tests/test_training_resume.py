@@ -18,10 +18,10 @@ from nanoinfer import LLM
 from nanoinfer.cli.train import _Writer
 from nanoinfer.models import draft_head
 from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.training import draft_head as head_training
 from nanoinfer.training import loop
-from nanoinfer.training.config import TrainConfig
-from nanoinfer.training.loop import Progress, train
+from nanoinfer.training import train_draft_head as head_training
+from nanoinfer.training.loop import TrainProgress, train
+from nanoinfer.training.train_config import TrainConfig
 from test_cli import Run, run  # noqa: F401  a fixture
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
@@ -47,14 +47,14 @@ def of_kind(config: TrainConfig, kind: str) -> TrainConfig:
     return replace(config, **{kind: str(target)})  # type: ignore[arg-type]
 
 
-def prepare(config: TrainConfig, *, resume: bool = False) -> loop.Run:
+def prepare(config: TrainConfig, *, resume: bool = False) -> loop.TrainRun:
     if config.draft_head is not None:
         return head_training.prepare(config, resume=resume, complete=_Writer(config))
     return loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill else None)
 
 
-def go(config: TrainConfig, *, resume: bool = False) -> list[Progress]:
-    history: list[Progress] = []
+def go(config: TrainConfig, *, resume: bool = False) -> list[TrainProgress]:
+    history: list[TrainProgress] = []
     train(prepare(config, resume=resume), history.append)
     return history
 

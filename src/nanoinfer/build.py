@@ -13,7 +13,7 @@ from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.overlap import overlap_scheduler
 from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.speculative.build import DraftFactory
+from nanoinfer.speculative.draft_factory import DraftFactory
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from nanoinfer.bench.results import Row
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline import arithmetic
-from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
 from nanoinfer.roofline.predict import predict
 from nanoinfer.roofline.shapes import find_shape
-from nanoinfer.roofline.speculation import Speculation, best_speculation
+from nanoinfer.roofline.speculative_speedup import Speculation, best_speculation
 
 _LLAMA_CPP = {  # blocks of 32 weights and a 16-bit scale
     "Q8_0": WeightFormat("Q8_0", 8, 2, group_size=32, group_bytes=2),
@@ -85,7 +85,7 @@ def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceilin
     N = min(config.block_size, case.prompt_tokens + max(1, case.output_tokens // 2))
     draft_sec = 0.0
     if case.draft != "prompt-lookup":
-        try:  # packed in 8 bits, as speculative/build.py does
+        try:  # packed in 8 bits, as speculative/draft_factory.py does
             draft, small = find_shape(case.draft), FORMATS["int8"]
         except NanoinferError:  # on the Hub, or a copy of the target
             return None

@@ -31,7 +31,7 @@ from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
 
 NAIVE = ("recompute", "nanogpt")
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed

@@ -24,7 +24,7 @@ from nanoinfer.checks import require_float, require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import write_atomically
-from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
 
 if TYPE_CHECKING:
     import torch

@@ -18,11 +18,11 @@ import typer
 
 from nanoinfer.cli.options import flags
 from nanoinfer.errors import ResultError
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
-    from nanoinfer.training.loop import Progress
+    from nanoinfer.training.loop import TrainProgress
 
 
 @flags(TrainConfig, "config")
@@ -32,12 +32,12 @@ def train(
     config: TrainConfig,
 ) -> None:
     """Train a model; write it as a Hugging Face folder. Or train a draft head for one (--draft-head)."""
-    from nanoinfer.training import draft_head, loop
+    from nanoinfer.training import loop, train_draft_head
 
-    run: loop.Run
+    run: loop.TrainRun
     target = config.distill or config.draft_head
     if config.draft_head is not None:
-        run = draft_head.prepare(config, resume=resume, complete=_Writer(config))
+        run = train_draft_head.prepare(config, resume=resume, complete=_Writer(config))
     else:
         run = loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill is not None else None)
     num_parameters = sum(p.numel() for p in run.model.parameters())
@@ -109,7 +109,7 @@ class _reporter:
         self._total = total
         self._bar.start()
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: TrainProgress) -> None:
         note = f"loss {progress.loss:.3f}  {progress.tokens_per_sec:,.0f} tok/s"
         self._bar.update(self._task, completed=progress.step, note=note)
         if progress.val_loss is not None:

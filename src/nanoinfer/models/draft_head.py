@@ -99,7 +99,7 @@ class RecurrentHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class Frame:
+class TargetEmbeddings:
     """What a head borrows from its target."""
 
     wte: Tensor
@@ -109,10 +109,10 @@ class Frame:
     scale: float
     """The first C channels of the target's hidden state times this are what the head was trained on."""
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Frame:
+    def to(self, device: torch.device, dtype: torch.dtype) -> TargetEmbeddings:
         """Return the same elsewhere or in another dtype."""
         wte = self.wte.to(device, dtype)
-        return Frame(wte, wte if self.lm_head is self.wte else self.lm_head.to(device, dtype), self.scale)
+        return TargetEmbeddings(wte, wte if self.lm_head is self.wte else self.lm_head.to(device, dtype), self.scale)
 
 
 def check(config: DraftHeadConfig, name: str, target: ModelConfig, vocabulary: str | None) -> None:
@@ -135,7 +135,7 @@ def check(config: DraftHeadConfig, name: str, target: ModelConfig, vocabulary: s
         )
 
 
-def frame(config: DraftHeadConfig, weights: Weights, name: str) -> Frame:
+def target_embeddings(config: DraftHeadConfig, weights: Weights, name: str) -> TargetEmbeddings:
     """Return what a head needs of a target: the model that it was trained for, or that model widened (widen.py).
 
     A widened model has r copies of every channel; its final layer norm, or where the head is not tied its output
@@ -163,7 +163,7 @@ def frame(config: DraftHeadConfig, weights: Weights, name: str) -> Frame:
         if tied and found:  # a tied head is named once, and first
             break
     wte = found["transformer.wte.weight"]
-    return Frame(wte, wte, float(r)) if tied else Frame(wte, found["lm_head.weight"] * r, 1.0)
+    return TargetEmbeddings(wte, wte, float(r)) if tied else TargetEmbeddings(wte, found["lm_head.weight"] * r, 1.0)
 
 
 # Files ---------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def spelled(core: tokenizers.Tokenizer, token_id: int, vocab_size: int) -> str |
     return token
 
 
-class TextStream(Protocol):
+class DecodeStream(Protocol):
     """Turns the tokens of one sequence into text as they come."""
 
     def push(self, token_id: int) -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, parse_json, read_limited, reason
-from nanoinfer.models.text_streams import MISSING, CharStream, SuffixStream, TextStream, Utf8Stream, spelled
+from nanoinfer.models.text_streams import MISSING, CharStream, DecodeStream, SuffixStream, Utf8Stream, spelled
 from nanoinfer.models.tokenizer_limits import MAX_VOCAB_SIZE, check_growth
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
         """Return the token ids of `text`. Raises NanoinferError for text that has no tokens here."""
         ...
 
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt.
 
         Prompt text and streamed text make the text of all tokens, the space between two words included:
@@ -98,7 +98,7 @@ class ByteLevelTokenizer:
             return MISSING.encode()
         return b"".join(bytes([self._alphabet[c]]) if c in self._alphabet else c.encode() for c in token)
 
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
         return Utf8Stream(self.token_bytes, self.vocab_size, prompt_token_ids)
 
@@ -129,7 +129,7 @@ class CharTokenizer:
                 " knows: leave it out, or use a model with a byte-level tokenizer"
             ) from None
 
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
         return CharStream(self.chars)
 
@@ -145,7 +145,7 @@ class GenericTokenizer:
         """Return the token ids of `text`."""
         return _encode(self.core, text)
 
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
         return SuffixStream(self.core, self.vocab_size, prompt_token_ids)
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer import environment
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.devices import MEASURE, Ceiling
+from nanoinfer.roofline.ceilings import MEASURE, Ceiling
 
 if TYPE_CHECKING:
     import torch

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from nanoinfer.checks import require_int
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.arithmetic import StepCost
-from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import WeightFormat
 
 MAX_NEW_TOKENS = 1 << 20

@@ -9,11 +9,11 @@ from nanoinfer.checks import require_bool, require_choice, require_float, requir
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, extend, kv_cache_layer, prefill
-from nanoinfer.roofline.devices import MEASURE, Ceiling, find_device
+from nanoinfer.roofline.ceilings import MEASURE, Ceiling, find_device
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
 from nanoinfer.roofline.predict import Prediction, generation, predict, prompt_length
 from nanoinfer.roofline.shapes import find_shape
-from nanoinfer.roofline.speculation import MAX_SPECULATE_K, best_speculation
+from nanoinfer.roofline.speculative_speedup import MAX_SPECULATE_K, best_speculation
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MAX_BATCH = 1 << 20

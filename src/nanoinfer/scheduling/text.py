@@ -15,7 +15,7 @@ from typing import Protocol
 
 
 class TokenStream(Protocol):
-    """Turns tokens into text, whole characters only (`models.tokenizers.TextStream` is one)."""
+    """Turns tokens into text, whole characters only (`models.text_streams.DecodeStream` is one)."""
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is now certain."""

@@ -77,10 +77,10 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class SeesHidden(Protocol):
+class UsesHidden(Protocol):
     """What a drafter has besides, if it wants the target's hidden states."""
 
-    def see(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
+    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
         """Take note of a step of the target, plain or verifying; also of those that are not asked for.
 
         Args:

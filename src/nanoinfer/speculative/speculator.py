@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from nanoinfer.scheduling.scheduler import Work, drawing
 from nanoinfer.speculative.adaptive_k import AcceptanceStats, AdaptiveK, DraftBudget, StepOutcome
-from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, SeesHidden
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, UsesHidden
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -146,11 +146,11 @@ class Speculator:
             stats.step_sec += step_sec
         if self._adaptive is not None and rounds and all(map(_decodes, work)):
             self._adaptive.learn(StepOutcome(rounds, step_sec, done.draft_sec, done.drafted))
-        if isinstance(self.drafter, SeesHidden) and tokens:
+        if isinstance(self.drafter, UsesHidden) and tokens:
             if self._adaptive is not None and self._adaptive.next_is_plain:
                 return  # the states of the step after this one will replace these before any is used
             rows = drawing(list(work))
-            self.drafter.see(rows, hidden()[_newest_rows(work, done, tokens)])
+            self.drafter.update_hidden(rows, hidden()[_newest_rows(work, done, tokens)])
 
     def stats(self, request: scheduling.Request) -> SpecStats:
         """Return what was done for a request so far."""

@@ -69,7 +69,7 @@ def _tokens(tokenizer: Tokenizer) -> object:
     return model["vocab"], model.get("merges")
 
 
-def write_texts(tokens: Tensor, num_tokens: int, length: int, seed: int, complete: Complete) -> Tensor:
+def generate_windows(tokens: Tensor, num_tokens: int, length: int, seed: int, complete: Complete) -> Tensor:
     """Return texts that the target wrote, (N, length) int64, `num_tokens` tokens of it at least, and of no one else's.
 
     An eighth of each text is its prompt, a random piece of `tokens`; then the target goes on, half of the way at
@@ -94,7 +94,7 @@ def windows(tokens: Tensor, block_size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Lessons:
+class TargetBatches:
     """Windows of tokens with what the target thinks of each position. Drop-in for data.Batches."""
 
     tokens: Tensor
@@ -121,7 +121,7 @@ class Lessons:
 
 
 @torch.no_grad()
-def read(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dtype: torch.dtype) -> Lessons:
+def run_target(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dtype: torch.dtype) -> TargetBatches:
     """Let the target read windows, (N, T), once.
 
     Args:
@@ -138,7 +138,7 @@ def read(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dtype: t
         for at in range(0, len(tokens), READ_BATCH):
             rows = slice(at, at + READ_BATCH)
             hidden[rows] = target.hidden(tokens[rows].to(device), positions, causal_attention).to("cpu", dtype)
-    return Lessons(tokens, hidden, target.lm_head.weight[:num_draft_tokens].to(dtype), seed)
+    return TargetBatches(tokens, hidden, target.lm_head.weight[:num_draft_tokens].to(dtype), seed)
 
 
 def divergences(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,11 +29,11 @@ from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
 from nanoinfer.training import data, distill, state
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainProgress:
     """What is known after a step."""
 
     step: int
@@ -45,15 +45,15 @@ class Progress:
 
 
 @dataclass
-class Run:
+class TrainRun:
     """Everything that a run needs; made by `prepare`."""
 
     config: TrainConfig
     device: torch.device
     model: torch.nn.Module
     tokenizer_json: str
-    train: data.Batches | distill.Lessons
-    val: data.Batches | distill.Lessons
+    train: data.Batches | distill.TargetBatches
+    val: data.Batches | distill.TargetBatches
     val_chars_per_token: float
     step: int = 0
     best_val_loss: float = math.inf
@@ -110,7 +110,7 @@ class Run:
         state.check_saved_model(self, saved)
 
 
-def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete | None = None) -> Run:
+def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete | None = None) -> TrainRun:
     """Read the data, make or load tokenizer and model, and go back to the saved state when resuming.
 
     Args:
@@ -136,7 +136,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, saved, target)
     eos = next(iter(model.config.eos_token_ids), None)
     val_tokens = data.encode_texts(tokenizer, val_texts, eos)
-    run = Run(
+    run = TrainRun(
         config,
         device,
         model.to(device),
@@ -155,21 +155,21 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     if target is not None:
         source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
         distill.check_vocabularies(target, tokenizer, source)
-        _ask_target(run, target.gpt, tokenizer.vocab_size, complete)
+        _distill_batches(run, target.gpt, tokenizer.vocab_size, complete)
     if saved is not None and saved.pending:
         state.finish(run)
     return run
 
 
-def _ask_target(run: Run, target: GPT, num_tokens: int, complete: distill.Complete | None) -> None:
+def _distill_batches(run: TrainRun, target: GPT, num_tokens: int, complete: distill.Complete | None) -> None:
     """Replace the batches of `run` by those of distillation: the target writes, then reads what there is."""
     assert complete is not None, "distill needs someone to write"
     config, block_size = run.config, run.config.block_size
-    texts = distill.write_texts(run.train.tokens, config.distill_tokens, block_size, config.seed, complete)
+    texts = distill.generate_windows(run.train.tokens, config.distill_tokens, block_size, config.seed, complete)
     target, dtype = target.to(run.device), getattr(torch, config.autocast)
     every = torch.cat([distill.windows(run.train.tokens, block_size), texts])
-    run.train = distill.read(target, every, num_tokens, config.seed, dtype)
-    run.val = distill.read(target, distill.windows(run.val.tokens, block_size), num_tokens, config.seed, dtype)
+    run.train = distill.run_target(target, every, num_tokens, config.seed, dtype)
+    run.val = distill.run_target(target, distill.windows(run.val.tokens, block_size), num_tokens, config.seed, dtype)
 
 
 def _start(
@@ -221,7 +221,7 @@ def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
     return model, loaded.tokenizer, tokenizers.to_json(loaded.tokenizer)
 
 
-def make_optimizer(run: Run) -> torch.optim.Optimizer:
+def make_optimizer(run: TrainRun) -> torch.optim.Optimizer:
     """Return AdamW for a run's model: matrices and embeddings decay, biases and norms do not."""
     parameters = list(run.model.parameters())
     config = run.config
@@ -241,7 +241,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
 
-def train(run: Run, report: Callable[[Progress], None]) -> float:
+def train(run: TrainRun, report: Callable[[TrainProgress], None]) -> float:
     """Train to `max_steps`, saving at every validation; return the best validation loss, nats per token.
 
     Args:
@@ -275,12 +275,12 @@ def train(run: Run, report: Callable[[Progress], None]) -> float:
             improved = val_loss < run.best_val_loss
             run.best_val_loss = min(val_loss, run.best_val_loss)
             state.save(run, improved)
-        report(Progress(run.step, train_loss, val_loss, run.best_val_loss, tokens_per_step / seconds))
+        report(TrainProgress(run.step, train_loss, val_loss, run.best_val_loss, tokens_per_step / seconds))
     return run.best_val_loss
 
 
 @torch.no_grad()
-def validate(run: Run) -> float:
+def validate(run: TrainRun) -> float:
     """Return the mean loss, nats per token, over the held-out text."""
     run.model.eval()
     total, count = 0.0, 0

@@ -28,10 +28,10 @@ from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import parse_json, read_text, reason, write_atomically
 from nanoinfer.models.checkpoints.stored import ITEM_BYTES, read_safetensors
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 if TYPE_CHECKING:
-    from nanoinfer.training.loop import Run
+    from nanoinfer.training.loop import TrainRun
 
 STATE = "training.state"
 PENDING = "training.state.pending"
@@ -136,7 +136,7 @@ def check_digest(state: State | None, name: str, digest: str, what: str) -> None
         raise NanoinferError(f"{state.path} was made with {what}: resume with the same, or choose another folder")
 
 
-def restore(run: Run, state: State) -> None:
+def restore(run: TrainRun, state: State) -> None:
     """Set a run back to its state, which must fit whole: all tensors, their shapes, dtypes, finite values."""
     assert run.optimizer is not None
     step, best = state.record["step"], state.record["best_val_loss"]
@@ -161,7 +161,7 @@ def restore(run: Run, state: State) -> None:
     run.step, run.best_val_loss, run.saved_weights = step, best, state.record["weights"]
 
 
-def check_saved_model(run: Run, state: State) -> None:
+def check_saved_model(run: TrainRun, state: State) -> None:
     """Raise NanoinferError unless the model in the run's folder is the one that the run wrote there."""
     if state.pending:  # it was being written
         return
@@ -177,7 +177,7 @@ def check_saved_model(run: Run, state: State) -> None:
         raise NanoinferError(f"{out} holds other weights than the run wrote: put them back, or choose another folder")
 
 
-def save(run: Run, improved: bool) -> None:
+def save(run: TrainRun, improved: bool) -> None:
     """Write the state, and the model where it is better than all before."""
     out = Path(run.config.out)
     if improved:
@@ -190,14 +190,14 @@ def save(run: Run, improved: bool) -> None:
         raise NanoinferError(f"out={out} cannot be written: {reason(e)}: make room, and resume") from None
 
 
-def finish(run: Run) -> None:
+def finish(run: TrainRun) -> None:
     """Write the model that belongs to the pending state, which becomes the state."""
     out = Path(run.config.out)
     run.write()
     os.replace(out / PENDING, out / STATE)
 
 
-def _to_bytes(run: Run) -> bytes:
+def _to_bytes(run: TrainRun) -> bytes:
     from safetensors.torch import save as to_bytes
 
     record = {
@@ -216,12 +216,12 @@ def _describe(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _parameters(run: Run) -> list[torch.nn.Parameter]:
+def _parameters(run: TrainRun) -> list[torch.nn.Parameter]:
     assert run.optimizer is not None
     return [p for group in run.optimizer.param_groups for p in group["params"]]
 
 
-def _tensors(run: Run, fresh: bool = False) -> dict[str, Tensor]:
+def _tensors(run: TrainRun, fresh: bool = False) -> dict[str, Tensor]:
     """Return what a state holds of the model and of Adam; `fresh`: as shapes, where Adam has not begun."""
     tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in run.model.named_parameters()}
     assert run.optimizer is not None

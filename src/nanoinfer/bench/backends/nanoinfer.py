@@ -66,7 +66,7 @@ class NanoinferBackend:
 
     def breakdown(self) -> dict[str, float]:
         """Return where the time of a decode step goes, in percent."""
-        from nanoinfer.profiling.profile import breakdown_percent
+        from nanoinfer.profiling.profiler import breakdown_percent
 
         case = self._case
         params = case.params(17)  # one token from the prompt, 16 decoded

@@ -24,7 +24,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.model_info import ModelInfo
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
-from nanoinfer.models.cut import cut
+from nanoinfer.models.truncate_layers import truncate_layers
 from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.base import Drafter
@@ -115,18 +115,18 @@ class DraftFactory:
         import torch
 
         from nanoinfer.models import draft_head
-        from nanoinfer.speculative.draft_head import DraftHead
+        from nanoinfer.speculative.head_drafter import HeadDrafter
 
         target, head = self._target, draft_head.load(folder)
         ours = None if target.tokenizer is None else tokenizers.fingerprint(target.tokenizer)
         draft_head.check(head.config, target.source, target.config, ours)
         dtype = torch.float32 if target.device.type == "cpu" else target.dtype
         weights = load_model(target.source, dtype=target.dtype, seed=target.seed).take()
-        frame = draft_head.frame(head.config, weights, target.source).to(target.device, dtype)
+        frame = draft_head.target_embeddings(head.config, weights, target.source).to(target.device, dtype)
         head = head.to(target.device, dtype)
         log.info("draft: head %s", name)
         sampler = choose_sampler(target.device)
-        return DraftHead(name, head, frame, sampler, target.vocab_size, max_num_seqs=limits.max_num_seqs)
+        return HeadDrafter(name, head, frame, sampler, target.vocab_size, max_num_seqs=limits.max_num_seqs)
 
     def _build(self, name: str, limits: EngineLimits) -> DraftModel:
         target = self._target
@@ -159,7 +159,7 @@ class DraftFactory:
         if not how.isdecimal():
             return weights, how
         try:
-            return cut(weights, int(how)), None
+            return truncate_layers(weights, int(how)), None
         except NanoinferError as e:
             raise NanoinferError(f"draft={name!r}: {e}") from None
 

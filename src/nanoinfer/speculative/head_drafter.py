@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.models.draft_head import Frame, RecurrentHead
+from nanoinfer.models.draft_head import RecurrentHead, TargetEmbeddings
 from nanoinfer.sampling.sampler import Sampler, SamplerRow
 from nanoinfer.speculative.base import DraftRequest, Proposal
 from nanoinfer.speculative.proposal_builder import ProposalBuilder, draw_next
 from nanoinfer.speculative.step_costs import SIZES, StepTimes
 
 
-class DraftHead:
+class HeadDrafter:
     """Proposes what a head makes of the target's last hidden state.
 
     Args:
@@ -43,7 +43,7 @@ class DraftHead:
         self,
         name: str,
         head: RecurrentHead,
-        frame: Frame,
+        frame: TargetEmbeddings,
         sampler: Sampler,
         vocab_size: int,
         *,
@@ -57,7 +57,7 @@ class DraftHead:
         self._hidden: dict[SamplerRow, Tensor] = {}
         self._times = self._measure(max_num_seqs, clock)
 
-    def see(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
+    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
         """Keep the hidden state of each sequence's newest token, (len(rows), n_embd)."""
         C = self._head.config.n_embd
         hidden = hidden[:, :C].to(self._wte.dtype) * self._scale

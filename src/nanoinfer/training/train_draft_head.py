@@ -23,15 +23,15 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.draft_head import DraftHeadConfig, RecurrentHead
 from nanoinfer.training import data, distill, state
-from nanoinfer.training.config import TrainConfig
-from nanoinfer.training.loop import Run, check_writable, make_optimizer
+from nanoinfer.training.loop import TrainRun, check_writable, make_optimizer
+from nanoinfer.training.train_config import TrainConfig
 
 STEPS = 4  # tokens that the head is trained to look ahead
 
 
 @dataclass
-class HeadRun(Run):
-    """A run that trains a head; `train` and `val` are HeadLessons."""
+class HeadRun(TrainRun):
+    """A run that trains a head; `train` and `val` are HiddenBatches."""
 
     wte: Tensor | None = None
     """The target's embedding, (V, C), on the device."""
@@ -43,7 +43,7 @@ class HeadRun(Run):
             x: token ids, (B, T).
             y: the target's final hidden states there, (B, T, C).
         """
-        assert isinstance(self.train, distill.Lessons)
+        assert isinstance(self.train, distill.TargetBatches)
         assert self.wte is not None
         x, y, lm_head = x.to(self.device), y.to(self.device), self.train.head
         n = x.shape[1] - STEPS
@@ -72,7 +72,7 @@ class HeadRun(Run):
 
 
 @dataclass(frozen=True)
-class HeadLessons(distill.Lessons):
+class HiddenBatches(distill.TargetBatches):
     """Windows of tokens with the target's final hidden states."""
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,12 +121,12 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
         run.resume(saved)
     check_writable(out)
     gpt, dtype = target.gpt.to(device), getattr(torch, config.autocast)
-    written = distill.write_texts(train, config.distill_tokens, config.block_size, config.seed, complete)
+    written = distill.generate_windows(train, config.distill_tokens, config.block_size, config.seed, complete)
     every = torch.cat([distill.windows(train, config.block_size), written])
     run.wte = gpt.get_parameter("transformer.wte.weight").detach()
     for name, tokens in (("train", every), ("val", distill.windows(val, config.block_size))):
-        lessons = distill.read(gpt, tokens, tokenizer.vocab_size, config.seed, dtype)
-        setattr(run, name, HeadLessons(lessons.tokens, lessons.hidden, lessons.head, lessons.seed))
+        batches = distill.run_target(gpt, tokens, tokenizer.vocab_size, config.seed, dtype)
+        setattr(run, name, HiddenBatches(batches.tokens, batches.hidden, batches.head, batches.seed))
     if saved is not None and saved.pending:
         state.finish(run)
     return run

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _LAYER = re.compile(r"transformer\.h\.(\d+)\.")
 
 
-def cut(weights: Weights, n_layer: int) -> Weights:
+def truncate_layers(weights: Weights, n_layer: int) -> Weights:
     """Return the weights of a model's first `n_layer` layers, read from where the whole's are.
 
     Raises:

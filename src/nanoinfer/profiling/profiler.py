@@ -11,7 +11,7 @@ measured without it:
 
 Operators, launches and the trace come from the run under the profiler.
 
-    from nanoinfer.profiling.profile import profile
+    from nanoinfer.profiling.profiler import profile
     for row in profile(LLM("shakespeare"), "O Romeo,", SamplingParams(max_tokens=32)).parts: print(row)
 """
 
