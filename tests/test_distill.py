@@ -156,8 +156,14 @@ def test_what_does_not_fit_is_refused(config: TrainConfig, tmp_path: Path) -> No
     other = make_folder(tmp_path / "other", chars=CHARS[:-1] + "~")
     nameless = make_folder(tmp_path / "nameless", chars=None)
     for changed, words in (
-        (replace(config, init=str(other)), ("target' has a vocabulary of 59", "init=", "other' another one of 59")),
-        (replace(config, tokenizer="shakespeare"), ("of 59 tokens", "tokenizer='shakespeare' another one of 2048")),
+        (
+            replace(config, init=str(other)),
+            ("target' has a vocabulary of 59", "init=", "other' has another vocabulary"),
+        ),
+        (
+            replace(config, tokenizer="shakespeare"),
+            ("of 59 tokens", "'shakespeare' has another vocabulary, of 2048"),
+        ),
         (replace(config, distill=str(nameless)), ("distill=", "nameless", "no tokenizer")),
         (replace(config, distill="no such model!"), ("neither built in",)),
         (replace(config, block_size=33), ("block_size=33 is more than the 32 of distill=",)),

@@ -352,7 +352,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     breaks(lambda: (path / "draft_head.safetensors").unlink(), "draft_head.safetensors")
     breaks(lambda: (path / "draft_head.safetensors").write_bytes(b"\xff" * 99), "draft_head.safetensors")
     breaks(weights(lambda t: t.pop("c_fc.bias")), "c_fc.bias is missing")
-    breaks(weights(lambda t: t.update(more=torch.zeros(1))), "'more' has no place")
+    breaks(weights(lambda t: t.update(more=torch.zeros(1))), "unexpected tensor 'more'")
     breaks(weights(lambda t: t.update({"c_fc.bias": torch.zeros(24, dtype=torch.int8)})), "c_fc.bias is 'int8'")
     breaks(weights(lambda t: t["c_fc.bias"].fill_(float("nan"))), "c_fc.bias has values that are not finite")
     (tmp_path / "file").write_text("")
@@ -456,7 +456,7 @@ def test_what_cannot_be_trained_is_refused(config: TrainConfig, tmp_path: Path) 
         (replace(config, block_size=4), ("block_size=4 is too short", "use 5 or more")),
     ):
         refuses(lambda c=changed: prepare(c, complete=writer), *words)  # type: ignore[misc]
-    refuses(lambda: replace(config, distill="gpt2"), "leave out distill and init")
+    refuses(lambda: replace(config, distill="gpt2"), "remove distill and init")
     refuses(lambda: replace(config, head_hidden=0), "head_hidden=0")
 
 

@@ -258,7 +258,7 @@ def test_breakdown_has_five_parts_of_100_percent(tiny_folder: Path, engine: str)
 
 def test_a_compiled_block_cannot_be_told_apart(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), engine="compiled", device="cpu", max_num_seqs=2)
-    with pytest.raises(NanoinferError, match="the parts of its time are not known"):
+    with pytest.raises(NanoinferError, match="cannot be divided into parts"):
         breakdown_percent(llm, batch=2, prompt_tokens=8)
 
 
@@ -282,7 +282,7 @@ def test_an_engine_that_hides_its_parts_says_so(llm: LLM) -> None:
     assert shares["matrix products"] == 0
     assert shares["rest of the engine"] > 0
     assert sum(shares.values()) == pytest.approx(100)
-    refuses(lambda: breakdown_percent(llm, prompt_tokens=8), "engine='static'", "not known")
+    refuses(lambda: breakdown_percent(llm, prompt_tokens=8), "engine='static'", "cannot be divided into parts")
 
 
 # The command line ------------------------------------------------------------------------------------------

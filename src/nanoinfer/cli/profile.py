@@ -130,7 +130,7 @@ def _show(p: Profile) -> None:
         console.print(f"\nby part of the model, of {_times(p.wall_sec, p)}")
         console.print(_table("part", p.parts, p))
         if not p.tells_apart:
-            console.print(f"{p.engine} runs the model in a call of its own: its parts are not told apart.")
+            console.print(f"{p.engine} runs the model in one call, so its parts cannot be distinguished.")
         console.print(f"\nby operator, of {_times(p.profiled_sec, p)} under torch's profiler")
         first, rest = p.operators[:NUM_OPERATORS], p.operators[NUM_OPERATORS:]
         console.print(_table("operator", [*first, _summed(rest), _no_operator(p)], p))

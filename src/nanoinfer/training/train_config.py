@@ -1,4 +1,4 @@
-"""What a training run is: one frozen dataclass, whose fields are the flags of `nanoinfer train`."""
+"""Configuration of a training run. Its fields are the flags of `nanoinfer train`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class TrainConfig:
     """
 
     data: tuple[str, ...]
-    """Text file to train on, UTF-8; several may be given."""
+    """UTF-8 text file to train on; may be given several times."""
     out: str
-    """Folder that the model is written to, in the Hugging Face layout."""
+    """Output folder of the model, in the Hugging Face layout."""
     init: str = "scratch"
-    """scratch, or any model that loads: its weights and tokenizer are the start."""
+    """scratch, or the name of a model whose weights and tokenizer training starts from."""
     distill: str | None = None
-    """A model whose probabilities to learn, on the data and on texts that it writes; it has the same tokenizer."""
+    """Target model to distill, on the data and on sequences that it generates; it must have the same tokenizer."""
     distill_tokens: int = 1_000_000
-    """Tokens that the model of distill writes; half of them greedily."""
+    """Number of tokens that the target generates for training, half of them greedily."""
     draft_head: str | None = None
-    """A model to train a draft head for, on the data and on texts that it writes (distill_tokens); not a model."""
+    """Target model to train a draft head for, on the data and on sequences that it generates (distill_tokens)."""
     head_hidden: int = 1024
     """Width of a draft head's hidden layer."""
     tokenizer: str = "char"
-    """char, bpe (a new byte-level BPE), or where to take one from; with init or distill, the model's own is used."""
+    """char, bpe (a new byte-level BPE), or where to load one from; with init or distill, default: the model's."""
     vocab_size: int = 2048
-    """Tokens of a new byte-level BPE."""
+    """Vocabulary size of a new byte-level BPE."""
     n_layer: int = 4
     """Number of transformer blocks."""
     n_head: int = 4
@@ -47,33 +47,33 @@ class TrainConfig:
     dropout: float = 0.0
     """Probability of dropping embedding and residual values."""
     batch_size: int = 12
-    """Windows of block_size tokens a step."""
+    """Windows of block_size tokens per step."""
     max_steps: int = 2000
-    """Steps to train."""
+    """Number of training steps."""
     learning_rate: float = 1e-3
-    """Peak of the learning rate."""
+    """Peak learning rate."""
     min_learning_rate: float = 1e-4
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end of the cosine schedule."""
     warmup_steps: int = 100
-    """Steps over which the learning rate rises."""
+    """Steps of linear learning rate warm-up."""
     weight_decay: float = 0.1
-    """Decay of matrices and embeddings, not of biases and norms."""
+    """Weight decay of matrices and embeddings; biases and layer norms have none."""
     beta1: float = 0.9
     """Adam's first-moment decay."""
     beta2: float = 0.99
     """Adam's second-moment decay."""
     grad_clip: float = 1.0
-    """Largest norm of the gradient."""
+    """Maximum norm of the gradient."""
     eval_interval: int = 250
-    """Steps between validations; a killed run loses at most this many."""
+    """Steps between validations; an interrupted run loses at most this many."""
     eval_tokens: int = 200_000
-    """Validation tokens scored each time, spread evenly over the held-out part."""
+    """Tokens per validation, spread evenly over the held-out part."""
     val_fraction: float = 0.1
-    """Last part of the text, held out for validation."""
+    """Fraction at the end of each text that is held out for validation."""
     seed: int = 1337
-    """Seed of the weights, the batches and dropout."""
+    """Seed of weights, batches and dropout."""
     device: str = "auto"
-    """cpu, cuda or cuda:N; auto is cuda where there is one."""
+    """cpu, cuda, cuda:N, or auto (cuda if available)."""
     autocast: str = "float32"
     """Dtype of matrix products in training: float32 or bfloat16. Weights stay float32."""
     save_dtype: str = "float32"
@@ -88,9 +88,7 @@ class TrainConfig:
         for name in (*ints.split(), "eval_tokens"):
             require_int(name, getattr(self, name), 1, 2**31 - 1)
         if self.draft_head is not None and (self.distill is not None or self.init != "scratch"):
-            raise NanoinferError(
-                f"draft_head={self.draft_head!r} trains a head for that model, from scratch: leave out distill and init"
-            )
+            raise NanoinferError(f"draft_head={self.draft_head!r} trains a head from scratch: remove distill and init")
         require_int("vocab_size", self.vocab_size, 256, 1 << 20)
         require_int("warmup_steps", self.warmup_steps, 0, 2**31 - 1)
         require_int("seed", self.seed, 0, 2**31 - 1)
