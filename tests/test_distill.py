@@ -116,7 +116,7 @@ def test_what_the_writer_writes_is_the_targets(config: TrainConfig) -> None:
     assert _Writer(config)(texts, [0.0, 1.0, 1.0], 9) == [greedy, sampled, other]
 
 
-def test_lessons_hold_the_targets_logits() -> None:
+def test_batches_have_the_targets_logits() -> None:
     target = make_model()
     tokens = torch.randint(len(CHARS), (7, 20), generator=torch.Generator().manual_seed(0))
     batches = distill.run_target(target, tokens, len(CHARS), 1, torch.float32)

@@ -256,7 +256,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "best none": (put(best_val_loss=None), "is not a training state"),
     "digests": (put(digests={}), "was made with other data"),
     "digests of a list": (put(digests=[]), "is not a training state"),
-    "weights": (put(weights="0"), "holds other weights"),
+    "weights": (put(weights="0"), "differ from the run's"),
     "no model": (tensor("model.", None), "is missing"),
     "model shape": (tensor("model.", torch.zeros(3)), "[3]"),
     "model dtype": (tensor("model.", torch.zeros(3, dtype=torch.int64)), "int64"),
