@@ -30,8 +30,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.quantize import Weight, dequantize, pack_int4, pack_int8
 from nanoinfer.models.gpt import GPT
 from nanoinfer.progress import ProgressBar
-from nanoinfer.training.config import TrainConfig
 from nanoinfer.training.data import split_texts
+from nanoinfer.training.train_config import TrainConfig
 
 CHUNK = 128  # positions whose logits are held at a time
 

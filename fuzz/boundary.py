@@ -1,7 +1,7 @@
-"""The extension's boundary: calls of random arguments, right ones among them.
+"""Targets that call the extension with random arguments, both valid and invalid.
 
-A call may refuse its arguments with one of ERRORS and must then have changed nothing: the lengths of the open
-sequences are compared with a model of them. Memory errors are what the sanitizers find.
+A call may refuse its arguments with one of ERRORS and must then change nothing: the lengths of the open sequences are
+compared with expected lengths. Sanitizers detect memory errors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def tensors() -> dict[str, tuple[int, ...]]:
 
 
 def array(c: Choices, shape: tuple[int, ...]) -> Any:
-    """Return an array that is mostly of this shape, float32 and contiguous."""
+    """Return an array that is usually float32, contiguous and of this shape."""
     if c.odd(20):
         shape = tuple(c.pick((0, 1, 2, 3, 5, 17, 33, n)) for n in shape) + ((1,) if c.odd(4) else ())
     made: Any = np.random.default_rng(c.number(9)).standard_normal(shape, np.float32)
@@ -58,12 +58,12 @@ def array(c: Choices, shape: tuple[int, ...]) -> Any:
 
 
 def ids(c: Choices, count: int, high: int, one_in: int = 100) -> list[Any]:
-    """Return about `count` numbers below `high`, rarely others."""
+    """Return about `count` numbers, usually less than `high`."""
     return [c.pick(NUMBERS) if c.odd(one_in) else c.number(high) for _ in range(count + c.odd(100))]
 
 
 def new_decoder(options: dict[str, Any]) -> Any:
-    """Return a decoder without weights. Raises one of ERRORS where an option is refused."""
+    """Return a decoder without weights. Raises one of ERRORS if an option is refused."""
     from nanoinfer import _native
 
     given = _native.DecoderOptions()
@@ -73,7 +73,7 @@ def new_decoder(options: dict[str, Any]) -> Any:
 
 
 def make_decoder(c: Choices) -> Any:
-    """Return a decoder, of random options where they are accepted."""
+    """Return a decoder with random options."""
     from nanoinfer import _native
 
     options = SHAPE | {"weights": c.pick(FORMATS), "cache": c.pick(CACHES), "threads": c.pick((1, 1, 1, 2))}
@@ -82,7 +82,7 @@ def make_decoder(c: Choices) -> Any:
     if c.odd(4):
         name = c.pick(list(SHAPE))
         value = c.pick(ANY)
-        try:  # only to see it refused: what is accepted may be large
+        try:  # tests the check of the option; the decoder is discarded, because it may be large
             new_decoder(options | {name: value, "max_num_seqs": 1})
         except ERRORS:
             pass
@@ -101,7 +101,7 @@ def make_decoder(c: Choices) -> Any:
 
 
 def run_decoder(data: bytes, folder: Path) -> None:
-    """Open, extend, truncate, fork and close sequences of a decoder."""
+    """Open, extend, truncate, fork and close a decoder's sequences."""
     c = Choices(data)
     decoder = make_decoder(c)
     lengths: dict[int, int] = {}
@@ -152,7 +152,7 @@ def extend(c: Choices, decoder: Any, lengths: dict[int, int]) -> None:
 
 
 def run_sampler(data: bytes, folder: Path) -> None:
-    """Draw from random logits with random options."""
+    """Sample from random logits with random options."""
     from nanoinfer import _native
 
     c = Choices(data)
@@ -187,7 +187,7 @@ def run_sampler(data: bytes, folder: Path) -> None:
 
 
 def run_kernels(data: bytes, folder: Path) -> None:
-    """Call the single kernels, which work in memory of exactly the promised size."""
+    """Call the single kernels with buffers of the exact size."""
     from nanoinfer import _native
 
     c = Choices(data)

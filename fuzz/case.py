@@ -1,6 +1,6 @@
-"""One case: an input, run by its target in a process with limits, and what came of it.
+"""Run one case, an input of a target, in a process with limits, and classify the outcome.
 
-Each case has CPU_SECONDS by the kernel's timer, BLOCKED_SECONDS asleep, and MEMORY of address space.
+The limits of a case are CPU_SECONDS of CPU time, BLOCKED_SECONDS asleep, and MEMORY of address space.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import NamedTuple
 
 CPU_SECONDS = 5.0
 BLOCKED_SECONDS = 3.0  # asleep without using the CPU
-MEMORY = 1 << 30  # of address space, beyond what the process has before the case
+MEMORY = 1 << 30  # of address space, in addition to the process's before the case
 PEAK = 256 << 20  # of resident memory that a case may add: no input is larger than 4 MiB
 MAX_MESSAGE = 2000  # characters
-SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None  # in memory: each case writes files
+SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None  # in memory, because each case writes files
 
 
 def load_sanitized() -> bool:
-    """Put the extension in NANOINFER_TEST_EXTENSION before the installed one; return whether there is one."""
+    """Load the extension in NANOINFER_TEST_EXTENSION instead of the installed one; return whether it is set."""
     if not (folder := os.environ.get("NANOINFER_TEST_EXTENSION")):
         return False
     (library,) = Path(folder).glob("_native*.so")
@@ -55,22 +55,22 @@ PACKAGE = str(Path(nanoinfer.__file__).parent)
 
 
 class Outcome(NamedTuple):
-    """What came of a case."""
+    """Outcome of a case."""
 
     kind: str
     """accepted, refused, or a finding: raise, wrong, message, memory, slow, hang, crash."""
     signature: str = ""
-    """Equal for what is probably the same fault."""
+    """Key of the fault: outcomes with equal signatures probably have the same cause."""
     detail: str = ""
 
     @property
     def is_finding(self) -> bool:
-        """Whether this must not happen."""
+        """Whether the outcome is a fault."""
         return self.kind not in ("accepted", "refused")
 
 
 class Messages(logging.Handler):
-    """Keeps what the package logs: it reaches the terminal."""
+    """Collects the package's log messages, which users see on the terminal."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -81,21 +81,21 @@ class Messages(logging.Handler):
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost function of the package that an error passed, and its file: "load.py:load_model"."""
+    """Return the file and name of the innermost function of the package in a traceback: "load.py:load_model"."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(PACKAGE)]
     frames = frames or traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "?"
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Return an error and those that it was raised from or during."""
+    """Yield an error, its cause or context, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def judge(target: Target, data: bytes, folder: Path, messages: Messages) -> Outcome:
-    """Run a case and say what came of it."""
+    """Run a case and return its outcome."""
     messages.texts.clear()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     error: BaseException | None = None
@@ -128,12 +128,12 @@ def judge(target: Target, data: bytes, folder: Path, messages: Messages) -> Outc
 
 
 def limit(seconds: float) -> None:
-    """Let the kernel end this process after `seconds` of CPU time; 0: never."""
+    """Set a timer that ends this process after `seconds` of CPU time; 0 removes it."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def wait(child: int, num_cases: Callable[[], int] = lambda: 0) -> int:
-    """Return the exit status of a child; end it where it sleeps in one case for BLOCKED_SECONDS."""
+    """Wait for a child and return its exit status. End it if it sleeps in one case for BLOCKED_SECONDS."""
     handle, step, asleep, before = os.pidfd_open(child), 0.25, 0.0, ("", 0)
     try:
         while not select.select([handle], [], [], step)[0]:
@@ -149,12 +149,12 @@ def wait(child: int, num_cases: Callable[[], int] = lambda: 0) -> int:
 
 
 def prepare_child(log: Path) -> None:
-    """Set what holds for all cases of a child: limits, and where its faults are written."""
+    """Set the limits of a child and redirect its output, including fault tracebacks, to `log`."""
     handle = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(handle, 2)
     os.dup2(handle, 1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not SANITIZED:  # which prints a trace of its own, and reserves terabytes of addresses
+    if not SANITIZED:  # a sanitizer prints its own traceback and reserves terabytes of address space
         faulthandler.enable()
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         size = pages * mmap.PAGESIZE + MEMORY
@@ -166,7 +166,7 @@ def prepare_child(log: Path) -> None:
 
 
 def crash_of(status: int, log: Path) -> Outcome:
-    """Return what ended a child: a signal, or a sanitizer."""
+    """Return the outcome of a child that a signal or a sanitizer ended."""
     text = log.read_text(errors="replace") if log.exists() else ""
     frames = re.findall(rf'File "{re.escape(PACKAGE)}/(\S+)", line \d+ in (\S+)', text)
     where = f"{Path(frames[0][0]).name}:{frames[0][1]}" if frames else "?"
@@ -182,7 +182,7 @@ def crash_of(status: int, log: Path) -> Outcome:
 
 
 def empty(folder: Path) -> Path:
-    """Remove what a case left in its folder."""
+    """Remove the files of a case from its folder; return the folder."""
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -192,7 +192,7 @@ def empty(folder: Path) -> Path:
 
 
 def isolate(target: Target, data: bytes) -> Outcome:
-    """Run one case in a child of its own."""
+    """Run one case in a separate child process."""
     with TemporaryDirectory(dir=SCRATCH) as name:
         folder, log, answer = Path(name, "case"), Path(name, "log"), Path(name, "answer")
         folder.mkdir()
@@ -208,7 +208,7 @@ def isolate(target: Target, data: bytes) -> Outcome:
 
 
 def listen() -> Messages:
-    """Return a handler that gets what the package logs, and nothing else does."""
+    """Return the only handler of the package's log messages."""
     messages, log = Messages(), logging.getLogger("nanoinfer")
     log.handlers, log.propagate = [messages], False
     log.setLevel(logging.INFO)
@@ -216,7 +216,7 @@ def listen() -> Messages:
 
 
 def read_case(path: Path) -> bytes:
-    """Return the input in a case."""
+    """Return the input in a case file, decompressed if its suffix is .xz."""
     import lzma
 
     return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()

@@ -1,4 +1,4 @@
-"""A list of choices read from bytes: what a target does that takes calls instead of a file."""
+"""Decode bytes into choices, for targets that make calls instead of reading a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANY: list[Any] = [
 
 
 class Choices:
-    """Reads choices from bytes; when they are used up, every choice is the first.
+    """Reads choices from bytes. After the last byte, every choice is the first option.
 
     Choices(b"\\x03").pick("abcd")  ->  "d"
     """
@@ -47,5 +47,5 @@ class Choices:
         return options[self.number(len(options))]
 
     def odd(self, one_in: int) -> bool:
-        """Return True about once in `one_in`, and never when the bytes are used up."""
+        """Return True about once in `one_in` calls, and False after the last byte."""
         return self.number(one_in) == one_in - 1

@@ -1,7 +1,7 @@
-"""Mutators: from a valid input to one that is wrong in one place, at the level of the format and of its bytes.
+"""Mutators: change a few places of an input, in terms of its format or of its bytes.
 
-Each takes a random generator, the input, and the other inputs of the corpus (to splice with), and returns a new
-input of at most MAX_BYTES. A format that no longer parses is mutated as bytes.
+Each mutator takes a random generator, the input, and the other inputs of the corpus (for splicing), and returns a new
+input of at most MAX_BYTES. An input that does not parse is mutated as bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Mutator = Callable[[random.Random, bytes, Sequence[bytes]], bytes]
 MAX_BYTES = 4 << 20
 MAGIC = [0, 1, 7, 8, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**53, 2**62 - 1,
          2**63 - 1, 2**63, 2**64 - 1]  # fmt: skip
-PRIME = 2**61 - 1  # multiples of it have the hash 0: a dict of them takes quadratic time
+PRIME = 2**61 - 1  # its multiples have the hash 0, so a dict of them takes quadratic time
 
 
 # Bytes ---------------------------------------------------------------------------------------------------
@@ -58,14 +58,14 @@ def mutate_bytes(rng: random.Random, data: bytes, others: Sequence[bytes]) -> by
 
 
 class Raw(str):
-    """JSON as it is written: a number of 5,000 digits, half a character."""
+    """Literal JSON text, such as a number of 5,000 digits."""
 
 
 class Pairs(list[list[Any]]):
-    """An object as [key, value] pairs: keys may repeat."""
+    """An object as [key, value] pairs, which allows duplicate keys."""
 
 
-DEEP = 100_000  # nesting that a recursive parser cannot take
+DEEP = 100_000  # nesting that a recursive parser cannot parse
 VALUES = [
     "null", "true", "false", "0", "1", "-1", "2", "1.5", "1e-320", "1e999", "-1e999", "NaN", "Infinity", "-0.0", "1e16",
     "[]", "{}", "[[]]", '""', '"\\u0000"', '"\\ud800"', '"\\u001b[31m\\n\\u2028"', '"\\u202e"', '"../x"', '"/etc/passwd"',
@@ -76,7 +76,7 @@ KEYS = ["", "a", "A\\ud800", "\\u001b[2J", "\\n", "type", "schema", "__metadata_
 
 
 def _dump(node: Any) -> str:
-    """Write a tree; iterative objects are shallow, deep nesting is made of Raw."""
+    """Return a tree as JSON. Recursion is shallow, because deep nesting is a Raw."""
     if isinstance(node, Pairs):
         return "{" + ", ".join(f"{_dump(k)}: {_dump(v)}" for k, v in node) + "}"
     if isinstance(node, list):
@@ -107,7 +107,7 @@ def _value(rng: random.Random) -> Raw:
 
 
 def mutate_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Replace, delete, repeat, rename or move parts of the tree; sometimes change the bytes instead."""
+    """Replace, delete, repeat, rename or move parts of the tree, or sometimes change bytes."""
     try:
         tree = [json.loads(data.decode(), object_pairs_hook=lambda p: Pairs(map(list, p)), parse_int=Raw)]
     except (ValueError, RecursionError):
@@ -167,12 +167,12 @@ def _long(value: int) -> bytes:
 
 
 def _collide(n: int) -> bytes:
-    """A dict of n keys with one hash."""
+    """Return the opcodes of a dict of n keys with equal hashes."""
     return b"}(" + b"".join(_long(PRIME * i) + b"N" for i in range(1, n)) + b"u"
 
 
 def _snippet(rng: random.Random) -> bytes:
-    """Opcodes that an honest writer does not write; most leave a value on the stack, or a key and its value."""
+    """Return opcodes of a hostile pickle; most leave a value, or a key and a value, on the stack."""
     if rng.random() < 0.02:
         return _collide(60_000)
     n = rng.choice((1, 10, 300, 990, 1010, 5000, 200_000))
@@ -198,7 +198,7 @@ def _snippet(rng: random.Random) -> bytes:
 
 
 def mutate_pickle(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Delete, repeat, move or insert opcodes, or change their arguments; sometimes change the bytes instead."""
+    """Delete, repeat, move or insert opcodes, or change their arguments, or sometimes change bytes."""
     try:
         starts = [at for _, _, at in pickletools.genops(data) if at is not None]
     except Exception:
@@ -225,7 +225,7 @@ def mutate_pickle(rng: random.Random, data: bytes, others: Sequence[bytes]) -> b
 def _zip_fields(rng: random.Random, data: bytes) -> bytes:
     """Overwrite a field of a local header, a central entry or an end record; or insert zip64 records."""
     out = bytearray(data)
-    if rng.random() < 0.25:  # another directory by way of zip64, which readers follow or not
+    if rng.random() < 0.25:  # another directory by zip64 records, which not all readers follow
         end = data.rfind(b"PK\x05\x06")
         count, size, at = struct.unpack("<HII", data[end + 10 : end + 20]) if 0 <= end <= len(data) - 22 else (1, 9, 0)
         count, size, at = (rng.choice((v, v, v, 0, *MAGIC[-3:])) for v in (count, size, at))
@@ -244,7 +244,7 @@ def _zip_fields(rng: random.Random, data: bytes) -> bytes:
 
 
 def pack_zip(entries: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_STORED, before: bytes = b"") -> bytes:
-    """Return a zip file, after other bytes."""
+    """Return a zip file appended to `before`."""
     out = io.BytesIO(before)
     with zipfile.ZipFile(out, "a", method) as archive:
         for name, content in entries:
@@ -253,7 +253,7 @@ def pack_zip(entries: Sequence[tuple[str, bytes]], method: int = zipfile.ZIP_STO
 
 
 def _two_directories(rng: random.Random, one: Sequence[tuple[str, bytes]], other: Sequence[tuple[str, bytes]]) -> bytes:
-    """Return a zip file with two directories: zip64's locator names one, the records at the end another."""
+    """Return a zip file with two directories: one for the zip64 locator, another for the end records."""
 
     def record(fields: bytes) -> bytes:
         count, size, at = struct.unpack("<HII", fields)
@@ -284,7 +284,7 @@ def mutate_zip(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byte
     name, content = entries[i]
     if kind == 0:
         entries[i] = rng.choice((name.upper(), name.swapcase(), "../" + name, name + "\x00", "x/" + name)), content
-    elif kind == 1:  # a second pickle beside the first: of one name, or in the other case
+    elif kind == 1:  # a second pickle whose name is equal or differs by case
         name, content = entries[pickle_at]
         name, content = rng.choice((name, name.replace("data.pkl", "DATA.PKL"))), mutate_pickle(rng, content, [])
         entries.insert(rng.randint(0, len(entries)), (name, content))
@@ -320,5 +320,5 @@ def mutate_name(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byt
 
 
 def make_random(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """New random bytes, for targets that read their input as a list of choices; or a change of the old ones."""
+    """Return new random bytes or a mutation, for targets that read their input as a list of choices."""
     return rng.randbytes(rng.choice((20, 200, 1000))) if rng.random() < 0.3 else mutate_bytes(rng, data, others)[:4000]

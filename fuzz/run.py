@@ -1,9 +1,9 @@
-"""Fuzz every parser and the extension's boundary: `make fuzz MINUTES=10`, or
+"""Fuzz every parser and the extension's interface: `make fuzz MINUTES=10`, or
 
     python fuzz/run.py --minutes 10 [--only ckpt ...] [--seed 1] [--jobs 2]
 
-Each target gets an equal share of the time, in a process of its own (worker.py). Prints a table, and writes each
-finding to build/fuzz, as small as it could be made. Exit code 1 where there are findings, 130 after Ctrl-C.
+Each target runs in its own process (worker.py) for an equal share of the time. Prints a table and writes minimised
+findings to build/fuzz. The exit code is 1 if there are findings, and 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ HERE = Path(__file__).resolve().parent
 BOUNDARY = ("decoder", "sampler", "kernels")
 TARGETS = ("safetensors", "config", "index", "generation", "ckpt", "bin", "meta", "tokenizer", "vocab", "merges", "head-config", "head-weights",
            "state", "results", "kinds", "names", "params", "streams", *BOUNDARY)  # fmt: skip
-ROUNDS = 3  # per target: what one process keeps in memory does not grow for an hour
+ROUNDS = 3  # processes per target, which limits the memory that one process accumulates
 
 
 def environment(target: str) -> dict[str, str]:
-    """Return a worker's environment: offline, one thread, and the sanitizers where the extension has them."""
+    """Return a worker's environment: offline, one thread, and the sanitized extension if it was built."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     asan = HERE.parent / "build" / "asan"
     env.pop("NANOINFER_TEST_EXTENSION", None)
@@ -44,7 +44,7 @@ def environment(target: str) -> dict[str, str]:
 
 
 def run_worker(target: str, seconds: float, seed: int, out: Path) -> dict[str, Any]:
-    """Fuzz one target for a while; return its counts."""
+    """Fuzz one target for `seconds`; return its counts."""
     command = [
         sys.executable,
         str(HERE / "worker.py"),
@@ -85,14 +85,14 @@ def show(rows: list[dict[str, Any]]) -> None:
     print(f"{sum(row['cases'] for row in rows):,} cases, {total} findings")
     for row in rows:
         for f in row["findings"]:
-            again = " (not again when it was run alone)" if f["again"] is False else ""
+            again = " (not reproduced when run alone)" if f["again"] is False else ""
             print(
                 f"\n{row['target']}: {f['signature']}{again}\n  {f['detail']!r:.400}\n  {f['file']} ({f['bytes']} bytes)"
             )
 
 
 def main() -> int:
-    """Run the workers, a job at a time each, and print what came of it."""
+    """Run the workers and print their findings; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=10.0, help="time for all targets together (10)")
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=TARGETS, help="targets (all)")
@@ -105,7 +105,7 @@ def main() -> int:
     seconds = 60 * options.minutes * options.jobs / len(options.only)
     rounds = min(ROUNDS, max(1, round(seconds / 60)))
     interrupted = threading.Event()
-    signal.signal(signal.SIGINT, lambda *_: interrupted.set())  # the workers get it too, and end with their counts
+    signal.signal(signal.SIGINT, lambda *_: interrupted.set())  # workers receive it too and print their counts
     parts: dict[str, list[dict[str, Any]]] = {}
 
     def work(task: tuple[int, str]) -> None:

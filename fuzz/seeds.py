@@ -1,4 +1,4 @@
-"""Valid inputs of every kind, small, and made by the project itself: what the fuzzers begin with."""
+"""Seeds of the fuzzers: small valid inputs of every kind, written by the project itself."""
 
 from __future__ import annotations
 
@@ -21,14 +21,10 @@ from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.gpt import GPT
 from nanoinfer.training import loop
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 CHARS = "\n abcdefgh\u00e9\U0001f600"
-
-
 TINY = ModelConfig(vocab_size=len(CHARS), block_size=8, n_layer=1, n_head=2, n_embd=4, bos_token_id=0)
-
-
 TEXT = "a bad cab fed a deaf bee; he had a \u00e9 and a \U0001f600. " * 8
 
 
@@ -53,12 +49,12 @@ def without(files: dict[str, bytes], name: str) -> dict[str, bytes]:
 
 
 def make_index() -> list[bytes]:
-    """An index of one shard."""
+    """Return an index of one shard."""
     return [b'{"metadata": {"total_size": 9}, "weight_map": {"wte.weight": "a.safetensors", "b": "a.safetensors"}}']
 
 
 def make_checkpoints() -> list[bytes]:
-    """nanoGPT's ckpt.pt: stored, with optimizer state and prefixes, and with parameters."""
+    """Return files like nanoGPT's ckpt.pt: plain, with the prefix of a compiled model, and with nn.Parameters."""
     gpt = GPT(replace(TINY, bos_token_id=None))
     gpt.init_weights(torch.Generator().manual_seed(0))
     shape = {f: getattr(TINY, f) for f in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
@@ -75,7 +71,7 @@ def make_checkpoints() -> list[bytes]:
 
 
 def make_bin() -> list[bytes]:
-    """A pytorch_model.bin: Hugging Face's names and layout, pickled."""
+    """Return a pytorch_model.bin with Hugging Face's names and layout."""
     from safetensors.torch import load
 
     out = io.BytesIO()
@@ -84,7 +80,7 @@ def make_bin() -> list[bytes]:
 
 
 def make_meta() -> list[bytes]:
-    """nanoGPT's meta.pkl, in three protocols."""
+    """Return nanoGPT's meta.pkl in three pickle protocols."""
     ids = {c: i for i, c in enumerate(CHARS)}
     meta = {"vocab_size": len(ids), "itos": {i: c for c, i in ids.items()}, "stoi": ids}
     return [pickle.dumps(meta, protocol) for protocol in (0, 2, 4)]
@@ -115,7 +111,7 @@ def trained() -> dict[str, str]:
 
 
 def make_tokenizers() -> list[bytes]:
-    """Every kind; with truncation and padding, and a normalizer and a splitter that are given as patterns."""
+    """Return a tokenizer.json of every kind, and one with truncation, padding, a normalizer and a pattern splitter."""
     core = hf.Tokenizer.from_str(trained()["bpe"])
     core.enable_truncation(16)
     core.enable_padding(length=40)
@@ -125,12 +121,12 @@ def make_tokenizers() -> list[bytes]:
 
 
 def make_vocab() -> list[bytes]:
-    """GPT-2's vocab.json."""
+    """Return files like GPT-2's vocab.json."""
     return [str(hf.Tokenizer.from_str(trained()["bpe"]).get_vocab()).replace("'", '"').encode(), b'{"a": 0, "b": 1}']
 
 
 def make_head() -> dict[str, bytes]:
-    """The files of a draft head."""
+    """Return the files of a draft head: name -> content."""
     from tempfile import TemporaryDirectory
 
     head = draft_head.RecurrentHead(draft_head.DraftHeadConfig("x", TINY.vocab_size, TINY.n_embd, 8))
@@ -141,7 +137,7 @@ def make_head() -> dict[str, bytes]:
 
 
 def train_config(folder: Path) -> TrainConfig:
-    """Return a run of two steps, whose state is written after each."""
+    """Return the config of a run of two steps that saves its state after each step."""
     return TrainConfig(
         data=(str(folder / "text.txt"),), out=str(folder), n_layer=1, n_head=2, n_embd=4, block_size=8, batch_size=2,
         max_steps=2, eval_interval=1, eval_tokens=16, warmup_steps=1, device="cpu",
@@ -153,7 +149,7 @@ def run_folder() -> dict[str, bytes]:
     """Return the files of a training run that was stopped after its first step."""
     from tempfile import TemporaryDirectory
 
-    def stop(progress: loop.Progress) -> None:
+    def stop(progress: loop.TrainProgress) -> None:
         raise KeyboardInterrupt
 
     with TemporaryDirectory() as name:
@@ -167,7 +163,7 @@ def run_folder() -> dict[str, bytes]:
 
 
 def make_results() -> list[bytes]:
-    """Results with everything known, and with a failure."""
+    """Return benchmark results with all fields, and with a failed row."""
     figures = Figures(3, 0.01, 0.03, 0.03, 0.04, 30.0, 800.0, 27.0, 2.75, 4.5)
     rows = [
         results.Row(Case("static", "random:gpt2"), figures, True, 10**9, None, 10**6, 10**8, 1e6, 1e6, 44.0, 5.0,

@@ -1,8 +1,8 @@
-"""What is fuzzed: one target for each kind of file or value that comes from outside.
+"""Targets of the fuzzers: one for each kind of untrusted file or value.
 
-A target's `run` takes the input and an empty folder. It returns, or raises NanoinferError; anything else is a
-finding, and so is what `worker.py` watches: signals, time, memory, and messages that a terminal should not see.
-AssertionError is a finding of a target itself: the input was accepted, and read wrongly.
+A target's `run` takes the input and an empty folder. It returns or raises NanoinferError. Another exception is a finding,
+and so are the faults that case.py detects: signals, time, memory, and messages that are not printable. An AssertionError
+means that the input was accepted but misread.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.training import loop
-from nanoinfer.training.config import TrainConfig
 from nanoinfer.training.state import STATE
+from nanoinfer.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something that reads what comes from outside."""
+    """A reader of untrusted input."""
 
     seeds: Callable[[], list[bytes]]
-    """Valid inputs to begin with."""
+    """Valid inputs from which fuzzing starts."""
     run: Callable[[bytes, Path], object]
     mutate: Mutator = make_random
     sanitized: bool = False
-    """Whether it runs on the extension that is built with sanitizers, where there is one."""
+    """Whether it uses the sanitized extension, if there is one."""
 
 
-# Files: each is one file of a folder whose other files are valid ---------------------------------------------
+# Files: the other files in the folder are valid --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -93,28 +93,28 @@ class File:
         return folder / self.name
 
     def run(self, data: bytes, folder: Path) -> None:
-        """Read `data` as a file of this kind and use what was read."""
+        """Read `data` as a file of this kind and use the result."""
         path = self.place(folder)
         path.write_bytes(data)
         self.use(self.open(path), path)
 
 
 def use_model(loaded: LoadedModel, path: Path) -> None:
-    """Read all weights, as an engine with a format of its own does."""
+    """Read all weights, as an engine with its own weight format does."""
     for _, tensor in loaded.weights:
         tensor.float().contiguous().numpy()
 
 
 def use_checkpoint(loaded: LoadedModel, path: Path) -> None:
-    """Read all weights; they are what torch reads of the records that `zipfile` finds, packed anew."""
+    """Read all weights; compare them with torch.load of a new archive of the records that `zipfile` finds."""
     gpt = loaded.gpt.state_dict()
     try:
         with zipfile.ZipFile(path) as archive:
             records = [(e.filename, archive.read(e)) for e in archive.infolist()]
         if len({name.lower() for name, _ in records}) < len(records):
-            return  # torch does not tell such records apart
+            return  # torch compares names without case
         expected = torch.load(io.BytesIO(pack_zip(records)), map_location="cpu", weights_only=True)["model"]
-    except Exception:  # what torch refuses and we read is not wrong for that
+    except Exception:  # torch refuses some files that are valid for us
         return
     for name, tensor in expected.items():
         name = name.removeprefix("_orig_mod.")
@@ -124,7 +124,7 @@ def use_checkpoint(loaded: LoadedModel, path: Path) -> None:
 
 
 def use_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
-    """Encode and decode. No text loses its end, and none is padded."""
+    """Encode and decode; check that texts are neither truncated nor padded."""
     vocab_size = tokenizer.vocab_size
     assert 0 < vocab_size < 2**31, f"vocab_size is {vocab_size}"
     once, twice = (tokenizer.encode(c * 200) for c in ("a", "aa")) if "a" in CHARS else ([], [])
@@ -138,13 +138,13 @@ def use_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
     assert core is None or (core.truncation is None and core.padding is None), "truncation or padding is on"
 
 
-def resume(path: Path) -> loop.Run:
-    """Go on with the run of a folder."""
+def resume(path: Path) -> loop.TrainRun:
+    """Resume the training run in a folder."""
     return loop.prepare(train_config(path.parent), resume=True)
 
 
 def use_results(found: results.Results, path: Path) -> None:
-    """Print and convert them."""
+    """Print and convert benchmark results."""
     from rich.console import Console
 
     table.show(found, Console(file=io.StringIO(), width=140))
@@ -153,12 +153,12 @@ def use_results(found: results.Results, path: Path) -> None:
 
 
 def load_folder(path: Path) -> LoadedModel:
-    """Load the folder that holds this file."""
+    """Load the model in the folder of this file."""
     return load_model(str(path.parent))
 
 
-def finish(run: loop.Run, path: Path) -> None:
-    """Train to the end."""
+def finish(run: loop.TrainRun, path: Path) -> None:
+    """Run the remaining training steps."""
     loop.train(run, lambda progress: None)
 
 
@@ -197,7 +197,7 @@ KINDS = ("fifo", "folder", "dangling", "loop", "endless", "socket", "huge", "tru
 
 
 def run_kind(data: bytes, folder: Path) -> None:
-    """Read what is not a plain file, or changes while it is read: b"ckpt fifo"."""
+    """Read a path that is not a regular file, or a file that changes during the read: b"ckpt fifo"."""
     name, _, kind = data.decode(errors="replace").partition(" ")
     if name not in FILES or kind not in KINDS:
         return
@@ -212,7 +212,7 @@ def run_kind(data: bytes, folder: Path) -> None:
         path.symlink_to({"dangling": "/nowhere", "loop": path.name, "endless": "/dev/zero"}[kind])
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as s:
-            s.bind(path.name)  # the folder is the working directory: a socket's path is short
+            s.bind(path.name)  # relative to the working directory, because a socket's path has a length limit
     else:
         path.write_bytes(seed)
     if kind == "huge":
@@ -227,7 +227,7 @@ def run_kind(data: bytes, folder: Path) -> None:
 
 
 def run_name(data: bytes, folder: Path) -> None:
-    """Load a model, a tokenizer and a head of any name."""
+    """Load a model, a tokenizer and a draft head by a random name."""
     name = data.decode(errors="surrogateescape")
     draft_head.find(name)
     for load in (load_tokenizer, load_model):
@@ -246,7 +246,7 @@ CONFIGS = (SamplingParams, SamplingParams, SamplingParams, ModelConfig, config.E
 
 @cache
 def tiny_llm() -> LLM:
-    """Return an LLM on the tiny model."""
+    """Return an LLM with the tiny model."""
     from tempfile import mkdtemp
 
     folder = Path(mkdtemp())
@@ -256,7 +256,7 @@ def tiny_llm() -> LLM:
 
 
 def run_params(data: bytes, folder: Path) -> None:
-    """Make a configuration of random values; generate with sampling parameters that are accepted."""
+    """Create a configuration of random values; generate if it is an accepted SamplingParams."""
     choices = Choices(data)
     kind: Any = choices.pick(CONFIGS)
     fields = dataclasses.fields(kind)
@@ -275,7 +275,7 @@ def run_params(data: bytes, folder: Path) -> None:
 
 
 def run_stream(data: bytes, folder: Path) -> None:
-    """Decode random ids, one by one: the text is that of all of them together."""
+    """Decode random ids one by one; compare with the text of all ids together."""
     choices = Choices(data)
     name = choices.pick(list(trained()))
     tokenizer = cached_tokenizer(name)

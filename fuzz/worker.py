@@ -1,9 +1,10 @@
-"""One target's fuzzer: a process that forks children, which run cases until one of them ends its child.
+"""Fuzz one target: fork children that run cases. A crash ends only the child.
 
-    python fuzz/worker.py TARGET --seconds 60 --seed 0 --out build/fuzz     fuzz; stats as JSON on stdout
-    python fuzz/worker.py --replay FILE ...                                 what each case does, as JSON
+    python fuzz/worker.py TARGET --seconds 60 --seed 0 --out build/fuzz     fuzz; counts as JSON on stdout
+    python fuzz/worker.py --replay FILE ...                                 outcome of each case, as JSON
 
-Guided by coverage: an input that reaches a new line of the package, or gets a new kind of answer, is mutated further.
+Coverage guides the fuzzer: an input that reaches a new line of the package, or has a new kind of outcome, is mutated
+further.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from case import (
 from mutate import MAX_BYTES
 from targets import Target, load_targets
 
-MAX_CORPUS = 400  # from here on, only inputs that reach new lines are kept
-MINIMISE_SHARE, MINIMISE_SECONDS = 0.2, 10.0  # of the time given; for one finding
+MAX_CORPUS = 400  # size from which only inputs that reach new lines are kept
+MINIMISE_SHARE, MINIMISE_SECONDS = 0.2, 10.0  # share of the total time; limit for one finding
 
 
 class Coverage:
-    """Lines of the package, and kinds of answers, that were seen."""
+    """The lines of the package that were executed, and the signatures of outcomes."""
 
     def __init__(self) -> None:
         self.seen: set[Any] = set()
@@ -59,14 +60,14 @@ class Coverage:
         self._ours: dict[CodeType, bool] = {}
 
     def trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Follow calls into the package (sys.settrace)."""
+        """Trace calls into the package (for sys.settrace)."""
         code = frame.f_code
         if (ours := self._ours.get(code)) is None:
             ours = self._ours[code] = code.co_filename.startswith(PACKAGE)
         return self.line if ours else None
 
     def line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Note a line."""
+        """Record an executed line."""
         key = (frame.f_code.co_filename, frame.f_lineno)
         if key not in self.seen:
             self.new.add(key)
@@ -74,12 +75,12 @@ class Coverage:
 
     @property
     def num_lines(self) -> int:
-        """Lines seen."""
+        """Number of executed lines."""
         return sum(isinstance(key, tuple) for key in self.seen)
 
 
 class Fuzzer:
-    """A target with its corpus, its coverage and what was found."""
+    """A target with its corpus, coverage and findings."""
 
     def __init__(self, name: str, target: Target, seed: int, folder: Path) -> None:
         self.name, self.target, self.folder, self.seed = name, target, folder, seed
@@ -93,11 +94,11 @@ class Fuzzer:
 
     @property
     def cases(self) -> int:
-        """Cases that were run."""
+        """Number of cases run so far."""
         return int.from_bytes(self.shared[:8], "little")
 
     def run_child(self, deadline: float) -> bool:
-        """Fork, and let the child run cases; learn what it learned. Returns whether time is left."""
+        """Run cases in a forked child and add its results; return whether time is left."""
         self.children += 1
         log, events = self.folder / "log", self.folder / "events"
         events.write_bytes(b"")
@@ -107,7 +108,7 @@ class Fuzzer:
                 prepare_child(log)
                 self.loop(deadline, events)
                 os._exit(0)
-            except BaseException:  # the parent's code must not run here
+            except BaseException:  # the child must not return into the parent's code
                 traceback.print_exc()
                 os._exit(9)
         try:
@@ -126,7 +127,7 @@ class Fuzzer:
         return time.monotonic() < deadline
 
     def learn(self, data: bytes, outcome: Outcome, new: set[Any]) -> None:
-        """Keep an input that reached something new, and what was found."""
+        """Add an input to the findings or to the corpus."""
         self.coverage.seen |= new
         if outcome.is_finding:
             self.findings.setdefault(outcome.signature, (outcome, data))
@@ -135,7 +136,7 @@ class Fuzzer:
         self.todo = [d for d in self.todo if d != data]
 
     def loop(self, deadline: float, events: Path) -> None:
-        """Run cases; what is new goes to `events`. The child does this."""
+        """Run cases in the child process and write new results to `events`."""
         rng = random.Random(f"{self.seed} {self.name} {self.children}")
         messages, folder = listen(), self.folder / "case"
         folder.mkdir(exist_ok=True)
@@ -148,7 +149,7 @@ class Fuzzer:
                 limit(0)
                 empty(folder)
                 self.coverage.new.clear()
-                limit(2 * CPU_SECONDS)  # tracing takes time too: `minimise` measures without
+                limit(2 * CPU_SECONDS)  # tracing takes time too; `minimise` runs without it
                 sys.settrace(self.coverage.trace)
                 outcome = judge(self.target, data, folder, messages)
                 limit(0)
@@ -159,21 +160,25 @@ class Fuzzer:
                 if (new or data in self.todo) and not known:
                     out.write(pickle.dumps((data, outcome, new)))
                     self.learn(data, outcome, new)
-                if outcome.kind == "memory":  # the peak of a process never falls: go on in a new one
+                if outcome.kind == "memory":  # the peak of a process never decreases: continue in a new one
                     return
 
     def mutate(self, rng: random.Random) -> bytes:
         """Return a new input."""
         corpus = self.corpus or self.target.seeds()
         some = rng.choices(corpus[-20:] if rng.random() < 0.4 else corpus, k=3)
-        data = min(some, key=len) if rng.random() < 0.9 else some[0]  # the small ones are quick
+        data = min(some, key=len) if rng.random() < 0.9 else some[0]  # prefer small inputs, which run faster
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
-            with contextlib.suppress(Exception):  # what cannot be written in its format stays as it is
+            with contextlib.suppress(Exception):  # keep an input that cannot be mutated
                 data = self.target.mutate(rng, data, corpus)[:MAX_BYTES]
         return data
 
     def minimise(self, outcome: Outcome, data: bytes, end: float) -> tuple[bytes, bool | None]:
-        """Delete parts of an input while the same comes of it; return it, and whether it came again (None: no time)."""
+        """Delete parts of an input while its outcome stays the same.
+
+        Returns:
+            the input, and whether the outcome was reproduced (None: no time).
+        """
         if time.monotonic() > end:
             return data, None
         if isolate(self.target, data).signature != outcome.signature:
@@ -192,7 +197,7 @@ class Fuzzer:
 
 
 def fuzz(name: str, seconds: float, seed: int, out: Path) -> dict[str, Any]:
-    """Fuzz a target; write what was found to `out`, and return the counts."""
+    """Fuzz a target, write the findings to `out`, and return the counts."""
     start = time.monotonic()
     with TemporaryDirectory(dir=SCRATCH) as folder:
         fuzzer = Fuzzer(name, load_targets()[name], seed, Path(folder))

@@ -1,4 +1,4 @@
-"""Small models made in-process: no network, no weights of others, no shared folder."""
+"""Small models and helpers of the tests. Models are created in the process: no network and no external files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from nanoinfer.models.tokenizers import char_to_json
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
 
-if not torch.cuda.is_available():  # read when triton is imported: its kernels then run on the CPU, in Python
+if not torch.cuda.is_available():  # before triton is imported: its interpreter then runs the kernels on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job, whose children would ignore Ctrl-C too
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; child processes would ignore Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if folder := os.environ.get("NANOINFER_TEST_EXTENSION"):  # make asan: this build instead of the installed one
+if folder := os.environ.get("NANOINFER_TEST_EXTENSION"):  # make asan: use this build of the extension
     (library,) = Path(folder).glob("_native*.so")
     spec = importlib.util.spec_from_file_location("nanoinfer._native", library)
     assert spec is not None
@@ -70,7 +70,7 @@ def _two_threads() -> None:
 
 
 def make_model(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> GPT:
-    """A random model in eval mode, with weights large enough that tokens differ and biases that matter."""
+    """Return a random model in eval mode. Weights and biases are large enough to produce different tokens."""
     gpt = GPT(config)
     generator = torch.Generator().manual_seed(seed)
     for name, p in gpt.named_parameters():
@@ -80,7 +80,7 @@ def make_model(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> G
 
 
 def weights_of(gpt: GPT) -> Weights:
-    """A model's weights as an engine takes them."""
+    """Return a model's weights in the form that engines take."""
     return Weights(gpt.config, gpt.lm_head.weight.dtype, gpt.named_parameters)
 
 
@@ -89,7 +89,7 @@ def make_limits(config: ModelConfig = TINY, max_num_seqs: int = 4) -> EngineLimi
 
 
 def make_folder(path: Path, config: ModelConfig = TINY, seed: int = 0, chars: str | None = CHARS) -> Path:
-    """A Hugging Face folder with a random model and a character-level tokenizer."""
+    """Write a random model and a character-level tokenizer to a Hugging Face folder and return it."""
     huggingface.save(make_model(config, seed), path, char_to_json(chars) if chars else None)
     return path
 
@@ -100,7 +100,7 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 
 def refuses(call: Callable[[], object], *words: str) -> None:
-    """Assert that `call` raises a NanoinferError of one line that holds all the words."""
+    """Assert that `call` raises a NanoinferError whose message is one line and contains all `words`."""
     with pytest.raises(NanoinferError) as caught:
         call()
     message = str(caught.value)
@@ -122,7 +122,7 @@ def submit(
     seed: int,
     end_token_ids: tuple[int, ...] = (),
 ) -> Request:
-    """Make a request, queue it and return it: see `Core.make`."""
+    """Create, queue and return a request; see `Core.make`."""
     request = core.make(prompt, token_ids, params, seed, end_token_ids)
     core.submit([request])
     return request

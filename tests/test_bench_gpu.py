@@ -36,7 +36,7 @@ from nanoinfer.engines.static import StaticEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.profiling import launches
 from nanoinfer.roofline import measure as measuring
-from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.measure import Workload, measure
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -101,7 +101,7 @@ def test_a_backend_that_says_other_words_is_not_timed(tmp_path: Path) -> None:
     """Workers get folders of different weights: the second disagrees with the reference."""
     from nanoinfer.bench.harness import Harness
     from nanoinfer.bench.suites import Options
-    from nanoinfer.roofline.devices import Ceiling
+    from nanoinfer.roofline.ceilings import Ceiling
 
     good, bad = make_folder(tmp_path / "good", seed=0), make_folder(tmp_path / "bad", seed=1)
     cases = [

@@ -20,7 +20,7 @@ from nanoinfer.bench.suites import SUITES
 from nanoinfer.bench.table import shape_name
 from nanoinfer.config import PRESETS
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
 
 CEILING = Ceiling("here", 50e9, {"float32": 0.25e12, "bfloat16": 1e12}, "test")
 PLAIN = Case("native", "m", quantization="int8", workload="text", prompt_tokens=14, output_tokens=6)

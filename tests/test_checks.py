@@ -12,7 +12,7 @@ from nanoinfer import NanoinferError, SamplingParams
 from nanoinfer.bench.case import Case
 from nanoinfer.checks import require_bool, require_choice, require_float, require_int, show
 from nanoinfer.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 PAIR: Any = np.array([1, 2])
 

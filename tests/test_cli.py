@@ -25,7 +25,7 @@ from nanoinfer.bench.run import Plan
 from nanoinfer.cli import app, help, main
 from nanoinfer.cli.options import field_docs
 from nanoinfer.config import EngineConfig
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -122,7 +122,7 @@ def test_engines_lists_every_rung(run: Run) -> None:
 BAD = {
     "unknown model": (["generate", "a", "-m", "no such model!"], "neither built in"),
     "missing path": (["generate", "a", "-m", "./no/such/dir"], "no such file or folder"),
-    "missing preset": (["generate", "a", "-m", "random:gpt5"], "no preset 'gpt5'"),
+    "missing preset": (["generate", "a", "-m", "random:gpt5"], "preset 'gpt5' is unknown"),
     "NaN temperature": (["generate", "a", "--temperature", "nan"], "temperature=nan"),
     "top_p of 2": (["generate", "a", "--top-p", "2"], "top_p=2.0 is not a finite number in (0, 1]"),
     "negative max_tokens": (["generate", "a", "--max-tokens", "-1"], "max_tokens=-1 is not an integer >= 1"),
@@ -154,7 +154,7 @@ BAD = {
     "train unwritable": (["train", "--data", "{text}", "--out", "{one}/sub"], "cannot be written"),
     "train over a model": (
         ["train", "--data", "{text}", "--out", "{tiny}"],
-        "holds config.json, which no training run",
+        "contains config.json, but no training state",
     ),
 }
 

@@ -14,8 +14,8 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.train import _Writer
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.training import distill
-from nanoinfer.training.config import TrainConfig
-from nanoinfer.training.loop import Progress, prepare, train, validate
+from nanoinfer.training.loop import TrainProgress, prepare, train, validate
+from nanoinfer.training.train_config import TrainConfig
 from test_cli import command, one_thread
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
@@ -32,8 +32,8 @@ def config(tmp_path: Path) -> TrainConfig:
     )  # fmt: skip
 
 
-def run(config: TrainConfig, *, resume: bool = False) -> list[Progress]:
-    history: list[Progress] = []
+def run(config: TrainConfig, *, resume: bool = False) -> list[TrainProgress]:
+    history: list[TrainProgress] = []
     train(prepare(config, resume=resume, complete=_Writer(config)), history.append)
     return history
 
@@ -72,7 +72,7 @@ def test_resuming_gives_the_same_weights(config: TrainConfig, tmp_path: Path) ->
     class Killed(Exception):
         pass
 
-    def kill(progress: Progress) -> None:
+    def kill(progress: TrainProgress) -> None:
         if progress.step == 30:
             raise Killed
 
@@ -93,16 +93,16 @@ def test_texts_begin_with_the_data_and_go_on_at_two_temperatures() -> None:
         calls.append((temperatures, num_tokens))
         return [t + [max(t[-1], 1000) + 1] * num_tokens for t in texts]
 
-    texts = distill.write_texts(torch.arange(100), 5 * 28 - 1, 32, 7, complete)
+    texts = distill.generate_windows(torch.arange(100), 5 * 28 - 1, 32, 7, complete)
     assert calls == [([1.0, 0.0, 0.8, 0.0, 1.0], 14), ([0.0, 1.0, 0.0, 0.8, 0.0], 14)]
     for text in texts.tolist():
         assert text[:4] == list(range(text[0], text[0] + 4))
         assert text[4:] == [1001] * 14 + [1002] * 14
     assert len({int(t[0]) for t in texts}) > 1
-    assert torch.equal(texts, distill.write_texts(torch.arange(100), 5 * 28 - 1, 32, 7, complete))
-    assert not torch.equal(texts, distill.write_texts(torch.arange(100), 5 * 28 - 1, 32, 8, complete))
-    assert distill.write_texts(torch.arange(100), 1, 2, 0, complete).shape == (1, 2)
-    refuses(lambda: distill.write_texts(torch.arange(100), 1, 1, 0, complete), "block_size=1", "use 2 or more")
+    assert torch.equal(texts, distill.generate_windows(torch.arange(100), 5 * 28 - 1, 32, 7, complete))
+    assert not torch.equal(texts, distill.generate_windows(torch.arange(100), 5 * 28 - 1, 32, 8, complete))
+    assert distill.generate_windows(torch.arange(100), 1, 2, 0, complete).shape == (1, 2)
+    refuses(lambda: distill.generate_windows(torch.arange(100), 1, 1, 0, complete), "block_size=1", "use 2 or more")
 
 
 def test_what_the_writer_writes_is_the_targets(config: TrainConfig) -> None:
@@ -116,21 +116,21 @@ def test_what_the_writer_writes_is_the_targets(config: TrainConfig) -> None:
     assert _Writer(config)(texts, [0.0, 1.0, 1.0], 9) == [greedy, sampled, other]
 
 
-def test_lessons_hold_the_targets_logits() -> None:
+def test_batches_have_the_targets_logits() -> None:
     target = make_model()
     tokens = torch.randint(len(CHARS), (7, 20), generator=torch.Generator().manual_seed(0))
-    lessons = distill.read(target, tokens, len(CHARS), 1, torch.float32)
+    batches = distill.run_target(target, tokens, len(CHARS), 1, torch.float32)
     seen = []
-    for x, y in lessons.sweep(10**6, 3):
+    for x, y in batches.sweep(10**6, 3):
         torch.testing.assert_close(y, target(x))
         seen += x.tolist()
     assert seen == tokens.tolist()
-    assert sum(len(x) for x, _ in lessons.sweep(65, 3)) == 3
-    x, y = lessons.draw(4, 5)
-    assert torch.equal(x, lessons.draw(4, 5)[0])
-    assert not torch.equal(x, lessons.draw(5, 5)[0])
+    assert sum(len(x) for x, _ in batches.sweep(65, 3)) == 3
+    x, y = batches.draw(4, 5)
+    assert torch.equal(x, batches.draw(4, 5)[0])
+    assert not torch.equal(x, batches.draw(5, 5)[0])
     torch.testing.assert_close(y, target(x))
-    low = distill.read(target, tokens, 9, 1, torch.bfloat16)  # the ids that have no text are left out
+    low = distill.run_target(target, tokens, 9, 1, torch.bfloat16)  # the ids that have no text are left out
     assert low.draw(4, 5)[1].dtype == torch.bfloat16
     torch.testing.assert_close(low.draw(4, 5)[1].float(), y[..., :9], atol=0.3, rtol=0.05)
 
@@ -156,8 +156,14 @@ def test_what_does_not_fit_is_refused(config: TrainConfig, tmp_path: Path) -> No
     other = make_folder(tmp_path / "other", chars=CHARS[:-1] + "~")
     nameless = make_folder(tmp_path / "nameless", chars=None)
     for changed, words in (
-        (replace(config, init=str(other)), ("target' has a vocabulary of 59", "init=", "other' another one of 59")),
-        (replace(config, tokenizer="shakespeare"), ("of 59 tokens", "tokenizer='shakespeare' another one of 2048")),
+        (
+            replace(config, init=str(other)),
+            ("target' has a vocabulary of 59", "init=", "other' has another vocabulary"),
+        ),
+        (
+            replace(config, tokenizer="shakespeare"),
+            ("of 59 tokens", "'shakespeare' has another vocabulary, of 2048"),
+        ),
         (replace(config, distill=str(nameless)), ("distill=", "nameless", "no tokenizer")),
         (replace(config, distill="no such model!"), ("neither built in",)),
         (replace(config, block_size=33), ("block_size=33 is more than the 32 of distill=",)),

@@ -24,17 +24,17 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import builtin_names
-from nanoinfer.models.draft_head import DraftHeadConfig, Frame, RecurrentHead
+from nanoinfer.models.draft_head import DraftHeadConfig, RecurrentHead, TargetEmbeddings
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import CharTokenizer, char_to_json
 from nanoinfer.models.widen import widen
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.speculative.base import DraftRequest
-from nanoinfer.speculative.draft_head import DraftHead
+from nanoinfer.speculative.head_drafter import HeadDrafter
 from nanoinfer.training import distill
-from nanoinfer.training.config import TrainConfig
-from nanoinfer.training.draft_head import STEPS, HeadRun, prepare
-from nanoinfer.training.loop import Progress, train, validate
+from nanoinfer.training.loop import TrainProgress, train, validate
+from nanoinfer.training.train_config import TrainConfig
+from nanoinfer.training.train_draft_head import STEPS, HeadRun, prepare
 from test_cli import command, one_thread
 from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
 from test_speculative import SAMPLED, Scripted, generate, make_core, plain
@@ -53,10 +53,10 @@ def make_head(config: DraftHeadConfig = CONFIG, seed: int = 0, std: float = 0.3)
     return head.requires_grad_(False).eval()
 
 
-def make_drafter(gpt: GPT, head: RecurrentHead | None = None) -> DraftHead:
+def make_drafter(gpt: GPT, head: RecurrentHead | None = None) -> HeadDrafter:
     head = head or make_head()
-    frame = draft_head.frame(head.config, weights_of(gpt), "target")
-    return DraftHead("head", head, frame, sample, V, max_num_seqs=4)
+    frame = draft_head.target_embeddings(head.config, weights_of(gpt), "target")
+    return HeadDrafter("head", head, frame, sample, V, max_num_seqs=4)
 
 
 # The engines ---------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Watcher(Scripted):
         self._gpt = gpt
         self.said: dict[SamplerRow, list[int]] = {}
 
-    def see(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
+    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
         assert hidden.shape == (len(rows), TINY.n_embd)
         for row, token in zip(rows, F.linear(hidden, self._gpt.lm_head.weight).argmax(-1).tolist(), strict=True):
             self.said.setdefault(row, []).append(token)
@@ -199,7 +199,7 @@ def test_what_it_proposes(keep_weights: bool) -> None:
     drafter = make_drafter(gpt, head)
     rows = [Row(0.0), Row(0.0), Row(1.0), Row(0.0)]
     hidden = torch.randn(3, TINY.n_embd, generator=torch.Generator().manual_seed(1))
-    drafter.see(rows[:3], hidden)
+    drafter.update_hidden(rows[:3], hidden)
     requests = [
         DraftRequest(row, [1, 2, 7 + i], 0, k, keep_weights)
         for i, (row, k) in enumerate(zip(rows, (2, 5, 3, 4), strict=True))
@@ -354,7 +354,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     breaks(lambda: (path / "draft_head.safetensors").unlink(), "draft_head.safetensors")
     breaks(lambda: (path / "draft_head.safetensors").write_bytes(b"\xff" * 99), "draft_head.safetensors")
     breaks(weights(lambda t: t.pop("c_fc.bias")), "c_fc.bias is missing")
-    breaks(weights(lambda t: t.update(more=torch.zeros(1))), "'more' has no place")
+    breaks(weights(lambda t: t.update(more=torch.zeros(1))), "unexpected tensor 'more'")
     breaks(weights(lambda t: t.update({"c_fc.bias": torch.zeros(24, dtype=torch.int8)})), "c_fc.bias is 'int8'")
     breaks(weights(lambda t: t["c_fc.bias"].fill_(float("nan"))), "c_fc.bias has values that are not finite")
     (tmp_path / "file").write_text("")
@@ -382,8 +382,8 @@ def config(tmp_path: Path) -> TrainConfig:
     )  # fmt: skip
 
 
-def run(config: TrainConfig, *, resume: bool = False) -> list[Progress]:
-    history: list[Progress] = []
+def run(config: TrainConfig, *, resume: bool = False) -> list[TrainProgress]:
+    history: list[TrainProgress] = []
     train(prepare(config, resume=resume, complete=_Writer(config)), history.append)
     return history
 
@@ -410,29 +410,29 @@ def test_the_loss_is_that_of_every_step(config: TrainConfig) -> None:
     """Against the module's docstring, one position and one step at a time."""
     gpt, head = make_model(), make_head()
     tokens = torch.randint(V, (3, 10), generator=torch.Generator().manual_seed(0))
-    lessons = distill.read(gpt, tokens, V, 0, torch.float32)
+    batches = distill.run_target(gpt, tokens, V, 0, torch.float32)
     wte = gpt.transformer["wte"].weight
-    part = HeadRun(config, torch.device("cpu"), head, "", lessons, lessons, 1.0, wte=wte)
+    part = HeadRun(config, torch.device("cpu"), head, "", batches, batches, 1.0, wte=wte)
     head.eval()
-    found = part.loss(tokens, lessons.hidden)
+    found = part.loss(tokens, batches.hidden)
     losses = []
     for b in range(3):
         for t in range(10 - STEPS):
-            state = lessons.hidden[b, t]
+            state = batches.hidden[b, t]
             for k in range(1, STEPS + 1):
                 state = head(state, wte[tokens[b, t + k]])
-                p, q = (F.linear(x, wte).log_softmax(-1) for x in (lessons.hidden[b, t + k], state))
+                p, q = (F.linear(x, wte).log_softmax(-1) for x in (batches.hidden[b, t + k], state))
                 losses.append((p.exp() * (p - q)).sum())
     torch.testing.assert_close(found, torch.stack(losses).mean(), atol=1e-4, rtol=1e-4)
     head.train()
-    assert part.loss(tokens, lessons.hidden) > found
+    assert part.loss(tokens, batches.hidden) > found
 
 
 def test_resuming_gives_the_same_weights(config: TrainConfig, tmp_path: Path) -> None:
     class Killed(Exception):
         pass
 
-    def kill(progress: Progress) -> None:
+    def kill(progress: TrainProgress) -> None:
         if progress.step == 30:
             raise Killed
 
@@ -458,7 +458,7 @@ def test_what_cannot_be_trained_is_refused(config: TrainConfig, tmp_path: Path) 
         (replace(config, block_size=4), ("block_size=4 is too short", "use 5 or more")),
     ):
         refuses(lambda c=changed: prepare(c, complete=writer), *words)  # type: ignore[misc]
-    refuses(lambda: replace(config, distill="gpt2"), "leave out distill and init")
+    refuses(lambda: replace(config, distill="gpt2"), "remove distill and init")
     refuses(lambda: replace(config, head_hidden=0), "head_hidden=0")
 
 
@@ -478,6 +478,6 @@ def test_the_command(config: TrainConfig) -> None:
 def test_a_frame_in_another_dtype() -> None:
     wte = torch.randn(5, 8)[:, :4]
     cpu = torch.device("cpu")
-    tied = Frame(wte, wte, 2.0).to(cpu, torch.bfloat16)
+    tied = TargetEmbeddings(wte, wte, 2.0).to(cpu, torch.bfloat16)
     assert tied.lm_head is tied.wte
-    assert Frame(wte, wte.clone(), 1.0).to(cpu, torch.bfloat16).lm_head.dtype == torch.bfloat16
+    assert TargetEmbeddings(wte, wte.clone(), 1.0).to(cpu, torch.bfloat16).lm_head.dtype == torch.bfloat16

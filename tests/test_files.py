@@ -66,7 +66,7 @@ def test_a_file_is_closed_when_it_is_used_no_more(tmp_path: Path) -> None:
         ('{"a":' * 100_000, ""),
         ("1" * 5000, "5000 characters"),
         ("-1." + "1" * 5000, "5003 characters"),
-        ('{"a": 1, "b": 2, "a": 3}', "'a' stands twice"),
+        ('{"a": 1, "b": 2, "a": 3}', "'a' is duplicated"),
         ('{"\x1b\n": 1}', ""),
         ("", ""),
         ("\ud800", ""),

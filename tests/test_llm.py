@@ -116,7 +116,7 @@ def test_a_prompt_longer_than_the_context(llm: LLM, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "nanoinfer"):
         params = SamplingParams(max_tokens=3, temperature=0, overflow="slide", slide_stride=1)
         (out,) = llm.generate("b" * 8 + "a" * 32, params)
-    assert "its first 8 are dropped" in caplog.text
+    assert "the first 8 tokens are dropped" in caplog.text
     assert out.num_dropped_tokens == 8
     assert out.outputs[0].token_ids[:1] == llm.generate("a" * 32, GREEDY)[0].outputs[0].token_ids
 
@@ -171,7 +171,7 @@ def test_an_empty_prompt_is_the_start_token_or_an_error(tmp_path: Path, llm: LLM
 
     assert llm.generate("", GREEDY)[0].prompt_token_ids == [0]
     bare = LLM(str(make_folder(tmp_path / "bare", replace(TINY, bos_token_id=None))))
-    with pytest.raises(NanoinferError, match=r"the prompt is empty, and model .* has no start token"):
+    with pytest.raises(NanoinferError, match=r"the prompt is empty and model .* has no start token"):
         bare.generate("", GREEDY)
 
 
@@ -185,7 +185,7 @@ def test_without_a_tokenizer_ids_work_and_text_says_why_not(tmp_path: Path) -> N
         lambda: llm.generate([1], SamplingParams(stop="x")),
         lambda: llm.decode([1]),
     ):
-        with pytest.raises(NanoinferError, match=r"has no tokenizer: its vocabulary of 59 is not GPT-2's"):
+        with pytest.raises(NanoinferError, match=r"has no tokenizer: its vocabulary of 59 tokens is not GPT-2's"):
             call()
 
 

@@ -334,7 +334,7 @@ def test_random_weights_take_no_tokenizer_from_the_working_folder(
 def test_a_tokenizer_larger_than_the_vocabulary(tiny_folder: Path, tmp_path: Path, own: bool) -> None:
     path = (tiny_folder if own else tmp_path) / "tokenizer.json"
     path.write_text(char_to_json(CHARS + "é"))
-    words = [f"{TINY.vocab_size + 1} tokens", str(TINY.vocab_size), "do not belong together"]
+    words = [f"{TINY.vocab_size + 1} tokens", str(TINY.vocab_size), "use the tokenizer that the model was trained with"]
     refuses(lambda: load_model(str(tiny_folder), tokenizer=None if own else str(path)), *words)
 
 

@@ -24,7 +24,8 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.load import load_model
-from nanoinfer.models.checkpoints.nanogpt import MAX_META_BYTES, find_meta, load_checkpoint, load_meta, open_checkpoint
+from nanoinfer.models.checkpoints.nanogpt import MAX_META_BYTES, find_meta, load_meta, open_checkpoint
+from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import decode
 
 CONFIG = ModelConfig(vocab_size=11, block_size=17, n_layer=2, n_head=2, n_embd=8, activation="gelu")
@@ -34,6 +35,12 @@ META: dict[str, Any] = {
     "itos": dict(enumerate("\n abcdefghi")),
     "stoi": {c: i for i, c in enumerate("\n abcdefghi")},
 }
+
+
+def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, ModelConfig, str | None]:
+    """Return the model in a checkpoint, its config and the name of its data set."""
+    weights, dataset = open_checkpoint(path, dtype)
+    return weights.gpt(), weights.config, dataset
 
 
 def checkpoint(config: ModelConfig = CONFIG, prefix: str = "", dataset: object = "shakespeare_char") -> dict[str, Any]:
@@ -174,7 +181,7 @@ def test_a_checkpoint_of_random_bytes(tmp_path: Path) -> None:
     ids=lambda v: repr(v)[:20],
 )
 def test_a_checkpoint_of_something_else(tmp_path: Path, content: object) -> None:
-    refuses(lambda: load_checkpoint(write(tmp_path / "ckpt.pt", content)), "no nanoGPT checkpoint")
+    refuses(lambda: load_checkpoint(write(tmp_path / "ckpt.pt", content)), "not a nanoGPT checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -293,10 +300,10 @@ def with_pickle(path: Path, raw: bytes, compression: int = zipfile.ZIP_STORED) -
 
 
 def test_records_shorter_than_their_tensors(tmp_path: Path) -> None:
-    """What the pickle claims lies behind the end of the file: mapped and read, it would end the process."""
+    """The tensors that the pickle declares extend past the end of the file; mapped memory would end the process."""
     write(tmp_path / "whole.pt", checkpoint(replace(CONFIG, vocab_size=50304)))
     path = rewrite(tmp_path / "ckpt.pt", lambda name, content: content[:4] if "/data/" in name else content)
-    refuses(lambda: load_checkpoint(path), "ckpt.pt cannot be read", "too few")
+    refuses(lambda: load_checkpoint(path), "ckpt.pt cannot be read", "fewer than the pickle declares")
 
 
 PRIME = 2**61 - 1
@@ -589,4 +596,4 @@ def test_a_meta_pkl_of_another_model_is_refused(tmp_path: Path) -> None:
     chars = [chr(97 + i) for i in range(12)]
     write_meta(tmp_path / "meta.pkl", {"stoi": {c: i for i, c in enumerate(chars)}, "itos": dict(enumerate(chars))})
     path = write(tmp_path / "ckpt.pt", checkpoint())
-    refuses(lambda: load_model(str(path)), "12", "11", "do not belong together")
+    refuses(lambda: load_model(str(path)), "12", "11", "use the tokenizer that the model was trained with")

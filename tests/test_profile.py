@@ -22,8 +22,8 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import main
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
-from nanoinfer.profiling import profile as module
-from nanoinfer.profiling.profile import breakdown_percent, profile
+from nanoinfer.profiling import profiler as module
+from nanoinfer.profiling.profiler import breakdown_percent, profile
 from nanoinfer.profiling.spans import PARTS, Clock, attached
 
 Run = Callable[..., tuple[int, str, str]]
@@ -259,7 +259,7 @@ def test_breakdown_has_five_parts_of_100_percent(tiny_folder: Path, engine: str)
 
 def test_a_compiled_block_cannot_be_told_apart(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), engine="compiled", device="cpu", max_num_seqs=2)
-    with pytest.raises(NanoinferError, match="the parts of its time are not known"):
+    with pytest.raises(NanoinferError, match="cannot be divided into parts"):
         breakdown_percent(llm, batch=2, prompt_tokens=8)
 
 
@@ -283,7 +283,7 @@ def test_an_engine_that_hides_its_parts_says_so(llm: LLM) -> None:
     assert shares["matrix products"] == 0
     assert shares["rest of the engine"] > 0
     assert sum(shares.values()) == pytest.approx(100)
-    refuses(lambda: breakdown_percent(llm, prompt_tokens=8), "engine='static'", "not known")
+    refuses(lambda: breakdown_percent(llm, prompt_tokens=8), "engine='static'", "cannot be divided into parts")
 
 
 # The command line ------------------------------------------------------------------------------------------

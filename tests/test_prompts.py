@@ -61,8 +61,8 @@ def test_every_form_of_a_prompt(given: Any, expected: list[str | list[int]]) -> 
     "given, message",
     [
         ({"text": "To be"}, "prompt: the key 'text' is unknown: use one of prompt, prompt_token_ids"),
-        ({}, "prompt={}: give one of prompt and prompt_token_ids"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "give one of prompt and prompt_token_ids"),
+        ({}, "prompt={}: give exactly one of prompt and prompt_token_ids"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, "give exactly one of prompt and prompt_token_ids"),
         ({"prompt": [1]}, "prompt=[1] is not a string"),
         ({"prompt": b"a"}, "prompt=b'a' is not a string"),
         ({"prompt_token_ids": "Go"}, "prompt_token_ids='Go' is not a list of token ids"),

@@ -30,7 +30,7 @@ from nanoinfer.engines.static import StaticEngine
 from nanoinfer.environment import num_cpus
 from nanoinfer.models.gpt import GPT
 from nanoinfer.roofline.arithmetic import Poly, StepCost, decode, extend, kv_cache_layer, prefill
-from nanoinfer.roofline.devices import DEVICES, Ceiling, find_device
+from nanoinfer.roofline.ceilings import DEVICES, Ceiling, find_device
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.measure import Workload, measure
 from nanoinfer.roofline.predict import generation, predict

@@ -20,7 +20,7 @@ from nanoinfer.cli import main
 from nanoinfer.cli.options import field_docs
 from nanoinfer.cli.roofline import si
 from nanoinfer.roofline.arithmetic import decode
-from nanoinfer.roofline.devices import DEVICES
+from nanoinfer.roofline.ceilings import DEVICES
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.report import Question, answer
 

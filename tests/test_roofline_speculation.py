@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import refuses
-from nanoinfer.roofline import speculation
-from nanoinfer.roofline.speculation import best_speculation, expected_tokens, speedup
+from nanoinfer.roofline.speculative_speedup import best_speculation, expected_tokens, speedup
 
 P = np.array([0.45, 0.25, 0.2, 0.1])  # target
 Q = np.array([0.2, 0.3, 0.1, 0.4])  # draft
@@ -40,7 +39,7 @@ def simulate(rng: np.random.Generator, num_rounds: int, k: int, bonus: bool) -> 
 @pytest.mark.parametrize("bonus", [True, False])
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_expected_tokens_are_what_speculative_sampling_gives(k: int, bonus: bool) -> None:
-    acceptance = speculation.sampled_acceptance([P.tolist()], [Q.tolist()])
+    acceptance = float(np.minimum(P, Q).sum())
     assert acceptance == pytest.approx(0.65)
     lengths, first = simulate(np.random.default_rng(k), 6000, k, bonus)
     assert lengths.mean() == pytest.approx(
@@ -56,9 +55,7 @@ def test_greedy_speculation_has_the_same_formula(bonus: bool) -> None:
     rng, k = np.random.default_rng(0), 4
     target = rng.random((40_000, 5))
     draft = target + 0.2 * rng.standard_normal(target.shape)
-    acceptance = speculation.greedy_acceptance(target[:4000].tolist(), draft[:4000].tolist())
     agree = target.argmax(1) == draft.argmax(1)
-    assert acceptance == agree[:4000].mean()
     rounds = agree.reshape(-1, k)
     accepted = rounds.cumprod(1).sum(1)
     lengths = accepted + 1 if bonus else np.minimum(accepted + 1, k)
@@ -114,4 +111,3 @@ def test_speculation_at_its_ends() -> None:
     refuses(lambda: expected_tokens(0.5, -1), "speculate_k=-1")
     refuses(lambda: speedup(0.5, 1, math.nan), "draft_cost=nan")
     refuses(lambda: speedup(0.5, 1, 0.1, 0.0), "verify_cost=0.0")
-    refuses(lambda: speculation.sampled_acceptance([[1.0]], []), "1 rows", "draft 0")

@@ -191,7 +191,7 @@ def test_pairs_that_cannot_be_scored_are_named(llm: LLM, tmp_path: Path) -> None
     refuses(lambda: llm.loglikelihood(["a", "b", "c"], ["d", "e"]), "3 contexts, but 2 continuations")
     refuses(lambda: llm.loglikelihood("a", [" b", ""]), "continuation 2 of 2: continuation=''", "adds no token")
     refuses(lambda: llm.loglikelihood("a", [[1]]), "continuation=[1]: give both as text, or both as token ids")
-    refuses(lambda: llm.loglikelihood("a", "b" * (BLOCK + 1)), "has 33 tokens, the context length is 32")
+    refuses(lambda: llm.loglikelihood("a", "b" * (BLOCK + 1)), "has 33 tokens, but the context length is 32")
     bare = LLM(str(make_folder(tmp_path / "bare", replace(TINY, bos_token_id=None))))
     refuses(lambda: bare.loglikelihood("", "Go"), "has no start token")
 

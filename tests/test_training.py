@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from conftest import make_folder
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.training import data
-from nanoinfer.training.config import TrainConfig
-from nanoinfer.training.loop import Progress, learning_rate, prepare, train
+from nanoinfer.training.loop import TrainProgress, learning_rate, prepare, train
+from nanoinfer.training.train_config import TrainConfig
 from test_cli import command, one_thread
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
@@ -33,8 +33,8 @@ def config(tmp_path: Path) -> TrainConfig:
     )  # fmt: skip
 
 
-def run(config: TrainConfig, *, resume: bool = False) -> list[Progress]:
-    history: list[Progress] = []
+def run(config: TrainConfig, *, resume: bool = False) -> list[TrainProgress]:
+    history: list[TrainProgress] = []
     train(prepare(config, resume=resume), history.append)
     return history
 

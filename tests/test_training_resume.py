@@ -18,10 +18,10 @@ from nanoinfer import LLM
 from nanoinfer.cli.train import _Writer
 from nanoinfer.models import draft_head
 from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.training import draft_head as head_training
 from nanoinfer.training import loop
-from nanoinfer.training.config import TrainConfig
-from nanoinfer.training.loop import Progress, train
+from nanoinfer.training import train_draft_head as head_training
+from nanoinfer.training.loop import TrainProgress, train
+from nanoinfer.training.train_config import TrainConfig
 from test_cli import Run, run  # noqa: F401  a fixture
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
@@ -47,14 +47,14 @@ def of_kind(config: TrainConfig, kind: str) -> TrainConfig:
     return replace(config, **{kind: str(target)})  # type: ignore[arg-type]
 
 
-def prepare(config: TrainConfig, *, resume: bool = False) -> loop.Run:
+def prepare(config: TrainConfig, *, resume: bool = False) -> loop.TrainRun:
     if config.draft_head is not None:
         return head_training.prepare(config, resume=resume, complete=_Writer(config))
     return loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill else None)
 
 
-def go(config: TrainConfig, *, resume: bool = False) -> list[Progress]:
-    history: list[Progress] = []
+def go(config: TrainConfig, *, resume: bool = False) -> list[TrainProgress]:
+    history: list[TrainProgress] = []
     train(prepare(config, resume=resume), history.append)
     return history
 
@@ -107,7 +107,7 @@ FOREIGN = {
 def test_a_model_that_training_did_not_make_is_kept(config: TrainConfig, foreign: str, kind: str, resume: bool) -> None:
     make, name = FOREIGN[foreign]
     make(Path(config.out))
-    words = ("out=", name, "which no training run wrote there", "choose another folder")
+    words = ("out=", name, "no training state", "choose another folder")
     refuses_unchanged(of_kind(config, kind), *words, resume=resume)
 
 
@@ -181,14 +181,14 @@ def test_a_model_file_that_is_gone_or_another_is_refused(done: TrainConfig) -> N
         draft_head.save(model, out)
     else:
         huggingface.save(model, out)  # type: ignore[arg-type]
-    refuses_unchanged(done, "holds other weights than the run wrote")
+    refuses_unchanged(done, "differ from the run's")
 
 
 def test_another_tokenizer_is_refused(config: TrainConfig) -> None:
     go(config)
     path = Path(config.out) / "tokenizer.json"
     path.write_text(path.read_text().replace('"a"', '"ä"'))
-    refuses_unchanged(config, "tokenizer.json is not what the run wrote")
+    refuses_unchanged(config, "tokenizer.json differs from the run's")
 
 
 def test_another_target_is_refused(config: TrainConfig) -> None:
@@ -230,30 +230,33 @@ def tensor(name: str, value: torch.Tensor | None) -> Callable[[Path], object]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "junk": (lambda p: p.write_bytes(b"junk"), "is no valid safetensors file"),
-    "empty": (lambda p: p.write_bytes(b""), "is no valid safetensors file"),
-    "pickle": (lambda p: torch.save({"step": 1}, p), "is no valid safetensors file"),
-    "huge header": (lambda p: p.write_bytes(b"\xff" * 64), "is no valid safetensors file"),
-    "cut": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "is no valid safetensors file"),
+    "junk": (lambda p: p.write_bytes(b"junk"), "is not a valid safetensors file"),
+    "empty": (lambda p: p.write_bytes(b""), "is not a valid safetensors file"),
+    "pickle": (lambda p: torch.save({"step": 1}, p), "is not a valid safetensors file"),
+    "huge header": (lambda p: p.write_bytes(b"\xff" * 64), "is not a valid safetensors file"),
+    "cut": (lambda p: p.write_bytes(p.read_bytes()[:-9]), "is not a valid safetensors file"),
     "folder": (lambda p: (p.unlink(), p.mkdir()), "training.state"),
     "pipe": (lambda p: (p.unlink(), os.mkfifo(p)), "a pipe"),
-    "no record": (tensor("record", None), "is no training state"),
-    "record of floats": (edited(lambda t, _: t.update(record=torch.zeros(3, dtype=torch.bfloat16))), "is no training"),
-    "no tokenizer": (tensor("tokenizer_json", None), "is no training state"),
-    "not UTF-8": (tensor("tokenizer_json", torch.full((3,), 255, dtype=torch.uint8)), "is no training state"),
+    "no record": (tensor("record", None), "is not a training state"),
+    "record of floats": (
+        edited(lambda t, _: t.update(record=torch.zeros(3, dtype=torch.bfloat16))),
+        "not a training",
+    ),
+    "no tokenizer": (tensor("tokenizer_json", None), "is not a training state"),
+    "not UTF-8": (tensor("tokenizer_json", torch.full((3,), 255, dtype=torch.uint8)), "is not a training state"),
     "other tokenizer": (tensor("tokenizer_json", torch.tensor([123, 125], dtype=torch.uint8)), "tokenizer"),
-    "no config": (edited(lambda _, r: r.pop("config")), "is no training state"),
-    "config": (put(config=[1]), "is no training state"),
+    "no config": (edited(lambda _, r: r.pop("config")), "is not a training state"),
+    "config": (put(config=[1]), "is not a training state"),
     "settings": (put(config={}), "was made with"),
-    "step": (put(step="3"), "is no training state"),
+    "step": (put(step="3"), "is not a training state"),
     "step 0": (put(step=0), "step=0"),
     "step beyond": (put(step=10**6), "step=1000000"),
-    "step true": (put(step=True), "is no training state"),
+    "step true": (put(step=True), "is not a training state"),
     "best": (put(best_val_loss=float("nan")), "best_val_loss=nan"),
-    "best none": (put(best_val_loss=None), "is no training state"),
+    "best none": (put(best_val_loss=None), "is not a training state"),
     "digests": (put(digests={}), "was made with other data"),
-    "digests of a list": (put(digests=[]), "is no training state"),
-    "weights": (put(weights="0"), "holds other weights"),
+    "digests of a list": (put(digests=[]), "is not a training state"),
+    "weights": (put(weights="0"), "differ from the run's"),
     "no model": (tensor("model.", None), "is missing"),
     "model shape": (tensor("model.", torch.zeros(3)), "[3]"),
     "model dtype": (tensor("model.", torch.zeros(3, dtype=torch.int64)), "int64"),

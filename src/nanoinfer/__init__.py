@@ -1,17 +1,17 @@
-"""nanoinfer: text from GPT-2-family models, on every rung of the optimisation ladder.
+"""nanoinfer: inference of GPT-2-family models on every rung of the optimisation ladder.
 
     from nanoinfer import LLM, SamplingParams
     llm = LLM("shakespeare")
     print(llm.generate("O Romeo,", SamplingParams(max_tokens=60))[0].outputs[0].text)
 
-Importing this package imports no tensor library; `LLM` and the streams do, when they are first used.
+Importing this package does not import torch; the first use of `LLM` or of a stream class does.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer import processes  # noqa: F401  (what happens at a fork and at exit)
+from nanoinfer import processes  # noqa: F401  (registers handlers for forks and for the exit)
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import (
     CompletionOutput,
@@ -49,11 +49,11 @@ __all__ = [
 ]
 
 _LAZY = {"LLM": "nanoinfer.llm", "OutputStream": "nanoinfer.streams", "TextStream": "nanoinfer.streams"}
-"""Name -> its module, which imports torch: that takes a second."""
+"""Name -> its module, whose import of torch takes about a second."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `_LAZY`, or read the version, when it is first asked for."""
+    """Import a name of `_LAZY`, or read the version, on first access."""
     if name in _LAZY:
         from importlib import import_module
 
@@ -69,5 +69,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names that completion offers, those that are imported later included."""
+    """Return the names for completion, including those imported on first access."""
     return sorted({*globals(), *__all__, "__version__"})

@@ -1,4 +1,4 @@
-"""From a configuration to a running core: what `LLM` stands on, and whatever else serves requests."""
+"""Build a generation core from a configuration, for `LLM` and for servers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.overlap import overlap_scheduler
 from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.speculative.build import DraftFactory
+from nanoinfer.speculative.draft_factory import DraftFactory
 
 
 @dataclass(frozen=True)
 class BuiltCore:
-    """A core with what it was made from."""
+    """A core with its model and its factory of drafts."""
 
     core: Core
     model: ModelInfo
     drafts: DraftFactory
-    """Makes speculators for it: see `Core.speculator`."""
+    """Makes the values of `Core.speculator`."""
 
 
 def build_core(config: LLMConfig) -> BuiltCore:
-    """Load a model, start its engine and return a core without requests; its draft is set where one is asked for.
+    """Load a model, start its engine and return a core without requests, with the draft of the configuration.
 
     Raises:
-        NanoinferError: no such model, engine, device or draft, a broken file, or not enough memory.
+        NanoinferError: the model, engine, device or draft does not exist, a file is malformed, or memory is
+            insufficient.
     """
     options, speculation = config.engine, config.speculation
     device = resolve_device(options.device)

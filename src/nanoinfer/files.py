@@ -1,7 +1,7 @@
-"""Reading and writing whole files: regular files only, never more than a limit, errors of one line.
+"""Read and write whole files: regular files only, with a size limit and one-line errors.
 
-A path that names a pipe or a device is refused before it can block, and the size is that of the file that was
-opened, so that no other file can take its place between the check and the read.
+A pipe or a device is refused without blocking. Type and size are checked on the open file, so the file cannot be
+replaced between the check and the read.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ MAX_JSON_DIGITS = 1000  # of one number; Python needs time quadratic in the digi
 
 
 def escaped(text: object, limit: int = 300) -> str:
-    r"""Return text from outside as it may stand in a one-line message: 'a\nb\x1b[1m' -> 'a\\nb\\x1b[1m'.
+    r"""Escape untrusted text for a one-line message: 'a\nb\x1b[1m' -> 'a\\nb\\x1b[1m'.
 
-    Control characters could move a terminal's cursor or begin a second line. What is longer than `limit` is cut.
+    Control characters could move a terminal's cursor or begin a second line. Text longer than `limit` is truncated.
     """
     shown = str(text)
     shown = shown if len(shown) <= limit else f"{shown[:limit]}..."
@@ -30,29 +30,29 @@ def escaped(text: object, limit: int = 300) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return an exception's message for a one-line message of ours."""
+    """Return an exception's message on one line, escaped."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return escaped(" ".join(text.split()))
 
 
 class RegularFile:
-    """A regular file, open for reading at any place; closed when it is used no more.
+    """A regular file, open for reading at any offset. It is closed when the object is deleted.
 
-    Bytes are copied out of it and never mapped: a map of a file that another process cuts short ends this one
-    with SIGBUS. A file that changes after it was opened is an error at the next read.
+    Bytes are copied and never memory-mapped: if another process truncates a mapped file, access ends this process with
+    SIGBUS. If the file changes after it was opened, the next read raises an error.
 
     Args:
         path: the file; symbolic links are followed.
-        what: what it should be, for error messages: "a config".
+        what: description of the expected content, for error messages: "a config".
 
     Raises:
-        NanoinferError: the file is missing, not ours to read, or a folder, pipe or device.
+        NanoinferError: the file is missing or not readable, or is a folder, pipe or device.
     """
 
     def __init__(self, path: Path, what: str) -> None:
         self.path = path
         self._fd = -1
-        try:  # O_NONBLOCK: opening a pipe would wait for somebody to write to it
+        try:  # without O_NONBLOCK, opening a pipe would wait for a writer
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError) as e:  # ValueError: a null byte in the path
             raise NanoinferError(f"{escaped(path)} cannot be read as {what}: {reason(e)}") from None
@@ -68,20 +68,20 @@ class RegularFile:
             os.close(self._fd)
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Return so many bytes, of which the caller has checked that they are not too many for memory.
+        """Return `num_bytes` bytes from offset `start`. The caller limits num_bytes.
 
         Raises:
-            NanoinferError: the file ends before them, or was changed since it was opened.
+            NanoinferError: the file is too short, or has changed since it was opened.
         """
         content = bytearray(num_bytes)
         self.read_into(start, memoryview(content))
         return bytes(content)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer of bytes. Raises NanoinferError as `read`."""
+        """Fill a buffer with the bytes from offset `start`. Raises as `read`."""
         done = 0
         while done < len(buffer):
-            try:  # Linux reads at most 2 GiB at a time
+            try:  # Linux reads at most 2 GiB per call
                 count = os.preadv(self._fd, [buffer[done:]], start + done)
             except OSError as e:
                 raise NanoinferError(f"{escaped(self.path)} cannot be read: {reason(e)}") from None
@@ -98,11 +98,11 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
 
     Args:
         path: the file.
-        limit: bytes; a larger file is not read at all.
-        what: what it should be, for error messages: "a config".
+        limit: bytes; a larger file is not read.
+        what: description of the expected content, for error messages: "a config".
 
     Raises:
-        NanoinferError: the file is missing, no regular file, larger than the limit, or changes while it is read.
+        NanoinferError: the file is missing, not a regular file, larger than the limit, or changes during the read.
     """
     file = RegularFile(path, what)
     if file.size > limit:
@@ -111,10 +111,10 @@ def read_limited(path: Path, limit: int, what: str) -> bytes:
 
 
 def read_text(path: Path, what: str = "a text") -> str:
-    """Return the content of a UTF-8 file, character for character: CRLF and a byte-order mark stay as they are.
+    """Return the content of a UTF-8 file unchanged, including CRLF and a byte-order mark.
 
     Raises:
-        NanoinferError: as `read_limited`; or the content is not UTF-8.
+        NanoinferError: as `read_limited`, or the content is not UTF-8.
     """
     try:
         return read_limited(path, MAX_TEXT_BYTES, what).decode()
@@ -123,21 +123,21 @@ def read_text(path: Path, what: str = "a text") -> str:
 
 
 def read_json(path: Path, limit: int, what: str) -> Any:
-    """Return what a JSON file of at most `limit` bytes holds.
+    """Return the content of a JSON file of at most `limit` bytes.
 
     Raises:
-        NanoinferError: as `read_limited`; or it is no JSON, nests too deep, names a key twice, or holds a
-            number of more than MAX_JSON_DIGITS characters.
+        NanoinferError: as `read_limited`; or the content is not JSON, nests too deep, has a duplicate key, or a number
+            of more than MAX_JSON_DIGITS characters.
     """
     return parse_json(read_limited(path, limit, what), f"{escaped(path)} cannot be read as {what}")
 
 
 def parse_json(text: str | bytes, complaint: str) -> Any:
-    """Return what a JSON text holds. NaN and Infinity are numbers to Python: who takes numbers checks them.
+    """Parse JSON. Python's parser accepts NaN and Infinity, so callers must check numbers.
 
     Args:
         text: the JSON.
-        complaint: how an error's message begins.
+        complaint: beginning of the error message.
 
     Raises:
         NanoinferError: see `read_json`.
@@ -151,11 +151,11 @@ def parse_json(text: str | bytes, complaint: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object; a key that stands twice has two meanings, and readers differ in which they take."""
+    """Build an object; refuse duplicate keys, for which readers use different values."""
     made = dict(pairs)
     if len(made) < len(pairs):
         (twice, _), *_ = (Counter(k for k, _ in pairs) - Counter(list(made))).items()
-        raise ValueError(f"the key {twice[:80]!r} stands twice")
+        raise ValueError(f"the key {twice[:80]!r} is duplicated")
     return made
 
 
@@ -165,8 +165,18 @@ def _short(digits: str) -> str:
     return digits
 
 
+def write_folder(folder: Path, files: dict[str, bytes]) -> None:
+    """Write files to a folder, each atomically; create the folder. Raises NanoinferError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            write_atomically(folder / name, content)
+    except OSError as e:
+        raise NanoinferError(f"{escaped(folder)} cannot be written: {reason(e)}: choose another folder") from None
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path`: readers, and a crash at any time, see the old file or the new one."""
+    """Replace the content of `path` atomically: readers see the old or the new file, also after a crash."""
     partial = path.with_name(path.name + ".tmp")
     try:
         with open(partial, "wb") as f:
@@ -174,6 +184,6 @@ def write_atomically(path: Path, content: bytes) -> None:
             f.flush()
             os.fsync(f.fileno())
         os.replace(partial, path)
-    except BaseException:  # disk full, interrupted, or `path` is a folder: do not leave half a file behind
+    except BaseException:  # disk full, interrupted, or `path` is a folder
         partial.unlink(missing_ok=True)
         raise

@@ -1,4 +1,4 @@
-"""The front door: load a model, generate, stream, score.
+"""The Python API: load a model, generate, stream, score.
 
 llm = LLM("shakespeare")
 llm.generate(["O Romeo,", "To be"], SamplingParams(max_tokens=100, temperature=0.8))
@@ -29,30 +29,30 @@ from nanoinfer.streams import OutputStream, Ownership, TextStream
 
 
 class LLM:
-    """A loaded model on an engine. Several threads may use it at the same time: each step is one thread's.
+    """A loaded model on an engine. Thread-safe: a lock serializes the steps of several threads.
 
     Args:
         model: a built-in model (shakespeare), random:<preset>, a Hugging Face folder, a nanoGPT ckpt.pt, a Hub
-            repository (gpt2, gpt2-xl, name/repo), or wide:<model>:<preset>: the model, widened to a preset's size.
-        tokenizer: where to take the tokenizer from instead of the model's own place.
-        seed: for random:<preset> weights.
-        options: every field of `EngineConfig` (engine, device, dtype, quantization, max_num_seqs, kv_cache_memory,
-            threads, ...) and of `SpeculationConfig` (draft, speculate_k, speculate_rule), by its name; config.py
-            describes each.
+            repository (gpt2, gpt2-xl, name/repo), or wide:<model>:<preset>, the model widened to a preset's size.
+        tokenizer: where to load the tokenizer from, if not from the model.
+        seed: of random:<preset> weights.
+        options: fields of `EngineConfig` (engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, threads,
+            ...) and of `SpeculationConfig` (draft, speculate_k, speculate_rule); see config.py.
 
     Raises:
-        NanoinferError: no such model, engine, device or draft, a broken file, or not enough memory.
-        TypeError: an option that does not exist.
+        NanoinferError: the model, engine, device or draft does not exist, a file is malformed, or memory is
+            insufficient.
+        TypeError: an option is unknown.
     """
 
     def __init__(self, model: str, *, tokenizer: str | None = None, seed: int = 0, **options: Any) -> None:
         self._start(LLMConfig.from_options(model, tokenizer, seed, options))
 
-    __init__.__signature__ = llm_signature()  # type: ignore[attr-defined]  # help() and editors show every option
+    __init__.__signature__ = llm_signature()  # type: ignore[attr-defined]  # for help() and editors
 
     @classmethod
     def from_config(cls, config: LLMConfig) -> LLM:
-        """Return the LLM of a configuration. Raises as the class does."""
+        """Return an LLM for a configuration. Raises the errors of the constructor."""
         llm = cls.__new__(cls)
         llm._start(config)
         return llm
@@ -70,18 +70,18 @@ class LLM:
     def set_draft(
         self, draft: str | None, *, speculate_k: str | int = "auto", speculate_rule: str = "reproduce"
     ) -> None:
-        """Decode the requests that come from now on with another draft, or None. Unfinished ones keep theirs.
+        """Set the draft for new requests, or None for plain decoding. Unfinished requests keep their draft.
 
-        A draft that was used before is not loaded again. kv_cache_memory bounds the model's cache and that of the draft
-        given when the class was made; drafts set later allocate additional KV memory.
+        A draft that was used before is not loaded again. kv_cache_memory limits the KV caches of the model and of the
+        draft given to the constructor; drafts set later allocate additional KV memory.
 
         Raises:
-            NanoinferError: as the class does.
+            NanoinferError: as the constructor.
         """
         config = SpeculationConfig(draft, speculate_k, speculate_rule)
         if draft is None:
             self.core.speculator = None
-        else:  # between two steps: the costs of steps of the engine are measured
+        else:  # between two steps, because the durations of the engine's steps are measured
             self.core.speculator = self.core.use_engine(
                 self.config.block_size, lambda engine: self._drafts.speculator(config)
             )
@@ -95,20 +95,20 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Generate for one prompt or several; return their outputs in the order given.
+        """Generate for one or several prompts and return their outputs in order.
 
-        A fault of one request (its logits are not finite, ...) ends that request alone: its output has finish_reason
-        "error" and says why in `error`.
+        An error in one request (such as logits that are not finite) ends only that request: its output has
+        finish_reason "error" and the message in `error`.
 
         Args:
             prompts: a string, a list of token ids, or a dict {"prompt": ...} or {"prompt_token_ids": ...}; or a
-                list of such.
-            sampling_params: for all prompts, or one for each; None is SamplingParams(). prompt_logprobs take a
-                prefill of their own before the request is queued.
+                list of these.
+            sampling_params: for all prompts, or one for each; None is SamplingParams(). prompt_logprobs require an
+                additional prefill before the request is queued.
             use_tqdm: whether to show a progress bar (rich's) on stderr; None: on a terminal, after two seconds.
 
         Raises:
-            NanoinferError: a prompt or parameter is not usable; nothing has been generated then.
+            NanoinferError: a prompt or parameter is invalid. It is raised before anything is generated.
         """
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)
@@ -122,18 +122,18 @@ class LLM:
         return [self.core.output(r) for r in requests]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
-        """Generate for one prompt (n=1) and yield its text as it is made, whole characters only.
+        """Generate for one prompt (n=1) and yield the output text in pieces of whole characters.
 
-        Checks happen at the call, before the first piece is asked for. Closing or dropping the iterator ends the
-        request. Any number of iterators may be open and read in any order.
+        The call checks the arguments, before the first iteration. Closing or dropping the iterator ends the request.
+        Any number of iterators may be open and may be read in any order.
 
         Raises:
-            NanoinferError: the prompt or a parameter is not usable, n is not 1, or the model has no tokenizer; from the
+            NanoinferError: the prompt or a parameter is invalid, n is not 1, or the model has no tokenizer; from the
                 iterator: the request has failed.
         """
         params = sampling_params or SamplingParams()
         if params.n != 1:
-            raise NanoinferError(f"n={params.n}: stream makes one text; use generate, or stream_outputs")
+            raise NanoinferError(f"n={params.n}: stream supports only n=1; use generate or stream_outputs")
         self._model.require_tokenizer()
         return TextStream(OutputStream(self.core, self._requests.make_all([prompt], params)))
 
@@ -142,21 +142,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> tuple[list[int], OutputStream]:
-        """Generate for any number of prompts; yield each step's deltas, and each request's output when it ends.
+        """Generate for any number of prompts; yield the deltas of each step, and the output of each finished request.
 
         Returns:
-            the requests' ids in the order of the prompts, and the iterator. Closing, dropping or interrupting it ends
-            the requests that are unfinished.
+            the request ids in the order of the prompts, and the iterator. Closing, dropping or interrupting the
+            iterator ends the unfinished requests.
         """
         requests = self._requests.make_all(prompts, sampling_params)
         return [r.request_id for r in requests], OutputStream(self.core, requests)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return a prompt's token ids; an empty one is the model's start token.
+        """Return a prompt's token ids; for an empty prompt, the model's start token.
 
         Raises:
-            NanoinferError: text without a tokenizer, ids outside the vocabulary, or an empty prompt for a
-                model with no start token.
+            NanoinferError: the prompt is text and the model has no tokenizer, an id is outside the vocabulary, or the
+                prompt is empty and the model has no start token.
         """
         return self._requests.tokenize(prompt)
 
@@ -165,25 +165,28 @@ class LLM:
     def loglikelihood(
         self, contexts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]
     ) -> list[LoglikelihoodOutput]:
-        """Return how likely the model finds each continuation after its context: a value for each token, and their sum.
+        """Return the log-likelihood of each continuation given its context: a value for each token, and their sum.
 
-        One context may have several continuations: that is multiple choice. Text is split into tokens as
-        lm-evaluation-harness does: spaces at a context's end belong to the continuation, whose tokens are those of the
-        whole after the context's. An empty context is the model's start token. A context too long loses its first
-        tokens (`num_dropped_tokens`).
+        For multiple choice, give one context and several continuations. Text is tokenized as in lm-evaluation-harness:
+        spaces at the end of a context move to the continuation, and context and continuation are tokenized together. An
+        empty context is the model's start token. If the context is too long, its first tokens are dropped
+        (`num_dropped_tokens`).
 
         Args:
-            contexts: one for all continuations, or one for each; as the prompts of `generate`.
-            continuations: text where the context is text, token ids where it is token ids.
+            contexts: one for all continuations, or one for each; in the forms of `generate`'s prompts.
+            continuations: text if the context is text, token ids if it is token ids.
 
         Raises:
-            NanoinferError: a continuation without tokens or longer than the context length, or a context with none.
+            NanoinferError: a continuation has no tokens or is longer than the context length, or a context is empty and
+                the model has no start token.
         """
         before, after = as_list(contexts), as_list(continuations)
         if len(before) == 1:
             before *= len(after)
         if len(before) != len(after):
-            raise NanoinferError(f"{len(before)} contexts, but {len(after)} continuations: give one, or one for each")
+            raise NanoinferError(
+                f"{len(before)} contexts, but {len(after)} continuations: give one context, or one per continuation"
+            )
         pairs = []
         for i, (context, continuation) in enumerate(zip(before, after, strict=True)):
             with numbered(i, len(after), "continuation"):
@@ -195,7 +198,7 @@ class LLM:
         return outputs
 
     def _pair(self, context: str | list[int], continuation: str | list[int]) -> tuple[list[int], list[int]]:
-        """Return the token ids of a context and its continuation, at least one each."""
+        """Return the token ids of a context and its continuation, at least one for each."""
         if isinstance(context, str) and isinstance(continuation, str):
             context_ids, token_ids = scoring.split_pair(self._requests.token_ids, context, continuation)
         elif isinstance(context, str) or isinstance(continuation, str):
@@ -215,19 +218,19 @@ class LLM:
         stride: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> list[PerplexityOutput]:
-        """Return how likely the model finds each text: log-likelihood and perplexity.
+        """Return log-likelihood and perplexity of each text.
 
-        The first token has no context and is not scored. A text longer than the context length is scored in
-        overlapping windows: each moves on by `stride` tokens and scores only those that no earlier window did,
-        so that every token sees at least block_size - stride tokens of context.
+        The first token has no context and is not scored. A text longer than the context length is scored in overlapping
+        windows that advance by `stride` tokens. Each window scores the tokens that no earlier window scored, so every
+        token has at least block_size - stride tokens of context.
 
         Args:
-            texts: as the prompts of `generate`.
+            texts: in the forms of `generate`'s prompts.
             stride: 1 to block_size tokens; None is half the context length.
-            progress: called after each window with the tokens scored and the tokens of the text.
+            progress: called after each window with the number of scored tokens and of tokens in the text.
 
         Raises:
-            NanoinferError: a text of fewer than two tokens, or a bad stride.
+            NanoinferError: a text has fewer than two tokens, or the stride is invalid.
         """
         block_size = self.config.block_size
         stride = max(1, block_size // 2) if stride is None else stride
@@ -238,7 +241,7 @@ class LLM:
             with numbered(i, len(many), "text"):
                 ids = self.tokenize(text)
                 if (count := len(ids) - 1) < 1:
-                    raise NanoinferError("a text of 1 token cannot be scored: the first has no context; give two")
+                    raise NanoinferError("a text of 1 token cannot be scored: give two or more tokens")
                 total = scoring.log_likelihood(self.core, ids, stride, progress)
                 characters = len(text) if isinstance(text, str) else None
                 outputs.append(PerplexityOutput(count, characters, total, math.exp(min(-total / count, 700.0))))

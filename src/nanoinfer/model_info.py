@@ -1,4 +1,4 @@
-"""What a loaded model is, without its weights."""
+"""Description of a loaded model, without its weights."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class ModelInfo:
     """A model that was loaded for an engine."""
 
     name: str
-    """For people: shakespeare, random:gpt2, a folder's name."""
+    """Name for messages: shakespeare, random:gpt2, a folder's name."""
     source: str
-    """What `load_model` loads it from again."""
+    """Name to load the model again with `load_model`."""
     config: ModelConfig
     tokenizer: Tokenizer | None
     no_tokenizer_reason: str
-    """Why there is no tokenizer, and what to do about it; empty where there is one."""
+    """Why there is no tokenizer, with the remedy; empty if there is one."""
     vocab_size: int
-    """Tokens that may be sampled: those that the tokenizer knows."""
+    """Number of tokens that may be sampled: those of the tokenizer."""
     engine: str
     device: torch.device
     dtype: torch.dtype
     seed: int
-    """Of random weights."""
+    """Seed of random weights."""
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The model's end-of-text tokens, those that may be sampled."""
+        """The model's end-of-text tokens that may be sampled."""
         return tuple(t for t in self.config.eos_token_ids if t < self.vocab_size)
 
     def require_tokenizer(self) -> Tokenizer:

@@ -1,12 +1,12 @@
-"""Prompts in every form that users give them -> a list, each a string or a list of token ids.
+"""Convert prompts in all supported forms to a list whose items are strings or lists of token ids.
 
 as_list("To be")                                    ->  ["To be"]
 as_list([39, 15])                                   ->  [[39, 15]]
 as_list(["To be", {"prompt_token_ids": [39, 15]}])  ->  ["To be", [39, 15]]
 
-Token ids may be any integers (Python's, NumPy's, PyTorch's), in a list, a tuple, an array or a tensor; a 2-D array is
-several prompts. The dicts are vLLM's. What only looks like a list of prompts is refused: bytes iterate as integers,
-a dict as its keys, a set in no order.
+Token ids may be integers of Python, NumPy or PyTorch, in a list, a tuple, an array or a tensor; a 2-D array is several
+prompts. The dicts have vLLM's keys. Other iterables are refused where iteration would be misleading: bytes iterate as
+integers, a dict as its keys, a set in no defined order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def as_list(prompts: Prompt | Iterable[Prompt]) -> list[str | list[int]]:
     """Return one prompt or several as a list of prompts.
 
     Raises:
-        NanoinferError: one of them has no form of a prompt; among several, the message says which.
+        NanoinferError: a prompt has an unsupported form. With several prompts, the message has its number.
     """
     prompts = plain(prompts)
     if isinstance(prompts, (str, Mapping)):
@@ -60,7 +60,7 @@ def as_prompt(prompt: Prompt) -> str | list[int]:
 
 @contextmanager
 def numbered(i: int, count: int, what: str = "prompt") -> Iterator[None]:
-    """Begin the message of an error with the number of the prompt, where there are several: "prompt 17 of 52: ..."."""
+    """Prefix an error's message with the number of the prompt, if there are several: "prompt 17 of 52: ..."."""
     try:
         yield
     except NanoinferError as e:
@@ -70,7 +70,7 @@ def numbered(i: int, count: int, what: str = "prompt") -> Iterator[None]:
 
 
 def _items(value: Any) -> list[Any]:
-    """Return the items of a list, a tuple or another iterable that has an order, as Python's values."""
+    """Return the items of an ordered iterable as Python values."""
     if isinstance(value, (bytes, bytearray, memoryview, Set, Mapping)) or not isinstance(value, Iterable):
         raise NanoinferError(
             f"prompt={show(value)} is neither a string nor a list of token ids, nor a dict with one of"
@@ -84,7 +84,7 @@ def _from_dict(prompt: Mapping[str, Any]) -> str | list[int]:
         if key not in _DICT_KEYS:
             raise NanoinferError(f"prompt: the key {show(key)} is unknown: use one of {', '.join(_DICT_KEYS)}")
     if len(prompt) != 1:
-        raise NanoinferError(f"prompt={show(dict(prompt))}: give one of {' and '.join(_DICT_KEYS)}")
+        raise NanoinferError(f"prompt={show(dict(prompt))}: give exactly one of {' and '.join(_DICT_KEYS)}")
     ((key, value),) = prompt.items()
     value = plain(value)
     if isinstance(value, str) is not (key == "prompt") or isinstance(value, Mapping):

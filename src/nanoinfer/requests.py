@@ -1,4 +1,4 @@
-"""From prompts and parameters, as users give them, to requests of a core."""
+"""Create the requests of a core from users' prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = logging.getLogger("nanoinfer")
 
 
 class RequestFactory:
-    """Makes requests: checks prompts and parameters against the model.
+    """Creates requests after checking prompts and parameters against the model.
 
     Args:
-        core: runs them.
-        model: the core's.
+        core: runs the requests.
+        model: of the core.
     """
 
     def __init__(self, core: Core, model: ModelInfo) -> None:
@@ -33,14 +33,16 @@ class RequestFactory:
     def make_all(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        """Check all requests and return them with their prompt_logprobs; they are not queued yet."""
+        """Check and return all requests, with their prompt_logprobs, without queueing them."""
         many = as_list(prompts)
         if isinstance(params, SamplingParams) or params is None:
             each = [params or SamplingParams()] * len(many)
         else:
             each = list(params)
         if len(each) != len(many):
-            raise NanoinferError(f"{len(many)} prompts, but {len(each)} SamplingParams: give one, or one for each")
+            raise NanoinferError(
+                f"{len(many)} prompts, but {len(each)} SamplingParams: give one, or one for each prompt"
+            )
         requests = []
         for i, (prompt, p) in enumerate(zip(many, each, strict=True)):
             with numbered(i, len(many)):
@@ -54,7 +56,7 @@ class RequestFactory:
         return requests
 
     def make(self, prompt: str | list[int], params: SamplingParams) -> Request:
-        """Check one request and return it; it is not queued yet."""
+        """Check and return one request without queueing it."""
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={params!r} is not a SamplingParams")
         token_ids = self.tokenize(prompt)
@@ -64,30 +66,24 @@ class RequestFactory:
         request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids)
         if request.num_dropped_tokens:
             log.warning(
-                "the prompt has %d tokens, the context length is %d: its first %d are dropped (overflow=slide)",
+                "the prompt has %d tokens, the context length is %d: the first %d tokens are dropped (overflow=slide)",
                 len(token_ids), self._model.config.block_size, request.num_dropped_tokens,
             )  # fmt: skip
         return request
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """Return a prompt's token ids; an empty one is the model's start token.
-
-        Raises:
-            NanoinferError: text without a tokenizer, ids outside the vocabulary, or an empty prompt for a
-                model with no start token.
-        """
+        """Return a prompt's token ids; for an empty prompt, the model's start token. Raises as `LLM.tokenize`."""
         token_ids = self.token_ids(as_prompt(prompt))
         if not token_ids:
             if self._model.config.bos_token_id is None:
                 raise NanoinferError(
-                    f"the prompt is empty, and model {self._model.name!r} has no start token: give at least one"
-                    " character"
+                    f"the prompt is empty and model {self._model.name!r} has no start token: give 1 or more characters"
                 )
             token_ids = [self._model.config.bos_token_id]
         return token_ids
 
     def token_ids(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a text, without a start token; or the ids given, in range."""
+        """Return the token ids of a text, without a start token, or the given ids. Checks that they are in range."""
         if isinstance(prompt, str):
             prompt = self._model.require_tokenizer().encode(prompt)
         for t in prompt:
@@ -98,7 +94,7 @@ class RequestFactory:
         return prompt
 
     def _check_params(self, params: SamplingParams) -> None:
-        """Check what depends on the model: token ids against the vocabulary, stop strings against the tokenizer."""
+        """Check the parameters that depend on the model: token ids, min_tokens and stop strings."""
         for name, ids in (
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", tuple(params.logit_bias or ())),
@@ -106,7 +102,7 @@ class RequestFactory:
             for token_id in ids:
                 if token_id >= self._model.vocab_size:
                     raise NanoinferError(
-                        f"{name}: token id {show(token_id)} is not below the vocabulary's {self._model.vocab_size}"
+                        f"{name}: token id {show(token_id)} is not less than vocab_size={self._model.vocab_size}"
                     )
         vocab_size = self._model.vocab_size
         if params.min_tokens and len({*params.stop_token_ids, *self._model.end_token_ids}) >= vocab_size:
@@ -114,4 +110,4 @@ class RequestFactory:
                 f"min_tokens={params.min_tokens} excludes every token: all {vocab_size} are in stop_token_ids"
             )
         if params.stop and self._model.tokenizer is None:
-            raise NanoinferError(f"stop={params.stop!r} needs text: {self._model.no_tokenizer_reason}")
+            raise NanoinferError(f"stop={params.stop!r} requires a tokenizer: {self._model.no_tokenizer_reason}")

@@ -1,8 +1,8 @@
-"""Scoring: the log-probabilities that the model gives to tokens that are there already.
+"""Scoring: log-probabilities of given tokens.
 
-Perplexity, log-likelihoods of continuations and `prompt_logprobs` are the same operation: open a sequence, extend it by
-the tokens, read the logits at the positions asked for, SCORE_CHUNK positions at a time. Each sequence is scored between
-two steps of the requests that are running (`Core.use_engine`).
+Perplexity, log-likelihoods of continuations and `prompt_logprobs` use one operation: open a sequence, extend it by the
+tokens, and read the logits at the required positions, SCORE_CHUNK positions at a time. Each sequence is scored between
+two steps of the running requests (`Core.use_engine`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nanoinfer.models.tokenizers import Tokenizer
     from nanoinfer.scheduling.sequence import Request
 
-SCORE_CHUNK = 128  # positions whose logits are held at a time: 26 MB at GPT-2's vocabulary
+SCORE_CHUNK = 128  # positions whose logits are in memory at a time: 26 MB with GPT-2's vocabulary
 T = TypeVar("T")
 
 
@@ -34,9 +34,9 @@ def log_likelihood(core: Core, ids: list[int], stride: int, progress: Callable[[
 
     Args:
         core: of the model.
-        ids: two tokens or more.
-        stride: tokens that a window moves on by.
-        progress: called after each window with the tokens scored and the tokens in all.
+        ids: at least two tokens.
+        stride: tokens by which a window advances.
+        progress: called after each window with the number of scored tokens and of all tokens.
 
     Raises:
         ResultError: the logits are not finite.
@@ -53,7 +53,7 @@ def log_likelihood(core: Core, ids: list[int], stride: int, progress: Callable[[
 
 
 def loglikelihood(core: Core, context_ids: list[int], token_ids: list[int]) -> LoglikelihoodOutput:
-    """Return how likely the model finds `token_ids` after a context of one token or more.
+    """Return the log-likelihood of `token_ids` given a context of at least one token.
 
     Raises:
         NanoinferError: the continuation is longer than the context length.
@@ -62,7 +62,7 @@ def loglikelihood(core: Core, context_ids: list[int], token_ids: list[int]) -> L
     block_size = core.engine.limits.block_size
     if len(token_ids) > block_size:
         raise NanoinferError(
-            f"the continuation has {len(token_ids)} tokens, the context length is {block_size}: shorten it, or use"
+            f"the continuation has {len(token_ids)} tokens, but the context length is {block_size}: shorten it, or use"
             " perplexity"
         )
     ids = context_ids + token_ids
@@ -77,17 +77,17 @@ def loglikelihood(core: Core, context_ids: list[int], token_ids: list[int]) -> L
 
 
 def add_prompt_logprobs(core: Core, request: Request, count: int, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-    """Set a request's `prompt_logprobs`, from a prefill of their own, before it is queued.
+    """Set a request's `prompt_logprobs` by an additional prefill, before the request is queued.
 
-    They are normalized over the tokens that may be drawn, as `logprobs` are. Where the logits are not finite, the
-    request ends with an error.
+    The log-probabilities are normalized over the tokens that may be sampled, as in `logprobs`. If logits are not
+    finite, the request ends with an error.
 
     Raises:
-        NanoinferError: a token of the prompt is not one that may be drawn.
+        NanoinferError: the prompt contains a token that may not be sampled.
     """
     ids = request.prompt_token_ids
     if (largest := max(ids)) >= vocab_size:
-        raise NanoinferError(f"prompt_logprobs: token id {largest} is not below the vocabulary's {vocab_size}")
+        raise NanoinferError(f"prompt_logprobs: token id {largest} is not less than vocab_size={vocab_size}")
     block_size = core.engine.limits.block_size
     read = partial(_described, count=count, tokenizer=tokenizer, vocab_size=vocab_size)
     request.prompt_logprobs = [None]
@@ -101,9 +101,10 @@ def add_prompt_logprobs(core: Core, request: Request, count: int, tokenizer: Tok
 
 
 def windows(num_tokens: int, block_size: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield windows (start, first, end): tokens [first, end) are scored with [start, end - 1) as the model's input.
+    """Yield windows (start, first, end): tokens [first, end) are scored with tokens [start, end - 1) as input.
 
-    Every token but the first is scored once, after at least block_size - stride tokens where there are so many.
+    Every token except the first is scored once, with a context of at least block_size - stride tokens, or of all tokens
+    before it.
 
         10 tokens, block_size 4, stride 2:   (0, 1, 5)  (2, 5, 7)  (4, 7, 9)  (5, 9, 10)
     """
@@ -115,9 +116,10 @@ def windows(num_tokens: int, block_size: int, stride: int) -> Iterator[tuple[int
 
 
 def split_pair(encode: Callable[[str], list[int]], context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of a context and of its continuation, split as lm-evaluation-harness splits them.
+    """Return the token ids of a context and of its continuation, split as in lm-evaluation-harness.
 
-    Spaces at the context's end move to the continuation, whose tokens are those of the whole after the context's.
+    Spaces at the end of the context move to the continuation. Both are tokenized together; the tokens after the
+    context's are the continuation's.
 
         "The cat ", "sat"  ->  the ids of "The cat", and those of " sat"
     """
@@ -128,12 +130,12 @@ def split_pair(encode: Callable[[str], list[int]], context: str, continuation: s
 
 
 def _use(core: Core, ids: list[int], read: Callable[[Engine, list[int]], T]) -> T:
-    """Call `read` with the engine between two steps, when a sequence of these tokens has room."""
+    """Call `read` with the engine between two steps, when the KV cache has room for a sequence of these tokens."""
     return core.use_engine(len(ids), lambda engine: read(engine, ids))
 
 
 def _read_logits(engine: Engine, ids: list[int], first: int, read: Callable[[Tensor, list[int]], list[T]]) -> list[T]:
-    """Return what `read` makes of the logits that predict ids[first:], with those tokens: a chunk at a time."""
+    """Call `read` with chunks of the tokens ids[first:] and the logits that predict them; return its results."""
     handle = engine.open()
     try:
         found: list[T] = []
@@ -152,7 +154,7 @@ def _read_logits(engine: Engine, ids: list[int], first: int, read: Callable[[Ten
 
 
 def _token_logprobs(engine: Engine, ids: list[int], first: int) -> list[tuple[float, bool]]:
-    """Return, for each of ids[first:], its log-probability and whether no token is more likely."""
+    """Return, for each of ids[first:], its log-probability and whether it is a token of the largest probability."""
     import torch
 
     def read(logits: Tensor, targets: list[int]) -> list[tuple[float, bool]]:
@@ -166,7 +168,7 @@ def _token_logprobs(engine: Engine, ids: list[int], first: int) -> list[tuple[fl
 def _described(
     engine: Engine, ids: list[int], first: int, *, count: int, tokenizer: Tokenizer | None, vocab_size: int
 ) -> list[dict[int, Logprob] | None]:
-    """Return what `prompt_logprobs` holds for each of ids[first:].
+    """Return the entries of `prompt_logprobs` for ids[first:].
 
     Raises:
         ResultError: the logits are not finite.
@@ -185,4 +187,4 @@ def _described(
 
 
 def _overflowed(what: str) -> ResultError:
-    return ResultError(f"{what}: the model's arithmetic overflowed; use dtype=float32, and check the weights")
+    return ResultError(f"{what}: the model's arithmetic overflowed: use dtype=float32, and check the weights")

@@ -11,11 +11,11 @@ from nanoinfer.config import PRESETS, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.load import builtin_names
 from nanoinfer.roofline import arithmetic
-from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
 from nanoinfer.roofline.predict import predict
 from nanoinfer.roofline.shapes import find_shape
-from nanoinfer.roofline.speculation import best_speculation
+from nanoinfer.roofline.speculative_speedup import best_speculation
 
 if TYPE_CHECKING:
     from nanoinfer.bench.results import Row
@@ -114,7 +114,7 @@ def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceilin
 
     draft_sec = 0.0
     if case.draft != "prompt-lookup":
-        try:  # packed in 8 bits, as speculative/build.py does
+        try:  # packed in 8 bits, as speculative/draft_factory.py does
             draft_sec = seconds(arithmetic.decode(find_shape(case.draft), FORMATS["int8"]), FORMATS["int8"])
         except NanoinferError:  # on the Hub, or a copy of the target
             return None

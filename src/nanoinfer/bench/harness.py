@@ -30,7 +30,7 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline import arithmetic
-from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
 
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed

@@ -25,7 +25,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import write_atomically
-from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.shapes import find_shape
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoinfer.profiling.profile import Profile, ProfileRow
+    from nanoinfer.profiling.profiler import Profile, ProfileRow
 
 NUM_OPERATORS = 12  # shown one by one; --json has them all
 PROMPT_TOKENS = 32
@@ -67,7 +67,7 @@ def profile(
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its start on stderr otherwise
 
         from nanoinfer.llm import LLM
-        from nanoinfer.profiling.profile import profile as run
+        from nanoinfer.profiling.profiler import profile as run
         from nanoinfer.profiling.recording import random_prompts
 
         llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config))
@@ -132,7 +132,7 @@ def _show(p: Profile) -> None:
         console.print(f"\nby part of the model, of {_times(p.wall_sec, p)}")
         console.print(_table("part", [row for row in p.parts if row.calls or row.self_sec], p))
         if not p.tells_apart:
-            console.print(f"{p.engine} runs the model in a call of its own: its parts are not told apart.")
+            console.print(f"{p.engine} runs the model in one call, so its parts cannot be distinguished.")
         console.print(f"\nby operator, of {_times(p.profiled_sec, p)} under torch's profiler")
         first, rest = p.operators[:NUM_OPERATORS], p.operators[NUM_OPERATORS:]
         console.print(_table("operator", [*first, *([_summed(rest)] if rest else []), _no_operator(p)], p))
@@ -154,7 +154,7 @@ def _times(seconds: float, p: Profile) -> str:
 
 def _summed(rows: list[ProfileRow]) -> ProfileRow:
     """Return one row for several."""
-    from nanoinfer.profiling.profile import ProfileRow
+    from nanoinfer.profiling.profiler import ProfileRow
 
     calls, seconds, share = (sum(getattr(r, f) for r in rows) for f in ("calls", "self_sec", "share_percent"))
     return ProfileRow(f"{len(rows)} more", calls, seconds, share)
@@ -162,7 +162,7 @@ def _summed(rows: list[ProfileRow]) -> ProfileRow:
 
 def _no_operator(p: Profile) -> ProfileRow:
     """Return the row of the time in which no operator ran, or on a GPU no kernel."""
-    from nanoinfer.profiling.profile import ProfileRow
+    from nanoinfer.profiling.profiler import ProfileRow
 
     total = _summed(p.operators)
     name = "none: Python, the profiler" if p.kernel_launches_per_token is None else "none: the GPU waits"

@@ -20,11 +20,11 @@ import typer
 from nanoinfer.cli.options import flags
 from nanoinfer.errors import ResultError
 from nanoinfer.progress import ProgressBar
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
-    from nanoinfer.training.loop import Progress
+    from nanoinfer.training.loop import TrainProgress
 
 
 @flags(TrainConfig, "config")
@@ -34,12 +34,12 @@ def train(
     config: TrainConfig,
 ) -> None:
     """Train a model, a draft model or a draft head."""
-    from nanoinfer.training import draft_head, loop
+    from nanoinfer.training import loop, train_draft_head
 
-    run: loop.Run
+    run: loop.TrainRun
     target = config.distill or config.draft_head
     if config.draft_head is not None:
-        run = draft_head.prepare(config, resume=resume, complete=_Writer(config))
+        run = train_draft_head.prepare(config, resume=resume, complete=_Writer(config))
     else:
         run = loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill is not None else None)
     num_parameters = sum(p.numel() for p in run.model.parameters())
@@ -94,10 +94,10 @@ class _Writer:
         return {"quantization": "int8", "kv_cache_dtype": "int8"}
 
 
-def _reporter(bar: ProgressBar, total: int, chars_per_token: float) -> Callable[[Progress], None]:
+def _reporter(bar: ProgressBar, total: int, chars_per_token: float) -> Callable[[TrainProgress], None]:
     """Return what shows the progress of training: a bar on a terminal, and a line for each validation."""
 
-    def report(progress: Progress) -> None:
+    def report(progress: TrainProgress) -> None:
         rate = f"{progress.tokens_per_sec:,.0f} tok/s"
         bar.update(progress.step, total, f"loss {progress.loss:.3f}  {rate}")
         if progress.val_loss is not None:

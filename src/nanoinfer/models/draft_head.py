@@ -1,18 +1,18 @@
-"""A draft head: a small recurrent network that guesses a target's next hidden states; and its files.
+"""Draft head: a small recurrent network that predicts a target's next hidden states; and its file format.
 
-    s_0 = h                                                  h: the final hidden state that x_1 was drawn from
+    s_0 = h                                                  h: the final hidden state from which x_1 was sampled
     s_i = s_{i-1} + c_proj gelu(c_fc [ln_s(s_{i-1}); ln_e(wte(x_i))])
-    logits after x_i = lm_head(s_i)                          from them x_{i+1} is drawn
+    logits after x_i = lm_head(s_i)                          x_{i+1} is sampled from them
 
-x_1 is the newest token of the text, x_2, x_3, ... are guesses. s_i stands for what the target's final layer norm
-would say after x_i, so the target's own embedding and output head serve, and only the MLP is trained. There is no
-attention: all that is known of the text before x_1 is in h.
+x_1 is the newest token of the sequence; x_2, x_3, ... are proposals. s_i approximates the output of the target's final
+layer norm after x_i. The head therefore uses the target's embedding and output head, and only the MLP and its layer
+norms are trained. There is no attention: h holds all information about the tokens before x_1.
 
-Sources of the idea: Medusa (Cai et al. 2024, arXiv 2401.10774), heads on the last hidden state; Hydra (Ankner et al.
-2024, arXiv 2402.05109), heads that see the tokens before theirs; EAGLE (Li et al. 2024, arXiv 2401.15077),
-guessing hidden states instead of tokens.
+Related work: Medusa (Cai et al. 2024, arXiv 2401.10774) puts heads on the last hidden state; Hydra (Ankner et al.
+2024, arXiv 2402.05109) feeds each head the preceding proposals; EAGLE (Li et al. 2024, arXiv 2401.15077) predicts
+hidden states instead of tokens.
 
-On disk a head is a folder with draft_head.json and draft_head.safetensors.
+A head is stored as a folder with draft_head.json and draft_head.safetensors.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from torch import Tensor, nn
 
 from nanoinfer.checks import require_int, show
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import read_json, write_atomically
+from nanoinfer.files import read_json, write_folder
 from nanoinfer.models.checkpoints.load import BUILTIN
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors
+from nanoinfer.models.gpt import init_weight
 
 if TYPE_CHECKING:
     from nanoinfer.config import ModelConfig
@@ -43,22 +44,22 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class DraftHeadConfig:
-    """Shape of a head, and whose it is.
+    """Shape of a head, and the target it was trained for.
 
     Raises:
         NanoinferError: a field is out of range.
     """
 
     target: str
-    """Name of the model that it was trained for, for people."""
+    """Name of the target, for messages."""
     vocab_size: int
-    """The target's."""
+    """Vocabulary size of the target."""
     n_embd: int
-    """The target's."""
+    """Hidden size of the target."""
     n_hidden: int = 1024
     """Width of the MLP's hidden layer."""
     vocabulary: str | None = None
-    """`tokenizers.fingerprint` of the target's tokenizer; None: it has none."""
+    """`tokenizers.fingerprint` of the target's tokenizer; None if it has none."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "n_embd", "n_hidden"):
@@ -70,7 +71,7 @@ class DraftHeadConfig:
 
 
 class RecurrentHead(nn.Module):
-    """The MLP and its two layer norms. Its weights are whatever was there: load them, or call `init_weights`."""
+    """The MLP and its two layer norms. Weights are uninitialized: load them, or call `init_weights`."""
 
     def __init__(self, config: DraftHeadConfig) -> None:
         super().__init__()
@@ -80,45 +81,42 @@ class RecurrentHead(nn.Module):
         self.c_fc, self.c_proj = nn.Linear(2 * C, config.n_hidden), nn.Linear(config.n_hidden, C)
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draw fresh weights as GPT-2 does: normal(0, 0.02), smaller for what is added to the state."""
+        """Initialize as GPT-2 does: normal(0, 0.02), scaled by 2**-0.5 for the projection added to the state."""
         for name, p in self.named_parameters():
-            if p.dim() < 2:
-                nn.init.constant_(p, 1.0 if name.endswith("weight") else 0.0)
-            else:
-                nn.init.normal_(p, 0.0, 0.02 * (2**-0.5 if "c_proj" in name else 1.0), generator=generator)
+            init_weight(name, p, 1, generator)
 
     def forward(self, state: Tensor, embedded: Tensor) -> Tensor:
         """Return the next state, (..., C).
 
         Args:
             state: (..., C).
-            embedded: the token's row of the target's embedding, (..., C).
+            embedded: the target's embedding of the token, (..., C).
         """
         x = torch.cat([self.ln_s(state), self.ln_e(embedded)], -1)  # (..., 2 C)
         return state + self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
-class Frame:
-    """What a head borrows from its target."""
+class TargetEmbeddings:
+    """Embedding and output head of the target, as the draft head uses them."""
 
     wte: Tensor
     """(V, C)."""
     lm_head: Tensor
     """(V, C)."""
     scale: float
-    """The first C channels of the target's hidden state times this are what the head was trained on."""
+    """Factor for the first C channels of the target's hidden state, which gives the state the head was trained on."""
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Frame:
-        """Return the same elsewhere or in another dtype."""
+    def to(self, device: torch.device, dtype: torch.dtype) -> TargetEmbeddings:
+        """Return a copy on another device or in another dtype. Tied tensors stay tied."""
         wte = self.wte.to(device, dtype)
-        return Frame(wte, wte if self.lm_head is self.wte else self.lm_head.to(device, dtype), self.scale)
+        return TargetEmbeddings(wte, wte if self.lm_head is self.wte else self.lm_head.to(device, dtype), self.scale)
 
 
 def check(config: DraftHeadConfig, name: str, target: ModelConfig, vocabulary: str | None) -> None:
-    """Raise NanoinferError unless a head can be one of the target `name`, whose tokenizer has that fingerprint.
+    """Raise NanoinferError unless a head fits the target `name`, whose tokenizer has the fingerprint `vocabulary`.
 
-    The target's width may be a multiple of the head's; `frame` says whether it is a widened model.
+    The target's width may be a multiple of the head's; `target_embeddings` then checks that it is a widened model.
     """
     remedy = "use a head that was trained for this target"
     for field in ("n_embd", "vocab_size"):
@@ -135,19 +133,19 @@ def check(config: DraftHeadConfig, name: str, target: ModelConfig, vocabulary: s
         )
 
 
-def frame(config: DraftHeadConfig, weights: Weights, name: str) -> Frame:
-    """Return what a head needs of a target: the model that it was trained for, or that model widened (widen.py).
+def target_embeddings(config: DraftHeadConfig, weights: Weights, name: str) -> TargetEmbeddings:
+    """Return the embeddings of a target: the model that the head was trained for, or that model widened (widen.py).
 
-    A widened model has r copies of every channel; its final layer norm, or where the head is not tied its output
-    head, is divided by r.
+    A widened model has r copies of every channel. Its final layer norm is divided by r; with an untied output head,
+    the output head is divided by r instead.
 
     Args:
-        config: the head's.
-        weights: the target's, of a shape that `check` takes.
-        name: of the target, for the message.
+        config: of the head.
+        weights: of the target, in a shape that `check` accepts.
+        name: of the target, for error messages.
 
     Raises:
-        NanoinferError: the target is wider, and no widened model.
+        NanoinferError: the target is wider than the head and is not a widened model.
     """
     theirs, C = weights.config, config.n_embd
     r, tied = theirs.n_embd // C, theirs.tie_word_embeddings
@@ -158,24 +156,24 @@ def frame(config: DraftHeadConfig, weights: Weights, name: str) -> Frame:
             if not torch.equal(tensor, tensor[:, :C].repeat(1, r)):
                 raise NanoinferError(
                     f"the draft head of {config.target!r} has n_embd={C}, the target {name!r} n_embd={theirs.n_embd},"
-                    " and is no widened model: use a head that was trained for this target"
+                    " and is not a widened model: use a head that was trained for this target"
                 )
-        if tied and found:  # a tied head is named once, and first
+        if tied and found:  # a tied head is stored once, as the first tensor
             break
     wte = found["transformer.wte.weight"]
-    return Frame(wte, wte, float(r)) if tied else Frame(wte, found["lm_head.weight"] * r, 1.0)
+    return TargetEmbeddings(wte, wte, float(r)) if tied else TargetEmbeddings(wte, found["lm_head.weight"] * r, 1.0)
 
 
 # Files ---------------------------------------------------------------------------------------------------
 
 
 def find(name: str) -> Path | None:
-    """Return the folder of a head by its name, built in or a path; None where there is no head of that name."""
+    """Return the folder of a head given its built-in name or its path; None if there is no such head."""
     for folder in (BUILTIN / name, Path(name)):
         try:
             if (folder / CONFIG).is_file():
                 return folder
-        except (OSError, ValueError):  # too long, not ours to look into: no head, and load_model says what is wrong
+        except (OSError, ValueError):  # path too long or not accessible; load_model reports it
             continue
     return None
 
@@ -185,8 +183,8 @@ def save(head: RecurrentHead, folder: Path, dtype: torch.dtype | None = None) ->
 
     Args:
         head: its own dtype is not changed.
-        folder: made if it is not there.
-        dtype: dtype of the stored weights; None is the head's own.
+        folder: created if it does not exist.
+        dtype: dtype of the stored weights; None keeps the head's.
 
     Raises:
         NanoinferError: the folder cannot be written.
@@ -194,19 +192,15 @@ def save(head: RecurrentHead, folder: Path, dtype: torch.dtype | None = None) ->
     from safetensors.torch import save as to_bytes
 
     tensors = {name: p.detach().to("cpu", dtype or p.dtype).contiguous() for name, p in head.state_dict().items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / WEIGHTS, to_bytes(tensors, metadata={"format": "pt"}))
-        write_atomically(folder / CONFIG, json.dumps(asdict(head.config), indent=2).encode() + b"\n")
-    except OSError as e:
-        raise NanoinferError(f"{folder} cannot be written: {e.strerror}: choose another folder") from None
+    config = json.dumps(asdict(head.config), indent=2).encode() + b"\n"
+    write_folder(folder, {WEIGHTS: to_bytes(tensors, metadata={"format": "pt"}), CONFIG: config})
 
 
 def load(folder: Path) -> RecurrentHead:
-    """Return the head in a folder, in float32 and eval mode. The files need not be trusted.
+    """Return the head in a folder, in float32 and eval mode. The files may be untrusted.
 
     Raises:
-        NanoinferError: a file is missing or broken, or the weights do not have the sizes that the config says.
+        NanoinferError: a file is missing or malformed, or a tensor's shape differs from the config's.
     """
     config = _read_config(folder / CONFIG)
     with torch.device("meta"):
@@ -233,13 +227,13 @@ def _read_config(path: Path) -> DraftHeadConfig:
 
 
 def _check_shapes(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], path: Path) -> None:
-    """Compare before anything is read or allocated."""
+    """Compare all shapes before any tensor is read or allocated."""
     if extra := sorted(shapes.keys() - wanted.keys()):
-        raise NanoinferError(f"{path}: tensor {show(extra[0])} has no place in a draft head")
+        raise NanoinferError(f"{path}: unexpected tensor {show(extra[0])}: a draft head has {', '.join(wanted)}")
     for name, shape in wanted.items():
         if shapes.get(name) != shape:
             found = list(shapes[name]) if name in shapes else "missing"
-            raise NanoinferError(f"{path}: tensor {name} is {found}, but the config makes it {list(shape)}")
+            raise NanoinferError(f"{path}: tensor {name} is {found}, but the config requires {list(shape)}")
 
 
 def _checked(stored: StoredTensor, what: str) -> Tensor:

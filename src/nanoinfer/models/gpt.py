@@ -1,21 +1,21 @@
 """The reference model: GPT-2 in one file, with the checkpoint's names.
 
-Shapes, used in every comment of this project:
+Shapes in the comments of this project:
 
     B sequences   T positions   C = n_embd   H heads   D = C / H   V = vocab_size   N tokens of a ragged batch
 
-Everything but attention treats each token on its own, so the model takes tokens of any leading shape:
-(B, T) in training and in `recompute`, flat (N,) in the engines that keep a cache. What differs from rung
-to rung is only which keys and values a query sees, so attention is an argument:
+All layers except attention process tokens independently, so the model accepts tokens of any leading shape: (B, T) in
+training and in the engine `recompute`, (N,) in the engines with a KV cache. The engines differ only in the keys and
+values that a query attends to, so attention is an argument:
 
     attend(layer, q, k, v) -> y        q, k, v, y: (..., H, D)
 
-`causal_attention` below is the whole-prefix version; each engine with a cache brings its own. Positions
-are an argument too: they advance in the engine, never in a layer.
+`causal_attention` below attends to the whole prefix; each engine with a cache passes its own function. Positions are an
+argument too: the engine advances them, not a layer.
 
-The architecture is GPT-2's (Radford et al. 2019): learned positions, layer norm before each sub-layer, a
-final layer norm, GELU in the MLP, and an output head that is usually the token embedding. Names follow
-nanoGPT and the Hugging Face checkpoints (`wte`, `wpe`, `c_attn`, `c_proj`, `ln_1`, ...).
+The architecture is GPT-2 (Radford et al. 2019): learned positions, layer norm before each sub-layer, a final layer
+norm, GELU in the MLP, and an output head that is usually tied to the token embedding. Names follow nanoGPT and the
+Hugging Face checkpoints (`wte`, `wpe`, `c_attn`, `c_proj`, `ln_1`, ...).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from nanoinfer.config import ModelConfig
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`Attend` of one layer: a block does not know which it is, so that one compiled block serves all layers."""
+"""`Attend` for one layer. Blocks do not receive their layer index, so one compiled block serves all layers."""
 
 
 def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend from (B, T, H, D) queries to all earlier positions of their own sequence."""
+    """Attend from (B, T, H, D) queries to their own and all earlier positions of the same sequence."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)  # (B, T, H, D)
 
@@ -56,7 +56,7 @@ class LayerNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention: project to q, k, v, let `attend` mix tokens, project back."""
+    """Multi-head self-attention: project to q, k, v, call `attend`, project back."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: x + attention, then x + MLP, each behind its layer norm."""
+    """One transformer block: x + attention(ln_1(x)), then x + MLP(ln_2(x))."""
 
     def __init__(self, config: ModelConfig, dropout: float) -> None:
         super().__init__()
@@ -103,9 +103,9 @@ class Block(nn.Module):
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:
-    """Return an embedding with empty weights.
+    """Return an embedding with uninitialized weights.
 
-    Drawing them on the meta device, where a checkpoint's model is made, would import torch's compiler (1.3 s).
+    nn.Embedding's default initialization on the meta device, where models are built, imports torch's compiler (1.3 s).
     """
     return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
 
@@ -115,13 +115,13 @@ RunBlock = Callable[[int, Block, Tensor], Tensor]
 
 
 class GPT(nn.Module):
-    """A GPT-2-family language model. Its weights are whatever was there: load them, or call `init_weights`.
+    """A GPT-2-family language model. Weights are uninitialized: load them, or call `init_weights`.
 
     Args:
         config: the shape.
-        dropout: probability of dropping residual and embedding values in training mode, never in eval mode.
-            Attention weights are not dropped: that rules out the fused attention kernels, and made a
-            training step of the built-in model 3.4 times slower on a CPU.
+        dropout: probability of dropping residual and embedding values in training mode. Attention weights are not
+            dropped: dropping them prevents the fused attention kernels and made a training step of the built-in
+            model 3.4 times slower on a CPU.
     """
 
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
@@ -140,30 +140,30 @@ class GPT(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make the output head the token embedding where the config says so (again after loading)."""
+        """Tie the output head to the token embedding if the config says so; call it again after loading weights."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.transformer["wte"].weight  # type: ignore[assignment]
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draw fresh weights as GPT-2 does: normal(0, 0.02), smaller for the projections into the residual."""
+        """Initialize as GPT-2 does: normal(0, 0.02), scaled down for the projections added to the residual."""
         for name, p in self.named_parameters():
-            init_weight(name, p, self.config, generator)
+            init_weight(name, p, self.config.n_layer, generator)
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks, first layer first."""
+        """The blocks, in layer order."""
         return list(cast("nn.ModuleList", self.transformer["h"]))  # type: ignore[arg-type]
 
     def hidden(
         self, idx: Tensor, pos: Tensor, attend: Attend | None = None, *, run_block: RunBlock | None = None
     ) -> Tensor:
-        """Return the final hidden states, (..., C), in the weights' dtype. Give `attend` or `run_block`.
+        """Return the final hidden states, (..., C), in the weights' dtype. Pass either `attend` or `run_block`.
 
         Args:
             idx: token ids, int64, any shape.
-            pos: position of each token in its own window, broadcastable to idx; below block_size.
-            attend: which keys and values each query sees.
-            run_block: runs a whole block, attention included: for engines that compile or replace blocks.
+            pos: position of each token in its window, less than block_size; broadcastable to idx.
+            attend: attention of each layer.
+            run_block: runs a whole block including attention; for engines that compile or replace blocks.
         """
         parts = self.transformer
         x = F.dropout(parts["wte"](idx) + parts["wpe"](pos), self.dropout, self.training)
@@ -177,14 +177,14 @@ class GPT(nn.Module):
         return self.lm_head(self.hidden(idx, pos, causal_attention))  # type: ignore[no-any-return]
 
     def num_parameters(self) -> int:
-        """Return the number of weights, a tied head counted once."""
+        """Return the number of parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
 
 
-def init_weight(name: str, p: Tensor, config: ModelConfig, generator: torch.Generator | None) -> Tensor:
-    """Fill one parameter as GPT-2 does and return it: see `GPT.init_weights`."""
+def init_weight(name: str, p: Tensor, n_layer: int, generator: torch.Generator | None) -> Tensor:
+    """Initialize one parameter of a network of `n_layer` layers in place and return it; see `GPT.init_weights`."""
     if p.dim() < 2:
         return nn.init.constant_(p, 1.0 if name.endswith("weight") else 0.0)
-    # 2 * n_layer projections add to the residual: keep its variance (Radford et al. 2019)
-    std = 0.02 * ((2 * config.n_layer) ** -0.5 if "c_proj" in name else 1.0)
+    # 2 * n_layer projections are added to the residual; the scale keeps its variance (Radford et al. 2019)
+    std = 0.02 * ((2 * n_layer) ** -0.5 if "c_proj" in name else 1.0)
     return nn.init.normal_(p, 0.0, std, generator=generator)

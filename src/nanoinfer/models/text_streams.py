@@ -1,6 +1,6 @@
-"""Streams that decode the tokens of one sequence as they come, after the text of its prompt.
+"""Incremental decoding: turn the output tokens of one sequence into text, token by token.
 
-One for each kind of tokenizer (`models.tokenizers`). None of them emits half a character.
+There is one stream class for each kind of tokenizer (`models.tokenizers`). All emit whole characters only.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 MISSING = "\ufffd"
-"""What an id in a gap of the vocabulary is shown as: it has no text, but it can be drawn."""
-_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # as byte-fallback decoders spell one
+"""Text of an id in a gap of the vocabulary: it has no token string, but it can be sampled."""
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte token of a byte-fallback decoder
 
 
 def _no_text(token_id: int, vocab_size: int) -> NanoinferError:
@@ -25,18 +25,18 @@ def _no_text(token_id: int, vocab_size: int) -> NanoinferError:
 
 
 def spelled(core: tokenizers.Tokenizer, token_id: int, vocab_size: int) -> str | None:
-    """Return a token as the vocabulary spells it, None for an id in a gap of it: 262 -> 'Ġthe'."""
+    """Return the vocabulary's string for a token, None for an id in a gap: 262 -> 'Ġthe'."""
     if not 0 <= token_id < vocab_size:
         raise _no_text(token_id, vocab_size)
     token: str | None = core.id_to_token(token_id)
     return token
 
 
-class TextStream(Protocol):
-    """Turns the tokens of one sequence into text as they come."""
+class DecodeStream(Protocol):
+    """Decodes the tokens of one sequence incrementally."""
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that is now certain (maybe empty, never half a character).
+        """Add a token; return the text that later tokens cannot change (whole characters, possibly empty).
 
         Raises:
             NanoinferError: the tokenizer has no token of this id.
@@ -44,31 +44,31 @@ class TextStream(Protocol):
         ...
 
     def flush(self) -> str:
-        """Return what is left at the end of the text; an unfinished character becomes U+FFFD."""
+        """Return the remaining text at the end of the sequence; an incomplete character becomes U+FFFD."""
         ...
 
 
 class Utf8Stream:
-    """Stream for tokens that are byte strings: an incremental UTF-8 decoder holds the unfinished tail."""
+    """Stream for tokens that are byte strings: an incremental UTF-8 decoder holds an incomplete character."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], vocab_size: int, prompt_token_ids: Sequence[int]) -> None:
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = b""
         for token_id in reversed(prompt_token_ids):
-            if len(tail) >= 3:  # an unfinished character has 3 bytes at most
+            if len(tail) >= 3:  # an incomplete character has 3 bytes at most
                 break
             known = 0 <= token_id < vocab_size
             tail = (token_bytes(token_id) if known else MISSING.encode()) + tail
         self._utf8.decode(tail)
-        self._shown = MISSING if self._utf8.getstate()[0] else ""  # what the prompt's text ends with for these bytes
+        self._shown = MISSING if self._utf8.getstate()[0] else ""  # the prompt's text already shows U+FFFD for the tail
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the characters that are complete now."""
+        """Add a token; return the characters that it completes."""
         return self._decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
-        """Return the unfinished tail as U+FFFD."""
+        """Return an incomplete character as U+FFFD."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, final: bool = False) -> str:
@@ -91,34 +91,34 @@ class CharStream:
         return self._chars[token_id]
 
     def flush(self) -> str:
-        """Return nothing: no character is ever unfinished."""
+        """Return an empty string: every token is a complete character."""
         return ""
 
 
 class SuffixStream:
-    """Stream for any tokenizer: decode the last piece with and without the new tokens, emit the difference.
+    """Stream for any tokenizer: decode the last piece with and without the new tokens and emit the difference.
 
-    The idea of a piece as context is text-generation-inference's. A piece begins and ends between characters;
-    a context of so many tokens might begin inside one, and byte-fallback decoders then spoil the next ones
-    too. A tail that ends in U+FFFD may be an unfinished character and is held back, for at most `_HOLD` tokens.
+    text-generation-inference uses the same method. A piece begins and ends at a character boundary. A context of a
+    fixed number of tokens could begin inside a character, and byte-fallback decoders would then decode the following
+    bytes wrongly. Text that ends in U+FFFD may be an incomplete character and is held back for at most `_HOLD` tokens.
     """
 
     _HOLD = 8
-    _MAX_BROKEN = 64  # tokens of a run of broken bytes that are kept as context
+    _MAX_BROKEN = 64  # tokens of a run of invalid bytes that are kept as context
 
     def __init__(self, core: tokenizers.Tokenizer, vocab_size: int, prompt_token_ids: Sequence[int]) -> None:
         self._core = core
         self._vocab_size = vocab_size
-        self._ids = self._context(prompt_token_ids)  # of the last piece, then those whose text is not out yet
-        self._done = len(self._ids)  # how many are the last piece's
+        self._ids = self._context(prompt_token_ids)  # tokens of the last piece, then those not emitted yet
+        self._done = len(self._ids)  # tokens of the last piece
         self._max_context = self._done + self._MAX_BROKEN
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """Return the end of the prompt that decides how the next tokens are decoded.
+        """Return the last tokens of the prompt, on which the decoding of the next tokens depends.
 
-        Decoders treat the first token differently (no space before it) and byte tokens by runs: one broken byte
-        spoils its whole run. So the context begins before the last run, and holds the 4 tokens that a character may
-        be made of. A token without text ends a stream's context (see `push`), and does so here.
+        Decoders omit the space before the first token, and they decode byte tokens in runs: one invalid byte makes its
+        whole run invalid. So the context begins before the last run of bytes and has at least 4 tokens, the most
+        that one character may have. A token without text ends the context, as in `push`.
         """
         start = len(prompt)
         while start > 0 and 0 <= prompt[start - 1] < self._vocab_size:
@@ -135,17 +135,17 @@ class SuffixStream:
         return text
 
     def _difference(self) -> tuple[str, bool]:
-        """Return the text of the tokens since the last piece, and whether the piece may have ended in a character."""
+        """Return the text of the tokens after the last piece, and whether that piece may end inside a character."""
         before, after = self._decode(self._ids[: self._done]), self._decode(self._ids)
         kept = before
         while kept.endswith(MISSING) and not after.startswith(kept):
-            kept = kept[:-1]  # U+FFFD of a character that the prompt began and the new tokens complete
-        if not after.startswith(kept):  # a broken byte spoils the whole bytes before it
+            kept = kept[:-1]  # U+FFFD of a character that the new tokens complete
+        if not after.startswith(kept):  # an invalid byte invalidated the run of bytes before it
             return self._decode(self._ids[self._done :]), False
         return after[len(kept) :], before.endswith(MISSING)
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that is certain now."""
+        """Add a token; return the text that later tokens cannot change."""
         if spelled(self._core, token_id, self._vocab_size) is None:
             return self.flush() + MISSING
         self._ids.append(token_id)
@@ -158,7 +158,7 @@ class SuffixStream:
         return text
 
     def flush(self) -> str:
-        """Return the text that was held back; the next token starts without context."""
+        """Return the text that was held back; the next token is decoded without context."""
         text, _ = self._difference()
         self._ids, self._done = [], 0
         return text

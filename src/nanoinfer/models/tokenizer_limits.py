@@ -1,11 +1,11 @@
-"""What a tokenizer.json may ask for: a chain of steps that each lengthen the text could exhaust the memory.
+"""Limits on the steps of a tokenizer.json: a chain of steps that each lengthen the text could exhaust the memory.
 
-The steps before and after the model (normalizer, pre-tokenizer; decoder) are given the factor by which they can
-lengthen a text, in bytes of UTF-8; the product over a chain is limited to MAX_GROWTH, and the number of steps to
-MAX_STEPS. Known tokenizers stay far below: Llama's Prepend and Replace make 12, XLM-RoBERTa's about 264.
+Each step before and after the model (normalizer, pre-tokenizer; decoder) has a growth factor: how many times longer it
+can make a text, in bytes of UTF-8. The product over a chain is limited to MAX_GROWTH and the number of steps to
+MAX_STEPS. Known tokenizers stay far below: Prepend and Replace of Llama give 12, XLM-RoBERTa about 264.
 
-Not covered, since the library has a limit of its own: patterns that backtrack without end. It gives up after
-10 million steps, half a second, and the text is refused.
+Not covered: patterns that backtrack without end. The tokenizers library stops them after 10 million steps, about half
+a second, and the text is refused.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 MAX_GROWTH = 1024
 MAX_STEPS = 100
-MAX_VOCAB_SIZE = 2**31 - 1  # also the largest of a model
+MAX_VOCAB_SIZE = 2**31 - 1  # the same limit as ModelConfig.vocab_size
 
 
 def check_growth(spec: dict[str, Any]) -> None:
     """Check the steps of a tokenizer.json.
 
     Raises:
-        ValueError: there are too many, or they can lengthen a text too much.
+        ValueError: there are more than MAX_STEPS steps, or their growth exceeds MAX_GROWTH.
     """
     for parts in (("normalizer", "pre_tokenizer"), ("decoder",)):
         steps = [step for part in parts for step in _steps(spec.get(part))]
@@ -34,12 +34,12 @@ def check_growth(spec: dict[str, Any]) -> None:
             growth *= _growth(step)
         if growth > MAX_GROWTH:
             raise ValueError(
-                f"{' and '.join(parts)} can make a text more than {MAX_GROWTH} times as long: shorten what is inserted"
+                f"{' and '.join(parts)} can make a text more than {MAX_GROWTH} times as long: shorten the inserted text"
             )
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a part; a step that is a sequence of steps yields those. JSON bounds the nesting."""
+    """Yield a part and, recursively, the steps that it contains. The JSON parser limits the nesting."""
     if not isinstance(part, dict):
         return
     yield part
@@ -50,9 +50,9 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(step: dict[str, Any]) -> int:
-    """Return the factor by which a step can lengthen a text: Replace " " by "▁" -> 3.
+    """Return the growth factor of a step: Replace " " by "▁" -> 3.
 
-    Unicode's normal forms and lower case are not counted: they lengthen a text once, however often they are chained.
+    Unicode normalization and lowercasing count as 1: repeating them does not lengthen a text further.
     """
     kind = step.get("type")
     if kind == "Replace":
@@ -60,11 +60,11 @@ def _growth(step: dict[str, Any]) -> int:
         literal = pattern.get("String") if isinstance(pattern, dict) else pattern
         if isinstance(literal, str) and literal:
             return max(1, -(-content // _num_bytes(literal)))
-        return 1 + content  # a pattern may match the empty string, before each character
+        return 1 + content  # a pattern that matches the empty string inserts before each character
     if kind == "Prepend":
         return 1 + _num_bytes(step.get("prepend"))
     if kind == "Metaspace":
-        return 4  # a mark of up to 4 bytes before each piece
+        return 4  # a marker of up to 4 bytes before each piece
     if kind == "ByteLevel":
         return 2  # each byte becomes a character of up to 2 bytes
     if kind == "Precompiled":
@@ -73,7 +73,7 @@ def _growth(step: dict[str, Any]) -> int:
 
 
 def _longest_replacement(charsmap: Any) -> int:
-    """Return the bytes of the longest string in SentencePiece's table: a trie's size, the trie, and strings."""
+    """Return the bytes of the longest replacement in SentencePiece's table: size of a trie, the trie, the strings."""
     raw = base64.b64decode(charsmap) if isinstance(charsmap, str) else b""
     return max(map(len, raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")), default=0)
 

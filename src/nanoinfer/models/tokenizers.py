@@ -1,13 +1,13 @@
-"""Tokenizers: text to token ids and back, and streams that never emit half a character.
+"""Tokenizers: text to token ids and back, and incremental decoding.
 
-Three kinds, one interface (`Tokenizer`):
+Three classes implement the interface `Tokenizer`:
 
-- `ByteLevelTokenizer`: GPT-2's and the built-in models' kind; `tokenizer.json` through the tokenizers library.
-- `CharTokenizer`: one token a character, nanoGPT's `meta.pkl` and `nanoinfer train --tokenizer char`.
-- `GenericTokenizer`: any other `tokenizer.json` (WordPiece, SentencePiece): decoded by re-decoding a suffix.
+- `ByteLevelTokenizer`: byte-level BPE, as in GPT-2 and the built-in models; uses the tokenizers library.
+- `CharTokenizer`: one token per character, for nanoGPT's `meta.pkl` and `nanoinfer train --tokenizer char`.
+- `GenericTokenizer`: any other `tokenizer.json` (WordPiece, SentencePiece); decodes by re-decoding a suffix.
 
-Covered: any file that the tokenizers library loads. Not covered: SentencePiece's own `.model` files, and
-tokenizers that are Python code.
+Covered: any file that the tokenizers library loads. Not covered: SentencePiece `.model` files and tokenizers that are
+Python code.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, parse_json, read_limited, reason
-from nanoinfer.models.text_streams import MISSING, CharStream, SuffixStream, TextStream, Utf8Stream, spelled
+from nanoinfer.models.text_streams import MISSING, CharStream, DecodeStream, SuffixStream, Utf8Stream, spelled
 from nanoinfer.models.tokenizer_limits import MAX_VOCAB_SIZE, check_growth
 
 if TYPE_CHECKING:
     import tokenizers
 
-MAX_TOKENIZER_BYTES = 128 << 20  # GPT-2's tokenizer.json has 1.3 MB, the largest known 60
+MAX_TOKENIZER_BYTES = 128 << 20  # GPT-2's tokenizer.json has 1.3 MB, the largest known one 60 MB
 
 
 class Tokenizer(Protocol):
@@ -36,33 +36,33 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`. Raises NanoinferError for text that has no tokens here."""
+        """Return the token ids of `text`. Raises NanoinferError for text that cannot be tokenized."""
         ...
 
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt.
 
-        Prompt text and streamed text make the text of all tokens, the space between two words included:
+        Prompt text followed by streamed text equals the text of all tokens, including the space between two words:
 
             text of [▁the] = "the"    stream([▁the]).push(▁engine) = " engine"    text of [▁the, ▁engine] = "the engine"
 
-        Two exceptions. The text of a prompt that ends inside a character ends with U+FFFD, and the stream begins with
-        the whole character. A byte that makes complete characters before it invalid cannot take back what was emitted.
+        There are two exceptions. If a prompt ends inside a character, its text ends with U+FFFD and the stream begins
+        with the whole character. If a byte makes characters before it invalid, text already emitted stays.
         """
         ...
 
 
 def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
-    """Return the text of `token_ids`; bytes that are no UTF-8 become U+FFFD."""
+    """Return the text of `token_ids`; bytes that are not valid UTF-8 become U+FFFD."""
     stream = tokenizer.stream()
     return "".join(map(stream.push, token_ids)) + stream.flush()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's byte-to-character table, inverted: "A" -> 65, "Ġ" -> 32.
+    """Return the inverse of GPT-2's byte-to-character table: "A" -> 65, "Ġ" -> 32.
 
-    Printable Latin-1 bytes stand for themselves; the 68 others are moved to U+0100 and up, in order
-    (Radford et al. 2019, encoder.py).
+    Printable Latin-1 bytes map to themselves; the 68 others map to U+0100 and up, in order (Radford et al. 2019,
+    encoder.py).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [b for b in range(256) if b not in printable]
@@ -70,7 +70,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class ByteLevelTokenizer:
-    """GPT-2's kind of BPE: every token is a string of bytes, every text has tokens."""
+    """Byte-level BPE: every token is a byte string, and every text can be tokenized."""
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         self.core = core
@@ -84,7 +84,7 @@ class ByteLevelTokenizer:
         return _encode(self.core, text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token: 'Ġthe' -> b' the', an added token -> its own text."""
+        """Return the bytes of one token: 'Ġthe' -> b' the'; for an added token, its content."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._look_up(token_id)
@@ -98,23 +98,23 @@ class ByteLevelTokenizer:
             return MISSING.encode()
         return b"".join(bytes([self._alphabet[c]]) if c in self._alphabet else c.encode() for c in token)
 
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
         return Utf8Stream(self.token_bytes, self.vocab_size, prompt_token_ids)
 
 
 class CharTokenizer:
-    """One token a character. A character outside the vocabulary is an error that names it.
+    """Character-level tokenizer: one token per character. Encoding any other character is an error.
 
     Raises:
-        NanoinferError: there are no characters, or one of them is a lone surrogate, which no text can hold.
+        NanoinferError: the vocabulary is empty, or contains a lone surrogate, which UTF-8 cannot encode.
     """
 
     def __init__(self, chars: Sequence[str]) -> None:
         if not chars:
             raise NanoinferError("the vocabulary is empty: a tokenizer needs at least one character")
         if lone := [c for c in chars if any("\ud800" <= x <= "\udfff" for x in c)]:
-            raise NanoinferError(f"the vocabulary holds {lone[0]!r}, a lone surrogate, which is no character")
+            raise NanoinferError(f"the vocabulary holds {lone[0]!r}, a lone surrogate, which is not a character")
         self.chars = list(chars)
         self.vocab_size = len(self.chars)
         self._ids = {c: i for i, c in enumerate(self.chars)}
@@ -125,17 +125,17 @@ class CharTokenizer:
             return [self._ids[c] for c in text]
         except KeyError as e:
             raise NanoinferError(
-                f"character {e.args[0]!r} is not among the {self.vocab_size} that this character-level model"
-                " knows: leave it out, or use a model with a byte-level tokenizer"
+                f"character {e.args[0]!r} is not among the {self.vocab_size} characters of this character-level"
+                " model's vocabulary: remove it, or use a model with a byte-level tokenizer"
             ) from None
 
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
         return CharStream(self.chars)
 
 
 class GenericTokenizer:
-    """Any other tokenizer.json."""
+    """Any other tokenizer that the tokenizers library loads."""
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         self.core = core
@@ -145,13 +145,13 @@ class GenericTokenizer:
         """Return the token ids of `text`."""
         return _encode(self.core, text)
 
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> TextStream:
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
         return SuffixStream(self.core, self.vocab_size, prompt_token_ids)
 
 
 def _table_size(core: tokenizers.Tokenizer) -> int:
-    """Return 1 + the largest token id: ids may have gaps, and added tokens may come after them."""
+    """Return 1 + the largest token id, including added tokens; ids may have gaps."""
     ids = core.get_vocab(with_added_tokens=True).values()
     if not ids:
         raise NanoinferError("the vocabulary is empty: a tokenizer needs at least one token")
@@ -163,7 +163,7 @@ def _table_size(core: tokenizers.Tokenizer) -> int:
 def _encode(core: tokenizers.Tokenizer, text: str) -> list[int]:
     try:
         text.encode()
-    except UnicodeEncodeError as e:  # lone surrogates: bytes that were no UTF-8
+    except UnicodeEncodeError as e:  # lone surrogates, which stand for bytes that were not valid UTF-8
         raise NanoinferError(f"the text is not valid Unicode ({e}): give UTF-8 text") from None
     with _explained("the text cannot be encoded"):
         ids: list[int] = core.encode(text, add_special_tokens=False).ids
@@ -172,30 +172,30 @@ def _encode(core: tokenizers.Tokenizer, text: str) -> list[int]:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Turn every error into a NanoinferError: the library raises bare Exception, and its Rust code may panic."""
+    """Convert errors of the tokenizers library to NanoinferError: it raises bare Exception, and Rust code may panic."""
     try:
         yield
     except BaseException as e:
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
-            raise  # KeyboardInterrupt and its like
+            raise  # KeyboardInterrupt, SystemExit
         raise NanoinferError(f"{what}: {reason(e)}") from None
 
 
 def from_json(text: str, source: str) -> Tokenizer:
-    """Return the tokenizer that the text of a `tokenizer.json` describes.
+    """Return the tokenizer that the content of a `tokenizer.json` describes.
 
-    Its truncation and padding are left out: they would drop tokens of a prompt, or add some, in silence.
+    Its truncation and padding settings are ignored: they would silently drop or add tokens.
 
     Args:
         text: the file's content.
         source: the file's name, for error messages.
 
     Raises:
-        NanoinferError: it is none, or may lengthen a text without bound (tokenizer_limits.py).
+        NanoinferError: the content is not a tokenizer, or exceeds the limits of tokenizer_limits.py.
     """
     import tokenizers
 
-    complaint = f"{escaped(source)} is no tokenizer.json that can be read"
+    complaint = f"{escaped(source)} is not a readable tokenizer.json"
     spec = parse_json(text, complaint)
     with _explained(complaint):
         check_growth(spec)
@@ -218,7 +218,7 @@ def from_file(path: Path) -> Tokenizer:
 
 
 def _in_order(vocab: dict[str, int]) -> list[str]:
-    """Return the characters by id: {"b": 1, "a": 0} -> ["a", "b"]. Raises ValueError for ids with gaps."""
+    """Return the characters in order of their ids: {"b": 1, "a": 0} -> ["a", "b"]. Raises ValueError on gaps."""
     chars = {i: c for c, i in vocab.items()}
     if sorted(chars) != list(range(len(vocab))):
         raise ValueError("token ids are not 0, 1, 2, ... without gaps")
@@ -226,7 +226,7 @@ def _in_order(vocab: dict[str, int]) -> list[str]:
 
 
 def from_folder(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer in a Hugging Face folder (tokenizer.json, or vocab.json with merges.txt), if any."""
+    """Return the tokenizer of a Hugging Face folder (tokenizer.json, or vocab.json with merges.txt), or None."""
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -235,7 +235,7 @@ def from_folder(folder: Path) -> Tokenizer | None:
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
         return None
-    complaint = f"{escaped(vocab)} and {escaped(merges)} are no BPE tables"
+    complaint = f"{escaped(vocab)} and {escaped(merges)} are not BPE tables"
     ids = parse_json(read_limited(vocab, MAX_TOKENIZER_BYTES, "a vocabulary"), complaint)
     raw = read_limited(merges, MAX_TOKENIZER_BYTES, "a table of merges")
     with _explained(complaint):
@@ -250,7 +250,7 @@ def from_folder(folder: Path) -> Tokenizer | None:
 
 
 def to_json(tokenizer: Tokenizer) -> str:
-    """Return the tokenizer.json of a tokenizer."""
+    """Return the content of the tokenizer.json for a tokenizer."""
     if isinstance(tokenizer, CharTokenizer):
         return char_to_json(tokenizer.chars)
     assert isinstance(tokenizer, (ByteLevelTokenizer, GenericTokenizer))
@@ -258,19 +258,8 @@ def to_json(tokenizer: Tokenizer) -> str:
     return text
 
 
-def same_vocabulary(a: Tokenizer, b: Tokenizer) -> bool:
-    """Return whether every token id stands for the same text in both."""
-    if type(a) is not type(b) or a.vocab_size != b.vocab_size:
-        return False
-    if isinstance(a, CharTokenizer) and isinstance(b, CharTokenizer):
-        return a.chars == b.chars
-    if isinstance(a, ByteLevelTokenizer) and isinstance(b, ByteLevelTokenizer):
-        return a.core is b.core or all(a.token_bytes(i) == b.token_bytes(i) for i in range(a.vocab_size))
-    return to_json(a) == to_json(b)
-
-
 def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return a hash of what every token id stands for: equal where `same_vocabulary` holds."""
+    """Return a hash of the text of every token id: equal for tokenizers of one kind with the same vocabulary."""
     if isinstance(tokenizer, CharTokenizer):
         tokens: list[object] = list(tokenizer.chars)
     elif isinstance(tokenizer, ByteLevelTokenizer):
@@ -281,7 +270,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def char_to_json(chars: Sequence[str]) -> str:
-    """Return a tokenizer.json for a character-level vocabulary: BPE without merges."""
+    """Return the tokenizer.json of a character-level vocabulary, written as a BPE without merges."""
     import tokenizers
     from tokenizers import decoders, models
 

@@ -1,1 +1,1 @@
-"""Where the time of a generation goes: by part of the model, by operator, and on a GPU by launches."""
+"""Profile a generation: time by part of the model and by operator, and on a GPU the numbers of launches."""

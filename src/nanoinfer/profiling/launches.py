@@ -1,14 +1,14 @@
-"""How many kernels a decode step runs on a GPU, and how many launches by the host.
+"""Count the kernels that a decode step runs on a GPU, and the launches by the host.
 
-At batch 1 a small model is bound by launches: 124M parameters in 16 bits are read in 80 us of an H100's memory, and
-200 kernels launched one by one take several times as long. So the two numbers are reported beside the MBU:
+At batch 1, launches limit the speed of a small model: an H100 reads 124M parameters of 16 bits in 80 us, and 200 single
+kernel launches take several times as long. So the two counts are reported together with the MBU:
 
-    kernels     kernels on the device, those replayed from a graph included; copies and fills are not counted
+    kernels     kernels that ran on the device, including those replayed from a graph, without copies and fills
     launches    calls of the host that start work: one for each kernel, or one for a whole graph
 
-Both come from torch's profiler over some decode steps, outside of any timing. The kernels of a layer: of each kernel,
-its calls in a step divided by the layers, rounded down, which excludes those of the head and the sampler (25 of one
-name in 12 layers: 2 a layer, and 1 elsewhere).
+Both come from torch's profiler over some decode steps, outside of any timing. The kernels per layer are the sum over
+kernel names of (runs in a step) // (number of layers). Rounding down excludes the kernels of output head and sampler:
+25 runs of one name with 12 layers are 2 per layer.
 
     from nanoinfer.profiling.launches import measure_launches
     print(measure_launches(LLM("random:gpt2", device="cuda"), params=SamplingParams(temperature=0)))
@@ -29,7 +29,7 @@ from nanoinfer.profiling.recording import new_job, random_prompts
 from nanoinfer.sampling_params import SamplingParams
 
 DECODE_STEPS = 16
-PREFILL_TOKENS = 2048  # about what one step reads of a batch's prompts while the first sequences decode already
+PREFILL_TOKENS = 2048  # about the prompt tokens per step, while other sequences in the batch decode already
 
 # cudaLaunchKernel, cudaLaunchKernelExC, cudaLaunchCooperativeKernel, cuLaunchKernel, cuLaunchKernelEx, cudaGraphLaunch
 _LAUNCH = re.compile(r"cu(da)?(Launch\w*Kernel|GraphLaunch)")
@@ -38,34 +38,34 @@ _NO_KERNEL = re.compile(r"(Memcpy|Memset)\b")
 
 @dataclass(frozen=True)
 class Launches:
-    """Counts of a step: one token of every sequence."""
+    """Counts of a decode step."""
 
     kernels_per_step: float
     """Kernels that ran on the device."""
     kernels_per_layer: int
-    """Of them, those of one layer."""
+    """Kernels of one layer."""
     launches_per_step: float
-    """Launches by the host: of kernels and of graphs."""
+    """Launches of kernels and graphs by the host."""
 
 
 def is_launch(event: Any) -> bool:
-    """Return whether a profiler event is a call of the host that launches a kernel or a graph."""
+    """Return whether a profiler event is the launch of a kernel or a graph by the host."""
     return event.device_type.name == "CPU" and bool(_LAUNCH.match(event.name))
 
 
 def is_kernel(event: Any) -> bool:
-    """Return whether a profiler event is a kernel on the device: no copy, no fill, no span's annotation."""
+    """Return whether a profiler event is a kernel on the device, not a copy, a fill or an annotation."""
     if event.device_type.name != "CUDA" or event.is_user_annotation or event.name.startswith(sp.PREFIX):
         return False
     return not _NO_KERNEL.match(event.name)
 
 
 def count(events: Sequence[Any], num_steps: int, n_layer: int) -> Launches | None:
-    """Return the counts of a step; None if the profiler saw no kernel: they are unknown then, not zero.
+    """Return the counts of a step; None (unknown) if the profiler recorded no kernel.
 
     Args:
         events: of torch's profiler over `num_steps` steps.
-        num_steps: steps of the engine in them.
+        num_steps: number of the engine's steps.
         n_layer: layers of the model.
     """
     kernels = Counter(e.name for e in events if is_kernel(e))
@@ -78,20 +78,20 @@ def count(events: Sequence[Any], num_steps: int, n_layer: int) -> Launches | Non
 def measure_launches(
     llm: LLM, *, batch: int = 1, prompt_tokens: int = 32, params: SamplingParams | None = None
 ) -> Launches:
-    """Return the launches of a decode step.
+    """Return the counts of a decode step.
 
     Args:
         llm: on a CUDA device, idle.
-        batch: sequences, with prompts of random tokens.
-        prompt_tokens: tokens of each.
-        params: how to sample; its max_tokens and ignore_eos are not used. None: greedy.
+        batch: number of sequences; their prompts are random tokens.
+        prompt_tokens: tokens per prompt.
+        params: sampling parameters, except max_tokens and ignore_eos. None is greedy.
 
     Raises:
-        NanoinferError: the device is a CPU, or the profiler sees no kernels here.
+        NanoinferError: the device is a CPU, or the profiler recorded no kernel.
     """
     if llm.device.type != "cuda":
         raise NanoinferError(f"device={str(llm.device)!r} launches no kernels: count them on a CUDA device")
-    # The first sequences of a large batch decode while the last prompts are read: sequences must last beyond that.
+    # In a large batch, the first sequences decode during the prefill of the last ones: all must generate beyond that.
     tokens = 1 + DECODE_STEPS + batch * prompt_tokens // PREFILL_TOKENS
     sampling = replace(params or SamplingParams(temperature=0), max_tokens=tokens, min_tokens=0, ignore_eos=True)
     job = replace(new_job(llm, random_prompts(llm, batch, prompt_tokens), sampling, decode_only=True), parts=())
@@ -99,5 +99,7 @@ def measure_launches(
     recorder, ranges, _ = job.recorded()
     counts = count(list(recorder.events()), ranges.calls[sp.ENGINE], llm.config.n_layer)
     if counts is None:
-        raise NanoinferError(f"torch's profiler saw no kernel on {llm.device}: it may lack the right to (CUPTI)")
+        raise NanoinferError(
+            f"torch's profiler recorded no kernel on {llm.device}: check that this process may use CUPTI"
+        )
     return counts

@@ -1,4 +1,4 @@
-"""One generation, run again and again in the same way: to warm up, for the clock, under torch's profiler."""
+"""Repeat one generation: as a warm-up, timed, and under torch's profiler."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ class Measured:
     """One run of a job."""
 
     seconds: float
-    """Wall time of the part that is measured."""
+    """Wall time of the measured part."""
     num_tokens: int
     """Tokens generated in that part."""
     token_ids: list[list[int]]
     """All tokens of each output."""
 
     def require_tokens(self) -> Measured:
-        """Return it, or raise NanoinferError if nothing was measured."""
+        """Return this object. Raises NanoinferError if no token was generated in the measured part."""
         if not self.num_tokens:
             raise NanoinferError(
-                "no token was generated in the part that is profiled: all outputs ended before; use a shorter prompt,"
-                " or ignore_eos=True"
+                "no token was generated in the profiled part because all outputs had ended: use a shorter prompt, or"
+                " ignore_eos=True"
             )
         return self
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is generated, and from where on it is measured."""
+    """A generation and the part of it to measure."""
 
     llm: LLM
     prompts: Prompt | Sequence[Prompt]
     params: SamplingParams
     decode_only: bool
     parts: tuple[str, ...] = sp.PARTS
-    """Which parts get spans."""
+    """The parts that get spans."""
 
     def run(self, spans: sp.Spans | None, recorder: AbstractContextManager[Any] | None) -> Measured:
         """Generate once.
 
         Args:
-            spans: put around the parts meanwhile.
+            spans: attached to the parts of the model during the measurement.
             recorder: torch's profiler; entered before the clock starts.
         """
         start, num_tokens, outputs = 0.0, 0, dict[int, RequestOutput]()
@@ -78,7 +78,7 @@ class Job:
         return Measured(seconds, num_tokens, [completion.token_ids for i in ids for completion in outputs[i].outputs])
 
     def _begin(self, stack: ExitStack, spans: sp.Spans | None, recorder: AbstractContextManager[Any] | None) -> float:
-        """Start to measure until the stack is left; return the time."""
+        """Start the measurement, which ends when the stack is closed; return the time."""
         if recorder is not None:
             stack.enter_context(recorder)
         if spans is not None:
@@ -92,7 +92,7 @@ class Job:
     def _skip_first_tokens(
         self, num_requests: int, stream: Iterator[Delta | RequestOutput]
     ) -> dict[int, RequestOutput]:
-        """Go on until every text has its first token; return what has ended by then."""
+        """Run until every sequence has its first token; return the outputs that are finished by then."""
         begun: set[tuple[int, int]] = set()
         outputs = {}
         while len(begun) < num_requests * self.params.n:
@@ -104,15 +104,15 @@ class Job:
         return outputs
 
     def _now(self) -> float:
-        """Return the time, after all kernels have ended."""
+        """Return the time after synchronizing with the GPU, if there is one."""
         if self.llm.device.type == "cuda":
             torch.cuda.synchronize(self.llm.device)
         return time.perf_counter()
 
     def warm_up(self) -> None:
-        """Generate a few tokens, so that nothing is compiled, captured or paged in later.
+        """Generate a few tokens so that nothing is compiled, captured or paged in during the measurement.
 
-        On a GPU all of them: graphs are captured, and code is compiled, for lengths that a few tokens do not reach.
+        On a GPU, run the whole generation, because graphs are captured and code is compiled for longer sequences too.
         """
         if self.llm.device.type == "cuda":
             self.run(None, None)
@@ -124,13 +124,13 @@ class Job:
             output.check()
 
     def clocked(self) -> sp.Clock:
-        """Generate with the clock between the spans; for a CPU, where calls return when the work is done."""
+        """Generate once and measure the wall time of the spans; for a CPU, where calls are synchronous."""
         clock = sp.Clock()
         self.run(clock, None).require_tokens()
         return clock
 
     def recorded(self) -> tuple[Any, sp.Ranges, Measured]:
-        """Generate under torch's profiler; return it, its ranges and the run."""
+        """Generate once under torch's profiler; return the profiler, its ranges and the run."""
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.llm.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -139,14 +139,14 @@ class Job:
 
 
 def new_job(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingParams, decode_only: bool) -> Job:
-    """Return the job, with a seed that every run shares."""
+    """Return the job with a fixed seed, so that every run samples the same tokens."""
     if decode_only and params.max_tokens == 1:
-        raise NanoinferError("max_tokens=1: the first token comes with the prompt, so there is no decoding to profile")
+        raise NanoinferError("max_tokens=1: the first token is sampled in prefill: use 2 or more to profile decoding")
     return Job(llm, prompts, params if params.seed is not None else replace(params, seed=0), decode_only)
 
 
 def random_prompts(llm: LLM, batch: int, prompt_tokens: int) -> list[list[int]]:
-    """Return prompts of random tokens, the same every time."""
+    """Return prompts of random tokens from a fixed seed."""
     prompts: list[list[int]] = (
         np.random.default_rng(0).integers(llm.config.vocab_size, size=(batch, prompt_tokens)).tolist()
     )

@@ -1,23 +1,22 @@
-"""Spans around the parts of a running model, put on for a measurement and taken off after it.
+"""Spans around the parts of a running model, attached for a measurement and removed afterwards.
 
-    generate ............................................... "Python and host": whatever no span below takes
+    generate ............................................... "Python and host": time outside of the spans below
       sampler .............................................. sampling
       engine.extend ........................................ rest of the engine (token tensors, masks, lookups)
         wte, wpe ........................................... embedding
         block, its attn and mlp ............................ GELU and residual
           ln_1, ln_2 (and ln_f) ............................ layer norm
           c_attn, c_proj, c_fc ............................. matrix products
-          attend, storing keys and values included ......... attention
+          attend, including storing keys and values ........ attention
         lm_head ............................................ output head
 
-Spans nest, and time belongs to the innermost one, so the parts add up to the whole. The core tells its observer when a
-step enters the engine and the sampler; modules of the model get hooks of PyTorch's. Both are removed when the block is
-left, also by an exception.
+Spans nest. Time counts for the innermost span, so the parts add up to the total. The core calls its observer when a
+step enters the engine and the sampler; modules of the model get PyTorch hooks. Both are removed at the end of the
+`with` block, also after an exception.
 
-Covered: engines that run the modules of `models.gpt` in Python, with attention as an argument, and engines that measure
-their parts themselves (`part_seconds`: native). Not covered: engines that run the model in one call of their own (a
-replayed graph, or compiled code, which ignores hooks that are added later): that time is "rest of the engine", and
-`tells_apart` says so.
+Covered: engines that run the modules of `models.gpt` in Python with attention as an argument, and engines that measure
+their parts (`part_seconds`: native). Not covered: engines that run the model in one call (a replayed graph, or compiled
+code, which ignores hooks added later). Their time is "rest of the engine", and `tells_apart` returns False.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ PARTS = (
     MATRIX_PRODUCTS, ATTENTION, OUTPUT_HEAD, SAMPLING, LAYER_NORM, GELU_RESIDUAL, EMBEDDING, ENGINE, HOST,
 )  # fmt: skip
 
-_PART_OF = {  # the last word of a module's name -> its part
+_PART_OF = {  # last component of a module's name -> its part
     "c_attn": MATRIX_PRODUCTS,
     "c_proj": MATRIX_PRODUCTS,
     "c_fc": MATRIX_PRODUCTS,
@@ -65,7 +64,7 @@ PREFIX = "nanoinfer: "  # of a span's name in a trace: "nanoinfer: attention"
 
 
 class Spans:
-    """Counts how often each part was entered; subclasses measure. An observer of the core."""
+    """Observer of the core that counts the entries of each part. Subclasses measure time."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -80,22 +79,22 @@ class Spans:
             self.leave()
 
     def enter(self, part: str) -> None:
-        """Begin a span inside the one that is open."""
+        """Begin a span inside the current one."""
         self.calls[part] += 1
 
     def leave(self) -> None:
         """End the innermost span."""
 
     def charge(self, part: str, calls: int, seconds: float) -> None:
-        """Count calls and seconds of a part that an engine measured inside its own step."""
+        """Add the calls and seconds of a part that the engine measured inside its steps."""
         self.calls[part] += calls
 
 
 class Clock(Spans):
-    """Measures wall time: `seconds` of each part, less what its inner spans took.
+    """Measures the wall time of each part without its inner spans, in `seconds`.
 
     Args:
-        clock: seconds; a fake one in tests.
+        clock: seconds; for tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -105,7 +104,7 @@ class Clock(Spans):
         self._open: list[str] = []
 
     def enter(self, part: str) -> None:
-        """Begin a span: time goes to it from here on."""
+        """Begin a span; time now counts for it."""
         super().enter(part)
         now = self._clock()
         if self._open:
@@ -114,20 +113,20 @@ class Clock(Spans):
         self._since = now
 
     def leave(self) -> None:
-        """End the innermost span: time goes to the one around it again."""
+        """End the innermost span; time now counts for the enclosing one."""
         now = self._clock()
         self.seconds[self._open.pop()] += now - self._since  # type: ignore[assignment]
         self._since = now
 
     def charge(self, part: str, calls: int, seconds: float) -> None:
-        """Give a part seconds that were the engine's."""
+        """Add the calls and seconds of a part, and subtract the seconds from the engine's."""
         super().charge(part, calls, seconds)
         self.seconds[part] += seconds  # type: ignore[assignment]
         self.seconds[ENGINE] -= seconds  # type: ignore[assignment]
 
 
 class Ranges(Spans):
-    """Names the spans in torch's profiler, which is running."""
+    """Marks the spans as ranges in the running torch profiler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,13 +145,13 @@ class Ranges(Spans):
 
 @contextmanager
 def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterator[None]:
-    """Put spans around the parts of what a core runs, for as long as the block lasts.
+    """Attach spans to the parts of a core's model for the duration of the `with` block.
 
     Args:
-        core: runs on any engine.
-        spans: entered and left as the model runs.
-        parts: which to tell apart; the engine's steps and the sampler are always counted. A span takes about 3 us: on
-            the built-in model at batch 1, all parts make a step 15% longer, on GPT-2 124M 2%.
+        core: on any engine.
+        spans: receives the calls of `enter` and `leave`.
+        parts: the parts that get spans; engine and sampler always have them. A span takes about 3 us. At batch 1, all
+            parts make a step of the built-in model 15% longer, and a step of GPT-2 124M 2% longer.
     """
     engine = core.engine
     hooks: list[RemovableHandle] = []
@@ -161,7 +160,7 @@ def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterat
         for name, module in engine.model.named_modules() if engine.model is not None else ():
             part = GELU_RESIDUAL if isinstance(module, Block) else _PART_OF.get(name.rpartition(".")[2])
             if isinstance(module, Attention) and ATTENTION in parts:
-                hooks.append(module.register_forward_pre_hook(_hand_over(spans)))
+                hooks.append(module.register_forward_pre_hook(_attend_hook(spans)))
             elif part is not None and part in parts:
                 enter, leave = _hooks(spans, part)
                 hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
@@ -195,7 +194,7 @@ def _around(spans: Spans, part: str, call: Callable[..., Any]) -> Callable[..., 
 
 
 def _hooks(spans: Spans, part: str) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return what a module calls before and after its forward: a span around it."""
+    """Return a forward pre-hook and a forward hook that put a span around a module's forward."""
 
     def enter(module: nn.Module, args: Any) -> None:
         spans.enter(part)
@@ -206,8 +205,8 @@ def _hooks(spans: Spans, part: str) -> tuple[Callable[..., None], Callable[..., 
     return enter, leave
 
 
-def _hand_over(spans: Spans) -> Callable[..., Any]:
-    """Return what Attention calls before its forward(x, attend): it puts a span around `attend`."""
+def _attend_hook(spans: Spans) -> Callable[..., Any]:
+    """Return a forward pre-hook of Attention.forward(x, attend) that puts a span around `attend`."""
 
     def wrap(module: nn.Module, args: tuple[Any, LayerAttend]) -> tuple[Any, LayerAttend]:
         x, attend = args
@@ -217,6 +216,6 @@ def _hand_over(spans: Spans) -> Callable[..., Any]:
 
 
 def tells_apart(spans: Spans, n_layer: int) -> bool:
-    """Return whether the spans saw every matrix product of every step: 4 a layer, and the head."""
+    """Return whether the spans include all matrix products of every step: 4 per layer, and the output head."""
     steps = spans.calls[ENGINE]
     return (spans.calls[MATRIX_PRODUCTS], spans.calls[OUTPUT_HEAD]) == (4 * n_layer * steps, steps)

@@ -1,6 +1,6 @@
-"""What inference costs, by arithmetic: FLOPs, bytes, ceilings of devices, and the times that follow from them.
+"""Roofline model of inference: FLOPs, bytes, ceilings of devices, and the predicted times.
 
-`arithmetic` counts, `devices` and `measure` say what a machine can do, `predict` divides one by the other,
-`speculation` adds the draft model, `report` answers a whole question. docs/inference-math.md derives it all;
-`nanoinfer roofline gpt2-xl --device h100` prints it. Only `measure` imports torch, and only when it measures.
+`arithmetic` counts FLOPs and bytes, `ceilings` and `measure` give the peaks of a device, `predict` computes times,
+`speculative_speedup` adds a draft model, and `report` combines them. docs/inference-math.md has the derivations;
+`nanoinfer roofline gpt2-xl --device h100` prints a report. Only `measure` imports torch, when it measures.
 """

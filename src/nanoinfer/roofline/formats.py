@@ -1,13 +1,14 @@
-"""How weights are stored: bytes of a matrix, of a vector, and of one cached value, by format.
+"""Weight formats: bytes of a matrix, of a vector, and of a value in the KV cache.
 
-    float32                4 bytes a value, keys and values too
-    bfloat16, float16      2 bytes a value, keys and values too
-    int8                   rows * columns + 4 * rows                        a 32-bit scale for each output row
-    int4                   rows * (ceil(columns / 2) + 3 * ceil(columns / 64))    for each group of 64 in a row a
-                           16-bit scale and an 8-bit zero point: 4.4 bits a weight
+    float32                4 bytes per value, including the KV cache
+    bfloat16, float16      2 bytes per value, including the KV cache
+    int8                   rows * columns + 4 * rows                        a 32-bit scale per output row
+    int4                   rows * (ceil(columns / 2) + 3 * ceil(columns / 64))    a 16-bit scale and an 8-bit zero point
+                           per group of 64 weights in a row: 4.4 bits per weight
 
-int8 and int4 are the native engine's formats; the output head is stored like all else. Biases and layer norms stay
-wide (a thousandth of the model). Under them a key or value takes a byte, and each head of them a 32-bit scale.
+int8 and int4 are the formats of the native engine; they include the output head. Biases and layer norms, a thousandth
+of the model, are stored in float32. The KV cache then has 1 byte per value and a 32-bit scale per token, head, and key
+or value.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One way to store weights."""
+    """A storage format of weights."""
 
     name: str
     bits: int
-    """Bits of one weight in a matrix, its scale apart."""
+    """Bits of one weight in a matrix, without its scale."""
     vector_bytes: int
-    """Bytes of one value that is no matrix weight: bias, layer norm, activation; key and value, without cache_bytes."""
+    """Bytes of a value that is not a matrix weight: bias, layer norm, activation."""
     group_size: int | None = None
     """Weights of a row that share a scale; 0: the whole row; None: no scales."""
     group_bytes: int = 0
-    """Bytes of a group's scale, and of its zero point where it has one."""
+    """Bytes of a group's scale and, if it has one, its zero point."""
     cache_bytes: int | None = None
-    """Bytes of one key or value; None: vector_bytes."""
+    """Bytes of a value in the KV cache; None: vector_bytes."""
     cache_scale_bytes: int = 0
-    """Bytes of the scale that one head's key, or value, of one token has."""
+    """Bytes of the scale of one head's key, or value, of one token."""
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a weight matrix, (rows, columns) = (outputs, inputs), scales included.
@@ -46,7 +47,7 @@ class WeightFormat:
 
     @property
     def is_float(self) -> bool:
-        """Whether weights are stored in the dtype that they are computed in."""
+        """Whether the weights are stored in a floating-point dtype, without scales."""
         return self.group_size is None
 
 

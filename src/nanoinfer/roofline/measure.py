@@ -1,23 +1,22 @@
-"""Measures the ceilings of this machine: bandwidth of the memory, and FLOP/s of matrix products.
+"""Measure the ceilings of this machine: memory bandwidth and FLOP/s of matrix products.
 
-CPU: wide loads with software prefetch over 1 GiB on huge pages, far larger than caches, by as many threads as
-this process may use; each byte is read once and nothing is written. (Without the native extension: the sum of a
-buffer in torch, which reads up to a third slower.) The best of several rounds: interference only ever slows a
-round down. On a machine whose memory is shared with others the ceiling itself moves; a measurement far from it in
-time can stand above 100%.
+Bandwidth, CPU: all threads read 1 GiB on huge pages, much more than the caches, once, by wide loads with software
+prefetch. Without the native extension, torch sums a buffer, which reads up to a third slower. The result is the best of
+several rounds, because interference only makes a round slower. On a machine that shares its memory bandwidth with
+others the ceiling varies over time, so a benchmark run at another time can exceed 100%.
 
-GPU: a copy of 1 GiB into another, twenty times its L2 cache or more; it reads and writes each byte, and both count
-(an H100 copies at about 3.0 TB/s of the 3.35 on its data sheet, an H200 at 4.3 of 4.8). A round is many copies
-between two waits for the device, so that launching and waiting, 10 us or so, are no part of the figure. The median
-round, at the clock that the GPU keeps.
+Bandwidth, GPU: copy 1 GiB, at least twenty times the L2 cache, and count the bytes read and written. (An H100 copies at
+about 3.0 TB/s of the 3.35 on its data sheet, an H200 at 4.3 of 4.8.) A round has many copies between two
+synchronizations, so the time for launches and synchronization, about 10 us, is negligible. The result is the median
+round, at the GPU's sustained clock.
 
-Arithmetic, CPU: multiplications and additions on registers, by the instructions that the native kernels use for
-float32, bfloat16 and 8-bit weights, by all threads (kernels/cpu/peak.h); no matrix product on those instructions is
-faster. Where torch's products are faster all the same (AMX), they are the figure. (Without the native extension:
-torch's products alone, which a better kernel can pass.)
+Arithmetic, CPU: all threads multiply and add in registers, with the instructions of the native kernels for float32,
+bfloat16 and 8-bit weights (kernels/cpu/peak.h). No matrix product with these instructions is faster. If torch's matrix
+products are faster because they use others (AMX), the result is theirs. Without the native extension the result is
+torch's, which a better kernel can exceed.
 
-Arithmetic, GPU: square matrix products in torch, of random numbers: a GPU that multiplies ones or zeros draws less
-power, keeps a higher clock, and looks a tenth faster than it ever is.
+Arithmetic, GPU: square matrix products of random numbers in torch. Products of ones or zeros use less power, which
+allows a higher clock and measures up to a tenth too fast.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from typing import TYPE_CHECKING
 
 from nanoinfer import environment
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.devices import MEASURE, Ceiling
+from nanoinfer.roofline.ceilings import MEASURE, Ceiling
 
 if TYPE_CHECKING:
     import torch
@@ -41,16 +40,16 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Workload:
-    """How much to measure with. Buffers smaller than a few times the caches measure the caches."""
+    """Sizes of a measurement. The buffer must be several times larger than the caches."""
 
     num_bytes: int
     """Size of the buffer that is read."""
     matrix_size: int
     """Rows and columns of the square matrices."""
     num_rounds: int = 7
-    """Rounds; one more before them is not timed."""
+    """Timed rounds; a warm-up round precedes them."""
     num_copies: int = 1
-    """On a GPU: copies or products in a round."""
+    """On a GPU: copies or products per round."""
 
 
 CPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=1536, num_rounds=15)
@@ -60,15 +59,15 @@ GPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=8192, num_copies=20)
 def measure(
     workload: Workload | None = None, clock: Clock = time.perf_counter, device: torch.device | None = None
 ) -> Ceiling:
-    """Return the ceiling of a device. Nothing of the measurement stays in its memory.
+    """Measure and return the ceiling of a device. All memory is freed afterwards.
 
     Args:
-        workload: sizes; None is right for the device.
-        clock: returns seconds; a test gives its own.
+        workload: sizes; None selects the sizes for the device.
+        clock: returns seconds; for tests.
         device: None is the first CUDA device if there is one, else the CPU.
 
     Raises:
-        NanoinferError: not enough memory for the buffers, or a clock that stands still.
+        NanoinferError: memory is insufficient for the buffers, or a round took no time by the clock.
     """
     import torch
 
@@ -77,7 +76,7 @@ def measure(
     workload = workload or (GPU_WORKLOAD if device.type == "cuda" else CPU_WORKLOAD)
     names = ["float32", "bfloat16"]
     if device.type == "cuda":
-        old = torch.cuda.get_device_capability(device) < (8, 0)  # bfloat16 came with Ampere
+        old = torch.cuda.get_device_capability(device) < (8, 0)  # no bfloat16 before Ampere
         names = ["float32", "float16"] if old else ["float32", "bfloat16", "float16"]
     try:
         bandwidth = _bandwidth(device, workload, clock)
@@ -85,13 +84,13 @@ def measure(
         if device.type == "cpu" and _has_native():
             for name in (*names, "int8"):
                 flops[name] = max(flops.get(name, 0.0), _peak_flops(name, workload, clock))
-    except (RuntimeError, MemoryError, ValueError) as e:  # out of memory: torch's kinds, and the native buffer's
+    except (RuntimeError, MemoryError, ValueError) as e:  # out of memory, in torch or the native extension
         reason = " ".join(str(e).split())[:100] or "out of memory"
         raise NanoinferError(
             f"device='measure': this machine could not be measured ({reason}): free some memory, or name a device"
         ) from None
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # this process may live on beside those that are measured
+        torch.cuda.empty_cache()  # other processes may need the memory
         what = f"copy bandwidth and matrix products of {torch.cuda.get_device_name(device)}, measured now"
     else:
         how = "wide loads and products on registers" if _has_native() else "torch"
@@ -101,7 +100,7 @@ def measure(
 
 
 def _bandwidth(device: torch.device, workload: Workload, clock: Clock) -> float:
-    """Return bytes per second: read on a CPU; read and written on a GPU."""
+    """Return bytes per second: bytes read on a CPU, bytes read and written on a GPU."""
     import torch
 
     if device.type == "cpu" and _has_native():
@@ -109,7 +108,7 @@ def _bandwidth(device: torch.device, workload: Workload, clock: Clock) -> float:
 
         buffer = ReadBuffer(num_bytes=workload.num_bytes, threads=environment.num_cpus())
         return workload.num_bytes / _best(buffer.read, workload.num_rounds, clock)
-    source = torch.ones(workload.num_bytes // 4, device=device)  # written, so that every page is real
+    source = torch.ones(workload.num_bytes // 4, device=device)  # written, so that all pages are mapped
     if device.type == "cuda":
         target = torch.empty_like(source)
         return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, workload, clock)
@@ -133,7 +132,7 @@ def _matmul_flops(dtype: torch.dtype, device: torch.device, workload: Workload, 
 
 
 def _peak_flops(name: str, workload: Workload, clock: Clock) -> float:
-    """Return the multiplications and additions per second with weights of a format, without memory."""
+    """Return multiplications and additions per second on registers, with the instructions for a weight format."""
     from nanoinfer._native import compute
 
     num_threads, steps = environment.num_cpus(), max(1, workload.num_bytes >> 8)
@@ -142,7 +141,7 @@ def _peak_flops(name: str, workload: Workload, clock: Clock) -> float:
 
 
 def _best(call: Callable[[], object], num_rounds: int, clock: Clock) -> float:
-    """Return the fewest seconds that one of `num_rounds` calls took, after one that is not timed."""
+    """Return the shortest time of `num_rounds` calls after a warm-up call."""
     call()
     seconds = []
     for _ in range(num_rounds):
@@ -153,9 +152,9 @@ def _best(call: Callable[[], object], num_rounds: int, clock: Clock) -> float:
 
 
 def _seconds(call: Callable[[], object], device: torch.device, workload: Workload, clock: Clock) -> float:
-    """Return the seconds that a call takes of a GPU: of the median round, after one that is not timed.
+    """Return the seconds of a call on a GPU in the median round, after a warm-up round.
 
-    Calls only put work into the GPU's queue. So the clock is read when the queue is empty, before and after.
+    Calls are asynchronous, so the GPU is synchronized before the clock is read.
     """
     import torch
 
@@ -172,5 +171,5 @@ def _seconds(call: Callable[[], object], device: torch.device, workload: Workloa
 
 def _checked(seconds: float) -> float:
     if seconds <= 0:
-        raise NanoinferError(f"a round took {seconds} s by the clock: measure with larger buffers")
+        raise NanoinferError(f"a round took {seconds} s by the clock: use larger buffers")
     return seconds

@@ -1,13 +1,12 @@
-"""Time of a step from its FLOPs and bytes, and of a whole text with and without a cache.
+"""Predicted time of a step from its FLOPs and bytes, and of a generation with and without a KV cache.
 
-A step cannot be faster than reading its bytes, nor than doing its FLOPs; at best both happen at once
-(Williams, Waterman and Patterson 2009):
+The roofline model (Williams, Waterman and Patterson 2009) assumes that memory traffic and arithmetic overlap fully:
 
     seconds = max(bytes / bandwidth, FLOPs / throughput)
 
-The larger of the two is what the step is bound by. This is a limit, not a forecast of an engine: launches,
-fork and join, sampling and uneven kernels come on top. With published peaks it is a limit nothing passes;
-with `measure` it is what plain PyTorch kernels allow.
+The larger term determines whether the step is memory-bound or compute-bound. The result is a lower bound: kernel
+launches, thread synchronization, sampling and load imbalance add to it. With published peaks no step can be faster;
+with `measure` the bound holds for the measured peaks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from nanoinfer.checks import require_int
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.arithmetic import StepCost
-from nanoinfer.roofline.devices import Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import WeightFormat
 
 MAX_NEW_TOKENS = 1 << 20
@@ -25,48 +24,48 @@ MAX_NEW_TOKENS = 1 << 20
 
 @dataclass(frozen=True)
 class Prediction:
-    """The fastest that a step can be, and why."""
+    """Lower bound of a step's time, and its terms."""
 
     flops: int
     bytes: int
     memory_sec: float
     """Seconds to read the bytes."""
     compute_sec: float
-    """Seconds to do the FLOPs."""
+    """Seconds for the FLOPs."""
 
     @property
     def seconds(self) -> float:
-        """Time of the step."""
+        """Seconds of the step."""
         return max(self.memory_sec, self.compute_sec)
 
     @property
     def bound(self) -> str:
-        """What the time is spent on: "memory" or "compute"."""
+        """What limits the step: "memory" or "compute"."""
         return "memory" if self.memory_sec >= self.compute_sec else "compute"
 
     @property
     def bound_ratio(self) -> float:
-        """How many times longer the bound side takes than the other, >= 1."""
+        """Ratio of the larger to the smaller term, >= 1."""
         return self.seconds / min(self.memory_sec, self.compute_sec)
 
     @property
     def intensity(self) -> float:
-        """FLOPs done for each byte read."""
+        """Arithmetic intensity: FLOPs per byte read."""
         return self.flops / self.bytes
 
 
 def predict(cost: StepCost, ceiling: Ceiling, fmt: WeightFormat, B: int, N: int) -> Prediction:
-    """Return the fastest that a step of the whole model can be.
+    """Return the prediction for a step of the whole model.
 
     Args:
         cost: from `arithmetic`, for weights in the format `fmt`.
         ceiling: the device.
-        fmt: how weights are stored; says what they are computed in.
+        fmt: weight format, which determines the dtype of the arithmetic.
         B: sequences.
-        N: tokens that the newest token of each sequence sees.
+        N: tokens that the newest token of each sequence attends to.
 
     Raises:
-        NanoinferError: the device does not compute in the format.
+        NanoinferError: the device has no throughput for the format.
     """
     flops, num_bytes = cost.model.flops(B, N), cost.model.bytes(B, N)
     return Prediction(flops, num_bytes, num_bytes / ceiling.bandwidth_bytes_per_sec, flops / ceiling.throughput(fmt))
@@ -74,33 +73,33 @@ def predict(cost: StepCost, ceiling: Ceiling, fmt: WeightFormat, B: int, N: int)
 
 @dataclass(frozen=True)
 class Generation:
-    """Seconds to generate texts, with a cache and without."""
+    """Seconds to generate sequences, with and without a KV cache."""
 
     num_prompt_tokens: int
     num_new_tokens: int
     cached_sec: float
-    """Prefill once, then one token a step."""
+    """With a cache: one prefill, then one token per step."""
     naive_sec: float
-    """The whole prefix again for every token."""
+    """Without a cache: every step processes the whole prefix."""
 
     @property
     def speedup(self) -> float:
-        """How many times faster the cache makes it."""
+        """Speed-up by the cache."""
         return self.naive_sec / self.cached_sec
 
 
 def prompt_length(num_tokens: int, num_new: int) -> int:
-    """Return the length of the prompt from which the last of `num_new` tokens is drawn after `num_tokens`.
+    """Return the prompt length for which the last of `num_new` tokens is sampled after `num_tokens` tokens.
 
-    prompt_length(100, 10) -> 91
+    prompt_length(100, 10)  ->  91
 
     Raises:
-        NanoinferError: there is no such prompt, or too many tokens to add up.
+        NanoinferError: num_new is not in [1, num_tokens], or above MAX_NEW_TOKENS.
     """
     require_int("new_tokens", num_new, 1, MAX_NEW_TOKENS)
     if num_new > num_tokens:
         raise NanoinferError(
-            f"new_tokens={num_new} is more than context={num_tokens}, after which the last of them is drawn:"
+            f"new_tokens={num_new} is more than context={num_tokens}, the tokens before the last new token:"
             f" use at most {num_tokens}"
         )
     return num_tokens - num_new + 1
@@ -109,18 +108,18 @@ def prompt_length(num_tokens: int, num_new: int) -> int:
 def generation(
     costs: tuple[StepCost, StepCost], ceiling: Ceiling, fmt: WeightFormat, B: int, num_tokens: int, num_new: int
 ) -> Generation:
-    """Return the time to generate `num_new` tokens of each of B sequences, the last drawn after `num_tokens`.
+    """Return the time to generate `num_new` tokens of each of B sequences, the last one after `num_tokens` tokens.
 
-    Token i = 0, 1, ... is drawn after P + i tokens, P + num_new - 1 = num_tokens: the prompt has P. Naive is
-    num_new prefills, of P, P + 1, ... tokens. Cached is one prefill of P, which gives the first token, and
-    num_new - 1 steps of one token.
+    The prompt has P = num_tokens - num_new + 1 tokens. Without a cache there are num_new prefills, of P, P + 1, ...
+    tokens. With a cache there is one prefill of P tokens, which gives the first new token, and num_new - 1 steps of one
+    token.
 
     Args:
         costs: of prefill and of cached decoding.
         ceiling: the device.
-        fmt: how weights are stored.
+        fmt: weight format.
         B: sequences.
-        num_tokens: tokens that the last new token is drawn after.
+        num_tokens: tokens before the last new token.
         num_new: tokens to generate.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One question about a model on a device, answered as one document with units in its keys."""
+"""Roofline report for a model on a device: a JSON document whose keys include units."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from nanoinfer.checks import require_bool, require_choice, require_float, requir
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, extend, kv_cache_layer, prefill
-from nanoinfer.roofline.devices import MEASURE, Ceiling, find_device
+from nanoinfer.roofline.ceilings import MEASURE, Ceiling, find_device
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
 from nanoinfer.roofline.predict import Prediction, generation, predict, prompt_length
 from nanoinfer.roofline.shapes import find_shape
-from nanoinfer.roofline.speculation import MAX_SPECULATE_K, best_speculation
+from nanoinfer.roofline.speculative_speedup import MAX_SPECULATE_K, best_speculation
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MAX_BATCH = 1 << 20
@@ -21,10 +21,10 @@ MAX_BATCH = 1 << 20
 
 @dataclass(frozen=True)
 class Question:
-    """What to predict; the model's name apart."""
+    """Parameters of a report, except the model's name."""
 
     device: str = MEASURE
-    """t4, l40s, rtx4090, a100, h100, h200, or measure: this machine."""
+    """t4, l40s, rtx4090, a100, h100, h200, or measure (this machine)."""
     batch: int = 1
     """Sequences per step (B)."""
     context: int | None = None
@@ -51,14 +51,12 @@ class Question:
         if self.acceptance is not None:
             require_float("acceptance", self.acceptance, 0.0, 1.0)
             if self.draft is None:
-                raise NanoinferError(
-                    f"acceptance={self.acceptance} means nothing without a draft model: give --draft too"
-                )
+                raise NanoinferError(f"acceptance={self.acceptance} requires a draft model: add --draft")
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """A question with every name resolved."""
+    """The parameters of a report with resolved names."""
 
     config: ModelConfig
     ceiling: Ceiling
@@ -80,16 +78,16 @@ class _Setting:
 
 
 def answer(model: str, question: Question) -> dict[str, Any]:
-    """Return everything that the question asks, ready for JSON.
+    """Return the report as a JSON-serializable dict.
 
     Args:
         model: see `shapes.find_shape`.
-        question: the setting.
+        question: the parameters.
 
     Raises:
-        NanoinferError: an unknown model, device or dtype, or a context that a model does not have.
+        NanoinferError: the model, device or dtype is unknown, or the context is longer than a model's.
     """
-    config = find_shape(model)  # names first: measuring takes seconds
+    config = find_shape(model)  # check the names first, because measuring takes seconds
     N = _context(model, config, question.context or config.block_size)
     num_new = question.new_tokens or max(1, N // 2)
     prompt_length(N, num_new)
@@ -117,29 +115,29 @@ def answer(model: str, question: Question) -> dict[str, Any]:
 
 
 def _context(name: str, config: ModelConfig, context: int) -> int:
-    """Return the context, once it is known that the model has so many positions."""
+    """Return `context`. Raises NanoinferError if it exceeds the model's context length."""
     if context > config.block_size:
         raise NanoinferError(
-            f"context={context} is beyond the context length of {name}, block_size={config.block_size}: use at most"
+            f"context={context} exceeds the context length of {name}, block_size={config.block_size}: use at most"
             f" {config.block_size}"
         )
     return context
 
 
 def _draft(name: str, target: ModelConfig, N: int) -> ModelConfig:
-    """Return the draft model's config, once it is known to fit the target."""
+    """Return the draft model's config. Raises NanoinferError if the draft does not match the target."""
     config = find_shape(name)
     _context(f"the draft {name}", config, N)
     if config.vocab_size != target.vocab_size:
         raise NanoinferError(
-            f"draft={name!r} has a vocabulary of {config.vocab_size}, the model one of {target.vocab_size}:"
+            f"draft={name!r} has a vocabulary of {config.vocab_size} tokens, the model one of {target.vocab_size}:"
             " use a draft with the same tokenizer"
         )
     return config
 
 
 def _step(setting: _Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
-    """Return the costs of a step by part, and its prediction."""
+    """Return the costs of a step by part of the model, and its prediction."""
 
     def part(c: Cost) -> dict[str, Any]:
         return {
@@ -164,10 +162,10 @@ def _step(setting: _Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
 
 
 def _memory(setting: _Setting) -> dict[str, Any]:
-    """Return the sizes of weights and cache, and whether the device can hold them."""
+    """Return the sizes of weights and KV cache, and whether they fit in the device's memory."""
     config, fmt = setting.config, setting.fmt
     layer = kv_cache_layer(config, fmt)
-    # Held, beside what a step reads: wpe, and wte where the head is not it. Both lookups, in vector_bytes.
+    # In memory but not read by a step: the lookup tables wpe and, with an untied head, wte, in vector_bytes.
     lookups = config.block_size + (0 if config.tie_word_embeddings else config.vocab_size)
     weights = setting.decode.model.bytes(0, 0) + lookups * config.n_embd * fmt.vector_bytes
     cache = (layer * config.n_layer)(setting.B, setting.N)
@@ -183,7 +181,7 @@ def _memory(setting: _Setting) -> dict[str, Any]:
 
 
 def _generation(setting: _Setting, num_new: int) -> dict[str, Any]:
-    """Return cached against naive: one step at the context, and a whole text."""
+    """Return the speed-up by the KV cache: of the step at the context, and of a whole generation."""
     costs = (setting.prefill, setting.decode)
     g = generation(costs, setting.ceiling, setting.fmt, setting.B, setting.N, num_new)
     naive, cached = (setting.predict(cost).seconds for cost in costs)
@@ -198,7 +196,7 @@ def _generation(setting: _Setting, num_new: int) -> dict[str, Any]:
 
 
 def _speculation(setting: _Setting, question: Question, draft: ModelConfig) -> dict[str, Any]:
-    """Return what the draft costs against the target, and the best number of proposals by acceptance."""
+    """Return the draft's cost relative to the target's, and the best number of proposals for each acceptance rate."""
     target = setting.predict(setting.decode)
     step = setting.predict(decode(draft, setting.fmt))
     draft_cost = step.seconds / target.seconds

@@ -1,8 +1,8 @@
-"""From a model's name to its shape, without its weights where that can be.
+"""Find the config of a model by name without reading its weights.
 
-A preset (gpt2-xl) and random:<preset> need no file at all; a built-in model and a folder need their config.json,
-wide:<model>:<preset> what its model needs. A nanoGPT checkpoint keeps its shape inside, beside the weights, so it is
-loaded whole. Nothing is fetched from a network.
+A preset (gpt2-xl) and random:<preset> need no file. A built-in model and a folder need their config.json, and
+wide:<model>:<preset> needs the config of its model. A nanoGPT checkpoint is opened, because it contains the config;
+tensors are not read. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def find_shape(name: str) -> ModelConfig:
             ckpt.pt.
 
     Raises:
-        NanoinferError: no such model, or its config is broken.
+        NanoinferError: the model does not exist, or its config is malformed.
     """
     if name.startswith("wide:"):
         source, preset_shape = split_wide(name)
@@ -44,6 +44,6 @@ def find_shape(name: str) -> ModelConfig:
         if path.is_dir():
             return hf_config.read(path / "config.json")
     raise NanoinferError(
-        f"model {name!r} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or a folder or ckpt.pt"
-        " that exists (for a model on the Hub, a folder with its config.json will do)"
+        f"model {name!r} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder or"
+        " ckpt.pt (for a model on the Hub, a folder with its config.json is enough)"
     )

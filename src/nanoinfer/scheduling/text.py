@@ -15,7 +15,7 @@ from typing import Protocol
 
 
 class TokenStream(Protocol):
-    """Decodes tokens to text in whole characters, as `models.tokenizers.TextStream` does."""
+    """Turns tokens into text, whole characters only (`models.text_streams.DecodeStream` is one)."""
 
     def push(self, token_id: int) -> str:
         """Add a token; return the text that later tokens cannot change."""

@@ -1,1 +1,1 @@
-"""Speculation: drafters propose tokens, the engine verifies them all in one step."""
+"""Speculative decoding: a drafter proposes tokens, and the engine verifies all of them in one step."""

@@ -1,19 +1,19 @@
-"""How many tokens to propose in a step, chosen while running; 0 (plain decoding) is one of the choices.
+"""Choose the number of tokens to propose in each step (num_speculative_tokens, k); 0 is plain decoding.
 
     expected tokens per second of k = (sequences + expected accepted tokens) / (draft + step seconds)
 
-- Accepted tokens: for each depth, how often a proposal there was right when all before it were (AcceptanceStats), of
-  all sequences, and of each sequence on its own.
-- Seconds: step_costs.py for steps of the target, the drafter's own estimate for drafts; both are corrected by what is
-  measured.
-- Loss: speculation has a credit in seconds. Each step adds 1% of its time, accepted tokens add the time that they
-  saved, drafting and verifying take what they cost beyond a plain step. A step is speculated on only if the
-  credit covers the loss when every proposal is wrong. Reading a prompt into a draft model is lent, one loan at a time,
-  to sequences that are expected to gain twice as much. So the loss is bounded by 1% of the time, the opening
-  credit and one loan, whatever the drafter proposes. The credit belongs to the engine and not to a request: short
-  requests speculate from their first step if those before them gained.
-- Where 0 is best, one sequence proposes one token after 4, 8, ... 32 steps. Where it is not, every 64th
-  step is plain, so that the cost of both stays known.
+- Accepted tokens: AcceptanceStats counts, for each depth, how often a proposal was accepted after all proposals before
+  it were accepted: over all sequences, and for each sequence.
+- Seconds: step_costs.py estimates steps of the target, the drafter estimates its own time. Measured times correct both.
+- Loss: a credit, in seconds, limits the time that speculation may lose. Each step adds 1% of its duration, accepted
+  tokens add the time that they saved, and the cost of drafting and verifying beyond a plain step is subtracted. A step
+  uses speculation only if the credit covers the loss in case every proposal is rejected. The prefill of a draft model
+  is a loan: there is one at a time, and a sequence gets it if its expected gain is at least twice the loan. So the
+  loss is at most 1% of the total time, the opening credit and one loan, whatever the drafter proposes. The credit
+  belongs to the engine, not to a request: short requests use speculation from their first step if earlier requests
+  gained.
+- Probes: if k = 0 is best, one sequence proposes one token after 4, 8, ... 32 steps. Otherwise every 64th step is
+  plain. So the cost of both kinds of steps stays current.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from dataclasses import dataclass
 from nanoinfer.speculative.step_costs import LatencyCorrection, StepCosts
 
 MAX_K = 12
-PRIOR_ACCEPTANCE = 0.7  # before anything was proposed
-PRIOR_ROUNDS = 4.0  # rounds of its own that outweigh what is known beforehand
-FORGET = 0.95  # weight of what is known, after each round
+PRIOR_ACCEPTANCE = 0.7  # acceptance rate assumed before the first proposal
+PRIOR_ROUNDS = 4.0  # weight of the prior, in rounds
+FORGET = 0.95  # decay of older rounds, per round
 MIN_GAIN = 1.02  # expected speed-up below which a step is plain
-LOSS_SHARE = 0.01  # of all time, that speculation may lose
+LOSS_SHARE = 0.01  # share of the total time that speculation may lose
 OPENING_STEPS, MAX_CREDIT_STEPS = 2.0, 8.0  # credit, in plain steps
-MAX_LOAN_STEPS = 4.0  # a loan may be larger for one sequence
-FEW_BEHIND = 8  # tokens that a drafter reads beside its proposals at no cost worth a loan
+MAX_LOAN_STEPS = 4.0  # limit of a loan for several sequences; one sequence may exceed it
+FEW_BEHIND = 8  # tokens that a drafter processes together with its proposals without a loan
 FIRST_RETRY, LAST_RETRY = 4, 32  # plain steps between probes
 FIRST_PLAIN, PLAIN_EVERY = 8, 64  # rounds between plain steps: 8 at first, 64 later
-NUM_WORSE = 6  # values of k in a row that are not better: none behind them is considered
-DRAFT_RATE = 0.2
+NUM_WORSE = 6  # the search for the best k stops after this many values in a row without improvement
+DRAFT_RATE = 0.2  # learning rate of the correction of draft times
 
 
 class AcceptanceStats:
-    """How often proposals were accepted lately, by depth.
+    """Acceptance rate of recent proposals, by depth.
 
     Args:
-        shared: of all sequences: what is expected of this one before it has rounds of its own. None: these are of all.
+        shared: statistics over all sequences, the prior for this sequence. None if these are the shared statistics.
     """
 
     def __init__(self, shared: AcceptanceStats | None = None) -> None:
         self._shared = shared
         self._accepted, self._judged = [0.0] * MAX_K, [0.0] * MAX_K
         self.rates: list[float] = []
-        """Probability that the proposal at a depth is accepted if all before it are."""
+        """Probability that the proposal at a depth is accepted, given that all before it were."""
         self._reached: list[float] = []
         self._update()
 
@@ -60,13 +60,13 @@ class AcceptanceStats:
         return self._reached if self._shared is None or self._judged[0] else self._shared.reached
 
     def learn(self, rounds: Sequence[tuple[int, int]]) -> None:
-        """Add the (proposed, accepted) tokens of a step's sequences, as one round together; forget earlier ones."""
+        """Add the numbers of (proposed, accepted) tokens of a step's sequences as one round; decay earlier rounds."""
         accepted, judged = self._accepted, self._judged
         for depth in range(MAX_K):
             accepted[depth] *= FORGET
             judged[depth] *= FORGET
         for num_proposed, num_accepted in rounds:
-            for depth in range(min(num_accepted + 1, num_proposed, MAX_K)):  # none after the first wrong one is judged
+            for depth in range(min(num_accepted + 1, num_proposed, MAX_K)):  # up to the first rejected proposal
                 judged[depth] += 1 / len(rounds)
                 accepted[depth] += (depth < num_accepted) / len(rounds)
         self._update()
@@ -74,7 +74,7 @@ class AcceptanceStats:
     def _update(self) -> None:
         rate, reached = PRIOR_ACCEPTANCE, 1.0
         self.rates, self._reached = [], []
-        for depth in range(MAX_K):  # a depth that was not tried is taken to be like the one before it
+        for depth in range(MAX_K):  # a depth without proposals has the rate of the depth before it
             prior = rate if self._shared is None else self._shared.rates[depth]
             rate = (self._accepted[depth] + PRIOR_ROUNDS * prior) / (self._judged[depth] + PRIOR_ROUNDS)
             reached *= rate
@@ -84,36 +84,37 @@ class AcceptanceStats:
 
 @dataclass(frozen=True)
 class DraftBudget:
-    """What a sequence of a step can use."""
+    """Limits and statistics of one sequence, from which its number of proposals is chosen."""
 
     acceptance: AcceptanceStats
     max_tokens: int
-    """Most tokens that may be proposed."""
+    """Maximum number of tokens to propose."""
     num_to_come: int
-    """Most tokens that the sequence may still get."""
+    """Maximum number of tokens that the sequence may still generate."""
     num_behind: int
-    """Tokens that the drafter must read first."""
+    """Tokens that the drafter must process first."""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A step in which every sequence decoded."""
+    """Result of a step in which every sequence decoded."""
 
     rounds: Sequence[tuple[AcceptanceStats | None, int, int]]
-    """Each sequence with the numbers of its tokens that were proposed and accepted."""
+    """Statistics of each sequence with its numbers of proposed and accepted tokens."""
     step_sec: float
-    """Engine and sampler."""
+    """Time of engine and sampler."""
     draft_sec: float = 0.0
+    """Time of the drafter."""
     drafted: tuple[int, int, int] | None = None
-    """The arguments of `draft_sec` for what was asked of the drafter; None: nothing was."""
+    """Arguments of `Drafter.estimate_sec` for the requests to the drafter; None if there were none."""
 
 
 class AdaptiveK:
     """Chooses the number of tokens to propose for each sequence of a step.
 
     Args:
-        costs: seconds of the target's steps; may be shared with others of the same engine.
-        draft_sec: (sequences, proposals of each, tokens to read) -> seconds of the drafter, as measured at the start.
+        costs: seconds of the target's steps; may be shared by several instances on one engine.
+        draft_sec: `Drafter.estimate_sec`, based on measurements at the start.
     """
 
     def __init__(self, costs: StepCosts, draft_sec: Callable[[int, int, int], float]) -> None:
@@ -130,22 +131,22 @@ class AdaptiveK:
         """Expected speed-up of the last choice."""
 
     def waits(self) -> bool:
-        """Return whether the next step is plain for sure, and count it."""
+        """Count a step of the wait before the next probe; return whether it must be plain."""
         self._num_to_wait -= 1
         return self._num_to_wait >= 0
 
     @property
     def next_is_plain(self) -> bool:
-        """Whether the next step is plain for sure."""
+        """Whether the next step must be plain."""
         return self._num_to_wait > 0
 
     def choose(self, budgets: Sequence[DraftBudget]) -> list[int]:
-        """Return how many tokens to propose for each sequence of a step in which all of them decode."""
+        """Return the number of tokens to propose for each sequence of a step in which all sequences decode."""
         num_seqs = len(budgets)
         plain_sec = self._costs(num_seqs, num_seqs)
         if self.credit_sec is None:
             self.credit_sec = OPENING_STEPS * plain_sec
-        known = self._costs.plain(num_seqs)  # the more a plain step costs, the less its exact time matters
+        known = self._costs.plain(num_seqs)
         enough = min(PLAIN_EVERY, FIRST_PLAIN * (1 + known.num_updates)) if known is not None else 0
         if self._num_since_plain >= self._gain * enough:
             return [0] * num_seqs
@@ -163,7 +164,7 @@ class AdaptiveK:
         return [ks.get(id(b), 0) for b in budgets]
 
     def _best(self, num_seqs: int, able: Sequence[DraftBudget]) -> tuple[int, float]:
-        """Return the k of the most expected tokens per second if `able` of `num_seqs` propose, and the speed-up."""
+        """Return the k with the most expected tokens per second if `able` of `num_seqs` propose, and its speed-up."""
         most = max((b.max_tokens for b in able), default=0)
         num, tokens, best = len(able), float(num_seqs), (0, MIN_GAIN)
         reached = map(sum, zip(*(b.acceptance.reached for b in able), strict=True))
@@ -179,11 +180,11 @@ class AdaptiveK:
         return best
 
     def _draft_only(self, num: int, k: int) -> float:
-        """Return the seconds of proposals for sequences that the drafter has read."""
+        """Return the seconds to propose for sequences that the drafter has already processed."""
         return self._draft_sec(num, k, num) * self._costs.level.ratio * self._draft.ratio
 
     def _reading_sec(self, budgets: Sequence[DraftBudget]) -> float:
-        """Return the seconds that the drafter needs to read what it has not read of some sequences."""
+        """Return the seconds that the drafter needs to catch up with some sequences."""
         behind = sum(b.num_behind for b in budgets if b.num_behind > FEW_BEHIND)
         return self._extra_reading(len(budgets), behind) * self._costs.level.ratio * self._read.ratio
 
@@ -191,7 +192,7 @@ class AdaptiveK:
         return max(0.0, self._draft_sec(num, 1, behind) - self._draft_sec(num, 1, num)) if behind > num else 0.0
 
     def _ready(self, able: Sequence[DraftBudget], gain_per_token: float) -> list[DraftBudget]:
-        """Return the sequences that the drafter has read, and those that it should read now."""
+        """Return the sequences that the drafter has processed, and those that get a loan to be processed now."""
         ready: list[DraftBudget] = []
         lent, room = 0.0, MAX_LOAN_STEPS * self._costs(len(able), len(able))
         for b in able:
@@ -205,7 +206,7 @@ class AdaptiveK:
         return ready
 
     def _probe(self, num_seqs: int, able: list[DraftBudget]) -> list[DraftBudget]:
-        """Return the sequence that proposes one token though 0 is best; none as long as it is too early."""
+        """Return the sequence that probes: it proposes one token although k = 0 is best. Empty if no probe is due."""
         self._probes, due = True, self._probes
         self._num_to_wait = self._retry_after
         if not due:
@@ -214,7 +215,7 @@ class AdaptiveK:
         return [cheapest] if self._reading_sec([cheapest]) < (self.credit_sec or 0.0) else []
 
     def _affordable(self, num_seqs: int, able: Sequence[DraftBudget], k: int) -> dict[int, int]:
-        """Return k for each sequence that proposes, lowered until the credit covers the loss if all are wrong."""
+        """Return k for each sequence that proposes, lowered until the credit covers the loss if all are rejected."""
         plain_sec = self._costs(num_seqs, num_seqs)
         for most in range(k if able else 0, 0, -1):
             num_tokens = num_seqs + sum(min(most, b.max_tokens) for b in able)
@@ -224,11 +225,11 @@ class AdaptiveK:
         return {}
 
     def learn(self, outcome: StepOutcome) -> None:
-        """Take a step into account."""
+        """Update statistics, costs and credit with the result of a step."""
         num_seqs = len(outcome.rounds)
         rounds = [(p, a) for _, p, a in outcome.rounds if p]
         num_tokens = num_seqs + sum(p for p, _ in rounds)
-        step_sec = min(outcome.step_sec, 2 * self._costs(num_seqs, num_tokens))  # more is a disturbance
+        step_sec = min(outcome.step_sec, 2 * self._costs(num_seqs, num_tokens))  # a longer step was disturbed
         self._costs.learn(num_seqs, num_tokens, outcome.step_sec)
         self._num_since_plain = self._num_since_plain + 1 if rounds else 0
         reading = self._learn_draft(outcome)
@@ -250,7 +251,7 @@ class AdaptiveK:
         self.credit_sec = min(self.credit_sec + gain - repaid, MAX_CREDIT_STEPS * plain_sec)
 
     def _learn_draft(self, outcome: StepOutcome) -> float:
-        """Correct the estimates of the drafter's time; return the seconds that it read prompts."""
+        """Correct the estimates of the drafter's time; return the seconds that it spent on catching up."""
         if outcome.drafted is None:
             return 0.0
         num, k, behind = outcome.drafted
@@ -265,8 +266,8 @@ class AdaptiveK:
         return outcome.draft_sec * reading / (proposing + reading)
 
     def _after_probe(self, asked: bool, rounds: list[tuple[int, int]]) -> None:
-        """Set when to probe again: soon where the last probe was right."""
-        if asked and not rounds:  # nothing was proposed: that was no probe
+        """Set the wait before the next probe: short if this probe was accepted, otherwise twice as long as before."""
+        if asked and not rounds:  # the drafter proposed nothing: probe again in the next step
             self._num_to_wait = 0
         elif rounds:
             self._retry_after = FIRST_RETRY if any(a for _, a in rounds) else min(2 * self._retry_after, LAST_RETRY)

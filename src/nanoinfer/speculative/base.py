@@ -1,7 +1,6 @@
-"""What a drafter is asked and what it answers; one drafter a file.
+"""The interface of drafters: requests, proposals, and the protocol. Each drafter has its own file.
 
-A drafter only predicts. Whatever it proposes, verify.py keeps the text what it would have been, so a bad drafter
-costs time and nothing else.
+verify.py guarantees the output whatever a drafter proposes. A poor drafter affects speed only.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """One sequence that wants proposals."""
+    """A sequence to propose tokens for."""
 
     row: SamplerRow
-    """The sequence: how its next token is drawn, and the key of what a drafter keeps for it."""
+    """The sequence: its sampling state, and the key of the state that a drafter keeps for it."""
     token_ids: list[int]
-    """Prompt and output. Not to be changed."""
+    """Prompt and output tokens. Do not modify."""
     start: int
-    """First token of the window that the target sees."""
+    """First token of the target's window."""
     num_tokens: int
-    """Most tokens to propose, >= 1."""
+    """Maximum number of tokens to propose, >= 1."""
     with_weights: bool = False
-    """Whether to return the distributions that the tokens were drawn from (rule reject); the same in one call."""
+    """Whether to return the distributions of the proposed tokens (rule reject). Equal for all requests of a call."""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """What may come next in one sequence."""
+    """Proposed next tokens of one sequence."""
 
     token_ids: list[int]
-    """At most as many as asked for; none where the drafter has no idea."""
+    """At most `num_tokens` tokens; empty if the drafter has no proposal."""
     weights: Tensor | None = None
-    """(len(token_ids), V) float64: the distribution that each token was drawn from, up to a factor. None: the
-    tokens were not drawn at random, or nobody needs to know."""
+    """(len(token_ids), V) float64: unnormalized distribution that each token was sampled from. None: the tokens were
+    not sampled, or the distributions were not requested."""
 
 
 class Drafter(Protocol):
@@ -54,48 +53,48 @@ class Drafter(Protocol):
         ...
 
     def num_behind(self, request: DraftRequest) -> int:
-        """Return how many tokens it must read before it can propose for a sequence: a prompt that it has not seen."""
+        """Return the number of tokens of a sequence that the drafter must process before it can propose."""
         ...
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        """Return about how long `propose` takes.
+        """Return the estimated duration of `propose`.
 
         Args:
-            num_seqs: sequences asked for.
-            num_tokens: proposals for each.
-            num_behind: tokens to read first, in all of them together.
+            num_seqs: number of requests.
+            num_tokens: proposed tokens per request.
+            num_behind: tokens to process first, summed over the requests (see the method `num_behind`).
         """
         ...
 
     def forget(self, row: SamplerRow) -> None:
-        """Free what is kept for a sequence, if anything."""
+        """Free the state of a sequence, if there is any."""
         ...
 
     def reset(self) -> None:
-        """Free what is kept for all sequences, also where an exception came in the middle of a call."""
+        """Free the state of all sequences. Works after an exception interrupted any other method."""
         ...
 
 
 @runtime_checkable
-class SeesHidden(Protocol):
-    """What a drafter has besides, if it wants the target's hidden states."""
+class UsesHidden(Protocol):
+    """Protocol of drafters that use the target's hidden states."""
 
-    def see(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
-        """Take note of a step of the target, plain or verifying; also of those that are not asked for.
+    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
+        """Receive the hidden states of a step of the target, whether or not the step verified proposals.
 
         Args:
-            rows: the sequences that drew.
-            hidden: (len(rows), n_embd) float32: of each, the final hidden state that its newest token was drawn from.
-                The drafter's to keep.
+            rows: the sequences that sampled a token, including those without proposals.
+            hidden: (len(rows), n_embd) float32: the final hidden state from which each sequence's newest token was
+                sampled. The drafter may keep the tensor.
         """
         ...
 
 
 class LookaheadRow:
-    """A sequence as it will be once `tokens` have been drawn: what the sampler sees at a later position.
+    """A sequence's sampling state after `tokens` have been appended.
 
-    Penalties count those tokens, min_tokens does, and the uniform is that of the later position: so the sampler
-    draws there what it would draw in plain decoding, given that the tokens turn out to be right.
+    Penalties and min_tokens count the tokens, and the uniform is the one of the later position. The sampler therefore
+    samples the token of plain decoding, provided that `tokens` are the tokens of plain decoding.
     """
 
     __slots__ = ("_row", "_tokens", "end_token_ids", "params", "prompt_token_ids", "sample_index", "seed")
@@ -108,10 +107,10 @@ class LookaheadRow:
 
     @property
     def num_output_tokens(self) -> int:
-        """The position of the token that is drawn."""
+        """Output tokens before the token to sample, which is its position in the output."""
         return self._row.num_output_tokens + len(self._tokens)
 
     @property
     def output_token_ids(self) -> Sequence[int]:
-        """The tokens generated so far, those ahead included."""
+        """The output tokens so far, followed by `tokens`."""
         return [*self._row.output_token_ids, *self._tokens]

@@ -1,15 +1,16 @@
-"""A draft model: a smaller model with the same tokenizer, on an engine and a cache of its own.
+"""Draft model: a smaller model with the same tokenizer, on its own engine with its own KV cache.
 
-Also a copy of the target in fewer bits or with fewer layers (build.py makes those). Source of the idea: Leviathan et
-al. 2023; Chen et al. 2023 (arXiv 2302.01318).
+A quantized copy of the target, or its first layers, can be the draft too (draft_factory.py). See Leviathan et al. 2023;
+Chen et al. 2023 (arXiv 2302.01318).
 
-The draft keeps what it has read of each sequence. Before it proposes it forgets what was rejected (truncate to the
-common beginning), reads what it has not seen, and then runs k - 1 steps more, all sequences together:
+The draft's KV cache holds the tokens that it has processed of each sequence. Before it proposes, it truncates each
+sequence to the prefix shared with the target's, which removes rejected proposals, and extends it by the new tokens.
+Then it runs k - 1 further steps on all sequences together:
 
-    its tokens   [a b c | x y]      x, y: its own proposals of the last round; the target kept x and said z
-    the text     [a b c   x z]      ->  truncate to 4, extend by z, draw; extend by that, draw; ...
+    draft's cache   [a b c | x y]      x, y: proposals of the last round; the target accepted x and sampled z
+    sequence        [a b c   x z]      ->  truncate to 4, extend by z, sample; extend by the sample, sample; ...
 
-It draws as the target does, with the same parameters and the same uniform of each position (verify.py).
+The draft samples with the target's parameters and with the same uniform for each position (verify.py).
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ MAX_NUM_BATCHED_TOKENS = 2048  # in one step of the draft
 
 @dataclass
 class _Held:
-    """What the draft's engine holds of one sequence."""
+    """One sequence in the draft's KV cache."""
 
     handle: Handle
     token_ids: list[int] = field(default_factory=list)
+    """The tokens in the cache."""
 
 
 @dataclass
@@ -44,14 +46,14 @@ class _Draft(ProposalBuilder):
 
 
 class DraftModel:
-    """Proposes what a smaller model would say.
+    """Proposes the tokens that a smaller model generates.
 
     Args:
-        name: of the model, for people.
-        engine: the draft's own; it must hold as many sequences as the target's.
-        sampler: draws its tokens.
-        vocab_size: tokens that may be drawn; the target's.
-        times: seconds of its steps.
+        name: name of the model, for messages.
+        engine: the draft's engine; its max_num_seqs must be at least the target engine's.
+        sampler: samples the proposals.
+        vocab_size: number of tokens that may be sampled, as for the target.
+        times: seconds of the draft's steps.
     """
 
     def __init__(
@@ -70,9 +72,9 @@ class DraftModel:
         self._held: dict[SamplerRow, _Held] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Return the draft's next tokens of each sequence; none where its context is too short for the window.
+        """Return the draft's next tokens of each sequence; empty if the window exceeds the draft's context length.
 
-        After an exception the draft holds nothing of these sequences, and reads them again when it is asked again.
+        After an exception the draft's cache holds none of these sequences; the next call processes them again.
         """
         try:
             return self._propose(requests)
@@ -97,7 +99,7 @@ class DraftModel:
         return len(request.token_ids) - request.start <= self.engine.limits.block_size
 
     def _limit(self, request: DraftRequest) -> int:
-        """Return how many tokens can be proposed: the last one is drawn and not fed."""
+        """Return how many tokens can be proposed. The last one is sampled but never enters the cache."""
         return min(request.num_tokens, self.engine.limits.block_size - (len(request.token_ids) - request.start) + 1)
 
     def _hold(self, request: DraftRequest) -> _Held:
@@ -106,7 +108,7 @@ class DraftModel:
         return held
 
     def _catch_up(self, draft: _Draft) -> list[int]:
-        """Forget what the text did not become, and return what has not been read: the newest token at least."""
+        """Truncate rejected proposals; return the tokens not in the cache, which are at least the newest token."""
         held, request = draft.held, draft.request
         keep = _common(held.token_ids, request.token_ids, request.start)
         if keep < len(held.token_ids):
@@ -117,7 +119,7 @@ class DraftModel:
     def _extend(self, new: Sequence[tuple[_Held, list[int]]]) -> Tensor:
         batch = StepBatch()
         for held, token_ids in new:
-            # Ids without text can stand in a prompt, and the draft's vocabulary may have fewer of them: any other does.
+            # A prompt may have ids outside the tokenizer. The draft's padded vocabulary can be smaller: replace them.
             batch.add(held.handle, [t if t < self._vocab_size else 0 for t in token_ids])
         logits = self.engine.extend(batch)
         for held, token_ids in new:
@@ -125,13 +127,13 @@ class DraftModel:
         return logits[:, : self._vocab_size]
 
     def num_behind(self, request: DraftRequest) -> int:
-        """Return how many tokens of the window it has not read."""
+        """Return how many tokens of the window are not in the draft's cache."""
         held = self._held.get(request.row)
         window = len(request.token_ids) - request.start
         return window if held is None else max(1, window - _common(held.token_ids, request.token_ids, request.start))
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        """Return the time of reading `num_behind` tokens and of the steps after that."""
+        """Return the estimated seconds to process `num_behind` tokens and to run the steps after that."""
         return self._times(max(num_behind, num_seqs)) + (num_tokens - 1) * self._times(num_seqs)
 
     def forget(self, row: SamplerRow) -> None:
@@ -146,7 +148,7 @@ class DraftModel:
 
 
 def _common(held: list[int], token_ids: list[int], start: int) -> int:
-    """Return how many held tokens begin the window, one less than the window at most: the newest is fed again."""
+    """Return how many cached tokens are a prefix of the window, at most its length - 1 (the newest is extended)."""
     most = min(len(held), len(token_ids) - start - 1)
     if held[:most] == token_ids[start : start + most]:
         return most
@@ -154,7 +156,7 @@ def _common(held: list[int], token_ids: list[int], start: int) -> int:
 
 
 def _split(drafts: Sequence[_Draft]) -> Iterator[list[_Draft]]:
-    """Split what is read into steps of a bounded number of tokens; one sequence is never split."""
+    """Split sequences into steps of at most MAX_NUM_BATCHED_TOKENS new tokens; no sequence is divided."""
     some: list[_Draft] = []
     count = 0
     for d in drafts:

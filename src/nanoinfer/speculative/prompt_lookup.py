@@ -1,9 +1,9 @@
-"""Prompt lookup: what followed the last time that these words stood here, in the prompt or in the text so far.
+"""Prompt lookup: propose the tokens that followed the last occurrence of the sequence's last n tokens.
 
-Source of the idea: Saxena, "Prompt Lookup Decoding", 2023. Costs microseconds, so it pays wherever texts repeat
-themselves: summaries, edits, code, tables. It has nothing to say about new text.
+Saxena, "Prompt Lookup Decoding", 2023. A proposal takes microseconds. It is accepted often where sequences repeat
+earlier tokens: summaries, edits, code, tables; it makes no proposal for n-grams that have not occurred.
 
-An index of n-grams (5 down to 2 tokens) is kept for each text and grows with it: a proposal is one look-up a length.
+Each sequence has an index of its n-grams (5 down to 2 tokens), so a proposal takes one look-up per n-gram length.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from nanoinfer.sampling.sampler import SamplerRow
 from nanoinfer.speculative.base import DraftRequest, Proposal
 
-LENGTHS = (5, 4, 3, 2)  # of the n-grams, the most telling first
+LENGTHS = (5, 4, 3, 2)  # of the n-grams, in order of the look-ups
 
 
 @dataclass
 class _Index:
-    """Where n-grams of a text ended last, all of them but those at its very end."""
+    """The last position of each n-gram of a sequence, except the n-grams at its end."""
 
     after: dict[tuple[int, ...], int] = field(default_factory=dict)
     """n-gram -> the position after it."""
@@ -27,7 +27,7 @@ class _Index:
     """The n-grams that end before this position are in `after`."""
 
     def update(self, token_ids: Sequence[int]) -> None:
-        """Add what is new, but not the n-grams that nothing follows yet."""
+        """Add the new n-grams, except those at the end, which no token follows yet."""
         for end in range(self.num_indexed + 1, len(token_ids)):
             for n in LENGTHS:
                 if n <= end:
@@ -35,7 +35,7 @@ class _Index:
         self.num_indexed = max(self.num_indexed, len(token_ids) - 1)
 
     def find(self, token_ids: Sequence[int]) -> int | None:
-        """Return the position after the last earlier place that ends as the text does, by the longest n-gram."""
+        """Return the position after the last earlier occurrence of the longest n-gram at the end, or None."""
         for n in LENGTHS:
             if n < len(token_ids) and (found := self.after.get(tuple(token_ids[-n:]))) is not None:
                 return found
@@ -43,7 +43,7 @@ class _Index:
 
 
 class PromptLookup:
-    """Proposes a continuation that has been seen in the text itself."""
+    """Proposes the continuation of an earlier occurrence of the last n-gram."""
 
     name = "prompt-lookup"
 
@@ -51,7 +51,7 @@ class PromptLookup:
         self._indices: dict[SamplerRow, _Index] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Return what followed last time; where that runs into the text's end, it goes on with itself."""
+        """Return the tokens after the earlier occurrence; a continuation that reaches the end is repeated."""
         return [Proposal(self._follow(request)) for request in requests]
 
     def _follow(self, request: DraftRequest) -> list[int]:
@@ -62,21 +62,21 @@ class PromptLookup:
         if (at := index.find(request.token_ids)) is None:
             return []
         tokens = request.token_ids[at : at + request.num_tokens]
-        period = len(request.token_ids) - at  # a text that ends in "ab ab" goes on with "ab ab ab"
+        period = len(request.token_ids) - at  # "ab ab" continues with "ab ab ab"
         while len(tokens) < request.num_tokens:
             tokens.append(tokens[len(tokens) - period])
         return tokens
 
     def num_behind(self, request: DraftRequest) -> int:
-        """Return 0: reading is next to free."""
+        """Return 0: the time to index tokens is negligible."""
         return 0
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        """Return about how long a proposal takes: a few dictionary look-ups."""
+        """Return the estimated seconds of a few dictionary look-ups per sequence."""
         return 5e-6 * num_seqs
 
     def forget(self, row: SamplerRow) -> None:
-        """Drop a text's index."""
+        """Drop the index of a sequence."""
         self._indices.pop(row, None)
 
     def reset(self) -> None:

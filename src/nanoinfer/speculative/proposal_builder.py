@@ -1,6 +1,6 @@
-"""A proposal in the making: what the drafters that draw from logits share.
+"""Sampling of proposals from logits, shared by the drafters that compute logits.
 
-They draw as the target does, with the same parameters and the same uniform of each position (verify.py).
+Drafters sample with the target's parameters and with the same uniform for each position (verify.py).
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProposalBuilder:
-    """One proposal in the making."""
+    """A proposal under construction."""
 
     request: DraftRequest
     token_ids: list[int] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
 
     def finish(self) -> Proposal:
-        """Return what has been drawn."""
+        """Return the proposal with the tokens sampled so far."""
         import torch
 
         return Proposal(self.token_ids, torch.stack(self.weights) if self.weights else None)
 
 
 def draw_next(builders: Sequence[ProposalBuilder], logits: Tensor, sampler: Sampler) -> None:
-    """Draw one more token for each sketch.
+    """Sample one more token for each proposal.
 
     Args:
         builders: B proposals; a token is appended to each.
         logits: (B, V) float32.
-        sampler: of plain decoding.
+        sampler: the sampler of plain decoding.
 
     Raises:
         NanoinferError: a row's logits are not finite.

@@ -1,11 +1,11 @@
-"""Speculation as the generation core sees it: propose before a step, learn after it.
+"""Speculation for the generation core: propose tokens before a step, learn from its result afterwards.
 
-    propose   which sequences decode, how many tokens each may use (room) and should use (adaptive_k.py) -> the drafter
-    (core)    extend by 1 + k tokens, keep what verify.py keeps, truncate the rest
-    learn     what was accepted and how long it took
+    propose   select the sequences that decode, limit their proposals, choose k (adaptive_k.py), call the drafter
+    (core)    extend by 1 + k tokens, keep the tokens that verify.py accepts, truncate the rest
+    learn     record the numbers of accepted tokens and the duration of the step
 
-A sequence is speculated on when it needs exactly one token and continues its window: not while a prompt is read, not
-when its window slides, and never past what it may still get: max_tokens, the context, the window.
+A sequence gets proposals if it needs exactly one token and its window does not move: not during prefill and not when
+its window slides. Proposals never exceed max_tokens, the context length or the window.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from nanoinfer.scheduling.scheduler import ScheduledSequence, drawing
 from nanoinfer.speculative.adaptive_k import AcceptanceStats, AdaptiveK, DraftBudget, StepOutcome
-from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, SeesHidden
+from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, UsesHidden
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 
 @dataclass
 class SpecStats:
-    """What speculation did for one request."""
+    """Statistics of speculation for one request."""
 
     num_proposed: int = 0
     num_accepted: int = 0
     num_rejected: int = 0
     num_verify_steps: int = 0
-    """Times that a sequence of it was extended by proposals."""
+    """Number of times that a sequence of the request was extended by proposals."""
     draft_sec: float = 0.0
-    """In the drafter, including the time for other sequences of the batch."""
+    """Time of the drafter, including the time for other sequences in the batch."""
     step_sec: float = 0.0
-    """In engine and sampler, in the steps that decoded it, including the time for other sequences of the batch."""
+    """Time of engine and sampler in the request's steps, including the time for other sequences in the batch."""
 
 
 @dataclass
 class SpecStep:
-    """What was proposed for one step."""
+    """The proposals for one step."""
 
     proposals: dict[scheduling.Sequence, Proposal] = field(default_factory=dict)
-    """Only those that are not empty."""
+    """Proposals that are not empty."""
     draft_sec: float = 0.0
     drafted: tuple[int, int, int] | None = None
-    """What the drafter was asked for: sequences, tokens for each at most, tokens to read first; None: nothing."""
+    """Arguments of `Drafter.estimate_sec` for the requests to the drafter; None if there were none."""
 
 
 class Speculator:
@@ -59,8 +59,8 @@ class Speculator:
     Args:
         drafter: makes the proposals.
         rule: reproduce or reject (verify.py).
-        speculate_k: proposals at a time; None: chosen for each step.
-        costs: seconds of the target's steps; needed when speculate_k is None.
+        speculate_k: number of proposed tokens; None: AdaptiveK chooses it for each step.
+        costs: seconds of the target's steps; required if speculate_k is None.
         clock: seconds.
     """
 
@@ -82,14 +82,14 @@ class Speculator:
         self._stats: WeakKeyDictionary[scheduling.Request, SpecStats] = WeakKeyDictionary()
 
     def propose(self, work: Sequence[ScheduledSequence]) -> SpecStep:
-        """Return proposals for those sequences of a step that can use some."""
+        """Return proposals for the sequences of a step that can use them."""
         if self._adaptive is None:
             rooms = [(w.sequence, min(_room(w), cast(int, self._fixed_k))) for w in work if _decodes(w)]
             requests = [self._request(s, room) for s, room in rooms if room > 0]
         elif all(map(_decodes, work)) and not self._adaptive.waits():
             requests = self._chosen(self._adaptive, [self._request(w.sequence, _room(w)) for w in work])
         else:
-            return SpecStep()  # a step that also reads a prompt says nothing about costs
+            return SpecStep()  # AdaptiveK estimates costs only for steps without prefill
         if not requests:
             return SpecStep()
         behind = sum(map(self.drafter.num_behind, requests))
@@ -100,7 +100,7 @@ class Speculator:
         return SpecStep(made, draft_sec, (len(requests), max(r.num_tokens for r in requests), behind))
 
     def _chosen(self, adaptive: AdaptiveK, requests: list[DraftRequest]) -> list[DraftRequest]:
-        """Return the requests that are worth their time, each for as many tokens as are."""
+        """Return the requests with k > 0, with the numbers of tokens that AdaptiveK chooses."""
         budgets = []
         for r in requests:
             s = cast("scheduling.Sequence", r.row)
@@ -121,14 +121,14 @@ class Speculator:
         step_sec: float,
         hidden: Callable[[], Tensor],
     ) -> None:
-        """Take the outcome of a step into account.
+        """Update the statistics with the result of a step.
 
         Args:
             work: of the step.
-            done: what was proposed.
-            tokens: what was kept, for each sequence that drew.
-            step_sec: time in engine and sampler.
-            hidden: `Engine.hidden`, called where the drafter wants it.
+            done: the proposals of the step.
+            tokens: the tokens kept for each sequence that sampled.
+            step_sec: time of engine and sampler.
+            hidden: `Engine.hidden`; called if the drafter uses hidden states.
         """
         rounds = []
         for s, kept in zip(drawing(list(work)), tokens, strict=True):
@@ -146,50 +146,50 @@ class Speculator:
             stats.step_sec += step_sec
         if self._adaptive is not None and rounds and all(map(_decodes, work)):
             self._adaptive.learn(StepOutcome(rounds, step_sec, done.draft_sec, done.drafted))
-        if isinstance(self.drafter, SeesHidden) and tokens:
+        if isinstance(self.drafter, UsesHidden) and tokens:
             if self._adaptive is not None and self._adaptive.next_is_plain:
-                return  # the states of the step after this one will replace these before any is used
+                return  # the next step replaces these hidden states before they are used
             rows = drawing(list(work))
-            self.drafter.see(rows, hidden()[_newest_rows(work, done, tokens)])
+            self.drafter.update_hidden(rows, hidden()[_newest_rows(work, done, tokens)])
 
     def stats(self, request: scheduling.Request) -> SpecStats:
-        """Return what was done for a request so far."""
+        """Return the statistics of a request."""
         return self._stats.setdefault(request, SpecStats())
 
     def forget(self, sequence: scheduling.Sequence) -> None:
-        """Free what is kept for a sequence."""
+        """Free the state of a sequence."""
         self._acceptance.pop(sequence, None)
         self.drafter.forget(sequence)
 
     def reset(self) -> None:
-        """Free what is kept for all sequences, also where an exception came in the middle of a call."""
+        """Free the state of all sequences. Works after an exception interrupted any other method."""
         self._acceptance.clear()
         self.drafter.reset()
 
 
 def _newest_rows(work: Sequence[ScheduledSequence], done: SpecStep, tokens: Sequence[Sequence[int]]) -> list[int]:
-    """Return, for each sequence that drew, the row of the step's logits that its newest token was drawn from.
+    """Return, for each sequence that sampled, the row of the step's logits from which its newest token was sampled.
 
-    Two sequences, of which the first has kept 2 of 3 proposals and one more token: rows 0 1 2 3 | 4  ->  [2, 4]
+    Two sequences; the first accepted 2 of 3 proposals and sampled one more token: rows 0 1 2 3 | 4  ->  [2, 4]
     """
     rows, at, kept = [], 0, iter(tokens)
     for w in work:
         if w.draws:
             proposal = done.proposals.get(w.sequence)
-            rows += [at + len(next(kept)) - 1 for _ in (w.sequence, *w.forks)]  # siblings draw from the same row
+            rows += [at + len(next(kept)) - 1 for _ in (w.sequence, *w.forks)]  # forks sample from the same row
             at += 1 + (len(proposal.token_ids) if proposal is not None else 0)
     return rows
 
 
 def _decodes(work: ScheduledSequence) -> bool:
-    """Return whether a sequence just needs its next token."""
+    """Return whether a sequence only decodes its next token in this step."""
     return work.draws and not work.restart and len(work.token_ids) == 1 and not work.forks
 
 
 def _room(work: ScheduledSequence) -> int:
-    """Return the most proposals that a sequence can use: all may be accepted, and one token is drawn beside them.
+    """Return the maximum number of proposals for a sequence: all may be accepted, and one more token is sampled.
 
-    What is drawn after i of them needs the window to begin where it does now, and to hold them.
+    The window must contain all of them without sliding.
     """
     s = work.sequence
     to_come = s.max_tokens - s.num_output_tokens - 1

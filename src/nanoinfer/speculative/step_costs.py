@@ -1,7 +1,7 @@
-"""What a step of an engine costs by the number of tokens in it: measured at the start, corrected by every step.
+"""Duration of an engine's step as a function of its number of tokens: measured at the start, corrected by every step.
 
-One more token in a step costs little as long as memory bandwidth is the limit, and a whole token's share where
-arithmetic is. Where one turns into the other depends on engine, format, threads and machine, so it is measured.
+An additional token adds little time while a step is memory-bound, and its full share of the arithmetic when it is
+compute-bound. The transition depends on engine, weight format, threads and machine, so it is measured.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from typing import cast
 from nanoinfer.engines.base import Engine, StepBatch
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-ALWAYS = 8  # sizes up to this are measured at least once
+ALWAYS = 8  # sizes up to this are measured at least once, even beyond the budget
 RUNS = 9
 DEVICE_WARM_UPS = 2
-"""Runs of a size that are not measured on a GPU: kernels are compiled in the first and captured in the second."""
+"""Unmeasured runs of each size on a GPU: the first compiles kernels, the second captures them."""
 BUDGET_SEC = 1.0
-LEVEL_RATE = 0.25  # share of a step's deviation that moves the level of all sizes
-CELL_RATE = 0.05  # share of the deviation between two steps of different sizes that moves their ratio
-SHARE = 0.2  # share by which the corrections of neighbouring sizes follow one that is learned
+LEVEL_RATE = 0.25  # learning rate of the level, which scales all sizes
+CELL_RATE = 0.05  # learning rate of the ratio between two kinds of steps
+SHARE = 0.2  # share of a correction's difference by which neighbouring kinds of steps follow it
 FIRST_STEPS = 8  # weight of the measurement at the start, in steps
-MAX_LOG_ERROR = 0.7  # a step that took more than twice the expected time was disturbed
+MAX_LOG_ERROR = 0.7  # limit of an error: a step that took more than twice the expected time was disturbed
 
 
 class StepTimes:
-    """Seconds of a step of n tokens: linear between the sizes measured, a constant price per token beyond them.
+    """Seconds of a step of n tokens: linear between the measured sizes, proportional to n beyond them.
 
     StepTimes({1: 0.010, 4: 0.013})(2)  ->  0.011
     """
 
     def __init__(self, measured: dict[int, float]) -> None:
         self.sizes = sorted(measured)
-        # More tokens never cost less: a measurement that shows it is noise.
+        # Make the times monotonic: a larger step that measures faster is noise.
         self._sec = [max(measured[m] for m in self.sizes if m <= n) for n in self.sizes]
 
     def __call__(self, num_tokens: int) -> float:
@@ -54,28 +54,29 @@ class StepTimes:
 
 @dataclass
 class LatencyCorrection:
-    """By what factor something takes longer than was measured at the start."""
+    """Ratio of actual to expected duration, learned from steps."""
 
     log_ratio: float = 0.0
     num_updates: int = 0
 
     @property
     def ratio(self) -> float:
-        """Return actual over expected seconds."""
+        """Actual over expected seconds."""
         return math.exp(self.log_ratio)
 
     def move(self, log_error: float, rate: float) -> None:
-        """Move by a share of an error, which is clipped: one disturbed step says nothing about the next."""
+        """Move by `rate` times an error. The error is clipped to limit the effect of one disturbed step."""
         self.log_ratio += rate * max(-MAX_LOG_ERROR, min(log_error, MAX_LOG_ERROR))
         self.num_updates += 1
 
 
 class StepCosts:
-    """Seconds of a step, kept current: StepTimes x a level of the whole machine x a correction for each kind of step.
+    """Current estimate of a step's seconds: StepTimes x a level of the machine x a correction for each kind of step.
 
-    Every step moves the level. The corrections move only when two steps of different kinds follow one another, so
-    that a machine that becomes slower while all steps are of one kind does not make that kind look expensive. Kinds
-    that are not chosen follow their neighbours, so that a wrong measurement does not exclude them for ever.
+    A kind of step is a range of batch sizes and a number of tokens per sequence. Every step moves the level. The
+    corrections move only when two steps of different kinds follow each other; otherwise a machine that slows down
+    during steps of one kind would make that kind seem expensive. Kinds that are not chosen follow their neighbours, so
+    that a wrong measurement does not exclude them permanently.
 
     Args:
         times: measured at the start.
@@ -87,21 +88,21 @@ class StepCosts:
         self._cells: dict[int, dict[int, LatencyCorrection]] = {}
         """Bucket of batch sizes -> tokens per sequence -> correction."""
         self._last: tuple[LatencyCorrection, float] | None = None
-        """Correction of the last step, and the logarithm of the level that it showed."""
+        """Correction of the last step, and the logarithm of the level that its duration implies."""
 
     def __call__(self, num_seqs: int, num_tokens: int) -> float:
         """Return the seconds of a step of `num_seqs` sequences with `num_tokens` tokens in total."""
         sec = self._unlevelled(num_seqs, num_tokens)
-        if num_tokens > num_seqs:  # more tokens never cost less
+        if num_tokens > num_seqs:  # a step with more tokens is never estimated faster
             sec = max(sec, self._unlevelled(num_seqs, num_seqs))
         return sec * self.level.ratio
 
     def plain(self, num_seqs: int) -> LatencyCorrection | None:
-        """Return the correction of plain steps of about as many sequences; None before the first of them."""
+        """Return the correction of plain steps of about `num_seqs` sequences; None before the first such step."""
         return self._cells.get(num_seqs.bit_length(), {}).get(1)
 
     def learn(self, num_seqs: int, num_tokens: int, sec: float) -> None:
-        """Take a step's time into account."""
+        """Update level and corrections with a step's duration."""
         showed = math.log(sec / self._unlevelled(num_seqs, num_tokens))
         row, per_seq = self._cells.setdefault(num_seqs.bit_length(), {}), round(num_tokens / num_seqs)
         if per_seq not in row:
@@ -124,7 +125,7 @@ class StepCosts:
 
 
 def _nearest(row: dict[int, LatencyCorrection], per_seq: int) -> float:
-    """Return the logarithm of the correction for the nearest kind of step that was timed; 0.0 without any."""
+    """Return the logarithm of the correction of the nearest kind of step that was timed, or 0.0 if there is none."""
     return row[min(row, key=lambda other: abs(other - per_seq))].log_ratio if row else 0.0
 
 
@@ -136,16 +137,17 @@ def measure_steps(
     clock: Callable[[], float] = time.perf_counter,
     budget_sec: float = BUDGET_SEC,
 ) -> StepTimes:
-    """Return what steps of an engine cost: logits for every token, the median over rounds of all sizes.
+    """Return the seconds of an engine's steps, with logits for every token: the median over rounds.
 
-    All sizes are run in turn, then all again: a machine that becomes slower in between changes all of them.
+    Each round runs all sizes, so that a change in the machine's speed affects all of them.
 
     Args:
-        engine: with room for one more sequence, which is closed again.
-        max_tokens: largest step of interest; the context length limits it too.
-        sizes: number of tokens of the steps to measure, ascending.
+        engine: with room for one more sequence, which is closed afterwards.
+        max_tokens: largest step to measure; the context length is a limit too.
+        sizes: numbers of tokens of the steps to measure, ascending.
         clock: seconds.
-        budget_sec: after this no step is run except one of each small size. A GPU's warm-up does not count.
+        budget_sec: time after which only the first run of each small size (ALWAYS) is done. Warm-up on a GPU does not
+            count.
     """
     most = min(max_tokens, engine.limits.block_size)
     sizes = [n for n in sizes if n <= most] or [sizes[0]]
@@ -177,7 +179,7 @@ def measure_steps(
 
 
 def _wait(logits: object) -> bool:
-    """Return when a device has computed what was asked of it; whether there is one."""
+    """Wait until a GPU has computed the logits; return whether they are on a GPU."""
     if not getattr(logits, "is_cuda", False):
         return False
     import torch

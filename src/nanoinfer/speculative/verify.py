@@ -1,33 +1,33 @@
-"""Which proposals are kept. Two rules; both leave the words to the target.
+"""Verification: decide which proposals are accepted. Both rules preserve the target's output distribution.
 
-The target extends a sequence by its newest token and k proposals x_1 .. x_k, and returns k + 1 rows of logits: row i
-is what plain decoding would see after x_1 .. x_i. Rows past the first wrong proposal mean nothing and are dropped.
+The target extends a sequence by its newest token and k proposals x_1 .. x_k, and returns k + 1 rows of logits. Row i
+contains the logits after x_1 .. x_i. Rows after the first rejected proposal are discarded.
 
 reproduce (the default)
-    Draw from row 0, from row 1, ... with the sampler of plain decoding, each with the uniform of its own position,
-    for as long as what is drawn equals the proposal; keep what was drawn.
-    Proof: the token at a position is a function of the logits there and of one uniform, which is keyed by
-    (seed, sample, position). Row i has the logits of plain decoding if x_1 .. x_i are the tokens of plain
-    decoding. Row 0 always has; and when the draw from row i equals x_{i+1}, then x_{i+1} is that token, so row
-    i + 1 has too. Hence every kept token is plain decoding's, greedy or sampled, and the seed means the same with
-    speculation on or off. A proposal is accepted when target and drafter choose the same token; a drafter that
-    draws with the same uniform does so often.
+    Sample from row 0, row 1, ... with the sampler of plain decoding and the uniform of each position. Stop after the
+    first token that differs from its proposal; keep all sampled tokens.
+    Proof: the token at a position is a function of the logits there and of one uniform, which is a function of
+    (seed, sample, position). Row i equals the logits of plain decoding if x_1 .. x_i are the tokens of plain decoding.
+    This holds for row 0; and if the token sampled from row i equals x_{i+1}, then x_{i+1} is the token of plain
+    decoding, so it holds for row i + 1. Hence every kept token is the token of plain decoding, greedy or sampled, and a
+    seed gives the same output with and without speculation. A proposal is accepted if target and drafter choose the
+    same token; this is frequent for a drafter that samples with the same uniform.
 
 reject (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2)
-    Proposal x was drawn from q, the target's distribution is p, both after all filters. Accept x with probability
-    min(1, p(x) / q(x)); on rejection draw from max(p - q, 0), normalised, and drop the rest; if all are accepted draw
-    one more from the last row.
-    Proof, for one position: x is kept with probability q(x) min(1, p(x) / q(x)) = min(p(x), q(x)). Something is
-    rejected with probability 1 - sum min(p, q) = sum max(p - q, 0), and is then replaced by y with probability
-    max(p(y) - q(y), 0) / sum max(p - q, 0). So y comes out with min(p(y), q(y)) + max(p(y) - q(y), 0) = p(y).
-    For several positions: whether position t is looked at, and with which q, is decided by the kept tokens before
-    it and by random numbers of earlier positions alone; its own three (drawing the proposal, accepting, replacing)
-    are used by no other kept token. So given the kept tokens before it, each is distributed as p.
-    A tie is broken towards keeping: a q that is not random (prompt lookup) has q(x) = 1.
-    It accepts sum min(p, q) of the proposals, the most that any rule can; the text is another one than without
-    speculation, of the same distribution.
+    Proposal x was sampled from q; the target's distribution is p; both after all filters. Accept x with probability
+    min(1, p(x) / q(x)). On rejection, sample from max(p - q, 0), normalized, and drop the remaining proposals. If all
+    are accepted, sample one more token from the last row.
+    Proof, for one position: x is accepted with probability q(x) min(1, p(x) / q(x)) = min(p(x), q(x)). A rejection has
+    probability 1 - sum min(p, q) = sum max(p - q, 0), and the replacement is y with probability
+    max(p(y) - q(y), 0) / sum max(p - q, 0). So the result is y with min(p(y), q(y)) + max(p(y) - q(y), 0) = p(y).
+    For several positions: whether position t is verified, and with which q, depends only on the kept tokens before it
+    and on random numbers of earlier positions. The three random numbers of position t (sampling the proposal,
+    accepting, replacing) affect no other kept token. So each kept token has distribution p, given the tokens before it.
+    A deterministic drafter (prompt lookup) has q(x) = 1.
+    The acceptance rate is sum min(p, q), the maximum for any rule. The output differs from the output without
+    speculation, but has the same distribution.
 
-At temperature 0 the two are one: p and q are single tokens.
+At temperature 0 both rules are the same, because p and q have a single token.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Group = tuple[SamplerRow, Proposal | None]
-"""A sequence that draws, and what was proposed for it: it has 1 + len(proposal) rows of logits."""
+"""A sequence to sample and its proposal, if any. It has 1 + len(proposal) rows of logits."""
 
 
 def draw(sampler: Sampler, logits: Tensor, groups: Sequence[Group], *, rule: str = "reproduce") -> list[list[Sampled]]:
-    """Draw the next tokens of each sequence: one, or as many as its proposal has right and one more.
+    """Return the next tokens of each sequence: the accepted proposals and one more token.
 
     Args:
-        sampler: of plain decoding.
-        logits: (sum over groups of 1 + number of proposals, V) float32, each group's rows one after the other.
+        sampler: the sampler of plain decoding.
+        logits: (sum over groups of 1 + number of proposals, V) float32, the rows of each group consecutive.
         groups: the sequences.
         rule: reproduce or reject.
 
@@ -77,7 +77,7 @@ def draw(sampler: Sampler, logits: Tensor, groups: Sequence[Group], *, rule: str
 
 
 def _reproduced(sampled: list[Sampled], drafts: list[int]) -> list[Sampled]:
-    """Return the draws up to and with the first that differs from its proposal."""
+    """Return the sampled tokens up to and including the first that differs from its proposal."""
     for i, token in enumerate(drafts):
         if sampled[i].token_id != token:
             return sampled[: i + 1]
@@ -85,7 +85,7 @@ def _reproduced(sampled: list[Sampled], drafts: list[int]) -> list[Sampled]:
 
 
 def _by_rejection(logits: Tensor, rows: Sequence[SamplerRow], proposal: Proposal) -> list[Sampled]:
-    """Return one sequence's tokens by the rejection rule: see the proof above.
+    """Return one sequence's tokens by the rule `reject` (see the module's docstring).
 
     Args:
         logits: (k + 1, V).
@@ -104,7 +104,7 @@ def _by_rejection(logits: Tensor, rows: Sequence[SamplerRow], proposal: Proposal
         u: float = uniform(seed=row.seed, sample=row.sample_index + ACCEPT, position=row.num_output_tokens)
         if u * float(q[i, token]) >= float(p[i, token]):
             rest = (p[i] - q[i]).clamp(min=0.0)
-            if float(rest.sum()) <= 0.0:  # p and q are equal but for rounding: p is what is wanted
+            if float(rest.sum()) <= 0.0:  # p and q differ only by rounding: sample from p
                 rest = p[i]
             (token,) = draw_from(rest[None], rows[i : i + 1], REPLACE)
         kept.append(_sampled(token, logits[i], rows[i]))

@@ -1,4 +1,4 @@
-"""Training data: text files to one tensor of tokens, split, and batches that depend on the step alone."""
+"""Training data: read, split and tokenize text files; batches are functions of the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoinfer.models.tokenizers import CharTokenizer, Tokenizer
 
 
 def read_texts(paths: Sequence[str]) -> list[str]:
-    """Return the files' texts. Raises NanoinferError for a file that is missing, empty or not UTF-8."""
+    """Return the contents of text files. Raises NanoinferError for a file that is missing, empty or not UTF-8."""
     texts = []
     for path in map(Path, paths):
         text = read_text(path, "training data")
@@ -27,17 +27,17 @@ def read_texts(paths: Sequence[str]) -> list[str]:
 
 
 def split_texts(texts: Sequence[str], val_fraction: float) -> tuple[list[str], list[str]]:
-    """Split every text: its last `val_fraction` of characters is held out.
+    """Split every text; the last `val_fraction` of its characters is held out.
 
-    Splitting characters, not tokens, keeps the held-out text the same for every tokenizer, and keeps it
-    out of the tokenizer's own training.
+    The split is by characters, so that the held-out text is the same for every tokenizer and is not used to train the
+    tokenizer.
     """
     cuts = [int(len(t) * (1 - val_fraction)) for t in texts]
     return [t[:c] for t, c in zip(texts, cuts, strict=True)], [t[c:] for t, c in zip(texts, cuts, strict=True)]
 
 
 def train_bpe(texts: Sequence[str], vocab_size: int) -> str:
-    """Return the tokenizer.json of a byte-level BPE trained on `texts`. Any UTF-8 text has tokens in it."""
+    """Return the tokenizer.json of a byte-level BPE trained on `texts`. It can encode any UTF-8 text."""
     import tokenizers as hf
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -56,10 +56,10 @@ def make_tokenizer(kind: str, train: Sequence[str], val: Sequence[str], vocab_si
     """Return a new tokenizer and its tokenizer.json.
 
     Args:
-        kind: char (every character of the data, validation included) or bpe (trained on `train` only).
+        kind: char (all characters of the data, including the held-out texts) or bpe (trained on `train` only).
         train: the training texts.
         val: the held-out texts.
-        vocab_size: tokens of a BPE.
+        vocab_size: vocabulary size of a BPE.
     """
     if kind == "char":
         chars = sorted(set("".join([*train, *val])))
@@ -69,7 +69,7 @@ def make_tokenizer(kind: str, train: Sequence[str], val: Sequence[str], vocab_si
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], eos_token_id: int | None) -> Tensor:
-    """Return the texts as one int64 tensor of tokens, each text followed by the end-of-text token if there is one."""
+    """Return the texts as one int64 tensor of tokens; the end-of-text token, if there is one, follows each text."""
     ids: list[int] = []
     for text in texts:
         ids += tokenizer.encode(text)
@@ -79,14 +79,17 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], eos_token_id: int |
 
 
 def evenly_spread(count: int, block_size: int, max_tokens: int) -> Tensor:
-    """Choose windows: evenly_spread(6, 10, 30) -> [0, 2, 4]. `max_tokens` tokens at most, one window at least."""
+    """Return evenly spread window indices with at most `max_tokens` tokens, at least one window.
+
+    evenly_spread(6, 10, 30)  ->  [0, 2, 4]
+    """
     keep = max(1, min(count, max_tokens // block_size))
     return torch.arange(keep) * count // keep
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Windows of a token tensor."""
+    """Random or consecutive windows of a token tensor."""
 
     tokens: Tensor
     block_size: int
@@ -95,22 +98,19 @@ class Batches:
     def __post_init__(self) -> None:
         if len(self.tokens) < self.block_size + 1:
             raise NanoinferError(
-                f"the text has {len(self.tokens)} tokens in one of its parts (training or validation); a window"
-                f" needs block_size + 1 = {self.block_size + 1}: give more text or a smaller block_size"
+                f"the training or validation part of the data has {len(self.tokens)} tokens; a window needs"
+                f" block_size + 1 = {self.block_size + 1}: use more data or a smaller block_size"
             )
 
     def draw(self, step: int, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, (batch_size, block_size) int64, of one step.
-
-        They are a function of (seed, step), so that a resumed run sees what an uninterrupted one would.
-        """
+        """Return inputs and targets, (batch_size, block_size) int64, of one step: a function of (seed, step)."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(len(self.tokens) - self.block_size, (batch_size, 1), generator=generator)
         window = self.tokens[starts + torch.arange(self.block_size + 1)]  # (batch_size, block_size + 1)
         return window[:, :-1], window[:, 1:]
 
     def sweep(self, max_tokens: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield batches of non-overlapping windows, evenly spread: `max_tokens` tokens at most, one window at least."""
+        """Yield batches of evenly spread, disjoint windows: at most `max_tokens` tokens, at least one window."""
         count = (len(self.tokens) - 1) // self.block_size
         starts = (evenly_spread(count, self.block_size, max_tokens) * self.block_size)[:, None]
         windows = self.tokens[starts + torch.arange(self.block_size + 1)]

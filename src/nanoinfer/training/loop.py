@@ -1,11 +1,11 @@
-"""The training loop: AdamW, cosine learning rate, validation, and resuming after being killed.
+"""The training loop: AdamW, cosine learning rate, validation, and resuming an interrupted run.
 
-Written after nanoGPT's train.py, with three differences: batches and dropout are functions of (seed, step),
-so a resumed run ends with the same weights as an uninterrupted one; validation sweeps the held-out text
-instead of sampling it; and the result is a Hugging Face folder.
+It follows nanoGPT's train.py with three differences. Batches and dropout are functions of (seed, step), so a resumed
+run produces the same weights as an uninterrupted one. Validation covers the held-out text evenly instead of sampling
+it. The result is a Hugging Face folder.
 
-`out/` holds the model with the best validation loss so far (config.json, model.safetensors, tokenizer.json)
-and `training.state`, from which `--resume` goes on (state.py).
+`out` contains the model with the best validation loss so far (config.json, model.safetensors, tokenizer.json) and
+`training.state`, from which `--resume` continues (state.py).
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
 from nanoinfer.training import data, distill, state
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What is known after a step."""
+class TrainProgress:
+    """Losses and speed after a step."""
 
     step: int
     loss: float
     val_loss: float | None
-    """Set after a validation, else None. Nats per token; with distill the distance to it (KL) on the held-out text."""
+    """Set after a validation, else None. Nats per token; with distill, the KL divergence on the held-out text."""
     best_val_loss: float
     tokens_per_sec: float
 
 
 @dataclass
-class Run:
-    """Everything that a run needs; made by `prepare`."""
+class TrainRun:
+    """State of a training run; created by `prepare`."""
 
     config: TrainConfig
     device: torch.device
     model: torch.nn.Module
     tokenizer_json: str
-    train: data.Batches | distill.Lessons
-    val: data.Batches | distill.Lessons
+    train: data.Batches | distill.TargetBatches
+    val: data.Batches | distill.TargetBatches
     val_chars_per_token: float
     step: int = 0
     best_val_loss: float = math.inf
     optimizer: torch.optim.Optimizer | None = None
     digests: dict[str, str] = field(default_factory=dict)
-    """Of the data, and of the target where there is one: a resumed run must have the same."""
+    """Digests of the data and, if there is one, of the target's weights. A resumed run must have the same digests."""
     saved_weights: str = ""
-    """Digest of the weights that were saved last."""
+    """Digest of the weights last saved."""
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the mean loss, nats per token, of inputs x, (B, T).
 
         Args:
             x: token ids.
-            y: the next ones, (B, T): cross-entropy; or the target's logits, (B, T, V): the loss of distillation, and
-                without its second part in validation.
+            y: the next token ids, (B, T), for cross-entropy; or the target's logits, (B, T, V), for the distillation
+                loss, which in validation is the KL divergence alone.
         """
         x, y = x.to(self.device), y.to(self.device)
         with self.autocast():
@@ -80,47 +80,47 @@ class Run:
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which matrix products have the dtype that was asked for."""
+        """Return the autocast context for the dtype of the config."""
         if self.config.autocast == "bfloat16":
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
 
     def write(self) -> None:
-        """Write the model as it is now to `out`."""
+        """Write the current model to `out`."""
         assert isinstance(self.model, GPT)
         dtype = getattr(torch, self.config.save_dtype)
         huggingface.save(self.model, Path(self.config.out), self.tokenizer_json, dtype)
 
     def read(self) -> torch.nn.Module:
-        """Return the model that is in `out`."""
+        """Load the model in `out`."""
         return huggingface.load_folder(Path(self.config.out))[0]
 
     def files(self) -> dict[str, str]:
-        """Return the files of the model in `out` that hold text, and what they hold."""
+        """Return the names and contents of the text files that belong to the model in `out`."""
         return {"tokenizer.json": self.tokenizer_json}
 
     def note_target(self, target: GPT, saved: state.State | None) -> None:
-        """Note which weights the target has; a resumed run's must have had the same."""
+        """Record the digest of the target's weights; raise NanoinferError if it differs from the saved state's."""
         self.digests["target"] = state.digest_weights(target, target, torch.float32)
         state.check_digest(saved, "target", self.digests["target"], "another target")
 
     def resume(self, saved: state.State) -> None:
-        """Go back to a saved state, checked whole, and check that the model in `out` belongs to it."""
+        """Restore a saved state and check that the model in `out` belongs to it."""
         state.restore(self, saved)
         state.check_saved_model(self, saved)
 
 
-def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete | None = None) -> Run:
-    """Read the data, make or load tokenizer and model, and go back to the saved state when resuming.
+def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete | None = None) -> TrainRun:
+    """Read the data, create or load tokenizer and model, and restore the saved state when resuming.
 
     Args:
         config: the run.
-        resume: go on from the state in `out`.
-        complete: lets the target of `distill` write: (texts, temperatures, n) -> the texts with n more tokens, the
-            same ones each time, or a resumed run is another. Called after everything else has been checked.
+        resume: continue from the state in `out`.
+        complete: generates with the target of `distill`: see `distill.Complete`. It must be deterministic, so that a
+            resumed run has the same data. It is called after all checks.
 
     Raises:
-        NanoinferError: bad data, an `out` that holds another run, or a target that does not fit.
+        NanoinferError: the data is unusable, `out` contains another run, or the target does not match.
     """
     from nanoinfer.engines.devices import resolve_device
 
@@ -136,7 +136,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     model, tokenizer, tokenizer_json = _start(config, train_texts, val_texts, saved, target)
     eos = next(iter(model.config.eos_token_ids), None)
     val_tokens = data.encode_texts(tokenizer, val_texts, eos)
-    run = Run(
+    run = TrainRun(
         config,
         device,
         model.to(device),
@@ -155,21 +155,21 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     if target is not None:
         source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"
         distill.check_vocabularies(target, tokenizer, source)
-        _ask_target(run, target.gpt, tokenizer.vocab_size, complete)
+        _distill_batches(run, target.gpt, tokenizer.vocab_size, complete)
     if saved is not None and saved.pending:
         state.finish(run)
     return run
 
 
-def _ask_target(run: Run, target: GPT, num_tokens: int, complete: distill.Complete | None) -> None:
-    """Replace the batches of `run` by those of distillation: the target writes, then reads what there is."""
-    assert complete is not None, "distill needs someone to write"
+def _distill_batches(run: TrainRun, target: GPT, num_tokens: int, complete: distill.Complete | None) -> None:
+    """Replace the batches of `run` by batches with the target's logits, on the data and on generated windows."""
+    assert complete is not None, "distill needs `complete`"
     config, block_size = run.config, run.config.block_size
-    texts = distill.write_texts(run.train.tokens, config.distill_tokens, block_size, config.seed, complete)
+    texts = distill.generate_windows(run.train.tokens, config.distill_tokens, block_size, config.seed, complete)
     target, dtype = target.to(run.device), getattr(torch, config.autocast)
     every = torch.cat([distill.windows(run.train.tokens, block_size), texts])
-    run.train = distill.read(target, every, num_tokens, config.seed, dtype)
-    run.val = distill.read(target, distill.windows(run.val.tokens, block_size), num_tokens, config.seed, dtype)
+    run.train = distill.run_target(target, every, num_tokens, config.seed, dtype)
+    run.val = distill.run_target(target, distill.windows(run.val.tokens, block_size), num_tokens, config.seed, dtype)
 
 
 def _start(
@@ -197,7 +197,7 @@ def _start(
         n_head=config.n_head,
         n_embd=config.n_embd,
         bias=config.bias,
-        bos_token_id=newline[0] if len(newline) == 1 else None,  # a text starts as a line does
+        bos_token_id=newline[0] if len(newline) == 1 else None,  # an empty prompt starts a new line
     )
     model = GPT(model_config, config.dropout)
     model.init_weights(torch.Generator().manual_seed(config.seed))
@@ -205,7 +205,7 @@ def _start(
 
 
 def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
-    """Return a copy of an existing model, its positions cropped to block_size."""
+    """Return a copy of an existing model with its positions cropped to block_size, its tokenizer and the JSON."""
     override = None if config.tokenizer in ("char", "bpe") else config.tokenizer
     loaded = load_model(config.init, tokenizer=override)
     if loaded.tokenizer is None:
@@ -221,8 +221,8 @@ def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
     return model, loaded.tokenizer, tokenizers.to_json(loaded.tokenizer)
 
 
-def make_optimizer(run: Run) -> torch.optim.Optimizer:
-    """Return AdamW for a run's model: matrices and embeddings decay, biases and norms do not."""
+def make_optimizer(run: TrainRun) -> torch.optim.Optimizer:
+    """Return AdamW for a run's model, with weight decay for matrices and embeddings only."""
     parameters = list(run.model.parameters())
     config = run.config
     groups = [
@@ -241,7 +241,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
 
-def train(run: Run, report: Callable[[Progress], None]) -> float:
+def train(run: TrainRun, report: Callable[[TrainProgress], None]) -> float:
     """Train to `max_steps`, saving at every validation; return the best validation loss, nats per token.
 
     Args:
@@ -253,7 +253,7 @@ def train(run: Run, report: Callable[[Progress], None]) -> float:
     tokens_per_step = config.batch_size * config.block_size
     while run.step < config.max_steps:
         start = time.perf_counter()
-        torch.manual_seed(config.seed * 1_000_003 + run.step)  # dropout, too, is a function of the step
+        torch.manual_seed(config.seed * 1_000_003 + run.step)  # makes dropout a function of the step
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.step, config)
         model.train()
@@ -275,12 +275,12 @@ def train(run: Run, report: Callable[[Progress], None]) -> float:
             improved = val_loss < run.best_val_loss
             run.best_val_loss = min(val_loss, run.best_val_loss)
             state.save(run, improved)
-        report(Progress(run.step, train_loss, val_loss, run.best_val_loss, tokens_per_step / seconds))
+        report(TrainProgress(run.step, train_loss, val_loss, run.best_val_loss, tokens_per_step / seconds))
     return run.best_val_loss
 
 
 @torch.no_grad()
-def validate(run: Run) -> float:
+def validate(run: TrainRun) -> float:
     """Return the mean loss, nats per token, over the held-out text."""
     run.model.eval()
     total, count = 0.0, 0
@@ -291,7 +291,7 @@ def validate(run: Run) -> float:
 
 
 def check_writable(out: Path) -> None:
-    """Fail before the first step, not after an hour."""
+    """Raise NanoinferError before the first step if the output folder cannot be written."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / ".write_probe.tmp"

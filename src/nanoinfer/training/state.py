@@ -1,12 +1,13 @@
-"""The state that a training run is resumed from, and the rule that a run replaces only files that it made.
+"""Save and restore the state of a training run. A run replaces only files that it wrote.
 
-`training.state` is a safetensors file (not named so: other programs load every *.safetensors of a folder): the weights,
-Adam's moments, the tokenizer, and a JSON record of the settings, the step, and digests of the data and of the saved
-model. A save that improves the model writes three things, and a kill between any two of them loses nothing:
+`training.state` is a safetensors file with the weights, Adam's moments, the tokenizer, and a JSON record of the
+settings, the step, and digests of the data and of the saved model. Its name has no .safetensors suffix, because other
+programs load every *.safetensors file of a folder. When the model improved, a save has three parts, and the run can be
+killed between any two of them without loss:
 
     training.state.pending -> model files -> training.state.pending renamed to training.state
 
-A pending state that is there when a run resumes is complete, and the model files may not be: they are written again.
+If a run resumes from a pending state, the state is complete but the model files may not be, so they are written again.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import parse_json, read_text, reason, write_atomically
 from nanoinfer.models.checkpoints.stored import ITEM_BYTES, read_safetensors
-from nanoinfer.training.config import TrainConfig
+from nanoinfer.training.train_config import TrainConfig
 
 if TYPE_CHECKING:
-    from nanoinfer.training.loop import Run
+    from nanoinfer.training.loop import TrainRun
 
 STATE = "training.state"
 PENDING = "training.state.pending"
 _OLD = "training_state.pt"
 _MODEL_NAMES = ("config.json", "tokenizer.json", "vocab.json", "merges.txt", "meta.pkl", "draft_head.json")
 _MODEL_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
-_FREE = ("out", "device", "data")  # settings that may change: of the data, the content counts
+_FREE = ("out", "device", "data")  # settings that may change; the content of the data is compared by its digest
 
 
 @dataclass(frozen=True)
 class State:
-    """A saved state as it was read: its settings are this run's, its tensors are not checked yet (`restore`)."""
+    """A saved state whose settings match the run. `restore` checks its tensors."""
 
     path: Path
     record: dict[str, Any]
@@ -61,7 +62,7 @@ class State:
 
 
 def digest_texts(texts: Sequence[str]) -> str:
-    """Return a hash of texts: of what they hold, and of where each ends."""
+    """Return a hash of texts, including their boundaries."""
     digest = hashlib.sha256()
     for text in texts:
         content = text.encode()
@@ -70,7 +71,7 @@ def digest_texts(texts: Sequence[str]) -> str:
 
 
 def digest_weights(model: torch.nn.Module, like: torch.nn.Module, dtype: torch.dtype) -> str:
-    """Return a hash of the weights that `model` has under the names of `like`'s, in the dtype of the file."""
+    """Return a hash of `model`'s weights that have the names of `like`'s parameters, converted to `dtype`."""
     digest, found = hashlib.sha256(), dict(model.named_parameters())
     for name, _ in like.named_parameters():
         p = found[name].detach().to("cpu", dtype).contiguous()
@@ -80,11 +81,11 @@ def digest_weights(model: torch.nn.Module, like: torch.nn.Module, dtype: torch.d
 
 
 def read_state(out: Path, config: TrainConfig, resume: bool) -> State | None:
-    """Return the state to resume from, or None to start in a folder without a model.
+    """Return the state to resume from, or None if the folder contains no state and no model.
 
     Raises:
-        NanoinferError: the folder holds a model and resume is False; it holds one that is no training run's; or the
-            state is broken, of an older version, or of other settings.
+        NanoinferError: the folder contains a state and resume is False; it contains a model without a state; or the
+            state is malformed, of an older version, or has other settings.
     """
     try:
         names = sorted(os.listdir(out)) if os.path.lexists(out) else []
@@ -95,8 +96,8 @@ def read_state(out: Path, config: TrainConfig, resume: bool) -> State | None:
         if _OLD in names:
             raise NanoinferError(f"{out / _OLD} is of an older version and cannot be resumed: choose another folder")
         if model := next((n for n in names if n in _MODEL_NAMES or n.endswith(_MODEL_SUFFIXES)), None):
-            raise NanoinferError(f"out={out} holds {model}, which no training run wrote there: choose another folder")
-        return None  # killed before the first interval ended: start over
+            raise NanoinferError(f"out={out} contains {model}, but no training state: choose another folder")
+        return None  # a run that was killed before its first save starts again
     if not resume:
         raise NanoinferError(f"out={out} already holds {path.name}: add --resume, or choose another folder")
     state = _read(path)
@@ -110,38 +111,38 @@ def read_state(out: Path, config: TrainConfig, resume: bool) -> State | None:
 
 
 def _read(path: Path) -> State:
-    """Return a state whose record has the right keys and types, and whose tokenizer is text."""
-    stored = read_safetensors(path)  # compares the header with the file's size before it reads any tensor
+    """Return a state; check the keys and types of its record, and that its tokenizer is UTF-8."""
+    stored = read_safetensors(path)
     for name, tensor in stored.items():
         if tensor.dtype not in (*ITEM_BYTES, "uint8"):
-            raise NanoinferError(f"{path} is no training state: tensor {show(name)} is {tensor.dtype[:20]}")
+            raise NanoinferError(f"{path} is not a training state: tensor {show(name)} is {tensor.dtype[:20]}")
     try:
         tensors = {name: tensor.read() for name, tensor in stored.items()}
         texts = {name: bytes(tensors[name].numpy()) for name in ("record", "tokenizer_json")}
-        record = parse_json(texts["record"], f"{path} is no training state")
+        record = parse_json(texts["record"], f"{path} is not a training state")
         for key, kind in {"config": dict, "step": int, "best_val_loss": float, "digests": dict, "weights": str}.items():
             if type(record[key]) is not kind:
                 raise ValueError(f"{key} is a {type(record[key]).__name__}")
         texts["tokenizer_json"].decode()
     except NanoinferError:
         raise
-    except Exception as e:  # not safetensors, a dtype that numpy lacks, missing keys: all mean the same
-        raise NanoinferError(f"{path} is no training state: {type(e).__name__}: {reason(e)}") from None
+    except Exception as e:  # missing keys, wrong types, a dtype that NumPy lacks
+        raise NanoinferError(f"{path} is not a training state: {type(e).__name__}: {reason(e)}") from None
     return State(path, record, tensors)
 
 
 def check_digest(state: State | None, name: str, digest: str, what: str) -> None:
-    """Raise NanoinferError if the run that left the state saw something else than this one does."""
+    """Raise NanoinferError if the digest in the state differs from this run's; `what` describes the difference."""
     if state is not None and state.record["digests"].get(name) != digest:
         raise NanoinferError(f"{state.path} was made with {what}: resume with the same, or choose another folder")
 
 
-def restore(run: Run, state: State) -> None:
-    """Set a run back to its state, which must fit whole: all tensors, their shapes, dtypes, finite values."""
+def restore(run: TrainRun, state: State) -> None:
+    """Restore a run from its state, after checking the names, shapes, dtypes and finite values of all tensors."""
     assert run.optimizer is not None
     step, best = state.record["step"], state.record["best_val_loss"]
     if not (1 <= step <= run.config.max_steps and math.isfinite(best)):
-        raise NanoinferError(f"{state.path} is no training state: step={show(step)}, best_val_loss={best}")
+        raise NanoinferError(f"{state.path} is not a training state: step={show(step)}, best_val_loss={best}")
     if state.tokenizer_json != run.tokenizer_json:
         raise NanoinferError(f"{state.path} was made with another tokenizer: resume with the same one")
     wanted = _tensors(run, fresh=True)
@@ -161,24 +162,24 @@ def restore(run: Run, state: State) -> None:
     run.step, run.best_val_loss, run.saved_weights = step, best, state.record["weights"]
 
 
-def check_saved_model(run: Run, state: State) -> None:
-    """Raise NanoinferError unless the model in the run's folder is the one that the run wrote there."""
-    if state.pending:  # it was being written
+def check_saved_model(run: TrainRun, state: State) -> None:
+    """Raise NanoinferError unless the model in the run's folder is the one that the run wrote."""
+    if state.pending:  # `finish` writes the model again
         return
     out, dtype = Path(run.config.out), getattr(torch, run.config.save_dtype)
     for name, text in run.files().items():
         if read_text(out / name, "a part of the trained model") != text:
-            raise NanoinferError(f"{out / name} is not what the run wrote: put that back, or choose another folder")
+            raise NanoinferError(f"{out / name} differs from the run's: restore the file, or choose another folder")
     try:
         same = digest_weights(run.read(), run.model, dtype) == run.saved_weights
-    except KeyError:  # a model of another kind
+    except KeyError:  # a model with other parameters
         same = False
     if not same:
-        raise NanoinferError(f"{out} holds other weights than the run wrote: put them back, or choose another folder")
+        raise NanoinferError(f"weights in {out} differ from the run's: restore the file, or choose another folder")
 
 
-def save(run: Run, improved: bool) -> None:
-    """Write the state, and the model where it is better than all before."""
+def save(run: TrainRun, improved: bool) -> None:
+    """Write the state, and the model if it improved."""
     out = Path(run.config.out)
     if improved:
         run.saved_weights = digest_weights(run.model, run.model, getattr(torch, run.config.save_dtype))
@@ -187,17 +188,17 @@ def save(run: Run, improved: bool) -> None:
         if improved:
             finish(run)
     except OSError as e:
-        raise NanoinferError(f"out={out} cannot be written: {reason(e)}: make room, and resume") from None
+        raise NanoinferError(f"out={out} cannot be written: {reason(e)}: free some space, and resume") from None
 
 
-def finish(run: Run) -> None:
-    """Write the model that belongs to the pending state, which becomes the state."""
+def finish(run: TrainRun) -> None:
+    """Write the model of the pending state, then rename the pending state."""
     out = Path(run.config.out)
     run.write()
     os.replace(out / PENDING, out / STATE)
 
 
-def _to_bytes(run: Run) -> bytes:
+def _to_bytes(run: TrainRun) -> bytes:
     from safetensors.torch import save as to_bytes
 
     record = {
@@ -216,13 +217,13 @@ def _describe(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _parameters(run: Run) -> list[torch.nn.Parameter]:
+def _parameters(run: TrainRun) -> list[torch.nn.Parameter]:
     assert run.optimizer is not None
     return [p for group in run.optimizer.param_groups for p in group["params"]]
 
 
-def _tensors(run: Run, fresh: bool = False) -> dict[str, Tensor]:
-    """Return what a state holds of the model and of Adam; `fresh`: as shapes, where Adam has not begun."""
+def _tensors(run: TrainRun, fresh: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of model and Adam in a state. `fresh`: only their shapes, before Adam's first step."""
     tensors: dict[str, Tensor] = {f"model.{name}": p for name, p in run.model.named_parameters()}
     assert run.optimizer is not None
     for i, p in enumerate(_parameters(run)):

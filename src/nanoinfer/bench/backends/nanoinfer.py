@@ -64,7 +64,7 @@ class NanoinferBackend:
 
     def breakdown(self) -> dict[str, float]:
         """Return the shares of a decode step's time in percent."""
-        from nanoinfer.profiling.profile import breakdown_percent
+        from nanoinfer.profiling.profiler import breakdown_percent
 
         case = self._case
         params = case.params(17)  # one token from the prompt, 16 decoded

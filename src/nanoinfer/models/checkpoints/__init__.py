@@ -1,1 +1,1 @@
-"""Checkpoints: from a model's name to weights, a config and a tokenizer, and back to a folder."""
+"""Checkpoints: load weights, config and tokenizer of a model by name; save a model to a folder."""

@@ -1,7 +1,7 @@
-"""config.json of the Hugging Face layout: to `ModelConfig` and back.
+"""config.json of the Hugging Face layout: convert it to `ModelConfig` and back.
 
-What a config asks for and this project does not do is an error that names the field; nothing that would
-change the model's output is ignored.
+A field that requests an unsupported feature is an error that names the field. No field that changes the model's output
+is ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("nanoinfer")
 
 MAX_CONFIG_BYTES = 1 << 20  # GPT-2's has 0.7 KB
 
-# Field -> the only values that mean what our model does.
+# Field -> its supported values.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
     "scale_attn_weights": (True,),
@@ -56,15 +56,15 @@ def read(path: Path) -> ModelConfig:
     """Return the model config in the `config.json` at `path`.
 
     Raises:
-        NanoinferError: the file is missing or no JSON object, or asks for what we do not do (field named); or the
-            generation_config.json beside it is broken.
+        NanoinferError: the file is missing or not a JSON object, or a field has an unsupported value; or the
+            generation_config.json in the same folder is malformed.
     """
     raw, where = _object(path, "a config"), escaped(path)
     for name, allowed in _ONLY.items():
         if name in raw and raw[name] not in allowed:
             raise NanoinferError(f"{where}: {name}={show(raw[name])} is not supported: only {allowed[0]!r} is")
     if "model_type" not in raw:
-        raise NanoinferError(f"{where} has no model_type: a GPT-2 folder says model_type=gpt2")
+        raise NanoinferError(f"{where} has no model_type: add model_type=gpt2 if it is a GPT-2 model")
     activation = raw.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise NanoinferError(
@@ -72,10 +72,10 @@ def read(path: Path) -> ModelConfig:
         )
     known = {*_ONLY, *_HARMLESS, *_SHAPE, "activation_function"}
     if unknown := sorted(raw.keys() - known):
-        log.warning("%s: fields with no meaning here: %s", where, escaped(", ".join(unknown)))
+        log.warning("%s: unknown fields are ignored: %s", where, escaped(", ".join(unknown)))
     shape: dict[str, Any] = {name: raw.get(name, default) for name, default in _SHAPE.items()}
     try:
-        require_int("n_positions", shape["n_positions"], 1, 2**31 - 1)  # ModelConfig has another name for it
+        require_int("n_positions", shape["n_positions"], 1, 2**31 - 1)  # ModelConfig's error would name block_size
         return ModelConfig(
             block_size=shape.pop("n_positions"),
             activation=_ACTIVATIONS[activation],
@@ -90,14 +90,14 @@ def read(path: Path) -> ModelConfig:
 def _object(path: Path, what: str) -> dict[str, Any]:
     raw = read_json(path, MAX_CONFIG_BYTES, what)
     if not isinstance(raw, dict):
-        raise NanoinferError(f"{escaped(path)} holds a {type(raw).__name__}, not a JSON object")
+        raise NanoinferError(f"{escaped(path)} contains a {type(raw).__name__}, not a JSON object")
     return raw
 
 
 def _end_tokens(raw: dict[str, Any], beside: Path) -> tuple[int, ...]:
-    """Return the tokens that end a sequence: generation_config.json's where it names any, else config.json's.
+    """Return the end-of-text tokens of generation_config.json if it has any, else those of config.json.
 
-    transformers and vLLM stop at those of generation_config.json, which chat models use to name several.
+    transformers and vLLM stop at the tokens of generation_config.json. Chat models list several there.
     """
     if beside.is_file() and (value := _object(beside, "a generation config").get("eos_token_id")) is not None:
         try:
@@ -108,17 +108,17 @@ def _end_tokens(raw: dict[str, Any], beside: Path) -> tuple[int, ...]:
 
 
 def _token_ids(name: str, value: Any, raw: dict[str, Any]) -> tuple[int, ...]:
-    """Return special tokens, each once: 5 -> (5,), [5, 6] -> (5, 6), None -> ().
+    """Return the ids of special tokens without duplicates: 5 -> (5,), [5, 6] -> (5, 6), None -> ().
 
-    GPT2Config's default is 50256, which small vocabularies do not have. transformers writes that default into every
-    config, so an id outside the vocabulary means "none".
+    transformers writes GPT2Config's default, 50256, into every config, even if the vocabulary is smaller. An id outside
+    the vocabulary is therefore ignored with a warning.
     """
     vocab_size = raw.get("vocab_size", 50257)
     ids: list[int] = []
     for token_id in value if isinstance(value, list) else [] if value is None else [value]:
         require_int(name, token_id, 0)
         if isinstance(vocab_size, int) and token_id >= vocab_size:
-            log.warning("%s=%d is outside the vocabulary of %d: it is left out", name, token_id, vocab_size)
+            log.warning("%s=%d is outside the vocabulary of %d tokens and is ignored", name, token_id, vocab_size)
         else:
             ids.append(token_id)
     return tuple(dict.fromkeys(ids))
@@ -129,7 +129,7 @@ def to_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
     Args:
         config: the model's shape.
-        dtype: name of the dtype that the weights are stored in.
+        dtype: name of the dtype of the stored weights.
     """
     eos = config.eos_token_ids
     return {

@@ -1,8 +1,8 @@
-"""The Hugging Face layout: a local folder or a Hub repository with config.json and *.safetensors; and saving it.
+"""Load and save the Hugging Face layout: a local folder or a Hub repository with config.json and *.safetensors.
 
-Covered: GPT-2 (`model_type: gpt2`), one file or a sharded index, names with and without the `transformer.`
-prefix, tied and untied heads; without safetensors, `pytorch_model.bin` (torch_archive.py: nothing is executed).
-Not covered: sharded `pytorch_model.bin`.
+Covered: GPT-2 (`model_type: gpt2`); one file or a sharded index; tensor names with and without the `transformer.`
+prefix; tied and untied heads; `pytorch_model.bin` if there is no safetensors file (torch_archive.py reads it without
+executing code). Not covered: sharded `pytorch_model.bin`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from nanoinfer.checks import show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, read_json, write_atomically
+from nanoinfer.files import escaped, read_json, write_folder
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
@@ -37,16 +37,16 @@ _HUB_FILES = [
 ]
 PICKLED = "pytorch_model.bin"
 MAX_INDEX_BYTES = 16 << 20
-# Without it, AutoTokenizer takes GPT-2's own tokenizer class, which splits text before tokenizer.json is asked.
+# Without this file, AutoTokenizer uses GPT-2's own tokenizer class, which splits text before it applies tokenizer.json.
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old checkpoints carry along
+_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old checkpoints contain
 
 
 def download(repo_id: str) -> Path:
-    """Return the local folder of a Hub repository, fetched if it is not in the cache.
+    """Return the local folder of a Hub repository; download it if it is not in the cache.
 
     Raises:
-        NanoinferError: there is no such repository, or no network and nothing in the cache.
+        NanoinferError: the repository does not exist, or it is not in the cache and the network is unavailable.
     """
     import huggingface_hub
 
@@ -55,7 +55,7 @@ def download(repo_id: str) -> Path:
         if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
             huggingface_hub.snapshot_download(repo_id, allow_patterns=[PICKLED])  # into the same folder
         return folder
-    except Exception as e:  # many kinds (HTTP, DNS, cache, permission); each is one clear sentence to the user
+    except Exception as e:  # of many types: HTTP, DNS, cache, permission
         reason = textwrap.shorten(escaped(" ".join(str(e).split()), 4000), 160, placeholder="...") or type(e).__name__
         raise NanoinferError(
             f"model {repo_id!r} could not be fetched from the Hugging Face Hub ({reason}): check the name and the"
@@ -64,20 +64,20 @@ def download(repo_id: str) -> Path:
 
 
 def load_folder(folder: Path, dtype: torch.dtype | None = None) -> tuple[GPT, ModelConfig]:
-    """Return the model in a Hugging Face folder: what `open_folder` finds, in memory."""
+    """Return the model in a Hugging Face folder, with its weights in memory."""
     weights = open_folder(folder, dtype)
     return weights.gpt(), weights.config
 
 
 def open_folder(folder: Path, dtype: torch.dtype | None = None) -> Weights:
-    """Return the weights in a Hugging Face folder, checked. Its files stay open as long as they are kept.
+    """Return the checked weights in a Hugging Face folder. Its files stay open as long as the weights exist.
 
     Args:
-        folder: holds config.json and model.safetensors (or its sharded index), or else pytorch_model.bin.
+        folder: contains config.json and model.safetensors (or a sharded index), or pytorch_model.bin.
         dtype: dtype of the weights in memory; None is float32.
 
     Raises:
-        NanoinferError: a file is missing or broken, or asks for what we do not do.
+        NanoinferError: a file is missing or malformed, or requests an unsupported feature.
     """
     import torch
 
@@ -88,7 +88,7 @@ def open_folder(folder: Path, dtype: torch.dtype | None = None) -> Weights:
             if key.endswith(_BUFFERS):
                 continue
             if (name := _our_name(key)) in stored:
-                raise NanoinferError(f"{escaped(folder)} holds tensor {name!r:.80} twice: keep one")
+                raise NanoinferError(f"{escaped(folder)} contains tensor {name!r:.80} twice: keep one")
             stored[name] = tensor.t() if CONV1D.search(name) else tensor
     return check(config, stored, escaped(folder), dtype or torch.float32)
 
@@ -102,32 +102,32 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _our_name(key: str) -> str:
-    """h.0.ln_1.weight -> transformer.h.0.ln_1.weight; lm_head.weight stays."""
+    """h.0.ln_1.weight -> transformer.h.0.ln_1.weight; lm_head.weight -> lm_head.weight."""
     return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of weights in a folder: one, or those that the index names."""
+    """Return the weight files of a folder: a single file, or the shards that the index lists."""
     for name in ("model.safetensors", "model.safetensors.index.json", PICKLED):
         if (path := folder / name).is_file():
             return _indexed(path) if name.endswith(".json") else [path]
     there = sorted(p.name for p in folder.iterdir() if p.is_file())
     found = escaped(", ".join(there[:8])) or "nothing"
-    raise NanoinferError(f"{escaped(folder)} has no model.safetensors or {PICKLED} (it holds: {found})")
+    raise NanoinferError(f"{escaped(folder)} has no model.safetensors or {PICKLED} (it contains: {found})")
 
 
 def _indexed(index: Path) -> list[Path]:
-    """Return the files that a sharded index names."""
+    """Return the files that a sharded index lists."""
     raw, where = read_json(index, MAX_INDEX_BYTES, "an index of weights"), escaped(index)
     names = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(names, dict) or not names:
-        raise NanoinferError(f"{where} is no index of weights: it has no weight_map of names to files")
+        raise NanoinferError(f"{where} is not an index of weights: it has no weight_map of names to files")
     there, files = {p.name for p in index.parent.iterdir() if p.is_file()}, []
     for name in names.values():
-        if not isinstance(name, str) or Path(name).name != name:  # a path would leave the folder
-            raise NanoinferError(f"{where} names the file {show(name)}: only plain names in the same folder are read")
+        if not isinstance(name, str) or Path(name).name != name:  # a path could leave the folder
+            raise NanoinferError(f"{where} lists the file {show(name)}: only file names in the same folder are allowed")
         if name not in there:
-            raise NanoinferError(f"{where} names the file {show(name)}, which is not in its folder")
+            raise NanoinferError(f"{where} lists the file {show(name)}, which is not in its folder")
         files.append(index.parent / name)
     return sorted(set(files))
 
@@ -135,14 +135,14 @@ def _indexed(index: Path) -> list[Path]:
 def save(model: GPT, folder: Path, tokenizer_json: str | None = None, dtype: torch.dtype | None = None) -> None:
     """Write a model as a Hugging Face folder that `transformers` loads as GPT2LMHeadModel.
 
-    Each file is written beside its place and then moved there, so that a reader never sees half a file.
-    Models without biases get zero ones: the layout has no way to say "none".
+    Each file is written to a temporary file and renamed, so that readers never see a partial file. Models without
+    biases get biases of zero, because the layout always has biases.
 
     Args:
-        model: the model; its own dtype is not changed.
-        folder: made if it is not there.
-        tokenizer_json: content of tokenizer.json, where there is one.
-        dtype: dtype of the stored weights; None is the model's own.
+        model: the model; not changed.
+        folder: created if it does not exist.
+        tokenizer_json: content of tokenizer.json, if there is one.
+        dtype: dtype of the stored weights; None keeps the model's.
 
     Raises:
         NanoinferError: the folder cannot be written.
@@ -169,9 +169,4 @@ def save(model: GPT, folder: Path, tokenizer_json: str | None = None, dtype: tor
     if tokenizer_json is not None:
         files["tokenizer.json"] = tokenizer_json.encode()
         files["tokenizer_config.json"] = _TOKENIZER_CONFIG
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            write_atomically(folder / name, content)
-    except OSError as e:
-        raise NanoinferError(f"{escaped(folder)} cannot be written: {e.strerror}: choose another folder") from None
+    write_folder(folder, files)

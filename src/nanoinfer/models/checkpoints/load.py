@@ -1,11 +1,12 @@
-"""From a model's name to a loaded model: built in, random, widened, a local folder or file, or a Hub repository.
+"""Load a model by name: built in, random, widened, a local folder or file, or a Hub repository.
 
-Names are tried in this order: `wide:<model>:<preset>`; `shakespeare` and the other built-in models;
-`random:<preset>`; a path that exists; a Hub repository id. `./shakespeare` is the folder of that name. A folder may
-be named by its model.safetensors. `a/b` where there is a folder `a` is a path, and not looked up on the Hub.
+A name is resolved in this order: `wide:<model>:<preset>`; `shakespeare` and the other built-in models;
+`random:<preset>`; an existing path; a Hub repository id. `./shakespeare` is the folder of that name. The path of a
+model.safetensors stands for its folder. If a folder `a` exists, `a/b` is a path and is not looked up on the Hub.
 
-`wide:shakespeare:gpt2-large` is the model `shakespeare` widened by duplication (widen.py) to that preset's width
-and layers: the source's words, vocabulary, context length and tokenizer at about the preset's cost.
+`wide:shakespeare:gpt2-large` is the model `shakespeare` widened by duplication (widen.py) to the width and number of
+layers of the preset. It has the output, vocabulary, context length and tokenizer of `shakespeare`, and about the cost
+of gpt2-large.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoinfer")
 
 BUILTIN = Path(__file__).parent.parent / "builtin"
-GPT2_VOCABULARIES = (50257, 50304)  # GPT-2's own, and nanoGPT's padding of it to a multiple of 64
+GPT2_VOCABULARIES = (50257, 50304)  # GPT-2's, and nanoGPT's padding of it to a multiple of 64
 GPT2_TOKENIZER_REPO = "openai-community/gpt2"
 
 
 @dataclass
 class LoadedModel:
-    """A model with what belongs to it."""
+    """A model with its config and tokenizer."""
 
     name: str
     weights: Weights
@@ -54,14 +55,14 @@ class LoadedModel:
 
     @cached_property
     def gpt(self) -> GPT:
-        """The model in memory, on the CPU, in eval mode."""
+        """The model, loaded into memory on the CPU, in eval mode."""
         return self.weights.gpt()
 
     def take(self) -> Weights:
-        """Return the weights and forget them, so that they are gone as soon as the caller needs them no more.
+        """Return the weights and drop the reference to them, so that the caller's is the only one.
 
-        Without this the file may stay open until the next collection of cycles: an error that the Hub's library
-        caught keeps all frames up to the caller's alive, and what they hold.
+        Otherwise the file could stay open until the next garbage collection: an exception that the Hub library caught
+        references all frames up to the caller's, and their local variables.
         """
         weights = self.weights
         del self.weights
@@ -81,12 +82,12 @@ def load_model(
     Args:
         name: see the module's docstring.
         dtype: dtype of the weights; None is float32.
-        seed: for random weights.
-        tokenizer: where to take the tokenizer from instead of the model's own place: a built-in model, a
-            folder, a tokenizer.json, a meta.pkl, or a Hub repository.
+        seed: of random weights.
+        tokenizer: where to load the tokenizer from, if not from the model: a built-in model, a folder, a
+            tokenizer.json, a meta.pkl, or a Hub repository.
 
     Raises:
-        NanoinferError: no such model, or a file of it is broken or unsupported.
+        NanoinferError: the model does not exist, or one of its files is malformed or unsupported.
     """
     if not isinstance(name, (str, Path)) or not str(name):
         raise NanoinferError(f"model={show(name)} is not a name or a path")
@@ -110,14 +111,14 @@ def load_model(
     except NanoinferError as e:
         if tokenizer:
             raise
-        loaded.no_tokenizer_reason = str(e)  # token ids still work; text says why it does not
+        loaded.no_tokenizer_reason = str(e)  # token ids still work; text raises this message
     if loaded.tokenizer is not None:
         _check_vocabulary(loaded.tokenizer, config, name)
     return loaded
 
 
 def _place(name: str | Path) -> Path:
-    """Return where a name would be on disk: a built-in model's folder, or the path of that name."""
+    """Return the path for a name: a built-in model's folder, or the name as a path, which may not exist."""
     if str(name) in builtin_names():
         return BUILTIN / name
     try:
@@ -129,10 +130,10 @@ def _place(name: str | Path) -> Path:
 
 
 def _model_place(name: str | Path) -> Path:
-    """Return where a model would be on disk: the folder for a file of weights that is read by its folder.
+    """Return the path for a model's name; for a weight file in the Hugging Face layout, its folder.
 
     Raises:
-        NanoinferError: it is a file of a kind that is not read, or one of several in its folder.
+        NanoinferError: the file has an unsupported format, or is one of several weight files.
     """
     path = _place(name)
     if path.suffix.lower() == ".gguf" and not path.is_dir():
@@ -143,8 +144,8 @@ def _model_place(name: str | Path) -> Path:
     if path.is_file() and (path.suffix == ".safetensors" or path.name == huggingface.PICKLED):
         if not (path.parent / "config.json").is_file() or huggingface.weight_files(path.parent) != [path]:
             raise NanoinferError(
-                f"model {show(str(name))} is a file of weights alone: give a folder that has it as model.safetensors,"
-                " with its config.json"
+                f"model {show(str(name))} is a weight file without a config: give a folder that contains it as"
+                " model.safetensors, with its config.json"
             )
         return path.parent
     return path
@@ -157,28 +158,28 @@ def _random(name: str, dtype: torch.dtype | None, seed: int) -> Weights:
 
     preset = name.removeprefix("random:")
     if preset not in PRESETS:
-        raise NanoinferError(f"model {show(name)}: there is no preset {show(preset)}: use one of {', '.join(PRESETS)}")
+        raise NanoinferError(f"model {show(name)}: preset {show(preset)} is unknown: use one of {', '.join(PRESETS)}")
     config = PRESETS[preset]
 
     def draw() -> Iterator[tuple[str, Tensor]]:
         generator = torch.Generator().manual_seed(seed)
         for name, p in empty_gpt(config).named_parameters():
-            yield name, init_weight(name, torch.empty(p.shape), config, generator)
+            yield name, init_weight(name, torch.empty(p.shape), config.n_layer, generator)
 
     return Weights(config, dtype or torch.float32, draw)
 
 
 def split_wide(name: str) -> tuple[str, ModelConfig]:
-    """wide:shakespeare:gpt2 -> the source's name, and the preset that gives the width and the layers.
+    """Return the source and the preset of a widened model: wide:shakespeare:gpt2 -> "shakespeare", PRESETS["gpt2"].
 
     Raises:
-        NanoinferError: a part is missing, or there is no such preset.
+        NanoinferError: a part is missing, or the preset is unknown.
     """
     source, _, preset = name.removeprefix("wide:").rpartition(":")
     if not source or preset not in PRESETS or source.startswith("wide:wide:"):
         raise NanoinferError(
-            f"model {show(name)}: a widened model is wide:<model>:<preset>, widened at most twice, with a preset"
-            f" of {', '.join(PRESETS)}"
+            f"model {show(name)}: a widened model is named wide:<model>:<preset>, is widened at most twice, and its"
+            f" preset is one of {', '.join(PRESETS)}"
         )
     return source, PRESETS[preset]
 
@@ -187,7 +188,7 @@ def _widened(name: str, dtype: torch.dtype | None, seed: int, tokenizer: str | N
     from nanoinfer.models.widen import widen_weights
 
     source, shape = split_wide(name)
-    loaded = load_model(source, seed=seed, tokenizer=tokenizer)  # float32: see widen
+    loaded = load_model(source, seed=seed, tokenizer=tokenizer)  # in float32, as `widen` recommends
     try:
         weights = widen_weights(loaded.gpt, n_embd=shape.n_embd, n_layer=shape.n_layer)
     except NanoinferError as e:
@@ -197,7 +198,7 @@ def _widened(name: str, dtype: torch.dtype | None, seed: int, tokenizer: str | N
 
 
 def _hub_folder(name: str) -> Path:
-    """Return the local folder of a Hub repository, or say that `name` is no model at all."""
+    """Return the local folder of a Hub repository. Raises NanoinferError if `name` is not a repository id."""
     parts = name.split("/")
     local = len(parts) > 2 or (len(parts) == 2 and os.path.exists(parts[0]))  # False for a name that is too long
     if local or name.startswith((".", "/", "~")) or name.endswith((".pt", ".bin", ".safetensors", "/")):
@@ -226,7 +227,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | None) -> Tokenizer:
-    """Return the tokenizer that belongs to a model: beside its weights, or GPT-2's for GPT-2's vocabulary."""
+    """Return the tokenizer stored with a model, or GPT-2's tokenizer for GPT-2's vocabulary size."""
     if path.is_file() and (meta := nanogpt.find_meta(path, dataset)):
         return nanogpt.load_meta(meta)
     folder = path if path.is_dir() else path.parent
@@ -237,24 +238,24 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
             return load_tokenizer(GPT2_TOKENIZER_REPO)
         except NanoinferError:
             raise NanoinferError(
-                f"model {show(name)} uses GPT-2's tokenizer, which is not beside it and could not be fetched from the"
-                " Hugging Face Hub: give token ids, or tokenizer= a folder that has it (--tokenizer shakespeare"
-                " will do for measuring speed)"
+                f"model {show(name)} uses GPT-2's tokenizer, which is not stored with it and could not be fetched from"
+                " the Hugging Face Hub: give token ids, or tokenizer= a folder that has it (--tokenizer shakespeare"
+                " is enough to measure speed)"
             ) from None
     raise NanoinferError(
-        f"model {show(name)} has no tokenizer: its vocabulary of {config.vocab_size} is not GPT-2's, and there is no"
-        " tokenizer.json or meta.pkl beside it: give token ids, or tokenizer= a file"
+        f"model {show(name)} has no tokenizer: its vocabulary of {config.vocab_size} tokens is not GPT-2's, and there"
+        " is no tokenizer.json or meta.pkl in its folder: give token ids, or tokenizer= a file"
     )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, name: str) -> None:
     if tokenizer.vocab_size > config.vocab_size:
         raise NanoinferError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {show(name)} only {config.vocab_size}:"
-            " they do not belong together"
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model {show(name)} has only {config.vocab_size}:"
+            " use the tokenizer that the model was trained with"
         )
     if tokenizer.vocab_size < config.vocab_size:
         log.info(
-            "%s: ids %d to %d have no text in the tokenizer and are never sampled",
+            "%s: token ids %d to %d are not in the tokenizer and are never sampled",
             name, tokenizer.vocab_size, config.vocab_size - 1,
         )  # fmt: skip

@@ -1,12 +1,12 @@
-"""An unpickler that executes nothing: containers, strings and numbers, and the few names that a reader admits.
+"""An unpickler that executes no code: it builds containers, strings and numbers, and calls only functions it is given.
 
-It is the pure-Python one, on purpose: the C one sizes its memo table by a number in the file. Each way in which a
-small file takes long or ends the process is closed:
+It derives from the pure-Python unpickler, because the C unpickler sizes its memo table by a number in the file. These
+limits prevent a small file from taking long or crashing the process:
 
 - the number of opcodes and of bytes is limited;
-- only strings and integers are keys: hashing a tuple recurses, and tuples can be chosen so that their hashes collide;
-- integers have 64 bits: larger ones collide, since Python hashes them modulo 2**61 - 1;
-- no opcode allocates by a number in the file (bytearrays), and only `globals` are called.
+- keys are strings or integers: hashing a tuple recurses, and tuples with colliding hashes are easy to construct;
+- integers have at most 64 bits: Python hashes integers modulo 2**61 - 1, so larger integers can be made to collide;
+- no opcode that allocates a size given in the file (bytearrays) is allowed, and only `globals` are called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OF_TENSORS = "FLOAT BINFLOAT EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 REDUCE BUIL
 
 
 class _Counted(dict[int, Callable[[Any], None]]):
-    """The opcodes that are admitted, and how many may still come."""
+    """Dispatch table of the allowed opcodes, which counts the opcodes left."""
 
     left = MAX_OPCODES
 
@@ -37,16 +37,16 @@ class _Counted(dict[int, Callable[[Any], None]]):
         return super().__getitem__(opcode)
 
     def __missing__(self, opcode: int) -> Callable[[Any], None]:
-        raise pickle.UnpicklingError(f"it holds something else (opcode {opcode:#04x})")
+        raise pickle.UnpicklingError(f"it contains another type of object (opcode {opcode:#04x})")
 
 
 class PlainUnpickler(pickle._Unpickler):
-    """Admits dicts, lists, strings and integers; with `globals`, also tuples, floats and calls of these.
+    """Allows dicts, lists, strings and integers; with `globals`, also tuples, floats and calls of the globals.
 
     Args:
         raw: the pickle.
-        globals: full name -> what takes its place; it is called with what the pickle gives it. A tensor's state
-            is built from these and from `persistent_load`, which a subclass may define.
+        globals: full name -> its replacement, which is called with arguments from the pickle. Tensors are built by
+            these functions and by `persistent_load`, which a subclass may override.
     """
 
     def __init__(self, raw: bytes, globals: dict[str, Any] | None = None) -> None:
@@ -57,24 +57,24 @@ class PlainUnpickler(pickle._Unpickler):
         for opcode, check in _CHECKED.items():
             if opcode in table:
                 table[opcode] = check
-        self.dispatch = table  # type: ignore[misc]  # of this pickle: it counts
+        self.dispatch = table  # type: ignore[misc]  # one table per pickle, because it counts
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what takes the place of a name, for pickle's own methods."""
+        """Return the replacement of a global; the methods of pickle call this."""
         if (full := f"{module}.{name}") not in self._globals:
-            raise pickle.UnpicklingError(f"it asks for {full}")
+            raise pickle.UnpicklingError(f"it refers to {full}, which is not allowed")
         return self._globals[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        """Refuse: a plain pickle refers to nothing outside itself."""
-        raise pickle.UnpicklingError("it asks for a persistent object")
+        """Raise an error: a plain pickle has no references to external objects."""
+        raise pickle.UnpicklingError("it refers to a persistent object, which is not allowed")
 
 
 def _integer(load: Callable[[Any], None]) -> Callable[[Any], None]:
     def checked(unpickler: Any) -> None:
         load(unpickler)
         if unpickler.stack[-1].bit_length() > 64:
-            raise pickle.UnpicklingError("it holds an integer of more than 64 bits")
+            raise pickle.UnpicklingError("it contains an integer of more than 64 bits")
 
     return checked
 
@@ -105,7 +105,7 @@ def _dict(unpickler: Any) -> None:
 
 
 def _build(unpickler: Any) -> None:
-    """An OrderedDict's attributes (a state dict's versions): nothing here needs them."""
+    """Ignore the attributes of an OrderedDict, such as the versions of a state dict."""
     unpickler.stack.pop()
 
 

@@ -1,8 +1,8 @@
-"""Where a tensor lies in a file, and the reader of the safetensors format.
+"""Tensors stored in a file, and the reader of the safetensors format.
 
-A file is untrusted: what its header says is compared with its size before anything is read, each tensor is read
-when it is asked for, and only its own bytes are. The format: 8 bytes with the header's length, little-endian; the
-header, JSON of name -> dtype, shape and begin and end behind the header; the numbers, without gaps.
+Files are untrusted. The header is compared with the file's size before any tensor is read. A tensor is read on demand,
+and only its own bytes are read. The format: 8 bytes with the length of the header, little-endian; the header, JSON of
+name -> dtype, shape, and begin and end offsets after the header; the values, without gaps.
 https://github.com/huggingface/safetensors#format
 """
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-"""The dtypes that weights may have: 8 bits and fewer mean nothing without their scales."""
-_PIECE = 1 << 18  # numbers that are converted at a time: they stay in the cache
+"""Bytes of a value, by the dtypes that weights may have. Formats of 8 bits and fewer would need scales."""
+_PIECE = 1 << 18  # values that are converted at a time, so that they stay in the CPU's cache
 MAX_HEADER_BYTES = 16 << 20  # GPT-2 XL's has 60 KB
 _DTYPES = {
     "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I8": "int8", "U8": "uint8",
@@ -34,20 +34,20 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file that is open. Equal ones are the same numbers."""
+    """A tensor in an open file. Equal objects refer to the same values."""
 
     file: RegularFile
     start: int
-    """Of its first number, in bytes from the file's beginning; little-endian."""
+    """Offset of the first value in the file, in bytes. Values are little-endian."""
     dtype: str
-    """PyTorch's name."""
+    """PyTorch's name of the dtype."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Numbers from one element to the next, as in PyTorch, none negative."""
+    """Strides in values, as in PyTorch; not negative."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that its elements take in memory; more than in the file where strides are 0."""
+        """Bytes of the elements in memory; with strides of 0, more than in the file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
     def t(self) -> StoredTensor:
@@ -55,13 +55,13 @@ class StoredTensor:
         return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
 
     def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return its numbers, in memory of their own and in the order of the file.
+        """Read the tensor into new memory; strides are kept.
 
         Args:
-            dtype: None is the stored one. Numbers of another are converted a piece at a time.
+            dtype: dtype of the result; None is the stored dtype. Values are converted piece by piece.
 
         Raises:
-            NanoinferError: the file was changed since it was opened.
+            NanoinferError: the file has changed since it was opened.
         """
         import torch
 
@@ -77,7 +77,7 @@ class StoredTensor:
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return how many numbers lie from a tensor's first to its last: (2, 3) with strides (1, 2) -> 6."""
+    """Return the number of stored values from a tensor's first to its last: (2, 3) with strides (1, 2) -> 6."""
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
 
 
@@ -87,17 +87,17 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a safetensors file, which stays open as long as one of them is kept.
+    """Return the tensors of a safetensors file, which stays open as long as one of them exists.
 
     Raises:
-        NanoinferError: it is missing, or is no valid safetensors file.
+        NanoinferError: the file is missing or is not a valid safetensors file.
     """
     file = RegularFile(path, "safetensors")
-    broken = f"{escaped(path)} is no valid safetensors file"
+    broken = f"{escaped(path)} is not a valid safetensors file"
     length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else 0
     if not 0 < length <= min(MAX_HEADER_BYTES, file.size - 8):
         limit = max(0, min(MAX_HEADER_BYTES, file.size - 8))
-        raise NanoinferError(f"{broken}: its header should have {length} bytes, and may have 1 to {limit}")
+        raise NanoinferError(f"{broken}: its header has {length} bytes, but must have 1 to {limit}")
     header = parse_json(file.read(8, length), f"{broken}: its header is not JSON")
     if not isinstance(header, dict):
         raise NanoinferError(f"{broken}: its header is a {type(header).__name__}, not an object")
@@ -105,12 +105,12 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     places: list[tuple[int, int]] = []
     tensors = dict(_entries(file, 8 + length, header, broken, places))
     end = 0
-    for begin, stop in sorted(places):  # no two share bytes, so a file cannot claim more than it has
+    for begin, stop in sorted(places):  # tensors must not overlap, so their sizes cannot exceed the file's
         if begin != end:
-            raise NanoinferError(f"{broken}: a tensor begins at byte {begin} where the one before ends at {end}")
+            raise NanoinferError(f"{broken}: a tensor begins at byte {begin}, but the previous one ends at {end}")
         end = stop
     if end != file.size - 8 - length:
-        raise NanoinferError(f"{broken}: its tensors have {end} bytes, and the file has {file.size - 8 - length}")
+        raise NanoinferError(f"{broken}: its tensors have {end} bytes, but the file has {file.size - 8 - length}")
     return tensors
 
 
@@ -124,12 +124,12 @@ def _entries(
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         lists = isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)
         if not lists or len(offsets) != 2 or not offsets[0] <= offsets[1]:
-            raise NanoinferError(f"{wrong}: numbers must be integers in [0, 2**63), and begin <= end")
+            raise NanoinferError(f"{wrong}: sizes and offsets must be integers in [0, 2**63), with begin <= end")
         places.append((offsets[0], offsets[1]))
         shape, dtype = tuple(shape), _DTYPES.get(dtype) or str(dtype)
         item_bytes = 1 if dtype == "uint8" else ITEM_BYTES.get(dtype)
         if item_bytes is not None and math.prod(shape) * item_bytes != offsets[1] - offsets[0]:
-            raise NanoinferError(f"{wrong}: its shape and its data_offsets disagree")
+            raise NanoinferError(f"{wrong}: its shape does not match its data_offsets")
         yield name, StoredTensor(file, data + offsets[0], dtype, shape, contiguous(shape))
 
 

@@ -1,12 +1,11 @@
-"""PyTorch's file format (torch.save): a ZIP archive of one pickle and one record of bytes per storage.
+"""Read PyTorch's file format (torch.save): a ZIP archive of one pickle and one record of bytes per storage.
 
-torch.load is not used. It would follow the archive's own tables after our checks had read them in their way, and
-its safe unpickler is bounded neither in time nor in the nesting of keys. Here one reader opens the archive (the
-standard library's, for its table of contents alone), one unpickler that executes nothing reads the pickle, and
-tensors are places in the file (`StoredTensor`), read one at a time.
+torch.load is not used: it parses the archive's tables independently of our checks, and its safe unpickler does not
+limit time or the nesting of keys. Here `zipfile` reads only the table of contents, an unpickler that executes no code
+reads the pickle, and tensors are references to the file (`StoredTensor`), which are read one at a time.
 
-Covered: what torch.save writes since PyTorch 1.6: records that are not compressed, tensors with strides,
-parameters, ordered dicts. Not covered: its older format, compressed records, sparse and quantized tensors.
+Covered: files of torch.save since PyTorch 1.6 with uncompressed records, strided tensors, parameters and ordered dicts.
+Not covered: the older format, compressed records, sparse and quantized tensors.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from nanoinfer.files import RegularFile, escaped, reason
 from nanoinfer.models.checkpoints.plain_pickle import PlainUnpickler
 from nanoinfer.models.checkpoints.stored import ITEM_BYTES, StoredTensor, span
 
-MAX_PICKLE_BYTES = 8 << 20  # of a checkpoint's structure, without its tensors; GPT-2's has 0.1 MB
-MAX_CONTENTS_BYTES = 2 << 20  # of the archive's table of contents; GPT-2 XL's with its optimizer has 0.3 MB
+MAX_PICKLE_BYTES = 8 << 20  # of the pickle, which contains no tensor data; GPT-2's has 0.1 MB
+MAX_CONTENTS_BYTES = 2 << 20  # of the archive's table of contents; GPT-2 XL with its optimizer has 0.3 MB
 _LOCAL_HEADER_BYTES = 30
 
 
 class _Type(NamedTuple):
-    """What a storage holds."""
+    """Type of the values of a storage."""
 
     dtype: str
     item_bytes: int
@@ -48,7 +47,7 @@ _STORAGES = {
 
 
 class _Contents(io.RawIOBase):
-    """The file as `zipfile` reads its table of contents: never more than a limit at a time."""
+    """File object from which `zipfile` reads the table of contents; the size of a read is limited."""
 
     def __init__(self, file: RegularFile) -> None:
         self._file, self._at = file, 0
@@ -77,7 +76,7 @@ class _Contents(io.RawIOBase):
 
 
 class _Archive:
-    """The records of an archive: where each begins, and how many bytes it has."""
+    """The records of an archive: their offsets and sizes."""
 
     def __init__(self, file: RegularFile) -> None:
         self._file = file
@@ -85,7 +84,7 @@ class _Archive:
             entries = archive.infolist()
         roots = [name.removesuffix("data.pkl") for e in entries if (name := e.filename).endswith("/data.pkl")]
         if len(roots) != 1:
-            raise ValueError(f"it has {len(roots)} records of the name data.pkl")
+            raise ValueError(f"it has {len(roots)} records named data.pkl")
         self.root = roots[0]
         self._entries = {e.filename: e for e in entries}
         if len({name.lower() for name in self._entries}) < len(entries):
@@ -95,7 +94,7 @@ class _Archive:
         return self.root + name in self._entries
 
     def place(self, name: str) -> tuple[int, int]:
-        """Return the first byte of a record, and its number of bytes."""
+        """Return the offset and the size of a record, in bytes."""
         entry = self._entries.get(self.root + name)
         if entry is None:
             raise ValueError(f"it has no record {name[:80]!r}")
@@ -103,11 +102,11 @@ class _Archive:
             raise ValueError(f"its record {name[:80]!r} is compressed or encrypted: save it again with torch.save")
         local = self._file.read(entry.header_offset, _LOCAL_HEADER_BYTES)
         if local[:4] != b"PK\x03\x04":
-            raise ValueError(f"its record {name[:80]!r} is not where its table of contents says")
+            raise ValueError(f"its record {name[:80]!r} is not at the offset in its table of contents")
         start = entry.header_offset + _LOCAL_HEADER_BYTES
         start += int.from_bytes(local[26:28], "little") + int.from_bytes(local[28:30], "little")
         if start + entry.file_size > self._file.size:
-            raise ValueError(f"its record {name[:80]!r} ends behind the file's end")
+            raise ValueError(f"its record {name[:80]!r} extends past the end of the file")
         return start, entry.file_size
 
     def read(self, name: str, limit: int) -> bytes:
@@ -118,7 +117,7 @@ class _Archive:
 
 
 class _TensorUnpickler(PlainUnpickler):
-    """Builds what a data.pkl describes: containers, and tensors as places in the file."""
+    """Unpickles a data.pkl: containers, and tensors as references to the file."""
 
     def __init__(self, file: RegularFile, archive: _Archive) -> None:
         super().__init__(archive.read("data.pkl", MAX_PICKLE_BYTES), _KNOWN)
@@ -127,20 +126,20 @@ class _TensorUnpickler(PlainUnpickler):
     def persistent_load(self, pid: Any) -> _Storage:
         kind, type, key, _, num_items = pid
         if kind != "storage" or not isinstance(type, _Type) or not isinstance(key, str):
-            raise ValueError("it holds a storage that is described in another way than torch.save's")
+            raise ValueError("it contains a storage in a form that torch.save does not write")
         start, num_bytes = self._archive.place(f"data/{key}")
         if not isinstance(num_items, int) or num_items < 0 or num_items * type.item_bytes > num_bytes:
-            raise ValueError(f"its record data/{key[:80]} has {num_bytes} bytes, too few for what the pickle claims")
+            raise ValueError(f"its record data/{key[:80]} has {num_bytes} bytes, fewer than the pickle declares")
         return _Storage(self._file, start, num_items, type)
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor:
-    """torch._utils._rebuild_tensor_v2; what follows the strides is for training."""
+    """Replace torch._utils._rebuild_tensor_v2; the arguments after the strides are for training."""
     numbers = [offset, *shape, *strides]
     if not isinstance(storage, _Storage) or not all(type(n) is int and 0 <= n < 2**63 for n in numbers):
-        raise ValueError("it holds a tensor that is described in another way than torch.save's")
+        raise ValueError("it contains a tensor in a form that torch.save does not write")
     if len(shape) != len(strides) or len(shape) > 8 or offset + span(shape, strides) > storage.num_items:
-        raise ValueError("it holds a tensor that goes beyond its storage")
+        raise ValueError("it contains a tensor that extends past the end of its storage")
     start = storage.start + offset * storage.type.item_bytes
     return StoredTensor(storage.file, start, storage.type.dtype, tuple(shape), tuple(strides))
 
@@ -169,39 +168,41 @@ _KNOWN: dict[str, Any] = {
 
 
 def read_archive(path: Path) -> tuple[Any, int]:
-    """Return what torch.save wrote to a file, each tensor a `StoredTensor`; and the file's size in bytes.
+    """Return the object that torch.save wrote, with `StoredTensor` for tensors, and the file's size in bytes.
 
     Raises:
-        NanoinferError: the file is broken, or holds anything but tensors and plain data.
+        NanoinferError: the file is malformed, or contains anything but tensors and plain data.
     """
     file = RegularFile(path, "a checkpoint")
     try:
         if file.read(0, min(4, file.size)) != b"PK\x03\x04":
-            raise ValueError("it is no ZIP archive; convert a file of PyTorch before 1.6: load it and save it again")
+            raise ValueError(
+                "it is not a ZIP archive; if PyTorch before 1.6 wrote it, load it with torch.load and save it again"
+            )
         archive = _Archive(file)
         if "byteorder" in archive and archive.read("byteorder", 16) != b"little":
-            raise ValueError("its numbers are big-endian")
+            raise ValueError("its values are big-endian")
         return _TensorUnpickler(file, archive).load(), file.size
     except NanoinferError:
         raise
-    except Exception as e:  # a hostile archive or pickle can raise anything at all
+    except Exception as e:  # a hostile archive or pickle can raise any exception
         raise NanoinferError(
             f"{escaped(path)} cannot be read as a checkpoint of tensors and plain data: {reason(e)}"
         ) from None
 
 
 def check_state(state: Any, num_bytes: int, what: str) -> None:
-    """Check that this is a state dict whose tensors do not claim more than the file holds.
+    """Check that an object is a state dict, and that its tensors need no more memory than the file's size.
 
-    Strides of 0, or many tensors of the same bytes, would. Only a tied head shares its bytes with another tensor.
+    Strides of 0 and tensors that share bytes would need more. Only a tied head may share its bytes.
 
     Args:
-        state: the dict.
-        num_bytes: size of its file.
-        what: how an error's message begins.
+        state: the object.
+        num_bytes: size of the file.
+        what: beginning of the error message.
 
     Raises:
-        NanoinferError: it is not.
+        NanoinferError: a check failed.
     """
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(tensor, StoredTensor) for name, tensor in state.items()
@@ -209,4 +210,4 @@ def check_state(state: Any, num_bytes: int, what: str) -> None:
         raise NanoinferError(f"{what} is not a dict of names to dense tensors")
     claimed = sum(t.num_bytes for name, t in state.items() if name != "lm_head.weight" and t.dtype in ITEM_BYTES)
     if claimed > num_bytes:
-        raise NanoinferError(f"{what}: its tensors claim {claimed} bytes, but the file has only {num_bytes}")
+        raise NanoinferError(f"{what}: its tensors need {claimed} bytes, but the file has only {num_bytes}")

@@ -1,4 +1,4 @@
-"""A model's weights on their way from where they are kept into an engine, one tensor at a time, checked first."""
+"""Checked weights of a model, which an engine reads one tensor at a time."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _LAYER = re.compile(r"^transformer\.h\.([0-9]{1,9})\.")
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's weights, not in memory yet: the loaders make them, an engine takes them.
+    """Weights of a model that are not in memory yet: loaders create them, engines read them.
 
-    An engine with a format of its own packs each tensor as it comes, so that no two copies of a model meet in
-    memory. The others take `gpt`.
+    An engine with its own weight format packs each tensor as it is read, so memory never holds two copies of the model.
+    The other engines use `gpt`.
     """
 
     config: ModelConfig
     dtype: torch.dtype
-    """Of the tensors that are handed out."""
+    """Dtype of the tensors that iteration yields."""
     read: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Begin a pass over the names and tensors of `GPT.named_parameters`, in its order and in any dtype."""
+    """Return an iterator over the names and tensors of `GPT.named_parameters`, in its order and in any dtype."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Hand out each name and tensor, read at that moment: use it before the next, and drop it."""
+        """Yield each name and tensor; the tensor is read at that moment. Release it before taking the next one."""
         for name, tensor in self.read():
             yield name, tensor.to(self.dtype)
 
@@ -54,10 +54,7 @@ class Weights:
         return replace(self, read=read)
 
     def gpt(self, device: torch.device | str = "cpu") -> GPT:
-        """Return a GPT in eval mode with these weights on a device.
-
-        All keep their order in memory: the engine decides on it.
-        """
+        """Return a GPT in eval mode with these weights on a device. Strides of the tensors are kept."""
         model = empty_gpt(self.config)
         state = {name: tensor.to(device, self.dtype) for name, tensor in self.read()}
         if self.config.tie_word_embeddings:
@@ -68,7 +65,7 @@ class Weights:
 
 
 def empty_gpt(config: ModelConfig) -> GPT:
-    """Return a GPT without memory for its weights: their names and shapes."""
+    """Return a GPT on the meta device, which has names and shapes but no memory for its weights."""
     import torch
 
     from nanoinfer.models.gpt import GPT
@@ -78,10 +75,9 @@ def empty_gpt(config: ModelConfig) -> GPT:
 
 
 def check(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, dtype: torch.dtype) -> Weights:
-    """Return the weights of a model, their names, shapes and dtypes checked.
+    """Check names, shapes and dtypes of stored tensors and return the weights of a model.
 
-    Shapes are compared before any tensor is read, so that a file cannot make us allocate what its config
-    claims but its tensors do not hold.
+    Shapes are compared before any tensor is read, so that memory is allocated only for data that the file contains.
 
     Args:
         config: the model's shape.
@@ -90,22 +86,22 @@ def check(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, 
         dtype: dtype of the weights in memory.
 
     Raises:
-        NanoinferError: a tensor is missing, has another shape or a dtype that holds no weights, or has no
-            place in the model; or a tied head differs from the embedding.
+        NanoinferError: a tensor is missing or unexpected, or has a wrong shape or an unsupported dtype; or a tied head
+            differs from the embedding.
     """
     _check_sizes(config, stored, source)
-    wanted = {name: tuple(p.shape) for name, p in empty_gpt(config).named_parameters()}  # a tied head is named once
+    wanted = {name: tuple(p.shape) for name, p in empty_gpt(config).named_parameters()}  # a tied head is listed once
     for name, shape in wanted.items():
         if name not in stored:
             raise NanoinferError(f"{source}: tensor {name} {list(shape)} is missing")
         if stored[name].shape != shape:
             raise NanoinferError(
-                f"{source}: tensor {name} is {list(stored[name].shape)}, but the config makes it {list(shape)}"
+                f"{source}: tensor {name} is {list(stored[name].shape)}, but the config requires {list(shape)}"
             )
     head = stored.get("lm_head.weight") if config.tie_word_embeddings else None
     if extra := sorted(stored.keys() - wanted.keys() - ({"lm_head.weight"} if head else set())):
         names = ", ".join(f"{name!r:.80}" for name in extra[:3])
-        raise NanoinferError(f"{source}: {len(extra)} tensors have no place in the model: {names}")
+        raise NanoinferError(f"{source}: {len(extra)} tensors are not part of the model: {names}")
     for name, tensor in stored.items():
         if tensor.dtype not in ITEM_BYTES:
             found = escaped(tensor.dtype, 40)
@@ -119,7 +115,7 @@ def check(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, 
 
 
 def _equal(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two tensors hold the same numbers; torch.save stores a tied head once, under both names."""
+    """Return whether two tensors have equal values; torch.save stores a tied head once, under both names."""
     if a == b or a.shape != b.shape:
         return a == b
     numbers = b.read()
@@ -127,14 +123,14 @@ def _equal(a: StoredTensor, b: StoredTensor) -> bool:
 
 
 def _check_sizes(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str) -> None:
-    """Compare the numbers that decide how much we allocate with what the file holds."""
+    """Compare the numbers in the config that determine memory use with the tensors in the file."""
     layers = {int(m.group(1)) for name in stored if (m := _LAYER.match(name))}
     if len(layers) != config.n_layer:
-        raise NanoinferError(f"{source}: n_layer={config.n_layer}, but the weights hold {len(layers)} layers")
+        raise NanoinferError(f"{source}: n_layer={config.n_layer}, but the weights have {len(layers)} layers")
     for name, rows in (("wte", config.vocab_size), ("wpe", config.block_size)):
         tensor = stored.get(f"transformer.{name}.weight")
         if tensor is None or tensor.shape != (rows, config.n_embd):
             found = "missing" if tensor is None else str(list(tensor.shape))
             raise NanoinferError(
-                f"{source}: tensor {name}.weight is {found}, but the config makes it {[rows, config.n_embd]}"
+                f"{source}: tensor {name}.weight is {found}, but the config requires {[rows, config.n_embd]}"
             )

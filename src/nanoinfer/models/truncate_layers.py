@@ -1,8 +1,8 @@
-"""Cutting: the first layers of a model under its own final norm and head.
+"""Early exit: keep the first layers of a model, its final layer norm and its output head.
 
-A model that stops early says something like what the whole would say, at a share of the cost: a draft for it that
-needs no training (the idea of early exit: Elhoushi et al., "LayerSkip", 2024, which trains for it). GPT-2's layers were
-not trained to be read early, so expect little of it; a draft model of the same cost is better.
+The truncated model approximates the full model's output at a fraction of its cost, so it can serve as a draft that
+needs no training. Elhoushi et al., "LayerSkip", 2024, train models for early exit. GPT-2 was not trained for it, so the
+acceptance rate is low; a separate draft model of the same cost is better.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _LAYER = re.compile(r"transformer\.h\.(\d+)\.")
 
 
-def cut(weights: Weights, n_layer: int) -> Weights:
-    """Return the weights of a model's first `n_layer` layers, read from where the whole's are.
+def truncate_layers(weights: Weights, n_layer: int) -> Weights:
+    """Return the weights of a model with only its first `n_layer` layers, read from the same source.
 
     Raises:
-        NanoinferError: n_layer is not from 1 to one less than the model has.
+        NanoinferError: n_layer is not in [1, config.n_layer - 1].
     """
     config = weights.config
     if not 1 <= n_layer < config.n_layer:

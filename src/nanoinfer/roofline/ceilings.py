@@ -1,8 +1,8 @@
-"""What a device can do at most: one table of published figures.
+"""Ceilings of devices: a table of published peaks.
 
-Covered: peak read bandwidth of the main memory, and dense throughput of matrix products (no sparsity) with
-float32 accumulation, at boost clock. Real kernels reach 80-95% of the first and 50-80% of the second. Not
-covered: caches, launch times, interconnects. float32 is plain float32, not TF32: PyTorch's default.
+Covered: peak read bandwidth of the main memory, and throughput of dense matrix products with float32 accumulation at
+boost clock. Kernels typically reach 80-95% of the bandwidth and 50-80% of the throughput. Not covered: caches, kernel
+launches, interconnects. float32 means float32, PyTorch's default, not TF32.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ MEASURE = "measure"
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Bandwidth and throughput that no step on a device exceeds."""
+    """Peak bandwidth and throughput of a device."""
 
     name: str
     bandwidth_bytes_per_sec: float
     flops_per_sec: Mapping[str, float]
-    """By dtype; one that the device does not compute in, or that was not measured, is missing. "int8": products of
-    8-bit weights of any format with 8-bit activations."""
+    """Throughput by dtype; dtypes that the device does not support, or that were not measured, are missing. "int8":
+    products of 8-bit or 4-bit weights with 8-bit activations."""
     source: str
-    """Where the figures come from."""
+    """Source of the figures."""
     memory_bytes: int | None = None
-    """Size of the main memory, where it is a fixed part of the device."""
+    """Size of the main memory; None if it is not fixed for the device."""
     default_dtype: str = "bfloat16"
 
     def compute_dtype(self, fmt: WeightFormat) -> str:
-        """Return the dtype that weights of a format are computed in: their own; int8 and int4: int8, else the fastest.
+        """Return the dtype of the arithmetic for a weight format.
+
+        A float format uses its own dtype; int8 and int4 use int8 if the device has it, else the fastest dtype.
 
         Raises:
-            NanoinferError: the device has no throughput for it.
+            NanoinferError: the device has no throughput for the dtype.
         """
         if not fmt.is_float:
             return (
@@ -58,11 +60,11 @@ class Ceiling:
         return self.flops_per_sec[self.compute_dtype(fmt)]
 
     def ridge(self, fmt: WeightFormat) -> float:
-        """Return the FLOPs per byte above which a step is bound by compute."""
+        """Return the FLOPs per byte above which a step is compute-bound."""
         return self.throughput(fmt) / self.bandwidth_bytes_per_sec
 
     def resolve_format(self, dtype: str) -> WeightFormat:
-        """Return the format for a name; "auto" is the device's default. Raises NanoinferError: unknown."""
+        """Return the format for a name; "auto" is the device's default. Raises NanoinferError for an unknown name."""
         require_choice("dtype", dtype, ("auto", *FORMATS))
         fmt = FORMATS[self.default_dtype if dtype == "auto" else dtype]
         self.compute_dtype(fmt)
@@ -70,7 +72,7 @@ class Ceiling:
 
 
 def _gpu(name: str, gb_per_sec: float, fp32: float, half: float, memory_gb: int, source: str) -> Ceiling:
-    """Return a GPU that computes in bfloat16 and float16 at the same rate; rates in TFLOP/s."""
+    """Return the ceiling of a GPU whose bfloat16 and float16 throughput is `half` TFLOP/s."""
     flops = {"float32": fp32 * TERA, "bfloat16": half * TERA, "float16": half * TERA}
     return Ceiling(name, gb_per_sec * GB, flops, source, memory_gb * GB)
 
@@ -91,7 +93,7 @@ DEVICES: dict[str, Ceiling] = {
 def find_device(name: str) -> Ceiling:
     """Return a device's ceiling; "measure" measures this machine.
 
-    "RTX 4090", "rtx-4090" and "rtx4090" are one name.
+    Case, spaces, hyphens and underscores are ignored: "RTX 4090" is "rtx4090".
 
     Raises:
         NanoinferError: an unknown device.

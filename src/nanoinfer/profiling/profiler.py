@@ -1,17 +1,16 @@
-"""Where the time of a generation goes: by operator, and by part of the model.
+"""Profile a generation by operator and by part of the model.
 
-The same generation runs three times: a few tokens to warm up, once for the clock, once under torch's profiler.
-The profiler records each operator, which costs about half a microsecond apiece: nothing to a large model, a third
-of the time of a small one, and all of it would be charged to the Python around the operators. So the parts are
-measured without it:
+The same generation runs three times: a warm-up of a few tokens, a timed run, and a run under torch's profiler. The
+profiler adds about half a microsecond to each operator. This is negligible for a large model but a third of the time of
+a small one, and it would count as time of the Python code around the operators. So the parts are measured without it:
 
-    on a CPU    wall time between the spans of `profiling/spans.py`, in the run for the clock
-    on a GPU    time of the kernels that were launched inside each span, from the profiler; "Python and host" is
-                the rest of the wall time of the run for the clock, in which the GPU had nothing to do
+    on a CPU    wall time between the spans of `profiling/spans.py` in the timed run
+    on a GPU    time of the kernels launched inside each span, from the profiler; "Python and host" is the rest of the
+                wall time of the timed run, in which the GPU was idle
 
 Operators, launches and the trace come from the run under the profiler.
 
-    from nanoinfer.profiling.profile import profile
+    from nanoinfer.profiling.profiler import profile
     for row in profile(LLM("shakespeare"), "O Romeo,", SamplingParams(max_tokens=32)).parts: print(row)
 """
 
@@ -34,7 +33,7 @@ from nanoinfer.sampling_params import SamplingParams
 
 OTHERS = "everything else"
 _NAMED = (sp.MATRIX_PRODUCTS, sp.ATTENTION, sp.OUTPUT_HEAD, sp.SAMPLING)
-_RUNTIME = re.compile(r"cu(da)?[A-Z]|Activity Buffer|Buffer Flush|Lazy Function")  # events that are no operators
+_RUNTIME = re.compile(r"cu(da)?[A-Z]|Activity Buffer|Buffer Flush|Lazy Function")  # events that are not operators
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class ProfileRow:
     name: str
     calls: int
     self_sec: float
-    """Its own time, less that of what it calls: of the CPU, or on a GPU of the kernels that it launched."""
+    """Time without nested calls: on a CPU, its CPU time; on a GPU, the time of the kernels that it launched."""
     share_percent: float
-    """Of the wall time of the run that it was measured in."""
+    """Share of the wall time of the run in which it was measured."""
 
 
 @dataclass(frozen=True)
@@ -58,28 +57,28 @@ class Profile:
     device: str
     dtype: str
     decode_only: bool
-    """Whether the profile begins after the first token of every text."""
+    """Whether the profile begins after the first token of every sequence."""
     num_steps: int
-    """Calls of the engine."""
+    """Number of the engine's steps."""
     num_tokens: int
-    """Tokens drawn in the part of the generation that is profiled, all texts together."""
+    """Tokens sampled in the profiled part of the generation, over all sequences."""
     token_ids: list[list[int]]
-    """All tokens of each text, as they came under the profiler."""
+    """Output tokens of each sequence in the run under the profiler."""
     wall_sec: float
-    """Of the run without torch's profiler; the parts add up to it."""
+    """Wall time of the run without torch's profiler: the sum of the parts."""
     profiled_sec: float
-    """Of the run under torch's profiler; the operators are shares of it."""
+    """Wall time of the run under torch's profiler, to which the operators' shares refer."""
     parts: list[ProfileRow]
-    """All of `spans.PARTS`, in that order; 100% together."""
+    """One row for each of `spans.PARTS`, in that order; 100% in total."""
     operators: list[ProfileRow]
-    """Longest first. What is missing to 100% is Python, the profiler, and on a GPU idle time."""
+    """Longest first. The remainder to 100% is Python, the profiler, and on a GPU idle time."""
     operator_calls_per_token: float
     kernel_launches_per_token: float | None
-    """On a GPU: launches of kernels and of graphs; None on a CPU."""
+    """On a GPU: launches of kernels and graphs; None on a CPU."""
     launches: Launches | None
-    """On a GPU: kernels and launches of a step, prompts included unless decode_only; None on a CPU, or if unknown."""
+    """On a GPU: kernels and launches per step, including prefill unless decode_only; None on a CPU or if unknown."""
     tells_apart: bool
-    """False: the engine runs the model in a call of its own, which is "rest of the engine" as a whole."""
+    """False if the engine runs the model in one call, whose time is "rest of the engine" as a whole."""
 
 
 def profile(
@@ -90,17 +89,17 @@ def profile(
     decode_only: bool = False,
     trace: Path | None = None,
 ) -> Profile:
-    """Profile one generation; nothing of the profiling stays behind in `llm`.
+    """Profile one generation. `llm` is unchanged afterwards.
 
     Args:
         llm: on any engine.
         prompts: as for `LLM.generate`.
-        params: for all prompts; seed=None is seed 0 here, since each run must draw the same tokens.
-        decode_only: leave out what happens until every text has its first token.
-        trace: file for a Chrome trace of the run under the profiler; written in place.
+        params: for all prompts; seed=None is seed 0 here, because every run must sample the same tokens.
+        decode_only: begin the profile when every sequence has its first token.
+        trace: file for a Chrome trace of the run under the profiler; overwritten if it exists.
 
     Raises:
-        NanoinferError: a prompt or parameter is not usable, or nothing is left to profile.
+        NanoinferError: a prompt or parameter is invalid, or no token was generated in the profiled part.
     """
     job = new_job(llm, prompts, params or SamplingParams(), decode_only)
     job.warm_up()
@@ -145,17 +144,17 @@ def breakdown_percent(
     output_tokens: int = 17,
     params: SamplingParams | None = None,
 ) -> dict[str, float]:
-    """Return where the time of decoding goes: five parts, 100 together.
+    """Return the share of five parts in the time of decoding, 100 in total.
 
     Args:
         llm: on any engine, idle.
-        batch: prompts of random tokens, generated for together.
-        prompt_tokens: tokens of each.
-        output_tokens: tokens of each text; the first comes with the prompt and is not measured.
-        params: how to sample; its max_tokens and ignore_eos are not used. None is greedy.
+        batch: number of sequences; their prompts are random tokens.
+        prompt_tokens: tokens per prompt.
+        output_tokens: output tokens per sequence; the first is sampled in prefill and not measured.
+        params: sampling parameters, except max_tokens and ignore_eos. None is greedy.
 
     Raises:
-        NanoinferError: nothing to measure, or an engine whose parts cannot be told apart.
+        NanoinferError: no token was generated in the measured part, or the engine's parts cannot be distinguished.
     """
     asked = replace(params or SamplingParams(temperature=0), max_tokens=output_tokens, ignore_eos=True)
     job = replace(new_job(llm, random_prompts(llm, batch, prompt_tokens), asked, decode_only=True), parts=_NAMED)
@@ -171,7 +170,8 @@ def breakdown_percent(
         seconds = _kernel_seconds(list(recorder.events()), plain.seconds)
     if not sp.tells_apart(spans, llm.config.n_layer):
         raise NanoinferError(
-            f"engine={llm.engine_name!r} runs the model in a call of its own: the parts of its time are not known"
+            f"engine={llm.engine_name!r} runs the model in one call, so its time cannot be divided into parts: use"
+            " another engine"
         )
     total = sum(seconds.values())
     percent = {part: 100 * seconds[part] / total for part in _NAMED}
@@ -179,7 +179,7 @@ def breakdown_percent(
 
 
 def _operators(events: list[Any], wall_sec: float, on_cpu: bool) -> list[ProfileRow]:
-    """Return the operators, longest first: their own time on the CPU, or that of their kernels."""
+    """Return the operators, longest first, with their CPU time, or on a GPU the time of their kernels."""
     calls: Counter[str] = Counter()
     micros: defaultdict[str, float] = defaultdict(float)
     for e in events:
@@ -191,10 +191,10 @@ def _operators(events: list[Any], wall_sec: float, on_cpu: bool) -> list[Profile
 
 
 def _kernel_seconds(events: list[Any], wall_sec: float) -> Counter[str]:
-    """Return the seconds of each part on a GPU: its kernels', and for the host what they leave of the wall time.
+    """Return the seconds of each part on a GPU: the time of its kernels; for the host, the rest of the wall time.
 
-    A kernel belongs to the innermost span in which the CPU launched it. One whose launch is not known (replayed
-    from a graph, say) is the engine's.
+    A kernel belongs to the innermost span in which the CPU launched it. A kernel without a recorded launch, for example
+    one replayed from a graph, belongs to the engine.
     """
     seconds: Counter[str] = Counter()
     known = total = 0.0
@@ -213,7 +213,7 @@ def _kernel_seconds(events: list[Any], wall_sec: float) -> Counter[str]:
 
 
 def _part_of(event: Any) -> str:
-    """Return the part of the innermost span that a profiler event lies in."""
+    """Return the part of the innermost span that contains a profiler event."""
     while event is not None and not event.name.startswith(sp.PREFIX):
         event = event.cpu_parent
     return event.name.removeprefix(sp.PREFIX) if event is not None else sp.HOST

@@ -1,4 +1,4 @@
-"""What a training run is: one frozen dataclass, whose fields are the flags of `nanoinfer train`."""
+"""Configuration of a training run. Its fields are the flags of `nanoinfer train`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TrainConfig:
     """
 
     data: tuple[str, ...]
-    """Text file to train on, UTF-8; several may be given."""
+    """UTF-8 text file to train on; may be given several times."""
     out: str
     """Folder for the model, written in the Hugging Face layout."""
     init: str = "scratch"
@@ -71,9 +71,9 @@ class TrainConfig:
     val_fraction: float = 0.1
     """Fraction of the text, at its end, held out for validation."""
     seed: int = 1337
-    """Seed of the weights, the batches and dropout."""
+    """Seed of weights, batches and dropout."""
     device: str = "auto"
-    """cpu, cuda or cuda:N; auto is cuda where there is one."""
+    """cpu, cuda, cuda:N, or auto (cuda if available)."""
     autocast: str = "float32"
     """Dtype of matrix products in training: float32 or bfloat16. Weights stay float32."""
     save_dtype: str = "float32"
@@ -88,9 +88,7 @@ class TrainConfig:
         for name in (*ints.split(), "eval_tokens"):
             require_int(name, getattr(self, name), 1, 2**31 - 1)
         if self.draft_head is not None and (self.distill is not None or self.init != "scratch"):
-            raise NanoinferError(
-                f"draft_head={self.draft_head!r} trains a head for that model, from scratch: leave out distill and init"
-            )
+            raise NanoinferError(f"draft_head={self.draft_head!r} trains a head from scratch: remove distill and init")
         require_int("vocab_size", self.vocab_size, 256, 1 << 20)
         require_int("warmup_steps", self.warmup_steps, 0, 2**31 - 1)
         require_int("seed", self.seed, 0, 2**31 - 1)

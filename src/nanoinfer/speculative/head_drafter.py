@@ -1,13 +1,13 @@
-"""A trained head on the target's own hidden state (models/draft_head.py): no model of its own, no cache.
+"""Drafter that runs a draft head on the target's hidden states (models/draft_head.py), without a KV cache.
 
-The core shows it each step's hidden state of the newest token (`see`); of a sequence it keeps that one row and
-nothing else. So there is nothing to read before it can propose, whatever the length of the prompt:
+After each step the core passes the hidden state from which each newest token was sampled (`update_hidden`). The drafter
+stores only this row for a sequence, so it has no prefill, whatever the length of the prompt:
 
-    the text       [a b c d]        d was drawn from the hidden state h of c
-    it proposes    s_1 = f(h, d) -> e      s_2 = f(s_1, e) -> f      ...
-    the target     extends by d e f ..., keeps e, says g for f: shows the hidden state of e
+    sequence    [a b c d]        d was sampled from the hidden state h of c
+    proposal    s_1 = f(h, d) -> e      s_2 = f(s_1, e) -> f      ...
+    target      extends by d e f ..., accepts e, samples g instead of f; the new hidden state is that of e
 
-It draws as the target does, with the same parameters and the same uniform of each position (verify.py).
+The head samples with the target's parameters and with the same uniform for each position (verify.py).
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.models.draft_head import Frame, RecurrentHead
+from nanoinfer.models.draft_head import RecurrentHead, TargetEmbeddings
 from nanoinfer.sampling.sampler import Sampler, SamplerRow
 from nanoinfer.speculative.base import DraftRequest, Proposal
 from nanoinfer.speculative.proposal_builder import ProposalBuilder, draw_next
 from nanoinfer.speculative.step_costs import SIZES, StepTimes
 
 
-class DraftHead:
-    """Proposes what a head makes of the target's last hidden state.
+class HeadDrafter:
+    """Proposes the tokens that a draft head predicts from the target's last hidden state.
 
     Args:
-        name: of the head, for people.
+        name: name of the head, for messages.
         head: on the target's device.
-        frame: the embedding and the output head that it borrows, on the same device and of the same dtype.
-        sampler: draws its tokens.
-        vocab_size: tokens that may be drawn; the target's.
-        max_num_seqs: most sequences asked for at a time.
-        clock: seconds; used to measure what a step costs.
+        embeddings: of the target, on the same device and in the same dtype as the head.
+        sampler: samples the proposals.
+        vocab_size: number of tokens that may be sampled, as for the target.
+        max_num_seqs: maximum number of requests per call.
+        clock: seconds; measures the head's steps.
     """
 
     def __init__(
         self,
         name: str,
         head: RecurrentHead,
-        frame: Frame,
+        embeddings: TargetEmbeddings,
         sampler: Sampler,
         vocab_size: int,
         *,
@@ -51,27 +51,27 @@ class DraftHead:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
-        self._head, self._scale = head, frame.scale
-        self._wte, self._lm_head = frame.wte, frame.lm_head[:vocab_size]
+        self._head, self._scale = head, embeddings.scale
+        self._wte, self._lm_head = embeddings.wte, embeddings.lm_head[:vocab_size]
         self._sampler = sampler
         self._hidden: dict[SamplerRow, Tensor] = {}
         self._times = self._measure(max_num_seqs, clock)
 
-    def see(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
-        """Keep the hidden state of each sequence's newest token, (len(rows), n_embd)."""
+    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
+        """Store the hidden states, (len(rows), n_embd), from which the newest tokens were sampled."""
         C = self._head.config.n_embd
         hidden = hidden[:, :C].to(self._wte.dtype) * self._scale
         self._hidden.update(zip(rows, hidden.unbind(), strict=True))
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Return what the head guesses for each request, all requests together, token by token.
+        """Return the head's proposals; all requests run as one batch.
 
-        Nothing for a prompt of one token, of which the target has seen nothing yet.
+        A proposal is empty if the target has not processed a token of the sequence yet (a prompt of one token).
         """
         builders = [ProposalBuilder(request) for request in requests]
         known = [s for s in builders if s.request.row in self._hidden]
-        active = sorted(known, key=lambda s: -s.request.num_tokens)  # so that those that are done are at the end
+        active = sorted(known, key=lambda s: -s.request.num_tokens)  # finished proposals are then at the end
         if active:
             state = torch.stack([self._hidden[s.request.row] for s in active])  # (B, C)
         while active:
@@ -84,15 +84,15 @@ class DraftHead:
     def _step(self, state: Tensor, token_ids: list[int]) -> tuple[Tensor, Tensor]:
         """Return the next state, (B, C), and the logits after `token_ids`, (B, V) float32."""
         state = self._head(state, self._wte[torch.tensor(token_ids, device=state.device)])
-        # An overflow in the head is a bad guess and no more: the sampler would call infinite logits an error.
+        # An overflow in the head must not end the sequence: the sampler raises an error on logits that are not finite.
         return state, F.linear(state, self._lm_head).float().nan_to_num()
 
     def num_behind(self, request: DraftRequest) -> int:
-        """Return 0: there is nothing to read."""
+        """Return 0: the head has no prefill."""
         return 0
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        """Return the time of `num_tokens` steps of the head."""
+        """Return the estimated seconds of `num_tokens` steps of the head."""
         return num_tokens * self._times(num_seqs)
 
     def forget(self, row: SamplerRow) -> None:
@@ -105,14 +105,14 @@ class DraftHead:
 
     @torch.inference_mode()
     def _measure(self, max_num_seqs: int, clock: Callable[[], float]) -> StepTimes:
-        """Return what steps cost by the number of sequences, with the largest logit found: the best of four."""
+        """Return the seconds of a step, including an argmax, by number of sequences: the best of four runs."""
         measured = {}
         for n in (n for n in SIZES if n == 1 or n <= max_num_seqs):
             state = self._wte[:1].expand(n, -1)
             sec = []
-            for _ in range(5):  # the very first one warms up
+            for _ in range(5):  # the first run is a warm-up
                 start = clock()
-                self._step(state, [0] * n)[1].argmax(-1).tolist()  # waits for a device
+                self._step(state, [0] * n)[1].argmax(-1).tolist()  # synchronizes with the device
                 sec.append(clock() - start)
             measured[n] = min(sec[1:])
         return StepTimes(measured)

@@ -1,13 +1,14 @@
-"""From the name of a draft to a drafter.
+"""Make a drafter from the name of a draft.
 
-    prompt-lookup        what the text itself said before
-    a model              any name that `load_model` takes: shakespeare-draft, gpt2, a folder, a ckpt.pt
-    self:int8 self:int4  the target itself in fewer bits
-    self:6               the target's first 6 layers under its own final norm and head (early exit)
+    prompt-lookup        continuations of repeated n-grams in the sequence itself (prompt_lookup.py)
+    a model              any name that `load_model` accepts: shakespeare-draft, gpt2, a folder, a ckpt.pt
+    self:int8 self:int4  the target with quantized weights
+    self:6               the target's first 6 layers with its final layer norm and output head (early exit)
     a draft head         shakespeare-head, or a folder with draft_head.json: trained on the target's hidden states
-    auto                 the companion of a model that has one, else prompt-lookup
+    auto                 the draft in COMPANIONS for the target, or prompt-lookup
 
-A draft need not be right, so on a CPU its weights are packed in 8 bits whatever the target's are.
+On a CPU a draft model's weights are quantized to int8 for any format of the target, because errors of the draft affect
+only the acceptance rate.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.model_info import ModelInfo
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
-from nanoinfer.models.cut import cut
+from nanoinfer.models.truncate_layers import truncate_layers
 from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.speculative.adaptive_k import MAX_K
 from nanoinfer.speculative.base import Drafter
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoinfer")
 
 PROMPT_LOOKUP = "prompt-lookup"
-PROMPT_SIZES = (16, 64, 256)  # tokens of the steps whose time tells what it takes a draft to read a prompt
-COMPANIONS = {  # target -> its draft; wide:shakespeare:<preset> has shakespeare's
+PROMPT_SIZES = (16, 64, 256)  # tokens of the steps that are timed to estimate the prefill of a draft model
+COMPANIONS = {  # target -> its draft; wide:<model>:<preset> uses the draft of the model
     "shakespeare": "shakespeare-draft",
     "gpt2-medium": "distilbert/distilgpt2",
     "gpt2-large": "distilbert/distilgpt2",
@@ -50,28 +51,28 @@ COMPANIONS = {  # target -> its draft; wide:shakespeare:<preset> has shakespeare
 
 
 class DraftFactory:
-    """The drafters of one target, each made when it is first asked for, and kept.
+    """Makes and caches the drafters of one target. A drafter is made when it is first requested.
 
     Args:
-        target: what they must fit.
-        config: of the target's engine; drafts take its threads.
+        target: the model that the drafts must match.
+        config: configuration of the target's engine; drafts use its number of threads.
     """
 
     def __init__(self, target: ModelInfo, config: EngineConfig) -> None:
         self._target, self._config = target, config
         self._engine: Engine | None = None
         self._loaded: dict[str, tuple[Weights, str | None]] = {}
-        """Models without an engine yet, with the format that they are to be packed in."""
+        """Models that have no engine yet, with the quantization of their engine."""
         self._drafters: dict[str, Drafter] = {}
         self._speculators: dict[tuple[str, str, int | None], Speculator] = {}
-        """By draft, rule and k: one that is asked for again still knows costs and acceptance."""
+        """Speculators by draft, rule and k. A speculator that is requested again keeps its costs and statistics."""
         self._costs: StepCosts | None = None
 
     def leave_room(self, draft: str) -> EngineConfig:
-        """Return the target's configuration with a draft's share taken off the kv_cache_memory that was asked for.
+        """Return the target's configuration with kv_cache_memory reduced by the draft's share.
 
         Raises:
-            NanoinferError: there is no such draft, or its vocabulary is not the target's.
+            NanoinferError: the draft does not exist, or its vocabulary differs from the target's.
         """
         name, target = self._resolve(draft), self._target
         if name == PROMPT_LOOKUP or _find_head(name) is not None:
@@ -83,15 +84,15 @@ class DraftFactory:
         return replace(self._config, kv_cache_memory=max(1, self._config.kv_cache_memory * ours // (ours + its)))
 
     def start(self, engine: Engine) -> None:
-        """Take the target's engine: drafts hold as many sequences and tokens."""
+        """Set the target's engine, whose limits the drafts' engines get. Call it before `speculator`."""
         self._engine = engine
 
     def speculator(self, config: SpeculationConfig) -> Speculator:
-        """Return a speculator with the draft that is asked for.
+        """Return the speculator for a configuration.
 
         Raises:
-            NanoinferError: there is no such draft, its vocabulary is not the target's, no engine runs it, or its
-                keys and values do not fit the memory.
+            NanoinferError: the draft does not exist, its vocabulary differs from the target's, no engine supports it,
+                or its KV cache does not fit in memory.
         """
         assert config.draft is not None
         assert self._engine is not None
@@ -115,18 +116,18 @@ class DraftFactory:
         import torch
 
         from nanoinfer.models import draft_head
-        from nanoinfer.speculative.draft_head import DraftHead
+        from nanoinfer.speculative.head_drafter import HeadDrafter
 
         target, head = self._target, draft_head.load(folder)
         ours = None if target.tokenizer is None else tokenizers.fingerprint(target.tokenizer)
         draft_head.check(head.config, target.source, target.config, ours)
         dtype = torch.float32 if target.device.type == "cpu" else target.dtype
         weights = load_model(target.source, dtype=target.dtype, seed=target.seed).take()
-        frame = draft_head.frame(head.config, weights, target.source).to(target.device, dtype)
+        embeddings = draft_head.target_embeddings(head.config, weights, target.source).to(target.device, dtype)
         head = head.to(target.device, dtype)
         log.info("draft: head %s", name)
         sampler = choose_sampler(target.device)
-        return DraftHead(name, head, frame, sampler, target.vocab_size, max_num_seqs=limits.max_num_seqs)
+        return HeadDrafter(name, head, embeddings, sampler, target.vocab_size, max_num_seqs=limits.max_num_seqs)
 
     def _build(self, name: str, limits: EngineLimits) -> DraftModel:
         target = self._target
@@ -159,12 +160,12 @@ class DraftFactory:
         if not how.isdecimal():
             return weights, how
         try:
-            return cut(weights, int(how)), None
+            return truncate_layers(weights, int(how)), None
         except NanoinferError as e:
             raise NanoinferError(f"draft={name!r}: {e}") from None
 
     def _resolve(self, draft: str) -> str:
-        """Return the draft that `auto` stands for; other names are themselves."""
+        """Return the name of the draft that `auto` selects; any other name is returned unchanged."""
         if draft != "auto":
             return draft
         target = self._target.source
@@ -183,8 +184,8 @@ def _find_head(name: str) -> Path | None:
 def _check_vocabulary(draft: LoadedModel, target: ModelInfo) -> None:
     ours, theirs = target.tokenizer, draft.tokenizer
     if ours is not None and theirs is not None:
-        same = tokenizers.same_vocabulary(ours, theirs)
-    else:  # token ids only: all that can be compared is how many there are
+        same = tokenizers.fingerprint(ours) == tokenizers.fingerprint(theirs)
+    else:  # without tokenizers, only the sizes can be compared
         same = draft.config.vocab_size == target.config.vocab_size
     if not same:
         raise NanoinferError(

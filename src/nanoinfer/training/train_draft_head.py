@@ -1,13 +1,13 @@
-"""Training a draft head (models/draft_head.py): what a target would say next, from the hidden state it had before.
+"""Train a draft head (models/draft_head.py) to predict a target's next tokens from its hidden states.
 
-The data, and texts that the target wrote, are read by the target once (distill.py). A step takes windows of them:
-from every position the head is run for STEPS tokens, fed with the tokens that stand there, and compared with what
-the target thinks at each. The loss is that of distillation; nothing of the target is changed.
+The target processes the data, and sequences that it generated, once before training (distill.py). A training step takes
+windows of them. From every position the head runs for STEPS tokens with the window's tokens as input, and its logits
+are compared with the target's. The loss is that of distillation. The target is not changed.
 
-    tokens                x_0   x_1   x_2   x_3   x_4   x_5
-    target's hidden       h_0   h_1   h_2   h_3   h_4   h_5       lm_head h_t: what follows x_t
-    from h_0, x_1 .. x_4        s_1   s_2   s_3   s_4             lm_head s_i against lm_head h_i
-    from h_1, x_2 .. x_5              s_1   s_2   s_3   s_4
+    tokens                  x_0   x_1   x_2   x_3   x_4   x_5
+    target's hidden states  h_0   h_1   h_2   h_3   h_4   h_5     lm_head(h_t): logits after x_t
+    from h_0, x_1 .. x_4          s_1   s_2   s_3   s_4           lm_head(s_i) is compared with lm_head(h_i)
+    from h_1, x_2 .. x_5                s_1   s_2   s_3   s_4
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.draft_head import DraftHeadConfig, RecurrentHead
 from nanoinfer.training import data, distill, state
-from nanoinfer.training.config import TrainConfig
-from nanoinfer.training.loop import Run, check_writable, make_optimizer
+from nanoinfer.training.loop import TrainRun, check_writable, make_optimizer
+from nanoinfer.training.train_config import TrainConfig
 
-STEPS = 4  # tokens that the head is trained to look ahead
+STEPS = 4  # tokens that the head predicts from one hidden state in training
 
 
 @dataclass
-class HeadRun(Run):
-    """A run that trains a head; `train` and `val` are HeadLessons."""
+class HeadRun(TrainRun):
+    """A run that trains a head; `train` and `val` are HiddenBatches."""
 
     wte: Tensor | None = None
     """The target's embedding, (V, C), on the device."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss over all positions and steps, nats per token; in validation the KL divergence alone.
+        """Return the mean loss over all positions and steps, nats per token; in validation, the KL divergence alone.
 
         Args:
             x: token ids, (B, T).
-            y: the target's final hidden states there, (B, T, C).
+            y: the target's final hidden states, (B, T, C).
         """
-        assert isinstance(self.train, distill.Lessons)
+        assert isinstance(self.train, distill.TargetBatches)
         assert self.wte is not None
         x, y, lm_head = x.to(self.device), y.to(self.device), self.train.head
         n = x.shape[1] - STEPS
@@ -58,21 +58,21 @@ class HeadRun(Run):
         return total / STEPS
 
     def write(self) -> None:
-        """Write the head."""
+        """Write the current head to `out`."""
         assert isinstance(self.model, RecurrentHead)
         draft_head.save(self.model, Path(self.config.out), getattr(torch, self.config.save_dtype))
 
     def read(self) -> torch.nn.Module:
-        """Return the head that is in `out`."""
+        """Load the head in `out`."""
         return draft_head.load(Path(self.config.out))
 
     def files(self) -> dict[str, str]:
-        """Return nothing: a head has no tokenizer of its own."""
+        """Return an empty dict: a head is stored without a tokenizer."""
         return {}
 
 
 @dataclass(frozen=True)
-class HeadLessons(distill.Lessons):
+class HiddenBatches(distill.TargetBatches):
     """Windows of tokens with the target's final hidden states."""
 
     def _batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,15 +80,15 @@ class HeadLessons(distill.Lessons):
 
 
 def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete) -> HeadRun:
-    """Read the data, let the target write and read, and go back to the saved state when resuming.
+    """Read the data, run the target on it and on sequences it generates, and restore the saved state when resuming.
 
     Args:
-        config: the run; draft_head names the target.
-        resume: go on from the state in `out`.
+        config: the run; draft_head is the target.
+        resume: continue from the state in `out`.
         complete: see `loop.prepare`.
 
     Raises:
-        NanoinferError: bad data, an `out` that holds another run, or a target that cannot be used.
+        NanoinferError: the data or the target is unusable, or `out` contains another run.
     """
     from nanoinfer.engines.devices import resolve_device
 
@@ -121,12 +121,12 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
         run.resume(saved)
     check_writable(out)
     gpt, dtype = target.gpt.to(device), getattr(torch, config.autocast)
-    written = distill.write_texts(train, config.distill_tokens, config.block_size, config.seed, complete)
+    written = distill.generate_windows(train, config.distill_tokens, config.block_size, config.seed, complete)
     every = torch.cat([distill.windows(train, config.block_size), written])
     run.wte = gpt.get_parameter("transformer.wte.weight").detach()
     for name, tokens in (("train", every), ("val", distill.windows(val, config.block_size))):
-        lessons = distill.read(gpt, tokens, tokenizer.vocab_size, config.seed, dtype)
-        setattr(run, name, HeadLessons(lessons.tokens, lessons.hidden, lessons.head, lessons.seed))
+        batches = distill.run_target(gpt, tokens, tokenizer.vocab_size, config.seed, dtype)
+        setattr(run, name, HiddenBatches(batches.tokens, batches.hidden, batches.head, batches.seed))
     if saved is not None and saved.pending:
         state.finish(run)
     return run
