@@ -154,7 +154,7 @@ def logits_after(engine: Any) -> torch.Tensor:
 
 
 def step_microseconds(engine: Any, num_steps: int) -> float:
-    """Return the time of a greedy step that runs ahead, the mean over `num_steps`."""
+    """Return the time of a greedy step that is launched before the last one is read, the mean over `num_steps`."""
     from nanoinfer.engines.base import PENDING, StepBatch
 
     def largest(logits: torch.Tensor, sampler_slots: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

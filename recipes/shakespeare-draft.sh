@@ -1,6 +1,6 @@
 #!/bin/sh
-# The built-in model `shakespeare-draft`: 2 layers, 128 wide, first trained on the text, then on what `shakespeare`
-# writes and thinks, so that it proposes the words that `shakespeare` would say (docs/builtin-models.md).
+# The built-in model `shakespeare-draft`: 2 layers, 128 wide, first trained on the text, then distilled
+# from `shakespeare` on sequences that it generates, which raises the acceptance rate (docs/builtin-models.md).
 # Usage: recipes/shakespeare-draft.sh TINYSHAKESPEARE.TXT OUT [TARGET]   (OUT/text holds the first model)
 set -eu
 target="${3:-shakespeare}"

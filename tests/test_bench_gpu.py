@@ -464,7 +464,7 @@ def test_the_suite_measures_every_target(quick: bool) -> None:
         assert {("triton", model, 1, "bfloat16", q) for q in ("int8", "int4")} <= have
     assert {(name, "random:gpt2", 512, "bfloat16", None) for name in ("static", "cuda_graph")} <= have
     exact = {c.backend for c in cases if c.dtype == "float32" and c.batch == 1}
-    assert {"static", "cuda_graph", "triton"} <= exact  # their words are compared before their speed is read
+    assert {"static", "cuda_graph", "triton"} <= exact  # their tokens are compared before they are timed
     if not quick:
         assert {c.batch for c in cases if c.model == "random:gpt2"} == {1, 8, 64, 512}
         assert {c.dtype for c in cases if c.backend == "transformers-static"} == {"float32", "bfloat16", "float16"}
@@ -595,7 +595,7 @@ def test_a_suite_of_two_models_runs_each_on_its_own_weights(
 @GPU
 @pytest.mark.parametrize("name", ["static", "nanogpt", "transformers-dynamic", "transformers-static"])
 def test_on_a_gpu_backends_say_the_same_and_report_its_memory(tiny_folder: Path, name: str) -> None:
-    """The whole way: a process of its own, its memory, its counts; in float32 the words of `dynamic` on the CPU."""
+    """The whole way: a process of its own, its memory, its counts; in float32 the tokens of `dynamic` on the CPU."""
     if name.startswith("transformers"):
         pytest.importorskip("transformers", reason="transformers is an optional peer")
     case = Case(name, "m", batch=2, prompt_tokens=8, output_tokens=6, device="cuda:0")

@@ -82,7 +82,7 @@ class TableEngine:
         return self.table[rows]
 
     def hidden(self) -> Tensor:
-        raise NotImplementedError("nobody here wants hidden states")
+        raise NotImplementedError("no test here asks for hidden states")
 
     def truncate(self, handle: Handle, length: int) -> None:
         self._call("truncate")
@@ -212,7 +212,7 @@ def test_a_request_that_is_refused_leaves_nothing_behind() -> None:
     assert [o.outputs[0].text for o in run(core, add(core, "a"))] == ["bcde"]
 
 
-# Samples and company -----------------------------------------------------------------------------------------
+# Samples and batches -----------------------------------------------------------------------------------------
 
 
 def test_samples_share_the_prompt_and_fork_once() -> None:

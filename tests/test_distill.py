@@ -39,7 +39,7 @@ def run(config: TrainConfig, *, resume: bool = False) -> list[TrainProgress]:
 
 
 def test_a_draft_comes_nearer_to_its_target(config: TrainConfig) -> None:
-    """What is reported is the KL divergence of the saved model, and more words are the target's than before."""
+    """What is reported is the KL divergence of the saved model, and more tokens are the target's than before."""
     start = validate(prepare(config, complete=_Writer(config)))
     history = run(config)
     validations = [p.val_loss for p in history if p.val_loss is not None]

@@ -131,7 +131,7 @@ class Watcher(Scripted):
 @pytest.mark.parametrize("name", ENGINES)
 @slow_if_interpreted
 def test_a_drafter_sees_the_state_of_the_newest_token(name: str) -> None:
-    """Greedy, so that the state says which token that is: after rejections, in company, with forks and slid windows."""
+    """Greedy, so that the state says which token that is: after rejections, in a batch, with forks and slid windows."""
     gpt = make_model()
     prompts = [prompt(n, i) for i, n in enumerate((4, 1, 9))]
     params = [replace(GREEDY, max_tokens=40, overflow="slide"), GREEDY, replace(GREEDY, n=2)]

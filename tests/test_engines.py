@@ -161,7 +161,7 @@ def test_text_stops_when_the_context_is_full(name: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 @slow_if_interpreted
 def test_samples_fork_and_equal_separate_requests(name: str) -> None:
-    """n texts of one request are what the sampler would draw for each sample index alone, in any company."""
+    """n texts of one request are what the sampler would draw for each sample index alone, in any batch."""
     params = SamplingParams(max_tokens=10, temperature=0.9, top_k=20, n=3)
     gpt = make_model()
     core = make_core(make_engine(name, gpt))

@@ -1,4 +1,4 @@
-"""The native decoder at its boundary: bad calls change nothing, company changes nothing, not a bit."""
+"""The native decoder at its boundary: bad calls change nothing, and other sequences in the batch change no bit."""
 
 from __future__ import annotations
 

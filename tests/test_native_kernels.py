@@ -186,7 +186,7 @@ def test_packing_rounds_as_torch_does(fmt: str) -> None:
 
 
 def test_int4_is_no_worse_than_min_max_rounding() -> None:
-    w = random((64, 640), 3) ** 3  # heavy tails: where shrinking the range pays
+    w = random((64, 640), 3) ** 3  # heavy tails: where a smaller range is more exact
     groups = w.reshape(-1, GROUP)
     low, high = np.minimum(groups.min(1), 0)[:, None], np.maximum(groups.max(1), 0)[:, None]
     scale = bf16((high - low) / np.float32(15))

@@ -105,7 +105,7 @@ def test_windows_slide_before_the_token_is_read(stride: int | None, chunk: int) 
 
 
 def test_drawn_texts_equal_those_of_steps_that_are_read_at_once() -> None:
-    """Texts that end at a token nobody could know, at max_tokens and at the context; one more waits for a place."""
+    """Sequences that end at a token that could not be known before, at max_tokens and at the context; one more waits for a place."""
     gpt = make_model()
     prompts = [prompt(n, i) for i, n in enumerate([3, 17, 30, 8, 8, 32])]
     stop = tuple(range(0, V, 9))

@@ -1,4 +1,4 @@
-"""The reference sampler: what it draws, from which distribution, and that company changes nothing."""
+"""The reference sampler: which tokens it samples, from which distribution, and that other rows change nothing."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class World:
         budget = max(M - len(singles), M // 4, 1)
         assert longer == min(budget, sum(pending.values()) - len(singles))
         bound = math.ceil(self.config.max_num_seqs * self.config.block_size / max(M // 4, 1)) + 1
-        assert all(self.steps - self.last_draw[s] <= bound for s in pending)  # nobody starves
+        assert all(self.steps - self.last_draw[s] <= bound for s in pending)  # no sequence starves
         assert all(w.draws == (fed[w.sequence] == pending[w.sequence]) for w in work)
 
     def run(self, w: ScheduledSequence) -> None:

@@ -1,4 +1,4 @@
-"""Speculation says the words of plain decoding: engine x drafter x batch x k x what ends a text or its window."""
+"""Speculation gives the tokens of plain decoding: engine x drafter x batch x k x what ends a sequence or its window."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nanoinfer.speculative.speculator import Speculator
 from nanoinfer.speculative.step_costs import StepCosts, StepTimes
 from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
 
-FLAT = StepTimes({1: 1e-3, 256: 1.01e-3})  # a step costs the same whatever is in it: everything pays
+FLAT = StepTimes({1: 1e-3, 256: 1.01e-3})  # a step costs the same whatever is in it, so any proposal is worth it
 
 
 class Scripted:

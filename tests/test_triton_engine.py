@@ -1,4 +1,4 @@
-"""The engine of fused kernels, on the CPU under Triton's interpreter: its words, and how many launches they take."""
+"""The engine of fused kernels, on the CPU under Triton's interpreter: its tokens, and the number of launches."""
 
 from __future__ import annotations
 

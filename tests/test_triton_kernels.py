@@ -302,7 +302,7 @@ def test_int4_codes_are_what_dequantize_says(group: int, k: int) -> None:
 
 def test_int4_does_better_than_the_plain_range_and_keeps_zero() -> None:
     w = draw(64, 256)
-    w[:, ::64] *= 4  # an outlier in every group: clipping pays
+    w[:, ::64] *= 4  # an outlier in every group: clipping helps
     w[:, 5] = 0
     parts = w.view(64, 4, 64)
     low, high = parts.amin(-1, keepdim=True), parts.amax(-1, keepdim=True)

@@ -1,6 +1,6 @@
 // The whole decoder: a small model with random weights, in every format of weights and of keys and values.
 //
-// A prompt in one step is the reference: token by token, in company, by two threads, after a fork and a truncation it
+// A prompt in one step is the reference: token by token, in a batch, by two threads, after a fork and a truncation it
 // must give the same logits bit for bit, and every instruction set nearly those of `scalar`. That `scalar` is right
 // is shown elsewhere (tests/test_native_engine.py, against the PyTorch model); so its bits are written down, and a
 // machine that cannot run those tests must have the same (make neon).
@@ -102,12 +102,12 @@ void test_same_bits(Test& t, const Case& c, const std::string& isa, const Floats
     const std::int64_t one = cache.open(), two = cache.open(), three = cache.open();
     for (std::int64_t p = 0; p < kPrompt; ++p) same("token by token", extend(*d, one, p, p + 1).data(), p, 1);
 
-    Step step;  // a prompt's beginning and a longer one, then each goes on, in company
+    Step step;  // a prompt's beginning and a longer one, then each continues, in a batch
     add(step, two, 0, 5);
     add(step, three, 0, kPrompt - 1);
     Floats y = run(*d, step);
-    same("in company", y.data(), 0, 5);
-    same("in company", &y[5 * kVocab], 0, kPrompt - 1);
+    same("in a batch", y.data(), 0, 5);
+    same("in a batch", &y[5 * kVocab], 0, kPrompt - 1);
 
     step = {};
     const std::int64_t fork = cache.fork(one);  // of a block that is partly full

@@ -84,7 +84,7 @@ void check_row(Test& t, const Kernels& k, const Packed& w, const float* x, const
   }
 }
 
-// Each row alone is right, and in company it is the same bit for bit.
+// Each row alone is right, and among other rows it is the same bit for bit.
 void test_products(Test& t, const Kernels& k, WeightType type) {
   for (const std::int64_t out : {1, 33, 70})
     for (const std::int64_t in : {1, 7, 63, 64, 65, 130, 200}) {

@@ -64,7 +64,7 @@ class EngineSpec:
 
 ENGINES: dict[str, EngineSpec] = {
     spec.name: spec
-    for spec in (  # slowest first: `auto` chooses the last one that fits
+    for spec in (  # the ladder: `auto` chooses the last one that fits
         EngineSpec(
             "recompute",
             "run the whole prefix for every token: the definition of correct",
@@ -98,6 +98,16 @@ ENGINES: dict[str, EngineSpec] = {
             options=("graph_memory",),
         ),
         EngineSpec(
+            "native",
+            "a C++ decoder that streams packed weights at memory speed",
+            "nanoinfer.engines.native:NativeEngine",
+            devices=("cpu",),
+            quantizations=("int8", "int4"),
+            memory="blocks",
+            options=("quantization", "kv_cache_dtype", "threads"),
+            native=True,
+        ),
+        EngineSpec(
             "triton",
             "few fused kernels a layer; weights in 16, 8 or 4 bits",
             "nanoinfer.engines.triton_engine:TritonEngine",
@@ -107,16 +117,6 @@ ENGINES: dict[str, EngineSpec] = {
             options=("quantization", "graph_memory"),
             module="triton",
             preferred=False,  # not measured yet
-        ),
-        EngineSpec(
-            "native",
-            "a C++ decoder that streams packed weights at memory speed",
-            "nanoinfer.engines.native:NativeEngine",
-            devices=("cpu",),
-            quantizations=("int8", "int4"),
-            memory="blocks",
-            options=("quantization", "kv_cache_dtype", "threads"),
-            native=True,
         ),
     )
 }
