@@ -105,7 +105,7 @@ def test_windows_slide_before_the_token_is_read(stride: int | None, chunk: int) 
 
 
 def test_drawn_texts_equal_those_of_steps_that_are_read_at_once() -> None:
-    """Sequences that end at a token that could not be known before, at max_tokens and at the context; one more waits for a place."""
+    """Sequences that end at an end token, at max_tokens and at the context length; one more waits for room."""
     gpt = make_model()
     prompts = [prompt(n, i) for i, n in enumerate([3, 17, 30, 8, 8, 32])]
     stop = tuple(range(0, V, 9))

@@ -32,8 +32,8 @@ from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines import buckets
 from nanoinfer.engines.base import PENDING, Draw, Handle, StepBatch
 from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch
-from nanoinfer.engines.sequences import DEFAULTS, Sequences
-from nanoinfer.engines.torch_engine import lay_out
+from nanoinfer.engines.sequences import DEFAULTS
+from nanoinfer.engines.torch_engine import ModelEngine
 from nanoinfer.engines.transfers import PendingTokens, StepInputs, pick
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import slot_tokens
@@ -73,13 +73,8 @@ class StepOutput(NamedTuple):
     """(R,) int64 sampled tokens; None if the step sampled none."""
 
 
-class StaticShapeEngine(Sequences):
-    """Base class of the engines with static shapes.
-
-    Args:
-        model: the weights, on the device and in the dtype to compute in.
-        limits: capacity of the engine.
-        config: options of derived engines (EngineSpec.options).
+class StaticShapeEngine(ModelEngine):
+    """Base class of the engines with static shapes. Arguments: see `ModelEngine`.
 
     Raises:
         NanoinferError: the KV cache does not fit in the device's memory.
@@ -89,14 +84,8 @@ class StaticShapeEngine(Sequences):
     min_context = 64
     """Smallest context bucket, in tokens."""
 
-    model: GPT
-
     def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
-        super().__init__(model.config, limits)
-        self.model = model
-        self.device = model.lm_head.weight.device
-        self.survives_fork = self.device.type == "cpu"
-        self.dtype = model.lm_head.weight.dtype
+        super().__init__(model, limits, config)
         columns = slot_tokens("padded slots", limits.block_size)
         self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)
         self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=self.device)
@@ -105,8 +94,6 @@ class StaticShapeEngine(Sequences):
         """The sequences whose last step sampled a token."""
         self._bucket_limits = BucketLimits(limits.max_num_seqs, limits.block_size, self.min_context)
         self._inputs: dict[tuple[int, int], StepInputs] = {}
-        self._hidden = torch.empty(0, self.config.n_embd, device=self.device, dtype=self.dtype)  # of the last extend
-        lay_out(model)
 
     # The step --------------------------------------------------------------------------------------------
 
@@ -138,10 +125,6 @@ class StaticShapeEngine(Sequences):
         back = sorted(range(len(places)), key=places.__getitem__)
         self._hidden = pick(torch.cat(hidden) if len(sub_batches) > 1 else hidden[0], back)
         return pick(torch.cat(logits) if len(sub_batches) > 1 else logits[0], back)
-
-    def hidden(self) -> Tensor:
-        """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
-        return self._hidden.float()
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, draw: Draw, sampler_slots: list[int]) -> PendingTokens:

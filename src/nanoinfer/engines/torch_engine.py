@@ -1,4 +1,4 @@
-"""The step that engines `recompute`, `dynamic` and `static` share.
+"""What the engines in PyTorch share, and the step of `recompute`, `dynamic` and `static`.
 
 The new tokens of all sequences form one row of N tokens, so that matrix products process no padding; attention runs
 per sequence. A derived engine defines where keys and values are stored and how a query reads them (`_attend`), and how
@@ -20,8 +20,8 @@ from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.models.gpt import GPT, Attend
 
 
-class TorchEngine(Sequences):
-    """Base class of the engines that run the reference model on flat batches.
+class ModelEngine(Sequences):
+    """Base class of the engines that run the reference model in PyTorch.
 
     Args:
         model: the weights, on the device and in the dtype to compute in.
@@ -40,6 +40,14 @@ class TorchEngine(Sequences):
         self._hidden = torch.empty(0, model.config.n_embd, device=self.device, dtype=self.dtype)  # of the last step
         lay_out(model)
 
+    def hidden(self) -> Tensor:
+        """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
+        return self._hidden.float()
+
+
+class TorchEngine(ModelEngine):
+    """Base class of the engines that run the reference model on flat batches. Arguments: see `ModelEngine`."""
+
     # The step --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -53,10 +61,6 @@ class TorchEngine(Sequences):
             self._hidden = self._run(batch)  # (sum(num_logits), C)
         self._advance(batch)
         return self.model.lm_head(self._hidden).float()  # type: ignore[no-any-return]
-
-    def hidden(self) -> Tensor:
-        """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
-        return self._hidden.float()
 
     def _run(self, batch: StepBatch) -> Tensor:
         """Return the hidden states of the requested logits, (sum(num_logits), C)."""
