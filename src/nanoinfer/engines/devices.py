@@ -16,7 +16,8 @@ def resolve_device(name: str) -> torch.device:
     Raises:
         NanoinferError: the name is unknown, this machine has no such device, or this process cannot use it.
     """
-    if name != "cpu" and torch.cuda._is_in_bad_fork():
+    # A CUDA build of PyTorch notes a fork also where there is no GPU.
+    if name != "cpu" and torch.cuda._is_in_bad_fork() and torch.cuda.device_count():
         raise NanoinferError(
             f"device={name!r}: this process was forked from one that had used CUDA: start it with multiprocessing's"
             " method spawn, or use device=cpu"
