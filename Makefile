@@ -1,5 +1,6 @@
 # make demo    stream text from the built-in model, then show the ladder of engines on it
-# make test    the tests without the slow cases (4 minutes on 2 cores); make test-all: all of them (20 minutes)
+# make test    the tests without the slow cases (4 minutes on 2 cores); make test-all: with them (20 minutes)
+# make test-nightly: also the cases that take minutes each (two hours)
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
@@ -18,7 +19,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers speculative
 
-.PHONY: demo test test-all asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
+.PHONY: demo test test-all test-nightly asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 
 demo: .venv/installed
 	@echo "== shakespeare, prompt 'ROMEO:' =="
@@ -31,9 +32,12 @@ demo: .venv/installed
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
 
 test: .venv/installed-test
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not nightly"
 
 test-all: .venv/installed-test
+	$(PYTEST) -m "not nightly"
+
+test-nightly: .venv/installed-test
 	$(PYTEST)
 
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
@@ -48,7 +52,7 @@ build-asan: .venv/installed-test
 asan: build-asan
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 \
-	  NANOINFER_TEST_EXTENSION=build/asan $(BIN)/python -m pytest -m "not slow" $(ASAN_TESTS)
+	  NANOINFER_TEST_EXTENSION=build/asan $(BIN)/python -m pytest -m "not slow and not nightly" $(ASAN_TESTS)
 
 fuzz: build-asan
 	$(BIN)/python fuzz/run.py --minutes $(or $(MINUTES),10) $(FLAGS)

@@ -47,13 +47,14 @@ INTERPRETED = not torch.cuda.is_available()  # Triton's kernels run in its inter
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`slow_if(condition)`: mark those cases of a matrix as slow for whose parameters the condition is true."""
+    """`slow_if(condition)`: mark the cases of a matrix as slow whose parameters meet the condition; so `nightly_if`."""
     for item in items:
-        for mark in item.iter_markers("slow_if"):
-            (condition,) = mark.args
-            parameters = item.callspec.params  # type: ignore[attr-defined]
-            if condition(**{name: parameters[name] for name in inspect.signature(condition).parameters}):
-                item.add_marker("slow")
+        for marker in ("slow", "nightly"):
+            for mark in item.iter_markers(f"{marker}_if"):
+                (condition,) = mark.args
+                parameters = item.callspec.params  # type: ignore[attr-defined]
+                if condition(**{name: parameters[name] for name in inspect.signature(condition).parameters}):
+                    item.add_marker(marker)
 
 
 @pytest.fixture

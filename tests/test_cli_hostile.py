@@ -1,7 +1,7 @@
 """No traceback reaches a user: hostile command lines, streams, environments and interrupts.
 
 Every option of every sub-command meets every hostile value, in this process; streams, environments and interrupts need
-processes of their own. The slow cases are all pairs and 100 interrupts; the others a sample of them.
+processes of their own. The nightly cases are all pairs and 200 interrupts; the others a sample of them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
     return run
 
 
-@pytest.mark.parametrize("num_pairs", [16, pytest.param(len(PAIRS), marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("num_pairs", [16, pytest.param(len(PAIRS), marks=pytest.mark.nightly)], ids=["some", "all"])
 @pytest.mark.parametrize("group", range(SHARED))
 def test_hostile_options(
     group: int, num_pairs: int, call: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: Any
@@ -289,8 +289,9 @@ def interrupt(delay: float, *arguments: str) -> tuple[int, str]:
     return child.returncode, err.decode()
 
 
-@pytest.mark.parametrize("i", range(100))
+@pytest.mark.parametrize("i", range(200))
 @pytest.mark.slow_if(lambda i: i >= 4)
+@pytest.mark.nightly_if(lambda i: i >= 6)
 def test_an_early_interrupt_is_quiet(i: int, folder: Path) -> None:
     arguments = ROOFLINE if i % 3 else ("generate", "Go", "-m", str(folder / "tiny"), "--max-tokens", "2")
     code, err = interrupt(random.Random(i).uniform(0.02, 0.4 if i % 3 else 2.0), *arguments)

@@ -36,7 +36,16 @@ from nanoinfer.training.loop import TrainProgress, train, validate
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.training.train_draft_head import STEPS, HeadRun, prepare
 from test_cli import command, one_thread
-from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
+from test_engines import (
+    BATCHES,
+    GREEDY,
+    V,
+    make_engine,
+    naive_greedy,
+    nightly_if_interpreted,
+    prompt,
+    slow_if_interpreted,
+)
 from test_speculative import SAMPLED, Scripted, generate, make_core, plain
 
 CONFIG = DraftHeadConfig("tiny", V, TINY.n_embd, 24, tokenizers.fingerprint(CharTokenizer(CHARS)))
@@ -129,7 +138,7 @@ class Watcher(Scripted):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@slow_if_interpreted
+@nightly_if_interpreted
 def test_a_drafter_sees_the_state_of_the_newest_token(name: str) -> None:
     """Greedy, so that the state says which token that is: after rejections, in a batch, with forks and slid windows."""
     gpt = make_model()
@@ -156,7 +165,7 @@ def test_a_drafter_sees_the_state_of_the_newest_token(name: str) -> None:
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))
 @pytest.mark.parametrize("k", [1, 4, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("name", ENGINES)
-@slow_if_interpreted
+@nightly_if_interpreted
 def test_greedy_tokens_equal_the_naive_loop(name: str, k: int | None, batch: str) -> None:
     gpt = make_model()
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
@@ -171,7 +180,7 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, k: int | None, batch: str
 @pytest.mark.parametrize("params", SAMPLED.values(), ids=SAMPLED)
 @pytest.mark.parametrize("k", [3, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("name", ENGINES)
-@slow_if_interpreted
+@nightly_if_interpreted
 @pytest.mark.slow_if(lambda name, k: k is None and name not in ("static", "native"))
 def test_the_same_seed_gives_the_same_text(name: str, k: int | None, params: SamplingParams) -> None:
     gpt = make_model()

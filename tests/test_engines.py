@@ -48,6 +48,9 @@ DEVICES = [
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 V = TINY.vocab_size
 slow_if_interpreted = pytest.mark.slow_if(lambda name: name == "triton" and INTERPRETED)
+nightly_if_interpreted = pytest.mark.nightly_if(lambda name: name == "triton" and INTERPRETED)
+CHOSEN = ("unequal lengths", 2048), ("twice the same", 5)
+"""Batches and chunks with which the greedy matrix of an interpreted engine is run in `make test-all`."""
 BLOCKS: dict[str, dict[tuple[torch.Size, int, bool], RunBlock]] = {"cpu": {}, "cuda": {}}
 """What the compiled engines of all tests have compiled: their models have the same shapes."""
 
@@ -122,6 +125,7 @@ BATCHES = {
 @pytest.mark.parametrize("chunk", [2048, 5], ids=["whole", "chunked"])
 @pytest.mark.parametrize("name", ENGINES)
 @slow_if_interpreted
+@pytest.mark.nightly_if(lambda name, chunk, batch: name == "triton" and INTERPRETED and (batch, chunk) not in CHOSEN)
 def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, device: str) -> None:
     gpt = make_model().to(device)
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
@@ -135,7 +139,7 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, d
 @pytest.mark.parametrize("chunk", [2048, 7], ids=["whole", "chunked"])
 @pytest.mark.parametrize("stride", [1, 3, None, 32], ids=lambda s: f"stride-{s}")
 @pytest.mark.parametrize("name", ENGINES)
-@slow_if_interpreted
+@nightly_if_interpreted
 @pytest.mark.slow_if(lambda stride: stride in (3, 32))
 def test_sliding_window_equals_crop_and_recompute(name: str, stride: int | None, chunk: int) -> None:
     """At 3 times the block size; stride 1 is nanoGPT's own output. One prompt is longer than the context."""

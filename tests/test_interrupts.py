@@ -34,7 +34,9 @@ from recorded import FakeRecorder
 from test_overlap import TorchSampler
 
 PACKAGE = str(Path(nanoinfer.__file__).parent)
-how_often = pytest.mark.parametrize("num_interrupts", [100, pytest.param(1000, marks=pytest.mark.slow)])
+how_often = pytest.mark.parametrize(
+    "num_interrupts", [100, pytest.param(250, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.nightly)]
+)
 ENGINES = [name for name, spec in registry.ENGINES.items() if "cpu" in spec.devices and name != "compiled"]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=4),
