@@ -314,7 +314,7 @@ def test_json_has_every_field(run: Run, tiny_folder: Path) -> None:
 @pytest.mark.slow
 def test_the_page_shows_what_its_command_prints(run: Run) -> None:
     page = (Path(__file__).parents[1] / "docs" / "profile.md").read_text()
-    (line,) = re.findall(r"```bash\n(.*)\n```", page)
+    (line,) = re.findall(r"^    (nanoinfer profile .*)$", page, re.M)
     (shown,) = re.findall(r"```\n(shakespeare on .*?)```", page, re.S)
     code, out, _ = run(*shlex.split(line)[2:])
     assert code == 0

@@ -98,7 +98,8 @@ def _drafts(model: str, config: ModelConfig) -> list[str]:
 
 def _speculative(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
     """Fixed k and auto beside plain decoding, by draft and format; sampled, repeating, in batches, unpredictable."""
-    best, drafts = engines[-1], _drafts(model, config)
+    best = "native" if "native" in engines else engines[-1]
+    drafts = _drafts(model, config)
     small: str | None = next(iter(ENGINES[best].quantizations), None)
     text = Case(best, model, "float32", small, workload="text", prompt_tokens=96, output_tokens=32 if quick else 64)
     ks: list[int | str] = [4, "auto"] if quick else [2, 4, 8, "auto"]
