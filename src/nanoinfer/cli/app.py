@@ -63,11 +63,11 @@ def run(arguments: list[str]) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of a pipe (head, less) has gone: nothing more to print
         code = 0 if code < 2 else code
-        terminal.drop_stdout()
+        terminal.drop(sys.stdout)
     except OSError as e:
         code = 1
         terminal.complain(terminal.describe(e))
-        terminal.drop_stdout()
+        terminal.drop(sys.stdout)
     return code
 
 

@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from contextlib import suppress
-from typing import Any
+from typing import Any, TextIO
 
 from nanoinfer.checks import printable
 from nanoinfer.errors import ResultError
@@ -56,8 +56,10 @@ def complain(message: str) -> None:
     message = printable(message)
     if len(message) > MAX_MESSAGE:
         message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
-    with suppress(OSError):  # a full or closed stderr: the exit code still tells
+    try:
         print(f"nanoinfer: error: {message}", file=sys.stderr, flush=True)
+    except OSError:  # a full or closed stderr: the exit code still tells
+        drop(sys.stderr)
 
 
 def describe(error: OSError) -> str:
@@ -70,11 +72,11 @@ def describe(error: OSError) -> str:
     return f"standard output cannot be written: {reason}" if error.errno in _STREAM_ERRORS else reason
 
 
-def drop_stdout() -> None:
-    """Send what is left in stdout's buffer nowhere: Python would try to write it again at exit, and complain."""
+def drop(stream: TextIO) -> None:
+    """Discard what is left in a stream's buffer: Python would write it again at exit, and fail with exit code 120."""
     with suppress(OSError):  # a captured stream has no descriptor
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, stream.fileno())
         os.close(null)
 
 
