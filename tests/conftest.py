@@ -10,19 +10,22 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from nanoinfer.config import EngineLimits, ModelConfig
-from nanoinfer.core import Core
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import char_to_json
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.sequence import Request
+
+if TYPE_CHECKING:  # the core imports the extension, which must be chosen before
+    from nanoinfer.core import Core
+    from nanoinfer.sampling_params import SamplingParams
+    from nanoinfer.scheduling.sequence import Request
 
 if not torch.cuda.is_available():  # before triton is imported: its interpreter then runs the kernels on the CPU
     os.environ.setdefault("TRITON_INTERPRET", "1")
