@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -24,7 +24,6 @@ from nanoinfer.models.tokenizers import char_to_json
 
 if TYPE_CHECKING:  # the core imports the extension, which must be chosen before
     from nanoinfer.core import Core
-    from nanoinfer.sampling_params import SamplingParams
     from nanoinfer.scheduling.sequence import Request
 
 if not torch.cuda.is_available():  # before triton is imported: its interpreter then runs the kernels on the CPU
@@ -118,15 +117,8 @@ def tiny_folder(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "tiny")
 
 
-def submit(
-    core: Core,
-    prompt: str | None,
-    token_ids: list[int],
-    params: SamplingParams,
-    seed: int,
-    end_token_ids: tuple[int, ...] = (),
-) -> Request:
-    """Create, queue and return a request; see `Core.make`."""
-    request = core.make(prompt, token_ids, params, seed, end_token_ids)
+def submit(core: Core, *arguments: Any, **options: Any) -> Request:
+    """Make a request (see `Core.make`), queue it and return it."""
+    request = core.make(*arguments, **options)
     core.submit([request])
     return request
