@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -287,6 +289,32 @@ def test_several_threads_share_one_model(llm: LLM) -> None:
     assert not any(t.is_alive() for t in threads)
     assert wrong == []
     assert num_open(llm) == 0
+
+
+def test_a_request_that_another_thread_finishes_keeps_its_last_delta(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is finished a moment before the step that ends it queues its delta."""
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    expected = llm.generate("abc", params)[0].outputs[0].text
+    _, stream = llm.stream_outputs("abc", params)
+    postprocess, finished = llm.core.scheduler.postprocess, threading.Event()
+
+    def slow(work: Any, tokens: Any) -> Any:
+        ended = postprocess(work, tokens)
+        if ended:
+            finished.set()
+            time.sleep(0.2)
+        return ended
+
+    monkeypatch.setattr(llm.core.scheduler, "postprocess", slow)
+    thread = threading.Thread(target=lambda: [llm.core.step() for _ in range(3)])
+    thread.start()
+    assert finished.wait(60)
+    delta, output = stream
+    thread.join(60)
+    assert isinstance(delta, Delta)
+    assert delta.text == expected
+    assert isinstance(output, RequestOutput)
+    assert output.finished
 
 
 def test_a_thread_is_not_starved_by_one_that_generates_in_a_loop(tmp_path: Path) -> None:

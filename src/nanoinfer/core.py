@@ -387,7 +387,9 @@ class Core:
                 s.request.finished_sec = now
 
     def output(self, request: Request) -> RequestOutput:
-        """Return a request's output so far; finish_reason is None for unfinished sequences."""
-        speculator = self._speculators.get(request)
-        stats = speculator.stats(request) if speculator is not None else None
-        return request_outputs.output(request, self._logprobs, stats, self._clock())
+        """Return a request's output so far, between two steps; finish_reason is None for unfinished sequences."""
+        with self._turn():
+            self._settle()
+            speculator = self._speculators.get(request)
+            stats = speculator.stats(request) if speculator is not None else None
+            return request_outputs.output(request, self._logprobs, stats, self._clock())

@@ -19,8 +19,11 @@ from nanoinfer.scheduling.sequence import Request
 class Ownership:
     """Owns requests: a context manager that ends them on exit, or when it is deleted."""
 
+    _requests: Sequence[Request] = ()  # until __init__, which may be interrupted, has set it
+
     def __init__(self, core: Core, requests: Sequence[Request]) -> None:
-        self._core, self._requests = core, requests
+        self._core = core
+        self._requests = requests
 
     def __enter__(self) -> None: ...
 
@@ -34,7 +37,8 @@ class Ownership:
         self._requests = ()
 
     def __del__(self) -> None:  # deleted, or interrupted before __exit__; a finalizer must not wait for a lock
-        self._core.cancel(self._requests)
+        if self._requests:
+            self._core.cancel(self._requests)
 
 
 class OutputStream(Iterator[Delta | RequestOutput]):
@@ -54,25 +58,27 @@ class OutputStream(Iterator[Delta | RequestOutput]):
         core.submit(self._requests)
 
     def __next__(self) -> Delta | RequestOutput:
-        if self._ended is not None:
-            return self._finish(self._ended)
+        if (ended := self._ended) is not None:
+            self._ended = None
+            del self._open[ended]
+            return self._core.output(ended)
         while not self._queue:
             if not self._open:
                 raise StopIteration
-            if all(r.finished for r in self._open) and not self._queue:  # ended by an interrupt: no deltas
-                return self._finish(next(iter(self._open)))
-            self._core.step()
+            if not all(r.finished for r in self._open):
+                self._core.step()
+                continue
+            first = next(iter(self._open))
+            output = self._core.output(first)  # waits for the step that ended it, which may still queue its delta
+            if not self._queue:  # ended by an interrupt: no delta
+                del self._open[first]
+                return output
         delta = self._queue.popleft()
         if delta.finish_reason is not None:
             self._num_left[delta.request_id] -= 1
             if self._num_left[delta.request_id] == 0:
                 self._ended = self._by_id[delta.request_id]
         return delta
-
-    def _finish(self, request: Request) -> RequestOutput:
-        self._ended = None
-        del self._open[request]
-        return self._core.output(request)
 
     def close(self) -> None:
         """End the unfinished requests. The stream yields nothing more."""
