@@ -1,0 +1,76 @@
+"""Arrays at the seams between engines, samplers and checkpoints. This module does not import PyTorch.
+
+Engine `native` returns NumPy arrays, the engines in PyTorch return tensors. Code between an engine and a sampler only
+slices rows, which both support; code that computes on the host calls `to_numpy`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+"""Bytes of a value, by the dtypes that stored weights may have. Formats of 8 bits and fewer would need scales."""
+
+
+class Array(Protocol):
+    """A NumPy array or a PyTorch tensor, on any device."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        ...
+
+    def __getitem__(self, key: Any, /) -> Any:
+        """Return some rows, or a part of them."""
+        ...
+
+
+def to_numpy(array: Array) -> NDArray[Any]:
+    """Return the array as a NumPy array: itself, a view of a tensor on the CPU, or a copy from another device."""
+    if isinstance(array, np.ndarray):
+        return array
+    tensor: Any = array
+    return tensor.detach().cpu().numpy()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class HostTensor:
+    """A tensor in host memory, in one of the dtypes of `ITEM_BYTES`. NumPy has no bfloat16."""
+
+    values: NDArray[Any]
+    """Any strides. bfloat16 values are their bits, as uint16."""
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return self.values.shape
+
+    def float32(self) -> NDArray[np.float32]:
+        """Return the values as float32; the array itself if it is float32."""
+        if self.dtype == "bfloat16":
+            return (self.values.astype(np.uint32) << 16).view(np.float32)
+        return self.values.astype(np.float32, copy=False)
+
+    def to(self, dtype: str) -> HostTensor:
+        """Return the tensor in another dtype, rounded to nearest; the tensor itself if it has the dtype."""
+        if dtype == self.dtype:
+            return self
+        values = self.float32()
+        if dtype == "bfloat16":
+            return HostTensor(_bfloat16_bits(values), dtype)
+        with np.errstate(over="ignore"):  # to infinity, as PyTorch does
+            return HostTensor(values.astype(dtype), dtype)
+
+
+def _bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Return float32 values rounded to bfloat16, nearest with ties to even, as their bits."""
+    bits = values.view(np.uint32) if values.flags.c_contiguous else values.copy(order="K").view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    nan = np.isnan(values)
+    rounded[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x40  # rounding could make an infinity of it
+    return rounded
