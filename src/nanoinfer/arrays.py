@@ -69,7 +69,7 @@ class HostTensor:
 
 def _bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Return float32 values rounded to bfloat16, nearest with ties to even, as their bits."""
-    bits = values.view(np.uint32) if values.flags.c_contiguous else values.copy(order="K").view(np.uint32)
+    bits = values.view(np.uint32)
     rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
     nan = np.isnan(values)
     rounded[nan] = (bits[nan] >> 16).astype(np.uint16) | 0x40  # rounding could make an infinity of it
