@@ -21,6 +21,7 @@ import torch
 
 from conftest import TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.arrays import HostTensor
 from nanoinfer.config import PRESETS
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.checkpoints.weights import empty_gpt
@@ -92,14 +93,39 @@ def test_tensors_are_checked() -> None:
     wte = np.zeros((V, 16), np.float32)
     for name, values in (
         ("transformer.wte", wte), ("", wte), ("lm_head.weight", wte), ("transformer.wte.weight", wte.T.copy()),
-        ("transformer.wte.weight", wte.astype(np.float64)), ("transformer.wte.weight", np.zeros((V, 32), "f4")[:, ::2]),
-        ("transformer.wte.weight", wte.ravel()), ("transformer.wte.weight", None),
+        ("transformer.wte.weight", wte.astype(np.float64)), ("transformer.wte.weight", np.zeros((), "f4")),
+        ("transformer.wte.weight", wte.ravel()), ("transformer.wte.weight", wte[None]),
+        ("transformer.wte.weight", wte.view(np.uint16)), ("transformer.wte.weight", wte[:, :0]),
         ("transformer.ln_f.weight", np.zeros(15, np.float32)), ("transformer.ln_f.weight", wte),
     ):  # fmt: skip
-        with pytest.raises(ERRORS):
+        with pytest.raises(ValueError, match=r"^[^\n]+$"):
             decoder.load(name, values)
+    for dtype in ("float16", "bfloat16", "float64", ""):
+        with pytest.raises(ValueError, match="dtype"):
+            decoder.load("transformer.wte.weight", wte, dtype)
+    for values in (None, "wte", 3, [[1.0]]):
+        with pytest.raises(TypeError):
+            decoder.load("transformer.wte.weight", values)
     with pytest.raises(ValueError, match="not loaded"):
         decoder.check_loaded()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_logits_do_not_depend_on_the_form_of_the_weights(fmt: str, dtype: str, transposed: bool) -> None:
+    """Values of 16 bits, and the views of a transposed Conv1D, give the logits of the same values as float32."""
+    converted, direct = new_decoder(weights=fmt), new_decoder(weights=fmt, threads=2)
+    for name, tensor in make_model().named_parameters():
+        stored = HostTensor(tensor.numpy(), "float32").to(dtype)
+        converted.load(name, stored.float32())
+        values = np.ascontiguousarray(stored.values.T).T if transposed else stored.values
+        direct.load(name, np.repeat(values, 2)[::2] if transposed and values.ndim == 1 else values, dtype)
+    direct.check_loaded()
+    text = tokens(20, 0)
+    expected = extend(converted, [(converted.open(), text)])
+    assert np.isfinite(expected).all()
+    assert np.array_equal(extend(direct, [(direct.open(), text)]), expected)
 
 
 def test_bad_steps_change_nothing() -> None:

@@ -18,12 +18,14 @@ residual stream are float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from nanoinfer import environment
+from nanoinfer.arrays import HostTensor
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
@@ -62,11 +64,11 @@ class NativeEngine(Sequences):
                 f"the weights and the KV cache of {limits.max_num_cached_tokens} tokens do not fit in memory:"
                 " lower kv_cache_memory, or use quantization=int8"
             ) from None
-        for name, tensor in weights:
-            self._decoder.load(name, tensor.float().contiguous().numpy())
+        for name, tensor in _host(weights):
+            self._decoder.load(name, tensor.values, tensor.dtype)
         self._decoder.check_loaded()
         self._handles: dict[Handle, int] = {}
-        self._logits = torch.empty(0, self._decoder.logits_stride)
+        self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
         self._num_logits = 0  # of the last step
 
     @property
@@ -74,12 +76,15 @@ class NativeEngine(Sequences):
         """Instruction set of the kernels."""
         return str(self._decoder.isa)
 
-    def extend(self, batch: StepBatch) -> Tensor:
-        """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
+    def extend(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Append new tokens to open sequences and return logits, (sum(num_logits), V).
+
+        The logits are a view of a buffer. They are valid until the next call.
+        """
         self._check(batch)
         count = sum(batch.num_logits)
         if count > len(self._logits):  # reused: touching new pages takes longer than a small step
-            self._logits = torch.empty(count, self._decoder.logits_stride)
+            self._logits = np.empty((count, self._decoder.logits_stride), np.float32)
         try:
             self._decoder.extend(
                 handles=[self._handles[h] for h in batch.handles],
@@ -94,9 +99,9 @@ class NativeEngine(Sequences):
         self._advance(batch)
         return self._logits[:count, : self.config.vocab_size]
 
-    def hidden(self) -> Tensor:
+    def hidden(self) -> NDArray[np.float32]:
         """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
-        hidden = torch.empty(self._num_logits, self.config.n_embd)
+        hidden = np.empty((self._num_logits, self.config.n_embd), np.float32)
         self._decoder.hidden(out=hidden)
         return hidden
 
@@ -123,6 +128,16 @@ class NativeEngine(Sequences):
         except RuntimeError as e:  # the parent was forked during a step
             raise NanoinferError(f"engine=native: {e}") from None
         self._handles.clear()
+
+
+def _host(weights: Weights) -> Iterator[tuple[str, HostTensor]]:
+    for name, tensor in weights.read():
+        if isinstance(tensor, HostTensor):
+            yield name, tensor
+        else:  # until Weights.read yields HostTensor
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            values = tensor.view(getattr(__import__("torch"), "uint16")) if dtype == "bfloat16" else tensor
+            yield name, HostTensor(values.detach().numpy(), dtype)
 
 
 def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig) -> Any:
