@@ -31,6 +31,7 @@ from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import resolve_cache_dtype
+from nanoinfer.models.checkpoints.packed import PackedWeights
 from nanoinfer.models.checkpoints.weights import Weights
 
 SHAPE = (
@@ -43,7 +44,7 @@ class NativeEngine(Sequences):
     """Runs the model with the C++ decoder.
 
     Args:
-        weights: each tensor is packed when it is loaded and then released.
+        weights: each tensor is packed when it is loaded and then released; packed weights are used in place.
         limits: capacity of the engine.
         config: quantization, kv_cache_dtype and threads are used.
 
@@ -64,8 +65,14 @@ class NativeEngine(Sequences):
                 f"the weights and the KV cache of {limits.max_num_cached_tokens} tokens do not fit in memory:"
                 " lower kv_cache_memory, or use quantization=int8"
             ) from None
-        for name, tensor in _host(weights):
-            self._decoder.load(name, tensor.values, tensor.dtype)
+        if isinstance(weights, PackedWeights):
+            for name, panels, scales in weights.matrices():
+                self._decoder.load_packed(name, panels, scales)
+            for name, values in weights.vectors():
+                self._decoder.load(name, values)
+        else:
+            for name, tensor in _host(weights):
+                self._decoder.load(name, tensor.values, tensor.dtype)
         self._decoder.check_loaded()
         self._handles: dict[Handle, int] = {}
         self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
@@ -131,12 +138,13 @@ class NativeEngine(Sequences):
 
 
 def _host(weights: Weights) -> Iterator[tuple[str, HostTensor]]:
+    tensor: Any
     for name, tensor in weights.read():
         if isinstance(tensor, HostTensor):
             yield name, tensor
         else:  # until Weights.read yields HostTensor
             dtype = str(tensor.dtype).removeprefix("torch.")
-            values = tensor.view(getattr(__import__("torch"), "uint16")) if dtype == "bfloat16" else tensor
+            values = tensor.view(__import__("torch").uint16) if dtype == "bfloat16" else tensor
             yield name, HostTensor(values.detach().numpy(), dtype)
 
 
@@ -147,8 +155,15 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     options, dtype = DecoderOptions(), str(weights.dtype).removeprefix("torch.")
     for name in SHAPE:
         setattr(options, name, getattr(weights.config, name))
-    options.weights = config.quantization or dtype
-    options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization)
+    quantization = config.quantization
+    if isinstance(weights, PackedWeights):
+        if quantization not in (None, weights.quantization):
+            raise NanoinferError(
+                f"{weights.folder} is packed as {weights.format}: quantization={quantization!r} needs the original model"
+            )
+        quantization, options.packed = weights.quantization, True
+    options.weights = quantization or dtype
+    options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     options.max_num_seqs, options.max_num_cached_tokens = limits.max_num_seqs, limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()
     return options
