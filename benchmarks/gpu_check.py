@@ -175,7 +175,6 @@ def run_bench(run: Runner, limit_sec: float, document: dict[str, Any]) -> Part:
 
 def new_document(commit: str | None, quick: bool) -> dict[str, Any]:
     """Return a document without results: time, machine and versions."""
-    import torch
 
     from nanoinfer.bench import machine
 

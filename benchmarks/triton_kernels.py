@@ -132,7 +132,7 @@ def step_row(model: str, device: str = "cuda", num_steps: int = 200) -> dict[str
     first, last = (logits_after(engine) for engine in (reference, fused))
     check(last, first.double(), STEP_TOLERANCE, f"step of {model}")
     theirs, ours = (step_microseconds(engine, num_steps) for engine in (reference, fused))
-    num_bytes = dtype.itemsize * (
+    num_bytes = 2 * (  # bfloat16
         sum(p.numel() for p in reference.model.parameters()) - config.block_size * config.n_embd
     )
     return {
