@@ -41,8 +41,8 @@ def reason(error: BaseException) -> str:
 class RegularFile:
     """A regular file, open for reading at any offset. It is closed when the object is deleted.
 
-    `read` copies bytes: if another process truncates a file that is memory-mapped, access ends this process with SIGBUS.
-    If the file changes after it was opened, the next read raises an error.
+    `read` copies bytes, and raises an error if the file has changed since it was opened. Where another process
+    truncates a memory-mapped file, access ends this process with SIGBUS.
 
     Args:
         path: the file; symbolic links are followed.
@@ -94,7 +94,6 @@ class RegularFile:
         status = os.fstat(self._fd)
         if done < len(buffer) or (status.st_size, status.st_mtime_ns) != (self.size, self._time):
             raise NanoinferError(f"{escaped(self.path)} was changed while it was read: load it again")
-
 
     def map(self) -> mmap.mmap:
         """Map the whole file, read-only. Processes that map it share its pages. See the class about truncation.

@@ -18,14 +18,12 @@ residual stream are float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from nanoinfer import environment
-from nanoinfer.arrays import HostTensor
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
@@ -71,7 +69,7 @@ class NativeEngine(Sequences):
             for name, values in weights.vectors():
                 self._decoder.load(name, values)
         else:
-            for name, tensor in _host(weights):
+            for name, tensor in weights.read():
                 self._decoder.load(name, tensor.values, tensor.dtype)
         self._decoder.check_loaded()
         self._handles: dict[Handle, int] = {}
@@ -83,7 +81,7 @@ class NativeEngine(Sequences):
         """Instruction set of the kernels."""
         return str(self._decoder.isa)
 
-    def extend(self, batch: StepBatch) -> NDArray[np.float32]:
+    def extend(self, batch: StepBatch) -> torch.Tensor:
         """Append new tokens to open sequences and return logits, (sum(num_logits), V).
 
         The logits are a view of a buffer. They are valid until the next call.
@@ -104,13 +102,13 @@ class NativeEngine(Sequences):
             raise NanoinferError(f"engine=native: {e}") from None
         self._num_logits = count
         self._advance(batch)
-        return self._logits[:count, : self.config.vocab_size]
+        return torch.from_numpy(self._logits[:count, : self.config.vocab_size])
 
-    def hidden(self) -> NDArray[np.float32]:
+    def hidden(self) -> torch.Tensor:
         """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
         hidden = np.empty((self._num_logits, self.config.n_embd), np.float32)
         self._decoder.hidden(out=hidden)
-        return hidden
+        return torch.from_numpy(hidden)
 
     def part_seconds(self) -> dict[str, float]:
         """Return the seconds of all steps so far by part: matrix products, attention, output head, everything else."""
@@ -137,29 +135,19 @@ class NativeEngine(Sequences):
         self._handles.clear()
 
 
-def _host(weights: Weights) -> Iterator[tuple[str, HostTensor]]:
-    tensor: Any
-    for name, tensor in weights.read():
-        if isinstance(tensor, HostTensor):
-            yield name, tensor
-        else:  # until Weights.read yields HostTensor
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            values = tensor.view(__import__("torch").uint16) if dtype == "bfloat16" else tensor
-            yield name, HostTensor(values.detach().numpy(), dtype)
-
-
 def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig) -> Any:
     """Return the options of the C++ decoder. Setting an attribute that they do not have is an AttributeError."""
     from nanoinfer._native import DecoderOptions
 
-    options, dtype = DecoderOptions(), str(weights.dtype).removeprefix("torch.")
+    options, dtype = DecoderOptions(), weights.dtype
     for name in SHAPE:
         setattr(options, name, getattr(weights.config, name))
     quantization = config.quantization
     if isinstance(weights, PackedWeights):
         if quantization not in (None, weights.quantization):
             raise NanoinferError(
-                f"{weights.folder} is packed as {weights.format}: quantization={quantization!r} needs the original model"
+                f"{weights.folder} is packed as {weights.format}:"
+                f" quantization={quantization!r} needs the original model"
             )
         quantization, options.packed = weights.quantization, True
     options.weights = quantization or dtype

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -28,7 +30,8 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, reason, replacing, write_atomically
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_with_metadata
-from nanoinfer.models.checkpoints.weights import Weights, empty_gpt
+from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.parameters import shapes
 
 FILE = "packed.safetensors"
 FORMAT, VERSION, BYTE_ORDER = "nanoinfer-packed", "1", "little"
@@ -103,17 +106,8 @@ def pieces(config: ModelConfig, format: str) -> dict[str, Piece]:
     return panels | rest
 
 
-def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in empty_gpt(config).named_parameters()}
-
-
-def _weights_dtype(format: str) -> Any:
-    import torch
-
-    return getattr(torch, _weights_dtype_name(format))
-
-
-def _weights_dtype_name(format: str) -> str:
+def _dtype(format: str) -> str:
+    """Return the dtype of the model: float32 if the weights are quantized."""
     return format if format in DTYPES else "float32"
 
 
@@ -175,6 +169,9 @@ def open_folder(folder: Path) -> PackedWeights:
     if extra := sorted(stored.keys() - wanted.keys()):
         raise NanoinferError(f"{where}: {len(extra)} pieces are not part of the model: {show(extra[0])}")
     content = stored["transformer.wte.weight"].file.map()
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a hint: large pages where the file system has them. docs/packed.md has the effect
+            content.madvise(mmap.MADV_HUGEPAGE)
     arrays = {
         name: np.frombuffer(content, piece.dtype, math.prod(piece.shape), stored[name].start).reshape(piece.shape)
         for name, piece in wanted.items()
@@ -186,7 +183,7 @@ def open_folder(folder: Path) -> PackedWeights:
             " original model"
         )
 
-    return PackedWeights(config, _weights_dtype(format), refuse, format, escaped(folder), arrays)
+    return PackedWeights(config, _dtype(format), refuse, format, escaped(folder), arrays)
 
 
 def _read_header(path: Path) -> tuple[dict[str, StoredTensor], str]:
@@ -246,7 +243,7 @@ def write_folder(
         NanoinferError: the folder contains files or cannot be written.
     """
     wanted = pieces(weights.config, format)
-    config = json.dumps(hf_config.to_dict(weights.config, _weights_dtype_name(format)), indent=2)
+    config = json.dumps(hf_config.to_dict(weights.config, _dtype(format)), indent=2)
     small = {"config.json": config.encode() + b"\n"}
     if tokenizer_json is not None:
         small["tokenizer.json"] = tokenizer_json.encode()
