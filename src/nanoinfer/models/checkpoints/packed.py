@@ -147,11 +147,13 @@ def open_folder(folder: Path) -> PackedWeights:
     Raises:
         NanoinferError: a file is missing or malformed, is of another version, or differs from the config.
     """
-    stored, format = _read_header(folder / FILE)
-    config, where = hf_config.read(folder / "config.json"), escaped(folder / FILE)
+    stored, metadata = _read_header(folder / FILE)
+    config, where, format = hf_config.read(folder / "config.json"), escaped(folder / FILE), metadata["weights"]
     layers = {int(m[1]) for name in stored if (m := _LAYER.match(name))}
     if len(layers) != config.n_layer:  # before anything of the config's size is made
         raise NanoinferError(f"{where}: n_layer={config.n_layer}, but the file has {len(layers)} layers")
+    if (size := metadata.get("vocab_size")) != str(config.vocab_size):  # panels are padded to multiples of 32 outputs
+        raise NanoinferError(f"{where}: vocab_size={config.vocab_size}, but the file has {show(size)}")
     try:
         wanted = pieces(config, format)
     except NanoinferError as e:
@@ -186,8 +188,8 @@ def open_folder(folder: Path) -> PackedWeights:
     return PackedWeights(config, _dtype(format), refuse, format, escaped(folder), arrays)
 
 
-def _read_header(path: Path) -> tuple[dict[str, StoredTensor], str]:
-    """Return the pieces of a file and its weight format."""
+def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return the pieces of a file and its checked metadata."""
     (stored, metadata), where = read_with_metadata(path), escaped(path)
     if metadata.get("format") != FORMAT:
         raise NanoinferError(f"{where} is not a file of packed weights: its format is {show(metadata.get('format'))}")
@@ -197,7 +199,7 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], str]:
                 f"{where}: {name}={show(value)} is not supported: this version of nanoinfer reads"
                 f" {' or '.join(known)}: pack the original model again"
             )
-    return stored, str(metadata["weights"])
+    return stored, metadata
 
 
 def fit_engine(folder: Path, options: EngineConfig) -> EngineConfig:
@@ -206,7 +208,7 @@ def fit_engine(folder: Path, options: EngineConfig) -> EngineConfig:
     Raises:
         NanoinferError: an option requests something else.
     """
-    _, format = _read_header(folder / FILE)
+    format = _read_header(folder / FILE)[1]["weights"]
     quantized = format in QUANTIZATIONS
     fixed = {"engine": "native", "device": "cpu", "quantization": format if quantized else None}
     if not quantized:
@@ -226,7 +228,7 @@ def fit_engine(folder: Path, options: EngineConfig) -> EngineConfig:
 def write_folder(
     weights: Weights, folder: Path, format: str, tokenizer_json: str | None, threads: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Pack weights and write them, the config and the tokenizer to a folder, which is then a model for engine native.
 
     If it fails or is interrupted, nothing is left of it.
@@ -238,6 +240,9 @@ def write_folder(
         tokenizer_json: content of tokenizer.json, if there is one.
         threads: that pack.
         progress: called with the bytes that are written, and their total.
+
+    Returns:
+        The size of packed.safetensors in bytes.
 
     Raises:
         NanoinferError: the folder contains files or cannot be written.
@@ -255,21 +260,25 @@ def write_folder(
             folder.mkdir(parents=True, exist_ok=True)
             with replacing(folder / FILE) as file:
                 _write_pieces(file, weights, wanted, format, threads, progress)
+                num_bytes = file.seek(0, os.SEEK_END)
                 for name, content in small.items():
                     write_atomically(folder / name, content)
         except BaseException:  # Ctrl-C too
-            for name in small:
-                (folder / name).unlink(missing_ok=True)
-            for path in created:
-                path.rmdir() if path.exists() else None
+            with suppress(OSError):
+                for name in small:
+                    (folder / name).unlink(missing_ok=True)
+                for path in created:
+                    path.rmdir()
             raise
     except OSError as e:
         raise NanoinferError(f"{escaped(folder)} cannot be written: {reason(e)}: choose another folder") from None
+    return num_bytes
 
 
-def _header(wanted: dict[str, Piece], format: str) -> tuple[bytes, dict[str, int]]:
+def _header(wanted: dict[str, Piece], format: str, config: ModelConfig) -> tuple[bytes, dict[str, int]]:
     """Return the header, padded so that the data begins at a page, and the offset of each piece in the file."""
     metadata = {"format": FORMAT, "version": VERSION, "byte_order": BYTE_ORDER, "weights": format}
+    metadata["vocab_size"] = str(config.vocab_size)
     entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, piece in wanted.items():
@@ -286,7 +295,7 @@ def _write_pieces(
     file: BinaryIO, weights: Weights, wanted: dict[str, Piece], format: str, threads: int,
     progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
-    header, starts = _header(wanted, format)
+    header, starts = _header(wanted, format, weights.config)
     total = sum(piece.num_bytes for piece in wanted.values())
     file.write(header)
     done, left = 0, set(wanted)
