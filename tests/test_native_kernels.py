@@ -341,6 +341,23 @@ def test_attention_shows_nan_only_to_later_queries(isa: str, cache: str, which: 
     assert np.isfinite(got[:9]).all()
 
 
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FC00123, 0x7FFFFF80, 0x7FFFFFFF, 0xFFFFFFFF])
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_nan_stays_nan(isa: str, bits: int) -> None:
+    """A file may contain NaN with any bits; exp computes with the bits."""
+    nan = np.array([bits], np.uint32).view(np.float32)
+    one = np.ones((1, 1), np.float32)
+    for epilogue in ("store", "gelu_tanh", "gelu_erf"):
+        assert np.isnan(multiply(one, nan[None], "float32", isa, epilogue=epilogue)).all(), epilogue
+        assert np.isnan(multiply(nan[None], one, "float32", isa, epilogue=epilogue)).all(), epilogue
+    rows = {name: random((20, 24), i) for i, name in enumerate("qkv")}
+    for which in "qkv":
+        poisoned = rows[which].copy()
+        poisoned[3, 5] = nan[0]
+        got = _native.attention(**{**rows, which: poisoned}, start=0, cache="float32", isa=isa)
+        assert np.isnan(got[3]).any(), which
+
+
 def test_arguments_are_checked() -> None:
     w, x = random((3, 4), 0), random((2, 4), 0)
     good = {"weights": w, "bias": None, "x": x, "format": "float32"}

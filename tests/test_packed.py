@@ -275,7 +275,7 @@ def test_truncated_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"n_layer": 1}, {"n_layer": 2**31 - 1}, {"n_embd": 32}, 
+        {"n_layer": 1}, {"n_layer": 2**31 - 1}, {"n_embd": 32},
         {"vocab_size": TINY.vocab_size + 1}, {"vocab_size": 2**31 - 1},
         {"n_positions": 64}, {"n_positions": 2**31 - 1}, {"n_inner": 2**31 - 1}, {"tie_word_embeddings": False},
     ],

@@ -2,8 +2,8 @@
 
 Examples:
     nanoinfer pack gpt2 --quantization int8 --output out/gpt2-int8
-    nanoinfer generate -m out/gpt2-int8 "O Romeo,"
     nanoinfer pack out/notes --dtype bfloat16 --output out/notes-bf16
+    nanoinfer pack random:gpt2-xl --quantization int4 --output out/xl
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pack(
     *,
     options: EngineConfig,
 ) -> None:
-    """Write a folder that engine native maps into memory and uses in place: loading it takes no time."""
+    """Pack weights into a folder that engine native maps into memory."""
     from nanoinfer.models import tokenizers
     from nanoinfer.models.checkpoints import packed
     from nanoinfer.models.checkpoints.load import load_model
