@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from nanoinfer.checks import require_choice
 from nanoinfer.config import SAMPLERS
-from nanoinfer.sampling import native, triton
+from nanoinfer.errors import NanoinferError
+from nanoinfer.sampling import native
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.sampler import Sampler
 
 log = logging.getLogger("nanoinfer")
 
 
-def choose_sampler(device: torch.device, prefer: str = "auto") -> Sampler:
+def choose_sampler(device: str, prefer: str = "auto") -> Sampler:
     """Return the sampler for logits on `device`.
 
     Args:
-        device: device of the logits.
+        device: device of the logits: cpu, cuda:0.
         prefer: "auto" (the native sampler on a CPU, the fused one on CUDA, the reference if those are unavailable),
             "reference", or "flashinfer" (FlashInfer's kernels, whose tokens differ from the reference's).
 
@@ -27,17 +26,25 @@ def choose_sampler(device: torch.device, prefer: str = "auto") -> Sampler:
         NanoinferError: prefer is none of these, or the sampler is not available.
     """
     require_choice("sampler", prefer, SAMPLERS)
+    device = str(device)  # TODO remove with torch.device
     if prefer == "flashinfer":
+        if not device.startswith("cuda"):
+            raise NanoinferError(
+                f"sampler='flashinfer' cannot run: the logits are on {device}, but it needs a CUDA device; or use"
+                " sampler=auto"
+            )
         from nanoinfer.sampling import flashinfer
 
         return flashinfer.choose(device)
     if prefer == "reference":
         why_not: str | None = "requested"
-    elif device.type == "cuda":
+    elif device.startswith("cuda"):
+        from nanoinfer.sampling import triton
+
         if (why_not := triton.why_unavailable()) is None:
             log.debug("sampler: fused (the logits are on %s)", device)
             return triton.Sample()
-    elif device.type != "cpu":
+    elif device != "cpu":
         why_not = f"the logits are on {device}"
     elif not native.available():
         why_not = "built without the native extension"

@@ -126,7 +126,7 @@ class DraftFactory:
         embeddings = draft_head.target_embeddings(head.config, weights, target.source).to(target.device, dtype)
         head = head.to(target.device, dtype)
         log.info("draft: head %s", name)
-        sampler = choose_sampler(target.device)
+        sampler = choose_sampler(str(target.device))
         return HeadDrafter(name, head, embeddings, sampler, target.vocab_size, max_num_seqs=limits.max_num_seqs)
 
     def _build(self, name: str, limits: EngineLimits) -> DraftModel:
@@ -143,7 +143,7 @@ class DraftFactory:
         log.info("draft: %s on engine %s", name, spec.name)
         sizes = sorted({*(n for n in SIZES if n <= limits.max_num_seqs), *PROMPT_SIZES})
         times = measure_steps(engine, block_size, sizes=sizes)
-        return DraftModel(name, engine, choose_sampler(target.device), target.vocab_size, times)
+        return DraftModel(name, engine, choose_sampler(str(target.device)), target.vocab_size, times)
 
     def _load(self, name: str) -> tuple[Weights, str | None]:
         target, native = self._target, registry.ENGINES["native"]
