@@ -445,7 +445,6 @@ def test_no_rows_are_no_tokens() -> None:
 
 def test_cpus_sample_natively_and_other_devices_do_not(tiny_folder: Path) -> None:
     assert choose_sampler("cpu") is native.sample
-    assert choose_sampler("mps") is sampler.sample
     assert choose_sampler("cpu", "reference") is sampler.sample
     refuses(lambda: choose_sampler("cpu", "fast"), "sampler='fast'", "flashinfer")
     assert LLM(str(tiny_folder), device="cpu").core._sampler is native.sample

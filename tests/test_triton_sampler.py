@@ -280,7 +280,7 @@ def test_flashinfer_draws_from_the_distribution(settings: dict[str, Any]) -> Non
     N = 20000
     logits = torch.tensor([0.3, -1.2, 2.1, 1.7, -0.4, 0.9, 1.1, -2.5, 0.0, 1.3], device=device)
     row = make_row(SamplingParams(temperature=0.9, **settings))
-    drawn = choose_sampler(device, "flashinfer")(logits.expand(N, -1), [row] * N)
+    drawn = choose_sampler("cuda:0", "flashinfer")(logits.expand(N, -1), [row] * N)
     counts = np.bincount([d.token_id for d in drawn], minlength=10)
     weights = sampler.filtered_weights(logits[None], [row])[0]
     kept = weights > 0

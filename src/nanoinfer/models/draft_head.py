@@ -32,7 +32,7 @@ from nanoinfer.checks import require_int, show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import read_json, write_folder
 from nanoinfer.models.checkpoints.load import BUILTIN
-from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors
+from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
 
 if TYPE_CHECKING:
     from nanoinfer.config import ModelConfig
@@ -163,22 +163,18 @@ def target_embeddings(config: DraftHeadConfig, weights: Weights, name: str) -> T
     found: dict[str, NDArray[np.float32]] = {}
     for key, tensor in weights.read():
         if key in names:
-            values = _host(tensor).values
+            values = tensor.values
             if not all(np.array_equal(values[:, :C], values[:, i * C : (i + 1) * C]) for i in range(1, r)):
                 raise NanoinferError(
                     f"the draft head of {config.target!r} has n_embd={C}, the target {name!r} n_embd={theirs.n_embd},"
                     " and is not a widened model: use a head that was trained for this target"
                 )
-            part = HostTensor(np.ascontiguousarray(values[:, :C]), _host(tensor).dtype)  # not the whole embedding
+            part = HostTensor(np.ascontiguousarray(values[:, :C]), tensor.dtype)  # not the whole embedding
             found[key] = part.float32()
         if len(found) == len(names):
             break
     wte = found["transformer.wte.weight"]
     return TargetEmbeddings(wte, wte, float(r)) if tied else TargetEmbeddings(wte, found["lm_head.weight"] * r, 1.0)
-
-
-def _host(tensor: Any) -> HostTensor:  # TODO goes with the merge of main
-    return tensor if isinstance(tensor, HostTensor) else HostTensor(tensor.detach().float().numpy(), "float32")
 
 
 # Files ---------------------------------------------------------------------------------------------------
@@ -209,18 +205,6 @@ def save(head: DraftHead, folder: Path, dtype: str = "float32") -> None:
     tensors = {n: HostTensor(to_numpy(a), "float32").to(dtype) for n, a in head.parameters.items()}
     config = json.dumps(asdict(head.config), indent=2).encode() + b"\n"
     write_folder(folder, {WEIGHTS: to_safetensors(tensors), CONFIG: config})
-
-
-def to_safetensors(tensors: dict[str, HostTensor]) -> bytes:  # TODO goes with the merge of main
-    """Shim."""
-    import torch
-    from safetensors.torch import save
-
-    def tensor(t: HostTensor) -> torch.Tensor:
-        values = t.values.view(np.int16) if t.dtype == "bfloat16" else t.values
-        return torch.from_numpy(values).contiguous().view(getattr(torch, t.dtype))
-
-    return save({name: tensor(t) for name, t in tensors.items()}, metadata={"format": "pt"})
 
 
 def load(folder: Path) -> DraftHead:
@@ -261,7 +245,7 @@ def _check_shapes(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int
 def _checked(stored: StoredTensor, what: str) -> NDArray[np.float32]:
     if stored.dtype not in DTYPES:
         raise NanoinferError(f"{what} is {show(stored.dtype)}: weights must be one of {', '.join(DTYPES)}")
-    values = _host(stored.read()).float32()
+    values = stored.read().float32()
     if not np.isfinite(values).all():
         raise NanoinferError(f"{what} has values that are not finite")
     return values

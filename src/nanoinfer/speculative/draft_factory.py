@@ -123,13 +123,13 @@ class DraftFactory:
         weights = load_model(target.source, dtype=target.dtype, seed=target.seed).take()
         embeddings = draft_head.target_embeddings(head.config, weights, target.source)
         ops: ModuleType = numpy_ops
-        if str(target.device) != "cpu":
+        if target.device != "cpu":
             from nanoinfer.models import torch_ops as ops
 
-            place = ops.placement(str(target.device), str(target.dtype).removeprefix("torch."))
+            place = ops.placement(target.device, target.dtype)
             head, embeddings = head.map(place), embeddings.map(place)
         log.info("draft: head %s", name)
-        sampler, room = choose_sampler(str(target.device)), limits.max_num_seqs
+        sampler, room = choose_sampler(target.device), limits.max_num_seqs
         return HeadDrafter(name, head, embeddings, sampler, target.vocab_size, ops=ops, max_num_seqs=room)
 
     def _build(self, name: str, limits: EngineLimits) -> DraftModel:
@@ -146,14 +146,14 @@ class DraftFactory:
         log.info("draft: %s on engine %s", name, spec.name)
         sizes = sorted({*(n for n in SIZES if n <= limits.max_num_seqs), *PROMPT_SIZES})
         times = measure_steps(engine, block_size, sizes=sizes)
-        return DraftModel(name, engine, choose_sampler(str(target.device)), target.vocab_size, times)
+        return DraftModel(name, engine, choose_sampler(target.device), target.vocab_size, times)
 
     def _load(self, name: str) -> tuple[Weights, str | None]:
         target, native = self._target, registry.ENGINES["native"]
         if not name.startswith("self:"):
             loaded = load_model(name, dtype=target.dtype, seed=target.seed)
             _check_vocabulary(loaded, target)
-            packed = target.device.type == "cpu" and native.unavailable() is None
+            packed = target.device == "cpu" and native.unavailable() is None
             return loaded.take(), "int8" if packed else None
         how = name.removeprefix("self:")
         if not how.isdecimal() and how not in native.quantizations:

@@ -121,7 +121,8 @@ class DraftModel:
         logits = self.engine.extend(batch)
         for held, token_ids in new:
             held.token_ids += token_ids
-        return logits[:, : self._vocab_size]
+        rows: Array = logits[:, : self._vocab_size]
+        return rows
 
     def num_behind(self, request: DraftRequest) -> int:
         """Return how many tokens of the window are not in the draft's cache."""
