@@ -59,7 +59,7 @@ def sample() -> Sample:
 
 def agree(sample: Sample, logits: Tensor, rows: list[Sequence], device: torch.device) -> int:
     """Assert that the kernels draw what the reference does; return how many rows needed the oracle."""
-    return with_the_reference(logits, rows, draw=lambda logits, rows: sample(logits.to(device), rows))
+    return with_the_reference(logits, rows, draw=lambda array, rows: sample(torch.from_numpy(array).to(device), rows))
 
 
 # The same tokens ----------------------------------------------------------------------------------------------
