@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from nanoinfer import environment
 from nanoinfer.config import EngineConfig, EngineLimits
@@ -56,6 +56,7 @@ class NativeEngine(Sequences):
         super().__init__(weights.config, limits)
         try:
             self._decoder = Decoder(decoder_options(weights, limits, config))
+            self._load(weights)
         except (ValueError, RuntimeError) as e:  # RuntimeError: threads cannot be created
             raise NanoinferError(f"engine=native: {e}") from None
         except MemoryError:
@@ -63,6 +64,11 @@ class NativeEngine(Sequences):
                 f"the weights and the KV cache of {limits.max_num_cached_tokens} tokens do not fit in memory:"
                 " lower kv_cache_memory, or use quantization=int8"
             ) from None
+        self._handles: dict[Handle, int] = {}
+        self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
+        self._num_logits = 0  # of the last step
+
+    def _load(self, weights: Weights) -> None:
         if isinstance(weights, PackedWeights):
             for name, panels, scales in weights.matrices():
                 self._decoder.load_packed(name, panels, scales)
@@ -72,16 +78,13 @@ class NativeEngine(Sequences):
             for name, tensor in weights.read():
                 self._decoder.load(name, tensor.values, tensor.dtype)
         self._decoder.check_loaded()
-        self._handles: dict[Handle, int] = {}
-        self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
-        self._num_logits = 0  # of the last step
 
     @property
     def isa(self) -> str:
         """Instruction set of the kernels."""
         return str(self._decoder.isa)
 
-    def extend(self, batch: StepBatch) -> torch.Tensor:
+    def extend(self, batch: StepBatch) -> NDArray[np.float32]:
         """Append new tokens to open sequences and return logits, (sum(num_logits), V).
 
         The logits are a view of a buffer. They are valid until the next call.
@@ -102,13 +105,13 @@ class NativeEngine(Sequences):
             raise NanoinferError(f"engine=native: {e}") from None
         self._num_logits = count
         self._advance(batch)
-        return torch.from_numpy(self._logits[:count, : self.config.vocab_size])
+        return self._logits[:count, : self.config.vocab_size]
 
-    def hidden(self) -> torch.Tensor:
+    def hidden(self) -> NDArray[np.float32]:
         """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
         hidden = np.empty((self._num_logits, self.config.n_embd), np.float32)
         self._decoder.hidden(out=hidden)
-        return torch.from_numpy(hidden)
+        return hidden
 
     def part_seconds(self) -> dict[str, float]:
         """Return the seconds of all steps so far by part: matrix products, attention, output head, everything else."""
