@@ -29,9 +29,8 @@ from conftest import (
     weights_of,
 )
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.arrays import Array
+from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.cli.train import _Writer
-from nanoinfer.arrays import to_numpy
 from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
