@@ -54,9 +54,8 @@ def test_levels_do_not_leak(level: str) -> None:
             assert not bad, f"{path.relative_to(PACKAGE)} imports {name}"
 
 
-# What may import PyTorch when it is imported: the rungs in PyTorch, the samplers and kernels of GPUs, training, and
-# what is only imported where one of them runs. Everything else imports it inside a function, where a GPU or a rung
-# needs it.
+# What may import PyTorch when it is imported: the rungs in PyTorch, samplers and kernels for GPUs, training, and what
+# is only imported where one of them runs. Everything else imports it inside a function, where a GPU or a rung needs it.
 TORCH = {
     "bench/peers", "engines/compiled.py", "engines/cuda_graph.py", "engines/dynamic.py", "engines/graphs.py",
     "engines/recompute.py", "engines/static.py", "engines/static_shapes.py", "engines/torch_engine.py",
