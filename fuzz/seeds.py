@@ -45,6 +45,22 @@ def model_folder(shards: bool = False) -> dict[str, bytes]:
     return files
 
 
+@cache
+def packed_folder(weights: str = "int8") -> dict[str, bytes]:
+    """Return the files of a tiny model with packed weights: name -> content."""
+    from tempfile import TemporaryDirectory
+
+    from nanoinfer.models.checkpoints import packed
+    from nanoinfer.models.checkpoints.load import load_model
+
+    with TemporaryDirectory() as source, TemporaryDirectory() as folder:
+        for name, content in model_folder().items():
+            (Path(source) / name).write_bytes(content)
+        tokenizer = tokenizers.char_to_json(CHARS)
+        packed.write_folder(load_model(source).weights, Path(folder), weights, tokenizer, threads=1)
+        return {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+
+
 def without(files: dict[str, bytes], name: str) -> dict[str, bytes]:
     """Return all files but one."""
     return {k: v for k, v in files.items() if k != name}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import nanoinfer
-from nanoinfer.cli import bench, engines, eval, generate, help, profile, roofline, terminal, train
+from nanoinfer.cli import bench, engines, eval, generate, help, pack, profile, roofline, terminal, train
 from nanoinfer.errors import NanoinferError, ResultError
 
 # typer carries its own copy of click from 0.20 on: name the base class through typer, whichever it is.
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 COMMANDS: dict[str, Callable[..., Any]] = {
     "generate": generate.generate,
+    "pack": pack.pack,
     "engines": engines.engines,
     "eval": eval.evaluate,
     "bench": bench.bench,
