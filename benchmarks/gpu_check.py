@@ -175,14 +175,13 @@ def run_bench(run: Runner, limit_sec: float, document: dict[str, Any]) -> Part:
 
 def new_document(commit: str | None, quick: bool) -> dict[str, Any]:
     """Return a document without results: time, machine and versions."""
-    import torch
 
     from nanoinfer.bench import machine
 
     return {
         "schema": SCHEMA, "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or machine.commit(), "earlier_commits": [], "quick": quick,
-        "machine": machine.describe_machine(torch.device("cuda", 0)), "versions": machine.describe_versions(),
+        "machine": machine.describe_machine("cuda:0"), "versions": machine.describe_versions(),
         "copy_bytes_per_sec": None, "parts": {name: new_part() for name in PARTS}, "targets": [], "bench": None,
     }  # fmt: skip
 

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nanoinfer.models.gpt_loading import load_gpt
+
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 ROWS = (1, 5, 16)
 CACHE_BYTES = 200e6
@@ -122,16 +124,15 @@ def step_row(model: str, device: str = "cuda", num_steps: int = 200) -> dict[str
     from nanoinfer.engines.triton_engine import TritonEngine
     from nanoinfer.models.checkpoints.load import load_model
 
-    dtype = torch.bfloat16
-    loaded = load_model(model, dtype=dtype)
+    loaded = load_model(model, dtype="bfloat16")
     config, weights = loaded.config, loaded.take()
     limits = EngineLimits(1, config.block_size, config.block_size)
-    reference = CudaGraphEngine(weights.gpt(torch.device(device)), limits)
-    fused = TritonEngine(weights.gpt(torch.device(device)), limits)
+    reference = CudaGraphEngine(load_gpt(weights, device), limits)
+    fused = TritonEngine(load_gpt(weights, device), limits)
     first, last = (logits_after(engine) for engine in (reference, fused))
     check(last, first.double(), STEP_TOLERANCE, f"step of {model}")
     theirs, ours = (step_microseconds(engine, num_steps) for engine in (reference, fused))
-    num_bytes = dtype.itemsize * (
+    num_bytes = 2 * (  # bfloat16
         sum(p.numel() for p in reference.model.parameters()) - config.block_size * config.n_embd
     )
     return {

@@ -86,7 +86,7 @@ def main() -> int:
     transformers.utils.logging.set_verbosity_error()
     rows, failed = [], False
     with tempfile.TemporaryDirectory() as folder:
-        huggingface.save(load_model(f"random:{args.preset}").gpt, Path(folder))
+        huggingface.save(load_model(f"random:{args.preset}").weights, Path(folder))
         for dtype in args.dtype:
             for batch in args.batch:
                 c = Contestants(folder, args.preset, dtype, batch, args.max_tokens)

@@ -20,6 +20,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.gpt import GPT
+from nanoinfer.models.gpt_loading import weights_of
 from nanoinfer.training import loop
 from nanoinfer.training.train_config import TrainConfig
 
@@ -36,7 +37,7 @@ def model_folder(shards: bool = False) -> dict[str, bytes]:
     gpt = GPT(TINY)
     gpt.init_weights(torch.Generator().manual_seed(0))
     with TemporaryDirectory() as folder:
-        huggingface.save(gpt, Path(folder), tokenizers.char_to_json(CHARS))
+        huggingface.save(weights_of(gpt), Path(folder), tokenizers.char_to_json(CHARS))
         files = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
     if shards:
         files["a.safetensors"] = files.pop("model.safetensors")

@@ -6,28 +6,39 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
-import torch
 
+from nanoinfer.arrays import HostTensor
 from nanoinfer.config import EngineLimits, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.weights import Weights
-from nanoinfer.models.gpt import GPT
+from nanoinfer.models.parameters import shapes
 from nanoinfer.models.tokenizers import char_to_json
 
 if TYPE_CHECKING:  # the core imports the extension, which must be chosen before
     from nanoinfer.core import Core
+    from nanoinfer.models.gpt import GPT
     from nanoinfer.scheduling.sequence import Request
 
-if not torch.cuda.is_available():  # before triton is imported: its interpreter then runs the kernels on the CPU
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+INTERPRETED = False  # whether Triton's kernels run in its interpreter, which is slow
+if HAS_TORCH:
+    import torch
+
+    if INTERPRETED := not torch.cuda.is_available():  # set before triton is imported
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+else:  # the tests of the rungs in PyTorch, and those that compare with it
+    uses_torch = re.compile(r"^(import|from) (torch|transformers|nanoinfer\.training)\b", re.MULTILINE)
+    collect_ignore = [p.name for p in Path(__file__).parent.glob("test_*.py") if uses_torch.search(p.read_text())]
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; child processes would ignore Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -42,9 +53,6 @@ if folder := os.environ.get("NANOINFER_TEST_EXTENSION"):  # make asan: use this 
 
 CHARS = "\n !,.:?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 TINY = ModelConfig(vocab_size=len(CHARS), block_size=32, n_layer=2, n_head=2, n_embd=16, bos_token_id=0)
-
-
-INTERPRETED = not torch.cuda.is_available()  # Triton's kernels run in its interpreter, which is slow
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -69,22 +77,42 @@ def quick_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> None:
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    if HAS_TORCH:
+        torch.set_num_threads(min(2, torch.get_num_threads()))
+
+
+def make_weights(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> Weights:
+    """Return random weights in float32. Weights and biases are large enough to produce different tokens."""
+    generator = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in shapes(config).items():
+        center = 1.0 if "ln_" in name and name.endswith("weight") else 0.0
+        tensors[name] = HostTensor(generator.normal(center, std, shape).astype(np.float32), "float32")
+    return Weights(config, "float32", lambda: iter(tensors.items()))
 
 
 def make_model(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> GPT:
-    """Return a random model in eval mode. Weights and biases are large enough to produce different tokens."""
-    gpt = GPT(config)
-    generator = torch.Generator().manual_seed(seed)
-    for name, p in gpt.named_parameters():
-        center = 1.0 if "ln_" in name and name.endswith("weight") else 0.0
-        torch.nn.init.normal_(p, center, std, generator=generator)
-    return gpt.requires_grad_(False).eval()
+    """Return the reference model with `make_weights`' weights."""
+    return load_gpt(make_weights(config, seed, std))
+
+
+def load_gpt(weights: Weights) -> GPT:
+    from nanoinfer.models import gpt_loading  # only if a test needs the reference model: it imports torch
+
+    return gpt_loading.load_gpt(weights)
+
+
+def load_folder(folder: Path, dtype: str = "float32") -> tuple[GPT, ModelConfig]:
+    """Return the reference model of a Hugging Face folder, and its config."""
+    weights = huggingface.open_folder(folder, dtype)
+    return load_gpt(weights), weights.config
 
 
 def weights_of(gpt: GPT) -> Weights:
     """Return a model's weights in the form that engines take."""
-    return Weights(gpt.config, gpt.lm_head.weight.dtype, gpt.named_parameters)
+    from nanoinfer.models import gpt_loading
+
+    return gpt_loading.weights_of(gpt)
 
 
 def make_limits(config: ModelConfig = TINY, max_num_seqs: int = 4) -> EngineLimits:
@@ -93,7 +121,7 @@ def make_limits(config: ModelConfig = TINY, max_num_seqs: int = 4) -> EngineLimi
 
 def make_folder(path: Path, config: ModelConfig = TINY, seed: int = 0, chars: str | None = CHARS) -> Path:
     """Write a random model and a character-level tokenizer to a Hugging Face folder and return it."""
-    huggingface.save(make_model(config, seed), path, char_to_json(chars) if chars else None)
+    huggingface.save(make_weights(config, seed), path, char_to_json(chars) if chars else None)
     return path
 
 

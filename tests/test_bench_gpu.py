@@ -306,7 +306,7 @@ def test_copies_are_far_larger_than_a_cache() -> None:
 @pytest.mark.gpu
 @GPU
 def test_a_gpu_copies_at_most_what_its_data_sheet_says() -> None:
-    ceiling = measure(device=torch.device("cuda", 0))
+    ceiling = measure(device="cuda:0")
     assert 1e11 < ceiling.bandwidth_bytes_per_sec < 1e13
     assert torch.cuda.memory_reserved() < 64 << 20  # nothing stays
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import typer
 
-from conftest import CHARS, TINY, make_folder, make_model
+from conftest import CHARS, TINY, make_folder, make_model, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.generate import split_lines
 from nanoinfer.cli.terminal import finite_json
@@ -116,7 +116,7 @@ def test_stop_understands_escapes(run: Run, tmp_path: Path) -> None:  # noqa: F8
 def overflowing(tmp_path: Path) -> Path:
     gpt = make_model()
     gpt.transformer.wte.weight.data.fill_(torch.finfo(torch.float32).max)  # type: ignore[union-attr]
-    huggingface.save(gpt, tmp_path / "overflow", char_to_json(CHARS))
+    huggingface.save(weights_of(gpt), tmp_path / "overflow", char_to_json(CHARS))
     return tmp_path / "overflow"
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conftest import CHARS, TINY, make_folder, make_limits, make_model, refuses, submit, weights_of
+from conftest import CHARS, TINY, make_folder, make_limits, make_model, make_weights, refuses, submit, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.train import _Writer
 from nanoinfer.config import EngineConfig
@@ -324,7 +324,7 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
     names(replace(CONFIG, vocabulary=other), "different tokens for the same 59 ids")
     draft_head.save(make_head(replace(CONFIG, vocabulary=None)), head)
     LLM(folder, draft=str(head))
-    huggingface.save(make_model(), tmp_path / "ids")  # a target without a tokenizer: only the number can be compared
+    huggingface.save(make_weights(), tmp_path / "ids")  # a target without a tokenizer: only the number can be compared
     draft_head.save(make_head(), head)
     LLM(str(tmp_path / "ids"), draft=str(head))
 

@@ -79,7 +79,7 @@ def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
     spec = ENGINES[name]
     if (reason := spec.unavailable()) is not None:
         pytest.skip(f"engine {name}: {reason}")
-    return registry.build(spec, weights_of(gpt), EngineConfig(max_num_seqs=max_num_seqs), device)
+    return registry.build(spec, weights_of(gpt), EngineConfig(max_num_seqs=max_num_seqs), str(device))
 
 
 def make_core(engine: Engine, **limits: int) -> Core:
@@ -324,7 +324,7 @@ def test_one_texts_nan_never_reaches_another(name: str) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 @slow_if_interpreted  # tests/test_triton_engine.py has it at a smaller shape
 def test_reduced_precision_stays_near_float32(name: str, dtype: str, device: str) -> None:
-    if dtype not in supported_dtypes(torch.device(device)):
+    if dtype not in supported_dtypes("cpu" if device == "cpu" else "cuda:0"):
         pytest.skip(f"{dtype} is not supported on this {device} device")
     gpt = make_model(std=0.1)
     ids = prompt(20)
@@ -339,7 +339,7 @@ def test_reduced_precision_stays_near_float32(name: str, dtype: str, device: str
 
 def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "nanoinfer"):
-        spec = registry.resolve(EngineConfig(), torch.device("cpu"), torch.float32)
+        spec = registry.resolve(EngineConfig(), "cpu", "float32")
     assert spec.name == "native"
     assert "engine=auto: using native" in caplog.text
 
@@ -389,8 +389,8 @@ def test_limits_follow_the_memory_given(tmp_path: Path) -> None:
 
 def test_a_chip_without_bfloat16_gets_float16_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    device = torch.device("cuda", 0)
-    assert resolve_dtype("auto", device) == torch.float16
+    device = "cuda:0"
+    assert resolve_dtype("auto", device) == "float16"
     with pytest.raises(NanoinferError, match="dtype='bfloat16' is not supported on cuda:0: use one of float32"):
         resolve_dtype("bfloat16", device)
 
@@ -399,20 +399,21 @@ def test_auto_goes_down_where_a_rung_is_missing_and_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = ENGINES["cuda_graph"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cuda = torch.device("cuda", 0)
-    assert registry.resolve(EngineConfig(), cuda, torch.float16) is spec
+    monkeypatch.setattr(registry, "num_cuda_devices", lambda: 1)
+    cuda = "cuda:0"
+    assert registry.resolve(EngineConfig(), cuda, "float16") is spec
     missing = replace(spec, module="no_such_package")
     monkeypatch.setitem(ENGINES, "cuda_graph", missing)
-    assert registry.resolve(EngineConfig(), cuda, torch.float16).name == "static"
+    assert registry.resolve(EngineConfig(), cuda, "float16").name == "static"
     assert (
         "engine=auto: skipped cuda_graph: no_such_package is not installed: pip install 'nanoinfer[gpu]'" in caplog.text
     )
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # neither Triton nor the extension
+    find_spec = importlib.util.find_spec  # neither Triton nor the extension
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec(name) if name == "torch" else None)
     with pytest.raises(NanoinferError, match="engine='triton' cannot run: triton is not installed"):
-        registry.resolve(EngineConfig(engine="triton"), cuda, torch.float16)
+        registry.resolve(EngineConfig(engine="triton"), cuda, "float16")
     with pytest.raises(NanoinferError, match="no engine supports quantization='int8' with dtype=float16 on cuda:0"):
-        registry.resolve(EngineConfig(quantization="int8"), cuda, torch.float16)
+        registry.resolve(EngineConfig(quantization="int8"), cuda, "float16")
 
 
 def test_attention_over_lengths_that_are_always_new_is_not_planned() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import CHARS, make_folder, make_model
+from conftest import CHARS, make_folder, make_model, weights_of
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.engines import registry
 from nanoinfer.kv.plan import kv_block_bytes
@@ -170,7 +170,7 @@ def folder_with_nan(path: Path, token: str) -> Path:
     """A model in which one token's embedding is NaN: a prompt that holds it has no finite logits."""
     gpt = make_model(replace(make_model().config, tie_word_embeddings=False))
     gpt.transformer["wte"].weight.data[CHARS.index(token)] = float("nan")
-    huggingface.save(gpt, path, char_to_json(CHARS))
+    huggingface.save(weights_of(gpt), path, char_to_json(CHARS))
     return path
 
 

@@ -93,7 +93,7 @@ def test_random_weights_depend_on_the_seed_alone(monkeypatch: pytest.MonkeyPatch
 
 def test_random_weights_in_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "gpt2", TINY)
-    half, full = load_model("random:gpt2", dtype=torch.bfloat16), load_model("random:gpt2")
+    half, full = load_model("random:gpt2", dtype="bfloat16"), load_model("random:gpt2")
     for a, b in zip(half.gpt.parameters(), full.gpt.parameters(), strict=True):
         assert torch.equal(a, b.bfloat16())
 

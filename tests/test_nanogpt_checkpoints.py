@@ -26,6 +26,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.checkpoints.nanogpt import MAX_META_BYTES, find_meta, load_meta, open_checkpoint
 from nanoinfer.models.gpt import GPT
+from nanoinfer.models.gpt_loading import load_gpt
 from nanoinfer.models.tokenizers import decode
 
 CONFIG = ModelConfig(vocab_size=11, block_size=17, n_layer=2, n_head=2, n_embd=8, activation="gelu")
@@ -37,10 +38,10 @@ META: dict[str, Any] = {
 }
 
 
-def load_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[GPT, ModelConfig, str | None]:
+def load_checkpoint(path: Path, dtype: str = "float32") -> tuple[GPT, ModelConfig, str | None]:
     """Return the model in a checkpoint, its config and the name of its data set."""
     weights, dataset = open_checkpoint(path, dtype)
-    return weights.gpt(), weights.config, dataset
+    return load_gpt(weights), weights.config, dataset
 
 
 def checkpoint(config: ModelConfig = CONFIG, prefix: str = "", dataset: object = "shakespeare_char") -> dict[str, Any]:
@@ -116,7 +117,7 @@ def test_old_checkpoints_without_bias_field_and_with_masks(tmp_path: Path) -> No
 
 
 def test_weights_load_in_the_dtype_asked_for(tmp_path: Path) -> None:
-    model, _, _ = load_checkpoint(write(tmp_path / "ckpt.pt", checkpoint()), torch.bfloat16)
+    model, _, _ = load_checkpoint(write(tmp_path / "ckpt.pt", checkpoint()), "bfloat16")
     expected = make_model(CONFIG).state_dict()
     for name, p in model.state_dict().items():
         assert torch.equal(p, expected[name].bfloat16())
@@ -429,7 +430,7 @@ def test_plain_data_of_pytorch_is_admitted(tmp_path: Path) -> None:
 def test_a_checkpoint_cut_short_while_it_is_read(tmp_path: Path, size: int) -> None:
     """nanoGPT begins to write its next checkpoint over it: mapped, that would end the process with SIGBUS."""
     path = write(tmp_path / "ckpt.pt", checkpoint())
-    weights = iter(open_checkpoint(path)[0])
+    weights = open_checkpoint(path)[0].read()
     next(weights)
     os.truncate(path, size)
     refuses(lambda: list(weights), "ckpt.pt", "was changed while it was read")
@@ -443,7 +444,7 @@ def test_a_checkpoint_is_closed_when_its_weights_are_gone(tmp_path: Path) -> Non
         before = len(os.listdir("/proc/self/fd"))
         weights, _ = open_checkpoint(path)
         assert len(os.listdir("/proc/self/fd")) == before + 1
-        weights.gpt()
+        load_gpt(weights)
         del weights
         assert len(os.listdir("/proc/self/fd")) == before
     finally:

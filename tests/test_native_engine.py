@@ -23,7 +23,7 @@ from conftest import TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import PRESETS
 from nanoinfer.models.checkpoints.load import load_model
-from nanoinfer.models.checkpoints.weights import empty_gpt
+from nanoinfer.models.parameters import num_parameters
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
@@ -343,7 +343,7 @@ def test_loading_takes_little_more_than_the_packed_weights(source: str, bound: f
         shape = {f: getattr(config, f) for f in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")}
         torch.save({"model": make_model(config).state_dict(), "model_args": shape}, name)
     run = subprocess.run([sys.executable, "-c", PEAK, name], capture_output=True, text=True, check=True)
-    assert int(run.stdout) < bound * 4 * empty_gpt(config).num_parameters()
+    assert int(run.stdout) < bound * 4 * num_parameters(config)
 
 
 def test_engines_share_their_threads() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import make_folder, make_model, refuses
+from conftest import make_folder, make_weights, refuses, weights_of
 from nanoinfer import LLM
 from nanoinfer.cli.train import _Writer
 from nanoinfer.models import draft_head
@@ -180,7 +180,7 @@ def test_a_model_file_that_is_gone_or_another_is_refused(done: TrainConfig) -> N
     if isinstance(model, draft_head.RecurrentHead):
         draft_head.save(model, out)
     else:
-        huggingface.save(model, out)  # type: ignore[arg-type]
+        huggingface.save(weights_of(model), out)  # type: ignore[arg-type]
     refuses_unchanged(done, "differ from the run's")
 
 
@@ -196,9 +196,9 @@ def test_another_target_is_refused(config: TrainConfig) -> None:
         some = replace(of_kind(config, kind), out=config.out + kind)
         go(some)
         target = Path(some.distill or some.draft_head or "")
-        huggingface.save(make_model(seed=5), target)
+        huggingface.save(make_weights(seed=5), target)
         refuses_unchanged(some, "was made with another target")
-        huggingface.save(make_model(), target)
+        huggingface.save(make_weights(), target)
 
 
 def edited(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -> Callable[[Path], object]:

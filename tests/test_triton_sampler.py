@@ -235,7 +235,7 @@ def test_what_is_not_covered_is_refused() -> None:
 
 
 def test_cuda_logits_are_drawn_by_the_kernels_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda:0")
+    cuda = "cuda:0"
     assert isinstance(choose_sampler(cuda), Sample)
     monkeypatch.setattr(triton_sampler, "why_unavailable", lambda: missing_extra("triton", "gpu"))
     assert choose_sampler(cuda) is sampler.sample
@@ -243,9 +243,9 @@ def test_cuda_logits_are_drawn_by_the_kernels_where_triton_is(monkeypatch: pytes
 
 
 def test_flashinfer_is_there_only_when_asked_for_and_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuses(lambda: choose_sampler(CPU, "flashinfer"), "flashinfer", "cpu", "CUDA")
+    refuses(lambda: choose_sampler("cpu", "flashinfer"), "flashinfer", "cpu", "CUDA")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refuses(lambda: choose_sampler(torch.device("cuda"), "flashinfer"), "not installed", "pip install")
+    refuses(lambda: choose_sampler("cuda:0", "flashinfer"), "not installed", "pip install")
 
 
 def test_what_is_handed_to_flashinfer() -> None:
@@ -278,7 +278,7 @@ def test_flashinfer_draws_from_the_distribution(settings: dict[str, Any]) -> Non
     N = 20000
     logits = torch.tensor([0.3, -1.2, 2.1, 1.7, -0.4, 0.9, 1.1, -2.5, 0.0, 1.3], device=device)
     row = make_row(SamplingParams(temperature=0.9, **settings))
-    drawn = choose_sampler(device, "flashinfer")(logits.expand(N, -1), [row] * N)
+    drawn = choose_sampler("cuda:0", "flashinfer")(logits.expand(N, -1), [row] * N)
     counts = np.bincount([d.token_id for d in drawn], minlength=10)
     weights = sampler.filtered_weights(logits[None].cpu(), [row])[0].numpy()
     kept = weights > 0

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import CHARS, TINY, make_folder, make_model, refuses
+from conftest import CHARS, TINY, load_gpt, make_folder, make_model, refuses, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import PRESETS, ModelConfig
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.checkpoints.load import load_model
-from nanoinfer.models.widen import widen, widened
+from nanoinfer.models.gpt import GPT
+from nanoinfer.models.widen import widen as widen_weights
+from nanoinfer.models.widen import widened
 from nanoinfer.roofline.shapes import find_shape
 
 SHAPES = {
@@ -25,6 +27,10 @@ SHAPES = {
     "large epsilon, one head": dataclasses.replace(TINY, n_head=1, layer_norm_epsilon=0.5),
 }
 PRESET = ModelConfig(n_embd=48, n_layer=3, n_head=6)  # 3 times TINY's width
+
+
+def widen(gpt: GPT, *, n_embd: int, n_layer: int) -> GPT:
+    return load_gpt(widen_weights(weights_of(gpt), n_embd=n_embd, n_layer=n_layer))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -48,8 +54,9 @@ def test_logits_are_the_same_at_every_position(shape: str, r: int, added: int) -
 
 
 def test_in_float64_only_rounding_is_left() -> None:
-    gpt = make_model().double()
-    wide = widen(gpt, n_embd=3 * TINY.n_embd, n_layer=4)
+    gpt = make_model()
+    wide = widen(gpt, n_embd=2 * TINY.n_embd, n_layer=4).double()  # dividing by 2 does not round
+    gpt = gpt.double()
     idx = torch.arange(TINY.block_size)[None] % TINY.vocab_size
     torch.testing.assert_close(wide(idx), gpt(idx), rtol=1e-12, atol=1e-12)
 
@@ -82,19 +89,20 @@ def preset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "gpt2", PRESET)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_a_widened_model_by_name(preset: None, tiny_folder: Path, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_widened_model_by_name(preset: None, tiny_folder: Path, dtype: str | None) -> None:
     name = f"wide:{tiny_folder}:gpt2"
-    loaded, source = load_model(name, dtype=dtype), load_model(str(tiny_folder))
+    loaded, source = load_model(name, dtype=dtype or "float32"), load_model(str(tiny_folder))
     assert loaded.name == name
     assert loaded.config == loaded.gpt.config == find_shape(name) == widened(source.config, n_embd=48, n_layer=3)
     assert (loaded.config.vocab_size, loaded.config.block_size) == (TINY.vocab_size, TINY.block_size)
     assert loaded.tokenizer is not None
     assert loaded.tokenizer.encode("Go") == [CHARS.index("G"), CHARS.index("o")]
-    expected = widen(source.gpt, n_embd=48, n_layer=3).to(dtype or torch.float32)  # divided first, rounded once
+    kind = getattr(torch, dtype or "float32")
+    expected = widen(source.gpt, n_embd=48, n_layer=3).to(kind)  # divided first, rounded once
     for a, b in zip(loaded.gpt.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
-        assert a.dtype == (dtype or torch.float32)
+        assert a.dtype == kind
 
 
 def test_a_widened_model_may_be_widened_again(preset: None, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

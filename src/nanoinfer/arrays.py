@@ -50,6 +50,10 @@ class HostTensor:
         """Sizes of the dimensions."""
         return self.values.shape
 
+    def t(self) -> HostTensor:
+        """Return the transpose of a matrix, with the same memory."""
+        return HostTensor(self.values.T, self.dtype)
+
     def float32(self) -> NDArray[np.float32]:
         """Return the values as float32; the array itself if it is float32."""
         if self.dtype == "bfloat16":

@@ -41,8 +41,7 @@ from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from nanoinfer.arrays import Array
     from nanoinfer.models.tokenizers import Tokenizer
 
 log = logging.getLogger("nanoinfer")
@@ -352,7 +351,7 @@ class Core:
         return batch
 
     def _draw(
-        self, work: list[ScheduledSequence], done: SpecStep, logits: Tensor, rule: str, faults: Faults
+        self, work: list[ScheduledSequence], done: SpecStep, logits: Array, rule: str, faults: Faults
     ) -> list[list[Sampled]]:
         """Fork siblings and sample the tokens of each sequence from its rows. Siblings sample from the same row."""
         rows: list[int] = []

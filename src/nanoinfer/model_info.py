@@ -9,8 +9,6 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 
 if TYPE_CHECKING:
-    import torch
-
     from nanoinfer.models.tokenizers import Tokenizer
 
 
@@ -29,8 +27,10 @@ class ModelInfo:
     vocab_size: int
     """Number of tokens that may be sampled: those of the tokenizer."""
     engine: str
-    device: torch.device
-    dtype: torch.dtype
+    device: str
+    """"cpu" or "cuda:N"."""
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
     seed: int
     """Seed of random weights."""
 

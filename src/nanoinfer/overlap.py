@@ -25,7 +25,6 @@ from nanoinfer.scheduling.scheduler import ScheduledSequence, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 log = logging.getLogger("nanoinfer")
@@ -138,7 +137,7 @@ class OverlapScheduler:
         self._free = list(reversed(range(self._sampler.num_slots)))
 
 
-def overlap_scheduler(engine: Engine, vocab_size: int, device: torch.device) -> OverlapScheduler | None:
+def overlap_scheduler(engine: Engine, vocab_size: int, device: str) -> OverlapScheduler | None:
     """Return an overlap scheduler for the engine, or None if it cannot overlap steps. The reason is logged.
 
     Args:
@@ -146,14 +145,16 @@ def overlap_scheduler(engine: Engine, vocab_size: int, device: torch.device) -> 
         vocab_size: number of tokens that may be sampled.
         device: the engine's device.
     """
-    if device.type != "cuda" or not engine.can_overlap:
+    if device == "cpu" or not engine.can_overlap:
         return None  # a step on a CPU is synchronous: there is nothing to overlap
+    import torch
+
     from nanoinfer.sampling import triton
 
     if (why_not := triton.why_unavailable()) is not None:
         log.warning("overlap scheduling is disabled: the device sampler cannot run: %s", why_not)
         return None
-    sampler = triton.TritonSampler(engine.limits.max_num_seqs, vocab_size, device)
+    sampler = triton.TritonSampler(engine.limits.max_num_seqs, vocab_size, torch.device(device))
     return OverlapScheduler(cast(OverlapEngine, engine), sampler)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoinfer.core import Core
 from nanoinfer.engines.base import Engine, StepBatch
@@ -20,8 +20,6 @@ from nanoinfer.request_outputs import describe
 from nanoinfer.sampling.sampler import find_logprobs, not_finite
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from nanoinfer.models.tokenizers import Tokenizer
     from nanoinfer.scheduling.sequence import Request
 
@@ -134,7 +132,7 @@ def _use(core: Core, ids: list[int], read: Callable[[Engine, list[int]], T]) -> 
     return core.use_engine(len(ids), lambda engine: read(engine, ids))
 
 
-def _read_logits(engine: Engine, ids: list[int], first: int, read: Callable[[Tensor, list[int]], list[T]]) -> list[T]:
+def _read_logits(engine: Engine, ids: list[int], first: int, read: Callable[[Any, list[int]], list[T]]) -> list[T]:
     """Call `read` with chunks of the tokens ids[first:] and the logits that predict them; return its results."""
     handle = engine.open()
     try:
@@ -157,7 +155,7 @@ def _token_logprobs(engine: Engine, ids: list[int], first: int) -> list[tuple[fl
     """Return, for each of ids[first:], its log-probability and whether it is a token of the largest probability."""
     import torch
 
-    def read(logits: Tensor, targets: list[int]) -> list[tuple[float, bool]]:
+    def read(logits: Any, targets: list[int]) -> list[tuple[float, bool]]:
         logprobs = logits.double().log_softmax(-1)
         picked = logprobs.gather(-1, torch.tensor(targets, device=logits.device)[:, None])[:, 0]
         return list(zip(picked.tolist(), (picked == logprobs.amax(-1)).tolist(), strict=True))
@@ -174,7 +172,7 @@ def _described(
         ResultError: the logits are not finite.
     """
 
-    def read(logits: Tensor, targets: list[int]) -> list[dict[int, Logprob] | None]:
+    def read(logits: Any, targets: list[int]) -> list[dict[int, Logprob] | None]:
         found: list[dict[int, Logprob] | None] = []
         for row, target in zip(logits[:, :vocab_size], targets, strict=True):
             logprobs = find_logprobs(row, target, count) or {}

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from pathlib import Path
 
-import torch
-
 from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
@@ -98,9 +96,9 @@ class Harness:
     def _parts(self, group: list[Case]) -> list[list[Case]]:
         """Split the backends of a shape so that each part fits two thirds of the free memory (of a GPU's 5/6)."""
         weights = sum(f.stat().st_size for f in self._weights.glob("*.safetensors"))
-        room = [free_memory(torch.device("cpu")) * 2 // 3]
+        room = [free_memory("cpu") * 2 // 3]
         if (device := group[0].device) != "cpu":
-            room.append(free_memory(torch.device(device)) * 5 // 6)
+            room.append(free_memory(device) * 5 // 6)
         return split(group, self._config, weights, room)
 
     def _reference_case(self, group: list[Case]) -> Case | None:

@@ -28,7 +28,7 @@ _GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description, with their u
 }
 
 
-def describe_machine(device: torch.device | None = None) -> dict[str, Any]:
+def describe_machine(device: str | None = None) -> dict[str, Any]:
     """Return the CPU, its cores and instruction sets, threads, memory and GPU.
 
     Args:
@@ -36,7 +36,7 @@ def describe_machine(device: torch.device | None = None) -> dict[str, Any]:
     """
     import torch
 
-    on_gpu = device if device is not None and device.type == "cuda" else None
+    on_gpu = torch.device(device) if device is not None and device != "cpu" else None
     flags = (_cpuinfo("flags") or "").split()
     return {
         "cpu": _cpuinfo("model name") or platform.processor() or None,

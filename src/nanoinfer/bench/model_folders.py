@@ -53,7 +53,7 @@ def _weights(model: str) -> Iterator[Path]:
     from nanoinfer.models.checkpoints.load import load_model
 
     with shared_folder() as folder:
-        huggingface.save(load_model(model).gpt, folder)
+        huggingface.save(load_model(model).take(), folder)
         yield folder
 
 

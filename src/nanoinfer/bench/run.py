@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nanoinfer.bench import results as files
 from nanoinfer.bench.backends import PEERS
@@ -27,9 +26,6 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.files import write_atomically
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.shapes import find_shape
-
-if TYPE_CHECKING:
-    import torch
 
 CUSTOM = "custom"
 
@@ -140,8 +136,8 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
     started = time.monotonic()
     device = resolve_device(plan.device)
     # On a CPU `compiled` gains nothing and takes minutes to compile (docs/log.md): it is measured only where named.
-    here = (s for s in ENGINES.values() if s.unavailable() is None and device.type in s.devices)
-    engines = [spec.name for spec in here if spec.preferred or device.type != "cpu"]
+    here = (s for s in ENGINES.values() if s.unavailable() is None and device.split(":")[0] in s.devices)
+    engines = [spec.name for spec in here if spec.preferred or device != "cpu"]
     config = find_shape(plan.model_of(plan.suite[0] if plan.suite else CUSTOM))
     jobs = _check(plan, config, engines, device)
     old = files.read(plan.resume).rows if plan.resume is not None else []
@@ -177,17 +173,17 @@ def _report(plan: Plan, results: list[Results]) -> None:
         write_report(with_rows, plan.report)
 
 
-def _check(plan: Plan, config: ModelConfig, engines: list[str], device: torch.device) -> list[tuple[str, list[Case]]]:
+def _check(plan: Plan, config: ModelConfig, engines: list[str], device: str) -> list[tuple[str, list[Case]]]:
     """Return the cases of each suite, after refusing what does not exist or cannot be written."""
     for name in plan.suite:
-        if SUITES[name].device not in (None, device.type):
+        if SUITES[name].device not in (None, device.split(":")[0]):
             raise NanoinferError(
-                f"suite={name!r} measures a CUDA device, and this run is on device={device.type!r}: run it on a machine"
+                f"suite={name!r} measures a CUDA device, and this run is on device={device!r}: run it on a machine"
                 " that has one"
             )
     for name in (*plan.engine, *([plan.baseline] if plan.baseline else [])):
         require_choice("engine", name, (*ENGINES, *PEERS))
-    jobs = [(name, _cases(plan, name, config, engines, str(device))) for name in plan.suite or (CUSTOM,)]
+    jobs = [(name, _cases(plan, name, config, engines, device)) for name in plan.suite or (CUSTOM,)]
     for path in (plan.output or plan.resume, plan.csv):
         if path is not None:
             _check_writable(path.parent, path.name)
@@ -196,7 +192,7 @@ def _check(plan: Plan, config: ModelConfig, engines: list[str], device: torch.de
     return jobs
 
 
-def _empty_results(ceiling: Ceiling, command: str, device: torch.device) -> Results:
+def _empty_results(ceiling: Ceiling, command: str, device: str) -> Results:
     """Return results without rows: time, machine and versions."""
     from nanoinfer.bench import machine
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 from nanoinfer.checks import require_int
 from nanoinfer.engines.base import Engine, StepBatch
@@ -45,7 +44,7 @@ def verify_ratio(
     def extend(tokens: list[int], num_logits: int) -> float:
         start = clock()
         logits = engine.extend(StepBatch([handle], list(tokens), [len(tokens)], [num_logits]))
-        synchronize(logits.device)
+        synchronize(str(getattr(logits, "device", "cpu")))
         return clock() - start
 
     seconds: dict[int, list[float]] = {1: [], num_tokens: []}
@@ -63,9 +62,9 @@ def verify_ratio(
     return several / one
 
 
-def synchronize(device: Any) -> None:
-    """Wait until a torch.device has finished all work that was launched; a CPU has none."""
-    if device.type == "cuda":
+def synchronize(device: str) -> None:
+    """Wait until a device has finished all work that was launched; a CPU has none."""
+    if device != "cpu":
         import torch
 
         torch.cuda.synchronize(device)

@@ -30,7 +30,7 @@ def engines(
     for spec in ENGINES.values():
         reason = spec.unavailable()
         usable = [d for d in spec.devices if d in devices] if reason is None else []
-        here = {t for d in usable for t in supported_dtypes(torch.device(d))}
+        here = {t for d in usable for t in supported_dtypes("cpu" if d == "cpu" else "cuda:0")}
         rows.append(
             {
                 "name": spec.name,

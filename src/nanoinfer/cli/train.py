@@ -89,7 +89,7 @@ class _Writer:
         from nanoinfer.engines.devices import resolve_device
         from nanoinfer.engines.registry import ENGINES
 
-        if resolve_device(self._config.device).type != "cpu" or ENGINES["native"].unavailable() is not None:
+        if resolve_device(self._config.device) != "cpu" or ENGINES["native"].unavailable() is not None:
             return {}
         return {"quantization": "int8", "kv_cache_dtype": "int8"}
 

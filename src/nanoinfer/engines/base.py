@@ -23,6 +23,8 @@ from nanoinfer.config import EngineLimits, ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from nanoinfer.arrays import Array
+
 Handle = NewType("Handle", int)
 """Identifies one open sequence of one engine. Handles are not reused."""
 
@@ -70,12 +72,12 @@ class Engine(Protocol):
         """Return an empty sequence. Raises NanoinferError when max_num_seqs are open."""
         ...
 
-    def extend(self, batch: StepBatch) -> Tensor:
+    def extend(self, batch: StepBatch) -> Array:
         """Append new tokens to open sequences and return logits.
 
         Returns:
-            (sum(num_logits), vocab_size) float32 on the engine's device, rows in the batch's order. The
-            tensor is valid until the next call of `extend`.
+            (sum(num_logits), vocab_size) float32, rows in the batch's order: a NumPy array, or a tensor on the
+            engine's device. It is valid until the next call of `extend`.
 
         Raises:
             NanoinferError: a handle is unknown or repeated, a token is outside the vocabulary, the counts do not
@@ -87,13 +89,13 @@ class Engine(Protocol):
         """Return the seconds spent in each part of the model over all steps so far; empty if not measured."""
         ...
 
-    def hidden(self) -> Tensor:
+    def hidden(self) -> Array:
         """Return the final hidden states of the last `extend`: the outputs of the final layer norm.
 
         Returns:
-            (sum(num_logits), n_embd) float32 on the engine's device, one row for each row of the logits. The logits
-            are the output head applied to these rows, up to the rounding of a quantized head. The tensor is valid
-            until the next call of `extend`.
+            (sum(num_logits), n_embd) float32, one row for each row of the logits, in the same kind of array. The logits
+            are the output head applied to these rows, up to the rounding of a quantized head. Valid until the next
+            call of `extend`.
         """
         ...
 

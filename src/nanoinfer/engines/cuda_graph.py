@@ -51,7 +51,7 @@ class CudaGraphEngine(StaticShapeEngine):
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(model, limits, config)
-        graph_memory = config.graph_memory if config.graph_memory is not None else free_memory(self.device) // 8
+        graph_memory = config.graph_memory if config.graph_memory is not None else free_memory(str(self.device)) // 8
         self.graphs: Graphs[StepOutput] = Graphs(recorder or CudaRecorder(self.device), graph_memory)
 
     def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], StepOutput]) -> StepOutput:

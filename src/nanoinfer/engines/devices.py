@@ -1,49 +1,83 @@
-"""Devices of this machine, the dtypes they support, and their free memory."""
+"""Devices of this machine, the dtypes they support, and their free memory.
+
+Devices and dtypes are names ("cpu", "cuda:0"; "float32"). PyTorch is imported only where there is a CUDA driver.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 import re
-
-import torch
+import sys
 
 from nanoinfer.errors import NanoinferError
 
 
-def resolve_device(name: str) -> torch.device:
+def num_cuda_devices() -> int:
+    """Return the number of CUDA devices that PyTorch can use; 0 without PyTorch."""
+    if "torch" not in sys.modules and not (_has_cuda_driver() and importlib.util.find_spec("torch") is not None):
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")  # part of the driver, not of PyTorch; loading it does not start CUDA
+    except OSError:
+        return False
+    return True
+
+
+def resolve_device(name: str) -> str:
     """Return the device for a name: cpu, cuda, cuda:N, or auto (cuda if available, else cpu).
+
+    Returns:
+        "cpu" or "cuda:N".
 
     Raises:
         NanoinferError: the name is unknown, this machine has no such device, or this process cannot use it.
     """
+    if name == "cpu":
+        return name
+    if name != "auto" and (match := re.fullmatch(r"cuda(?::(\d{1,4}))?", str(name))) is None:
+        raise NanoinferError(f"device={name!r} is unknown: use cpu, cuda, cuda:N or auto")
+    count = num_cuda_devices()
+    _require_no_fork(name)
+    if name == "auto":
+        return "cuda:0" if count else "cpu"
+    assert match is not None
+    index = int(match.group(1) or 0)
+    if index < count:
+        return f"cuda:{index}"
+    have = f"{count} CUDA devices" if count else "no CUDA device"
+    raise NanoinferError(f"device={name!r}: this machine has {have}: use device=cpu or auto")
+
+
+def _require_no_fork(name: str) -> None:
+    """Raise NanoinferError in a forked process whose parent has used CUDA."""
+    torch = sys.modules.get("torch")
     # A CUDA build of PyTorch notes a fork also where there is no GPU.
-    if name != "cpu" and torch.cuda._is_in_bad_fork() and torch.cuda.device_count():
+    if torch is not None and torch.cuda._is_in_bad_fork() and torch.cuda.device_count():
         raise NanoinferError(
             f"device={name!r}: this process was forked from one that had used CUDA: start it with multiprocessing's"
             " method spawn, or use device=cpu"
         )
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        return torch.device("cuda:0" if count else "cpu")
-    if name == "cpu":
-        return torch.device("cpu")
-    if match := re.fullmatch(r"cuda(?::(\d{1,4}))?", str(name)):
-        index = int(match.group(1) or 0)
-        if index < count:
-            return torch.device("cuda", index)
-        have = f"{count} CUDA devices" if count else "no CUDA device"
-        raise NanoinferError(f"device={name!r}: this machine has {have}: use device=cpu or auto")
-    raise NanoinferError(f"device={name!r} is unknown: use cpu, cuda, cuda:N or auto")
 
 
-def supported_dtypes(device: torch.device) -> tuple[str, ...]:
-    """Return the names of the dtypes that `device` supports."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return ("float32", "float16")  # bfloat16 needs Ampere or newer
+def supported_dtypes(device: str) -> tuple[str, ...]:
+    """Return the dtypes that `device` supports."""
+    if device != "cpu":
+        import torch
+
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return ("float32", "float16")  # bfloat16 needs Ampere or newer
     return ("float32", "bfloat16", "float16")
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: str, device: str) -> str:
     """Return the dtype for a name; auto is float32 on a CPU, and 16 bits on a GPU.
 
     Raises:
@@ -51,16 +85,17 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """
     have = supported_dtypes(device)
     if name == "auto":
-        name = "float32" if device.type == "cpu" else "bfloat16" if "bfloat16" in have else "float16"
+        name = "float32" if device == "cpu" else "bfloat16" if "bfloat16" in have else "float16"
     if name not in have:
         raise NanoinferError(f"dtype={name!r} is not supported on {device}: use one of {', '.join(have)}")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return name
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(device: str) -> int:
     """Return the bytes of memory that are free on a device now."""
-    if device.type == "cuda":
+    if device != "cpu":
+        import torch
+
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
     try:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,11 +63,11 @@ class NativeEngine(Sequences):
                 f"the weights and the KV cache of {limits.max_num_cached_tokens} tokens do not fit in memory:"
                 " lower kv_cache_memory, or use quantization=int8"
             ) from None
-        for name, tensor in weights:
-            self._decoder.load(name, tensor.float().contiguous().numpy())
+        for name, tensor in weights.read():
+            self._decoder.load(name, np.ascontiguousarray(tensor.float32()))
         self._decoder.check_loaded()
         self._handles: dict[Handle, int] = {}
-        self._logits = torch.empty(0, self._decoder.logits_stride)
+        self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
         self._num_logits = 0  # of the last step
 
     @property
@@ -79,7 +80,7 @@ class NativeEngine(Sequences):
         self._check(batch)
         count = sum(batch.num_logits)
         if count > len(self._logits):  # reused: touching new pages takes longer than a small step
-            self._logits = torch.empty(count, self._decoder.logits_stride)
+            self._logits = np.empty((count, self._decoder.logits_stride), np.float32)
         try:
             self._decoder.extend(
                 handles=[self._handles[h] for h in batch.handles],
@@ -92,13 +93,13 @@ class NativeEngine(Sequences):
             raise NanoinferError(f"engine=native: {e}") from None
         self._num_logits = count
         self._advance(batch)
-        return self._logits[:count, : self.config.vocab_size]
+        return torch.from_numpy(self._logits[:count, : self.config.vocab_size])
 
     def hidden(self) -> Tensor:
         """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
-        hidden = torch.empty(self._num_logits, self.config.n_embd)
+        hidden = np.empty((self._num_logits, self.config.n_embd), np.float32)
         self._decoder.hidden(out=hidden)
-        return hidden
+        return torch.from_numpy(hidden)
 
     def part_seconds(self) -> dict[str, float]:
         """Return the seconds of all steps so far by part: matrix products, attention, output head, everything else."""
@@ -129,7 +130,7 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     """Return the options of the C++ decoder. Setting an attribute that they do not have is an AttributeError."""
     from nanoinfer._native import DecoderOptions
 
-    options, dtype = DecoderOptions(), str(weights.dtype).removeprefix("torch.")
+    options, dtype = DecoderOptions(), weights.dtype
     for name in SHAPE:
         setattr(options, name, getattr(weights.config, name))
     options.weights = config.quantization or dtype

@@ -1,7 +1,7 @@
 """The table of engines, what each supports, and how `auto` chooses one.
 
-A new engine is one entry in `ENGINES`. Listing the engines does not import PyTorch; `unavailable` does, to detect CUDA
-devices.
+A new engine is one entry in `ENGINES`. PyTorch is imported when an engine in PyTorch is built, or to count the devices
+of a machine with a CUDA driver.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ import importlib
 import importlib.util
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer import processes
 from nanoinfer.config import DTYPES, EngineConfig, EngineLimits
 from nanoinfer.engines.base import Engine
+from nanoinfer.engines.devices import free_memory, num_cuda_devices
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.kv.plan import plan_limits
 from nanoinfer.progress import ProgressBar
 
 if TYPE_CHECKING:
-    import torch
-
     from nanoinfer.models.checkpoints.weights import Weights
 
 log = logging.getLogger("nanoinfer")
@@ -53,11 +52,11 @@ class EngineSpec:
         """Return why this engine cannot run on this machine, or None."""
         if self.native and importlib.util.find_spec("nanoinfer._native") is None:
             return "nanoinfer was built without the native extension: install a C++ compiler, then reinstall nanoinfer"
+        if not self.native and importlib.util.find_spec("torch") is None:
+            return missing_extra("torch", "torch")
         if self.module is not None and importlib.util.find_spec(self.module) is None:
             return missing_extra(self.module, "gpu")
-        import torch
-
-        if "cpu" not in self.devices and not torch.cuda.is_available():
+        if "cpu" not in self.devices and not num_cuda_devices():
             return "no CUDA device"
         return None
 
@@ -122,7 +121,7 @@ ENGINES: dict[str, EngineSpec] = {
 }
 
 
-def resolve(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> EngineSpec:
+def resolve(config: EngineConfig, device: str, dtype: str) -> EngineSpec:
     """Return the engine to use: the requested one, or for `auto` the fastest that supports the configuration.
 
     Raises:
@@ -133,14 +132,14 @@ def resolve(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> E
         fitting = sorted((s for s, reason in reasons.items() if reason is None), key=lambda s: s.preferred)
         if not fitting:
             raise NanoinferError(
-                f"no engine supports quantization={config.quantization!r} with dtype={dtype_name(dtype)} on {device}:"
+                f"no engine supports quantization={config.quantization!r} with dtype={dtype} on {device}:"
                 " run `nanoinfer engines` to see what each supports"
             )
         chosen = fitting[-1]
-        log.info("engine=auto: using %s, the fastest for %s and %s", chosen.name, device, dtype_name(dtype))
+        log.info("engine=auto: using %s, the fastest for %s and %s", chosen.name, device, dtype)
         faster = list(ENGINES.values())[list(ENGINES).index(chosen.name) + 1 :]
         for s in faster:  # engines that support this device but cannot run on this machine
-            if device.type in s.devices and s.preferred and (why := s.unavailable()) is not None:
+            if device.split(":")[0] in s.devices and s.preferred and (why := s.unavailable()) is not None:
                 log.warning("engine=auto: skipped %s: %s", s.name, why)
         return chosen
     if config.engine not in ENGINES:
@@ -151,13 +150,13 @@ def resolve(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> E
     return spec
 
 
-def _why_not(spec: EngineSpec, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+def _why_not(spec: EngineSpec, config: EngineConfig, device: str, dtype: str) -> str | None:
     """Return why an engine does not support the configuration, or None."""
     if (reason := spec.unavailable()) is not None:
         return reason
     for name, value, have in (
-        ("device", device.type, spec.devices),
-        ("dtype", dtype_name(dtype), spec.dtypes),
+        ("device", device.split(":")[0], spec.devices),
+        ("dtype", dtype, spec.dtypes),
         ("quantization", config.quantization, (None, *spec.quantizations)),
     ):
         if value not in have:
@@ -169,7 +168,7 @@ def _why_not(spec: EngineSpec, config: EngineConfig, device: torch.device, dtype
 
 
 def build(
-    spec: EngineSpec, weights: Weights, config: EngineConfig, device: torch.device, limits: EngineLimits | None = None
+    spec: EngineSpec, weights: Weights, config: EngineConfig, device: str, limits: EngineLimits | None = None
 ) -> Engine:
     """Return a running engine.
 
@@ -183,7 +182,7 @@ def build(
     Raises:
         NanoinferError: the KV cache does not fit in memory.
     """
-    if processes.generation() and not spec.native and device.type == "cpu":
+    if processes.generation() and not spec.native and device == "cpu":
         log.warning(
             "engine=%s: PyTorch computes with one thread, because a forked process does not inherit its thread pool:"
             " start the process with multiprocessing's method spawn, or use engine=native",
@@ -191,16 +190,12 @@ def build(
         )
     module, _, name = spec.target.partition(":")
     if limits is None:
-        from nanoinfer.engines.devices import free_memory
-
-        limits = plan_limits(weights.config, config, spec.memory, dtype_name(weights.dtype), free_memory(device))
+        limits = plan_limits(weights.config, config, spec.memory, weights.dtype, free_memory(device))
     with ProgressBar("load") as bar:
         weights = weights.watched(bar.update)
-        model = weights if spec.native else weights.gpt(device)
-        engine: Engine = getattr(importlib.import_module(module), name)(model, limits, config)
-    return engine
+        engine_class: Any = getattr(importlib.import_module(module), name)
+        if spec.native:
+            return engine_class(weights, limits, config)  # type: ignore[no-any-return]
+        from nanoinfer.models.gpt_loading import load_gpt
 
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name: torch.float32 -> "float32"."""
-    return str(dtype).removeprefix("torch.")
+        return engine_class(load_gpt(weights, device), limits, config)  # type: ignore[no-any-return]

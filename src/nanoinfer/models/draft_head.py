@@ -150,7 +150,8 @@ def target_embeddings(config: DraftHeadConfig, weights: Weights, name: str) -> T
     theirs, C = weights.config, config.n_embd
     r, tied = theirs.n_embd // C, theirs.tie_word_embeddings
     found: dict[str, Tensor] = {}
-    for key, tensor in weights:
+    for key, host in weights.read():
+        tensor = torch.from_numpy(host.float32())
         if key in ("transformer.wte.weight", "lm_head.weight"):
             found[key] = tensor[:, :C].clone()  # not the whole embedding
             if not torch.equal(tensor, tensor[:, :C].repeat(1, r)):
@@ -239,7 +240,7 @@ def _check_shapes(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[in
 def _checked(stored: StoredTensor, what: str) -> Tensor:
     if stored.dtype not in DTYPES:
         raise NanoinferError(f"{what} is {show(stored.dtype)}: weights must be one of {', '.join(DTYPES)}")
-    tensor = stored.read().to(torch.float32)
+    tensor = torch.from_numpy(stored.read().float32())
     if not bool(tensor.isfinite().all()):
         raise NanoinferError(f"{what} has values that are not finite")
     return tensor

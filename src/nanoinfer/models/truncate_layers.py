@@ -10,13 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from nanoinfer.arrays import HostTensor
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.weights import Weights
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LAYER = re.compile(r"transformer\.h\.(\d+)\.")
 
@@ -31,7 +28,7 @@ def truncate_layers(weights: Weights, n_layer: int) -> Weights:
     if not 1 <= n_layer < config.n_layer:
         raise NanoinferError(f"{n_layer} layers of a model of {config.n_layer}: use 1 to {config.n_layer - 1}")
 
-    def read() -> Iterator[tuple[str, Tensor]]:
+    def read() -> Iterator[tuple[str, HostTensor]]:
         for name, tensor in weights.read():
             layer = _LAYER.match(name)
             if layer is None or int(layer[1]) < n_layer:

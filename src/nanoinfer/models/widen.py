@@ -21,17 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.arrays import HostTensor
 from nanoinfer.checks import require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints.weights import Weights, empty_gpt
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nanoinfer.models.gpt import GPT
+from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.parameters import shapes
 
 
 def widened(config: ModelConfig, *, n_embd: int, n_layer: int) -> ModelConfig:
@@ -55,39 +54,38 @@ def widened(config: ModelConfig, *, n_embd: int, n_layer: int) -> ModelConfig:
     return replace(config, n_embd=n_embd, n_layer=n_layer, n_head=r * config.n_head, n_inner=inner)
 
 
-def widen(gpt: GPT, *, n_embd: int, n_layer: int) -> GPT:
-    """Return a wider and deeper model that computes the same function.
+def widen(weights: Weights, *, n_embd: int, n_layer: int) -> Weights:
+    """Return the weights of a wider and deeper model that computes the same function.
 
     Args:
-        gpt: the model; not changed. The result shares no memory with it.
+        weights: of the model. They are read once, into memory; the tensors of the result are computed when they are
+            read.
         n_embd: the new width, r times the model's; the result has r times the heads and MLP units.
         n_layer: the new depth, at least the model's.
 
     Returns:
-        a model in eval mode, on the device and in the dtype of `gpt`. Dividing by r rounds unless r is a power of two,
-        so widen in float32 and convert afterwards.
+        the weights, in float32: dividing by r rounds unless r is a power of two.
 
     Raises:
         NanoinferError: n_embd is not a multiple of the model's, or n_layer is less than the model's.
     """
-    return widen_weights(gpt, n_embd=n_embd, n_layer=n_layer).gpt(gpt.lm_head.weight.device)
+    config = widened(weights.config, n_embd=n_embd, n_layer=n_layer)
+    r, layers = n_embd // weights.config.n_embd, weights.config.n_layer
+    source = {name: tensor.float32() for name, tensor in weights.read()}
 
-
-def widen_weights(gpt: GPT, *, n_embd: int, n_layer: int) -> Weights:
-    """Return the weights of `widen`'s model, computed one tensor at a time."""
-    config = widened(gpt.config, n_embd=n_embd, n_layer=n_layer)
-    r, layers = n_embd // gpt.config.n_embd, gpt.config.n_layer
-    source = gpt.state_dict()
-
-    def read() -> Iterator[tuple[str, Tensor]]:
-        for name, _ in empty_gpt(config).named_parameters():
+    def read() -> Iterator[tuple[str, HostTensor]]:
+        for name in shapes(config):
             prefix, layer, rest = _split(name)
+            values = _copy(
+                name,
+                source[name if layer is None else f"{prefix}{layer % layers}{rest}"],
+                r,
+                tied=config.tie_word_embeddings,
+            )
             added = layer is not None and layer >= layers
-            origin = source[name if layer is None else f"{prefix}{layer % layers}{rest}"]
-            tensor = _copy(name, origin, r, tied=config.tie_word_embeddings)
-            yield name, tensor.zero_() if added and ".c_proj." in name else tensor
+            yield name, HostTensor(np.zeros_like(values) if added and ".c_proj." in name else values, "float32")
 
-    return Weights(config, gpt.lm_head.weight.dtype, read)
+    return Weights(config, weights.dtype, read)
 
 
 def _split(name: str) -> tuple[str, int | None, str]:
@@ -99,16 +97,17 @@ def _split(name: str) -> tuple[str, int | None, str]:
     return prefix, int(layer), f".{rest}"
 
 
-def _copy(name: str, w: Tensor, r: int, *, tied: bool) -> Tensor:
+def _copy(name: str, w: NDArray[np.float32], r: int, *, tied: bool) -> NDArray[np.float32]:
     """Repeat a parameter r times along each widened dimension; divide it by r where r copies are summed."""
+    ratio = np.float32(r)
     if "ln_" in name:
-        return w.repeat(r) / (r if "ln_f" in name and tied else 1)
-    if w.dim() == 1:  # a bias; c_attn's is q, k, v concatenated
-        return w.view(3, -1).repeat(1, r).view(-1) if "c_attn" in name else w.repeat(r)
+        return np.tile(w / ratio if "ln_f" in name and tied else w, r)
+    if w.ndim == 1:  # a bias; c_attn's is q, k, v concatenated
+        return np.tile(w.reshape(3, -1), (1, r)).reshape(-1) if "c_attn" in name else np.tile(w, r)
     if name.endswith(("wte.weight", "wpe.weight")):  # (V, C), (positions, C)
-        return w.repeat(1, r)
+        return np.tile(w, (1, r))
     if name == "lm_head.weight":
-        return w.repeat(1, r) / r
+        return np.tile(w / ratio, (1, r))
     if "c_attn" in name:  # (3 C, C)
-        return w.view(3, -1, w.shape[1]).repeat(1, r, r).view(r * w.shape[0], -1) / r
-    return w.repeat(r, r) / r
+        return np.tile((w / ratio).reshape(3, -1, w.shape[1]), (1, r, r)).reshape(r * w.shape[0], -1)
+    return np.tile(w / ratio, (r, r))

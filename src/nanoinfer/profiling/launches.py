@@ -89,8 +89,8 @@ def measure_launches(
     Raises:
         NanoinferError: the device is a CPU, or the profiler recorded no kernel.
     """
-    if llm.device.type != "cuda":
-        raise NanoinferError(f"device={str(llm.device)!r} launches no kernels: count them on a CUDA device")
+    if llm.device == "cpu":
+        raise NanoinferError(f"device={llm.device!r} launches no kernels: count them on a CUDA device")
     # In a large batch, the first sequences decode during the prefill of the last ones: all must generate beyond that.
     tokens = 1 + DECODE_STEPS + batch * prompt_tokens // PREFILL_TOKENS
     sampling = replace(params or SamplingParams(temperature=0), max_tokens=tokens, min_tokens=0, ignore_eos=True)

@@ -103,7 +103,7 @@ def profile(
     """
     job = new_job(llm, prompts, params or SamplingParams(), decode_only)
     job.warm_up()
-    on_cpu = llm.device.type == "cpu"
+    on_cpu = llm.device == "cpu"
     clock = job.clocked() if on_cpu else None
     plain_sec = 0.0 if on_cpu else job.run(None, None).seconds
     recorder, ranges, run = job.recorded()
@@ -120,7 +120,7 @@ def profile(
         model=llm.model_name,
         engine=llm.engine_name,
         device=str(llm.device),
-        dtype=str(llm.dtype).removeprefix("torch."),
+        dtype=llm.dtype,
         decode_only=decode_only,
         num_steps=ranges.calls[sp.ENGINE],
         num_tokens=run.num_tokens,
@@ -161,7 +161,7 @@ def breakdown_percent(
     job.warm_up()
     seconds: Counter[str]
     spans: sp.Spans
-    if llm.device.type == "cpu":
+    if llm.device == "cpu":
         spans = clock = job.clocked()
         seconds = clock.seconds
     else:

@@ -105,7 +105,7 @@ class Job:
 
     def _now(self) -> float:
         """Return the time after synchronizing with the GPU, if there is one."""
-        if self.llm.device.type == "cuda":
+        if self.llm.device != "cpu":
             torch.cuda.synchronize(self.llm.device)
         return time.perf_counter()
 
@@ -114,7 +114,7 @@ class Job:
 
         On a GPU, run the whole generation, because graphs are captured and code is compiled for longer sequences too.
         """
-        if self.llm.device.type == "cuda":
+        if self.llm.device != "cpu":
             self.run(None, None)
             return
         short = replace(
@@ -132,7 +132,7 @@ class Job:
     def recorded(self) -> tuple[Any, sp.Ranges, Measured]:
         """Generate once under torch's profiler; return the profiler, its ranges and the run."""
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.llm.device.type == "cuda":
+        if self.llm.device != "cpu":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         recorder, ranges = torch.profiler.profile(activities=activities), sp.Ranges()
         return recorder, ranges, self.run(ranges, recorder).require_tokens()

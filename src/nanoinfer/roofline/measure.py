@@ -56,9 +56,7 @@ CPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=1536, num_rounds=15)
 GPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=8192, num_copies=20)
 
 
-def measure(
-    workload: Workload | None = None, clock: Clock = time.perf_counter, device: torch.device | None = None
-) -> Ceiling:
+def measure(workload: Workload | None = None, clock: Clock = time.perf_counter, device: str | None = None) -> Ceiling:
     """Measure and return the ceiling of a device. All memory is freed afterwards.
 
     Args:
@@ -71,17 +69,16 @@ def measure(
     """
     import torch
 
-    if device is None:
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    workload = workload or (GPU_WORKLOAD if device.type == "cuda" else CPU_WORKLOAD)
+    on = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    workload = workload or (GPU_WORKLOAD if on.type == "cuda" else CPU_WORKLOAD)
     names = ["float32", "bfloat16"]
-    if device.type == "cuda":
-        old = torch.cuda.get_device_capability(device) < (8, 0)  # no bfloat16 before Ampere
+    if on.type == "cuda":
+        old = torch.cuda.get_device_capability(on) < (8, 0)  # no bfloat16 before Ampere
         names = ["float32", "float16"] if old else ["float32", "bfloat16", "float16"]
     try:
-        bandwidth = _bandwidth(device, workload, clock)
-        flops = {name: _matmul_flops(getattr(torch, name), device, workload, clock) for name in names}
-        if device.type == "cpu" and _has_native():
+        bandwidth = _bandwidth(on, workload, clock)
+        flops = {name: _matmul_flops(getattr(torch, name), on, workload, clock) for name in names}
+        if on.type == "cpu" and _has_native():
             for name in (*names, "int8"):
                 flops[name] = max(flops.get(name, 0.0), _peak_flops(name, workload, clock))
     except (RuntimeError, MemoryError, ValueError) as e:  # out of memory, in torch or the native extension
@@ -89,13 +86,13 @@ def measure(
         raise NanoinferError(
             f"device='measure': this machine could not be measured ({reason}): free some memory, or name a device"
         ) from None
-    if device.type == "cuda":
+    if on.type == "cuda":
         torch.cuda.empty_cache()  # other processes may need the memory
-        what = f"copy bandwidth and matrix products of {torch.cuda.get_device_name(device)}, measured now"
+        what = f"copy bandwidth and matrix products of {torch.cuda.get_device_name(on)}, measured now"
     else:
         how = "wide loads and products on registers" if _has_native() else "torch"
         what = f"read bandwidth and arithmetic ({how}) of {environment.num_cpus()} CPUs, measured now"
-    auto = "float32" if device.type == "cpu" else names[1]
+    auto = "float32" if on.type == "cpu" else names[1]
     return Ceiling(MEASURE, bandwidth, flops, what, default_dtype=auto)
 
 

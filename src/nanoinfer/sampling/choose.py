@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from nanoinfer.checks import require_choice
 from nanoinfer.config import SAMPLERS
 from nanoinfer.sampling import native, triton
@@ -15,7 +13,7 @@ from nanoinfer.sampling.sampler import Sampler
 log = logging.getLogger("nanoinfer")
 
 
-def choose_sampler(device: torch.device, prefer: str = "auto") -> Sampler:
+def choose_sampler(device: str, prefer: str = "auto") -> Sampler:
     """Return the sampler for logits on `device`.
 
     Args:
@@ -28,17 +26,17 @@ def choose_sampler(device: torch.device, prefer: str = "auto") -> Sampler:
     """
     require_choice("sampler", prefer, SAMPLERS)
     if prefer == "flashinfer":
+        import torch
+
         from nanoinfer.sampling import flashinfer
 
-        return flashinfer.choose(device)
+        return flashinfer.choose(torch.device(device))
     if prefer == "reference":
         why_not: str | None = "requested"
-    elif device.type == "cuda":
+    elif device != "cpu":
         if (why_not := triton.why_unavailable()) is None:
             log.debug("sampler: fused (the logits are on %s)", device)
             return triton.Sample()
-    elif device.type != "cpu":
-        why_not = f"the logits are on {device}"
     elif not native.available():
         why_not = "built without the native extension"
     else:

@@ -121,10 +121,12 @@ class DraftFactory:
         target, head = self._target, draft_head.load(folder)
         ours = None if target.tokenizer is None else tokenizers.fingerprint(target.tokenizer)
         draft_head.check(head.config, target.source, target.config, ours)
-        dtype = torch.float32 if target.device.type == "cpu" else target.dtype
+        dtype = torch.float32 if target.device == "cpu" else getattr(torch, target.dtype)
         weights = load_model(target.source, dtype=target.dtype, seed=target.seed).take()
-        embeddings = draft_head.target_embeddings(head.config, weights, target.source).to(target.device, dtype)
-        head = head.to(target.device, dtype)
+        embeddings = draft_head.target_embeddings(head.config, weights, target.source).to(
+            torch.device(target.device), dtype
+        )
+        head = head.to(torch.device(target.device), dtype)
         log.info("draft: head %s", name)
         sampler = choose_sampler(target.device)
         return HeadDrafter(name, head, embeddings, sampler, target.vocab_size, max_num_seqs=limits.max_num_seqs)
@@ -150,7 +152,7 @@ class DraftFactory:
         if not name.startswith("self:"):
             loaded = load_model(name, dtype=target.dtype, seed=target.seed)
             _check_vocabulary(loaded, target)
-            packed = target.device.type == "cpu" and native.unavailable() is None
+            packed = target.device == "cpu" and native.unavailable() is None
             return loaded.take(), "int8" if packed else None
         how = name.removeprefix("self:")
         if not how.isdecimal() and how not in native.quantizations:

@@ -21,8 +21,7 @@ from nanoinfer.speculative.adaptive_k import AcceptanceStats, AdaptiveK, DraftBu
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, UsesHidden
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from nanoinfer.arrays import Array
     from nanoinfer.scheduling import sequence as scheduling
     from nanoinfer.speculative.step_costs import StepCosts
 
@@ -119,7 +118,7 @@ class Speculator:
         done: SpecStep,
         tokens: Sequence[Sequence[int]],
         step_sec: float,
-        hidden: Callable[[], Tensor],
+        hidden: Callable[[], Array],
     ) -> None:
         """Update the statistics with the result of a step.
 

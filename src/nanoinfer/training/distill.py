@@ -43,7 +43,7 @@ def load_target(name: str, block_size: int, option: str = "distill") -> LoadedMo
     Raises:
         NanoinferError: the model does not exist, has no tokenizer, or its context is shorter than block_size tokens.
     """
-    target = load_model(name, dtype=torch.float32)
+    target = load_model(name)
     if target.tokenizer is None:
         raise NanoinferError(f"{option}={name!r}: {target.no_tokenizer_reason}")
     if block_size > target.config.block_size:

@@ -28,6 +28,7 @@ from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
+from nanoinfer.models.gpt_loading import load_gpt, weights_of
 from nanoinfer.training import data, distill, state
 from nanoinfer.training.train_config import TrainConfig
 
@@ -88,12 +89,11 @@ class TrainRun:
     def write(self) -> None:
         """Write the current model to `out`."""
         assert isinstance(self.model, GPT)
-        dtype = getattr(torch, self.config.save_dtype)
-        huggingface.save(self.model, Path(self.config.out), self.tokenizer_json, dtype)
+        huggingface.save(weights_of(self.model), Path(self.config.out), self.tokenizer_json, self.config.save_dtype)
 
     def read(self) -> torch.nn.Module:
         """Load the model in `out`."""
-        return huggingface.load_folder(Path(self.config.out))[0]
+        return load_gpt(huggingface.open_folder(Path(self.config.out)))
 
     def files(self) -> dict[str, str]:
         """Return the names and contents of the text files that belong to the model in `out`."""
@@ -124,7 +124,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     """
     from nanoinfer.engines.devices import resolve_device
 
-    device = resolve_device(config.device)
+    device = torch.device(resolve_device(config.device))
     out = Path(config.out)
     saved = state.read_state(out, config, resume)
     texts = data.read_texts(config.data)

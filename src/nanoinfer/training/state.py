@@ -22,13 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.arrays import ITEM_BYTES, HostTensor
 from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import parse_json, read_text, reason, write_atomically
-from nanoinfer.models.checkpoints.stored import ITEM_BYTES, read_safetensors
+from nanoinfer.models.checkpoints.stored import read_safetensors, to_safetensors
+from nanoinfer.models.gpt_loading import from_torch, to_torch
 from nanoinfer.training.train_config import TrainConfig
 
 if TYPE_CHECKING:
@@ -117,7 +120,7 @@ def _read(path: Path) -> State:
         if tensor.dtype not in (*ITEM_BYTES, "uint8"):
             raise NanoinferError(f"{path} is not a training state: tensor {show(name)} is {tensor.dtype[:20]}")
     try:
-        tensors = {name: tensor.read() for name, tensor in stored.items()}
+        tensors = {name: to_torch(tensor.read()) for name, tensor in stored.items()}
         texts = {name: bytes(tensors[name].numpy()) for name in ("record", "tokenizer_json")}
         record = parse_json(texts["record"], f"{path} is not a training state")
         for key, kind in {"config": dict, "step": int, "best_val_loss": float, "digests": dict, "weights": str}.items():
@@ -199,8 +202,6 @@ def finish(run: TrainRun) -> None:
 
 
 def _to_bytes(run: TrainRun) -> bytes:
-    from safetensors.torch import save as to_bytes
-
     record = {
         "config": dataclasses.asdict(run.config),
         "step": run.step,
@@ -209,8 +210,8 @@ def _to_bytes(run: TrainRun) -> bytes:
         "weights": run.saved_weights,
     }
     texts = {"record": json.dumps(record), "tokenizer_json": run.tokenizer_json}
-    tensors = {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
-    return to_bytes(tensors | {n: t.detach().to("cpu").contiguous() for n, t in _tensors(run).items()})
+    tensors = {name: HostTensor(np.frombuffer(text.encode(), np.uint8), "uint8") for name, text in texts.items()}
+    return to_safetensors(tensors | {name: from_torch(t) for name, t in _tensors(run).items()})
 
 
 def _describe(tensor: Tensor | None) -> str:

@@ -95,7 +95,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     assert config.draft_head is not None
     if config.block_size <= STEPS:
         raise NanoinferError(f"block_size={config.block_size} is too short for a draft head: use {STEPS + 1} or more")
-    device, out = resolve_device(config.device), Path(config.out)
+    device, out = torch.device(resolve_device(config.device)), Path(config.out)
     saved = state.read_state(out, config, resume)
     texts = data.read_texts(config.data)
     digests = {"data": state.digest_texts(texts)}

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from pathlib import Path
 
+from nanoinfer.arrays import ITEM_BYTES
 from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize, verify_ratio
@@ -90,7 +91,7 @@ class NanoinferBackend:
         if layout not in SLOTS:
             return None
         tokens = limits.max_num_seqs * slot_tokens(layout, limits.block_size)
-        return tokens * self._llm.config.kv_bytes_per_token(self._llm.dtype.itemsize)
+        return tokens * self._llm.config.kv_bytes_per_token(ITEM_BYTES[self._llm.dtype])
 
 
 def _spread(arrivals: list[float], now: float, num_tokens: int) -> list[float]:

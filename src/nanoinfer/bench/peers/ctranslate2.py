@@ -23,7 +23,8 @@ from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import reason
 from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.huggingface import load_folder
+from nanoinfer.models.checkpoints.huggingface import open_folder
+from nanoinfer.models.gpt_loading import load_gpt
 
 if TYPE_CHECKING:
     from nanoinfer.models.gpt import GPT
@@ -86,7 +87,7 @@ class CTranslate2:
         kind = compute_type(case)
 
         def write(partial: Path) -> None:
-            spec = _spec(load_folder(weights)[0])
+            spec = _spec(load_gpt(open_folder(weights)))
             spec.validate()
             spec.optimize(quantization=kind)
             spec.save(str(partial))

@@ -35,7 +35,7 @@ from nanoinfer.bench.stats import RunTimes
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.huggingface import load_folder
+from nanoinfer.models.checkpoints.huggingface import open_folder
 
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
@@ -241,7 +241,8 @@ def gguf_name(name: str) -> str:
 def _write_f32(weights: Path, path: Path) -> None:
     """Write the float32 file."""
     gguf = require_module("gguf")
-    model, config = load_folder(weights)
+    opened = open_folder(weights)
+    config = opened.config
     out = gguf.GGUFWriter(str(path), "gpt2")
     try:
         out.add_file_type(int(gguf.LlamaFileType.ALL_F32))
@@ -259,9 +260,8 @@ def _write_f32(weights: Path, path: Path) -> None:
         out.add_bos_token_id(0)  # the default, 11, need not be in a small vocabulary
         out.add_eos_token_id(0)
         out.add_add_bos_token(False)
-        for name, p in model.state_dict().items():
-            if name != "lm_head.weight" or not config.tie_word_embeddings:
-                out.add_tensor(gguf_name(name), p.contiguous().numpy())
+        for name, tensor in opened.read():
+            out.add_tensor(gguf_name(name), np.ascontiguousarray(tensor.float32()))
         out.write_header_to_file()
         out.write_kv_data_to_file()
         out.write_tensors_to_file()

@@ -21,8 +21,9 @@ from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
-from nanoinfer.models.checkpoints.huggingface import load_folder
+from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.gpt import causal_attention
+from nanoinfer.models.gpt_loading import load_gpt
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -37,7 +38,8 @@ class NanoGPT:
         require_case(case, sampling=("temperature", "top_k"), dtypes=DTYPES)
         self._params = case.params(1)
         self._device = resolve_device(case.device)
-        model, self._config = load_folder(weights, resolve_dtype(case.dtype, self._device))
+        opened = open_folder(weights, resolve_dtype(case.dtype, self._device))
+        model, self._config = load_gpt(opened), opened.config
         for p in model.parameters():
             p.data = p.data.contiguous()
         self._model = model.to(self._device)

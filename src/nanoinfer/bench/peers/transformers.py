@@ -56,7 +56,7 @@ class Transformers:
         transformers = require_module("transformers")
         transformers.utils.logging.disable_progress_bar()
         self._device = resolve_device(case.device)
-        dtype = resolve_dtype(case.dtype, self._device)
+        dtype = getattr(torch, resolve_dtype(case.dtype, self._device))
         model = transformers.GPT2LMHeadModel.from_pretrained(str(weights), dtype=dtype)
         self._model: Any = model.to(self._device).eval()
         for config in (model.config, model.generation_config):

@@ -10,21 +10,17 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from nanoinfer.arrays import HostTensor
 from nanoinfer.checks import show
-from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, read_json, write_folder
 from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors
+from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import CONV1D, Weights, check
-
-if TYPE_CHECKING:
-    import torch
-
-    from nanoinfer.models.gpt import GPT
 
 _HUB_FILES = [
     "config.json",
@@ -63,24 +59,16 @@ def download(repo_id: str) -> Path:
         ) from None
 
 
-def load_folder(folder: Path, dtype: torch.dtype | None = None) -> tuple[GPT, ModelConfig]:
-    """Return the model in a Hugging Face folder, with its weights in memory."""
-    weights = open_folder(folder, dtype)
-    return weights.gpt(), weights.config
-
-
-def open_folder(folder: Path, dtype: torch.dtype | None = None) -> Weights:
+def open_folder(folder: Path, dtype: str = "float32") -> Weights:
     """Return the checked weights in a Hugging Face folder. Its files stay open as long as the weights exist.
 
     Args:
         folder: contains config.json and model.safetensors (or a sharded index), or pytorch_model.bin.
-        dtype: dtype of the weights in memory; None is float32.
+        dtype: dtype to compute in.
 
     Raises:
         NanoinferError: a file is missing or malformed, or requests an unsupported feature.
     """
-    import torch
-
     config = hf_config.read(folder / "config.json")
     stored: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
@@ -90,7 +78,7 @@ def open_folder(folder: Path, dtype: torch.dtype | None = None) -> Weights:
             if (name := _our_name(key)) in stored:
                 raise NanoinferError(f"{escaped(folder)} contains tensor {name!r:.80} twice: keep one")
             stored[name] = tensor.t() if CONV1D.search(name) else tensor
-    return check(config, stored, escaped(folder), dtype or torch.float32)
+    return check(config, stored, escaped(folder), dtype)
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
@@ -132,39 +120,31 @@ def _indexed(index: Path) -> list[Path]:
     return sorted(set(files))
 
 
-def save(model: GPT, folder: Path, tokenizer_json: str | None = None, dtype: torch.dtype | None = None) -> None:
+def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtype: str | None = None) -> None:
     """Write a model as a Hugging Face folder that `transformers` loads as GPT2LMHeadModel.
 
     Each file is written to a temporary file and renamed, so that readers never see a partial file. Models without
     biases get biases of zero, because the layout always has biases.
 
     Args:
-        model: the model; not changed.
+        weights: of the model.
         folder: created if it does not exist.
         tokenizer_json: content of tokenizer.json, if there is one.
-        dtype: dtype of the stored weights; None keeps the model's.
+        dtype: dtype of the stored weights; None is `weights.dtype`.
 
     Raises:
         NanoinferError: the folder cannot be written.
     """
-    import torch
-    from safetensors.torch import save as to_bytes
-
-    config = model.config
-    tensors: dict[str, torch.Tensor] = {}
-    for name, p in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        p = p.detach().to("cpu", dtype or p.dtype)
-        tensors[name] = (p.t() if CONV1D.search(name) else p).contiguous()
-        if not config.bias and CONV1D.search(name):
-            tensors[name.replace(".weight", ".bias")] = torch.zeros(p.shape[0], dtype=p.dtype)
-        elif not config.bias and p.dim() == 1:  # a layer norm
-            tensors[name.replace(".weight", ".bias")] = torch.zeros_like(p)
-    dtype_name = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    config, dtype = weights.config, dtype or weights.dtype
+    tensors: dict[str, HostTensor] = {}
+    for name, tensor in weights.read():
+        tensors[name] = (tensor.t() if CONV1D.search(name) else tensor).to(dtype)
+        if not config.bias and (CONV1D.search(name) or len(tensor.shape) == 1):  # a layer norm has one dimension
+            zeros = HostTensor(np.zeros(tensor.shape[:1], np.float32), "float32").to(dtype)
+            tensors[name.replace(".weight", ".bias")] = zeros
     files = {
-        "model.safetensors": to_bytes(tensors, metadata={"format": "pt"}),
-        "config.json": json.dumps(hf_config.to_dict(config, dtype_name), indent=2).encode() + b"\n",
+        "model.safetensors": to_safetensors(tensors),
+        "config.json": json.dumps(hf_config.to_dict(config, dtype), indent=2).encode() + b"\n",
     }
     if tokenizer_json is not None:
         files["tokenizer.json"] = tokenizer_json.encode()

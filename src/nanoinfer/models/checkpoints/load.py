@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,12 +25,10 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import huggingface, nanogpt
-from nanoinfer.models.checkpoints.weights import Weights, empty_gpt
+from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.parameters import initialize
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from nanoinfer.models.gpt import GPT
     from nanoinfer.models.tokenizers import Tokenizer
 
@@ -55,8 +52,10 @@ class LoadedModel:
 
     @cached_property
     def gpt(self) -> GPT:
-        """The model, loaded into memory on the CPU, in eval mode."""
-        return self.weights.gpt()
+        """The reference model, loaded into memory on the CPU, in eval mode."""
+        from nanoinfer.models.gpt_loading import load_gpt
+
+        return load_gpt(self.weights)
 
     def take(self) -> Weights:
         """Return the weights and drop the reference to them, so that the caller's is the only one.
@@ -74,14 +73,12 @@ def builtin_names() -> list[str]:
     return sorted(p.parent.name for p in BUILTIN.glob("*/config.json"))
 
 
-def load_model(
-    name: str, *, dtype: torch.dtype | None = None, seed: int = 0, tokenizer: str | None = None
-) -> LoadedModel:
+def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: str | None = None) -> LoadedModel:
     """Load a model by name.
 
     Args:
         name: see the module's docstring.
-        dtype: dtype of the weights; None is float32.
+        dtype: dtype to compute in.
         seed: of random weights.
         tokenizer: where to load the tokenizer from, if not from the model: a built-in model, a folder, a
             tokenizer.json, a meta.pkl, or a Hub repository.
@@ -151,22 +148,12 @@ def _model_place(name: str | Path) -> Path:
     return path
 
 
-def _random(name: str, dtype: torch.dtype | None, seed: int) -> Weights:
-    import torch
-
-    from nanoinfer.models.gpt import init_weight
-
+def _random(name: str, dtype: str, seed: int) -> Weights:
     preset = name.removeprefix("random:")
     if preset not in PRESETS:
         raise NanoinferError(f"model {show(name)}: preset {show(preset)} is unknown: use one of {', '.join(PRESETS)}")
     config = PRESETS[preset]
-
-    def draw() -> Iterator[tuple[str, Tensor]]:
-        generator = torch.Generator().manual_seed(seed)
-        for name, p in empty_gpt(config).named_parameters():
-            yield name, init_weight(name, torch.empty(p.shape), config.n_layer, generator)
-
-    return Weights(config, dtype or torch.float32, draw)
+    return Weights(config, dtype, lambda: initialize(config, seed))
 
 
 def split_wide(name: str) -> tuple[str, ModelConfig]:
@@ -184,16 +171,15 @@ def split_wide(name: str) -> tuple[str, ModelConfig]:
     return source, PRESETS[preset]
 
 
-def _widened(name: str, dtype: torch.dtype | None, seed: int, tokenizer: str | None) -> LoadedModel:
-    from nanoinfer.models.widen import widen_weights
+def _widened(name: str, dtype: str, seed: int, tokenizer: str | None) -> LoadedModel:
+    from nanoinfer.models.widen import widen
 
     source, shape = split_wide(name)
-    loaded = load_model(source, seed=seed, tokenizer=tokenizer)  # in float32, as `widen` recommends
+    loaded = load_model(source, dtype=dtype, seed=seed, tokenizer=tokenizer)
     try:
-        weights = widen_weights(loaded.gpt, n_embd=shape.n_embd, n_layer=shape.n_layer)
+        weights = widen(loaded.take(), n_embd=shape.n_embd, n_layer=shape.n_layer)
     except NanoinferError as e:
         raise NanoinferError(f"model {show(name)}: {e}") from None
-    weights = replace(weights, dtype=dtype or weights.dtype)
     return LoadedModel(name, weights, weights.config, loaded.tokenizer, loaded.no_tokenizer_reason)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
@@ -22,26 +22,21 @@ from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.tokenizers import CharTokenizer
 
-if TYPE_CHECKING:
-    import torch
-
 MAX_META_BYTES = 4 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes
 
 
-def open_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[Weights, str | None]:
+def open_checkpoint(path: Path, dtype: str = "float32") -> tuple[Weights, str | None]:
     """Return the checked weights of a nanoGPT `ckpt.pt`, and the name of the data set it was trained on.
 
     The file stays open as long as the weights exist, and tensors are read one at a time.
 
     Args:
         path: the file.
-        dtype: dtype of the weights in memory; None is float32.
+        dtype: dtype to compute in.
 
     Raises:
         NanoinferError: the file is malformed, is not a nanoGPT checkpoint, or contains anything but plain data.
     """
-    import torch
-
     checkpoint, num_bytes = read_archive(path)
     where = escaped(path)
     if not isinstance(checkpoint, dict) or not {"model", "model_args"} <= checkpoint.keys():
@@ -55,7 +50,7 @@ def open_checkpoint(path: Path, dtype: torch.dtype | None = None) -> tuple[Weigh
     if len(state) != len(tensors):
         raise NanoinferError(f"{where} has tensors both with and without the prefix _orig_mod.: keep one of each")
     state = {name: t for name, t in state.items() if not name.endswith(".attn.bias")}  # causal masks
-    weights = check(config, state, where, dtype or torch.float32)
+    weights = check(config, state, where, dtype)
     data = checkpoint.get("config")
     dataset = data.get("dataset") if isinstance(data, dict) else None
     return weights, dataset if isinstance(dataset, str) else None

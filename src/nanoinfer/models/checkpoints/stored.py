@@ -1,4 +1,4 @@
-"""Tensors stored in a file, and the reader of the safetensors format.
+"""Tensors stored in a file; reader and writer of the safetensors format.
 
 Files are untrusted. The header is compared with the file's size before any tensor is read. A tensor is read on demand,
 and only its own bytes are read. The format: 8 bytes with the length of the header, little-endian; the header, JSON of
@@ -8,28 +8,27 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+
+from nanoinfer.arrays import ITEM_BYTES, HostTensor
 from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import RegularFile, escaped, parse_json
 
-if TYPE_CHECKING:
-    import torch
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-"""Bytes of a value, by the dtypes that weights may have. Formats of 8 bits and fewer would need scales."""
-_PIECE = 1 << 18  # values that are converted at a time, so that they stay in the CPU's cache
 MAX_HEADER_BYTES = 16 << 20  # GPT-2 XL's has 60 KB
 _DTYPES = {
     "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I8": "int8", "U8": "uint8",
     "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool", "C64": "complex64",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
+_NAMES = {ours: theirs for theirs, ours in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -54,26 +53,19 @@ class StoredTensor:
         """Return the transpose of a matrix."""
         return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
 
-    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Read the tensor into new memory; strides are kept.
-
-        Args:
-            dtype: dtype of the result; None is the stored dtype. Values are converted piece by piece.
+    def read(self) -> HostTensor:
+        """Read the tensor into new memory; strides are kept. float64 is converted to float32.
 
         Raises:
             NanoinferError: the file has changed since it was opened.
         """
-        import torch
-
-        stored: torch.dtype = getattr(torch, self.dtype)
-        numbers = torch.empty(span(self.shape, self.strides), dtype=dtype or stored)
-        piece = numbers if numbers.dtype == stored else torch.empty(min(len(numbers), _PIECE), dtype=stored)
-        for begin in range(0, len(numbers), max(1, len(piece))):
-            part = piece[: len(numbers) - begin]
-            self.file.read_into(self.start + begin * part.itemsize, part.view(torch.uint8).numpy().data)
-            if piece is not numbers:
-                numbers[begin : begin + len(part)] = part
-        return numbers.as_strided(self.shape, self.strides)
+        values = np.empty(span(self.shape, self.strides), "<u2" if self.dtype == "bfloat16" else self.dtype)
+        self.file.read_into(self.start, values.view(np.uint8).data)
+        dtype = self.dtype
+        if dtype == "float64":
+            values, dtype = values.astype(np.float32), "float32"
+        strides = [n * values.itemsize for n in self.strides]
+        return HostTensor(np.lib.stride_tricks.as_strided(values, self.shape, strides), dtype)
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -112,6 +104,34 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     if end != file.size - 8 - length:
         raise NanoinferError(f"{broken}: its tensors have {end} bytes, but the file has {file.size - 8 - length}")
     return tensors
+
+
+def to_safetensors(
+    tensors: Mapping[str, HostTensor], metadata: Mapping[str, str] | None = None, alignment: int = 8
+) -> bytes:
+    """Return the content of a safetensors file.
+
+    The package safetensors has no function for this that takes bfloat16 without PyTorch in all of its versions.
+
+    Args:
+        tensors: by name; they are stored in the order of the mapping.
+        metadata: strings for the key __metadata__ of the header; None: {"format": "pt"}, which transformers requires.
+        alignment: the offset of the first value in the file is a multiple of it, in bytes.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
+    contents, end = [], 0
+    for name, tensor in tensors.items():
+        content = np.ascontiguousarray(tensor.values).tobytes()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + len(content)],
+        }
+        contents.append(content)
+        end += len(content)
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % alignment)
+    return b"".join([len(text).to_bytes(8, "little"), text, *contents])
 
 
 def _entries(

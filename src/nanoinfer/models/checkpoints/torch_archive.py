@@ -15,10 +15,11 @@ import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nanoinfer.arrays import ITEM_BYTES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import RegularFile, escaped, reason
 from nanoinfer.models.checkpoints.plain_pickle import PlainUnpickler
-from nanoinfer.models.checkpoints.stored import ITEM_BYTES, StoredTensor, span
+from nanoinfer.models.checkpoints.stored import StoredTensor, span
 
 MAX_PICKLE_BYTES = 8 << 20  # of the pickle, which contains no tensor data; GPT-2's has 0.1 MB
 MAX_CONTENTS_BYTES = 2 << 20  # of the archive's table of contents; GPT-2 XL with its optimizer has 0.3 MB

@@ -5,18 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from nanoinfer.arrays import ITEM_BYTES, HostTensor
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
-from nanoinfer.models.checkpoints.stored import ITEM_BYTES, StoredTensor
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from nanoinfer.models.gpt import GPT
+from nanoinfer.models.checkpoints.stored import StoredTensor
+from nanoinfer.models.parameters import shapes
 
 # Hugging Face's GPT-2 stores these as Conv1D, (in, out): the transpose of a linear layer's (out, in).
 CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
@@ -27,25 +24,21 @@ _LAYER = re.compile(r"^transformer\.h\.([0-9]{1,9})\.")
 class Weights:
     """Weights of a model that are not in memory yet: loaders create them, engines read them.
 
-    An engine with its own weight format packs each tensor as it is read, so memory never holds two copies of the model.
-    The other engines use `gpt`.
+    Engine `native` packs each tensor as it is read, so memory never holds two copies of the model. The engines in
+    PyTorch load all of them into a GPT (gpt_loading.py).
     """
 
     config: ModelConfig
-    dtype: torch.dtype
-    """Dtype of the tensors that iteration yields."""
-    read: Callable[[], Iterator[tuple[str, Tensor]]]
-    """Return an iterator over the names and tensors of `GPT.named_parameters`, in its order and in any dtype."""
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each name and tensor; the tensor is read at that moment. Release it before taking the next one."""
-        for name, tensor in self.read():
-            yield name, tensor.to(self.dtype)
+    dtype: str
+    """Dtype to compute in."""
+    read: Callable[[], Iterator[tuple[str, HostTensor]]]
+    """Return an iterator over the names and tensors of `parameters.shapes`, in its order and in any dtype. A tensor is
+    read when it is yielded: release it before taking the next one."""
 
     def watched(self, update: Callable[[int, int], None]) -> Weights:
         """Return the same weights; `update(layer, n_layer)` is called as each tensor of a layer is read."""
 
-        def read() -> Iterator[tuple[str, Tensor]]:
+        def read() -> Iterator[tuple[str, HostTensor]]:
             for name, tensor in self.read():
                 yield name, tensor
                 if found := _LAYER.match(name):
@@ -53,28 +46,8 @@ class Weights:
 
         return replace(self, read=read)
 
-    def gpt(self, device: torch.device | str = "cpu") -> GPT:
-        """Return a GPT in eval mode with these weights on a device. Strides of the tensors are kept."""
-        model = empty_gpt(self.config)
-        state = {name: tensor.to(device, self.dtype) for name, tensor in self.read()}
-        if self.config.tie_word_embeddings:
-            state["lm_head.weight"] = state["transformer.wte.weight"]
-        model.load_state_dict(state, assign=True)
-        model.tie_weights()
-        return model.requires_grad_(False).eval()
 
-
-def empty_gpt(config: ModelConfig) -> GPT:
-    """Return a GPT on the meta device, which has names and shapes but no memory for its weights."""
-    import torch
-
-    from nanoinfer.models.gpt import GPT
-
-    with torch.device("meta"):
-        return GPT(config)
-
-
-def check(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, dtype: torch.dtype) -> Weights:
+def check(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, dtype: str) -> Weights:
     """Check names, shapes and dtypes of stored tensors and return the weights of a model.
 
     Shapes are compared before any tensor is read, so that memory is allocated only for data that the file contains.
@@ -83,14 +56,14 @@ def check(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, 
         config: the model's shape.
         stored: name in our layout -> the tensor in our layout, (out, in) for linear layers.
         source: the file or folder, for error messages.
-        dtype: dtype of the weights in memory.
+        dtype: dtype to compute in.
 
     Raises:
         NanoinferError: a tensor is missing or unexpected, or has a wrong shape or an unsupported dtype; or a tied head
             differs from the embedding.
     """
     _check_sizes(config, stored, source)
-    wanted = {name: tuple(p.shape) for name, p in empty_gpt(config).named_parameters()}  # a tied head is listed once
+    wanted = shapes(config)
     for name, shape in wanted.items():
         if name not in stored:
             raise NanoinferError(f"{source}: tensor {name} {list(shape)} is missing")
@@ -111,15 +84,15 @@ def check(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, 
         raise NanoinferError(
             f"{source}: tie_word_embeddings=True, but lm_head.weight differs from wte.weight: set it to false"
         )
-    return Weights(config, dtype, lambda: ((name, stored[name].read(dtype)) for name in wanted))
+    return Weights(config, dtype, lambda: ((name, stored[name].read()) for name in wanted))
 
 
 def _equal(a: StoredTensor, b: StoredTensor) -> bool:
     """Return whether two tensors have equal values; torch.save stores a tied head once, under both names."""
     if a == b or a.shape != b.shape:
         return a == b
-    numbers = b.read()
-    return a.read().to(numbers.dtype).equal(numbers)
+    values = b.read()
+    return np.array_equal(a.read().to(values.dtype).values, values.values)
 
 
 def _check_sizes(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str) -> None:

@@ -1,0 +1,67 @@
+"""Names and shapes of a model's parameters, and their random initialization. This module does not import PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.arrays import HostTensor
+from nanoinfer.config import ModelConfig
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter by its name, in the order of `GPT.named_parameters`. A tied head has no entry.
+
+    A matrix is (out, in), an embedding (rows, n_embd).
+    """
+    C, F = config.n_embd, config.mlp_dim
+    found: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (config.vocab_size, C),
+        "transformer.wpe.weight": (config.block_size, C),
+    }
+
+    def add(name: str, *shape: int) -> None:
+        found[f"{name}.weight"] = shape
+        if config.bias:
+            found[f"{name}.bias"] = shape[:1]
+
+    for layer in range(config.n_layer):
+        h = f"transformer.h.{layer}"
+        add(f"{h}.ln_1", C)
+        add(f"{h}.attn.c_attn", 3 * C, C)
+        add(f"{h}.attn.c_proj", C, C)
+        add(f"{h}.ln_2", C)
+        add(f"{h}.mlp.c_fc", F, C)
+        add(f"{h}.mlp.c_proj", C, F)
+    add("transformer.ln_f", C)
+    if not config.tie_word_embeddings:
+        found["lm_head.weight"] = (config.vocab_size, C)
+    return found
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters; a tied head counts once."""
+    return sum(int(np.prod(shape)) for shape in shapes(config).values())
+
+
+def initialize(config: ModelConfig, seed: int) -> Iterator[tuple[str, HostTensor]]:
+    """Yield the parameters of an untrained model in float32. A parameter depends on the seed and its name alone."""
+    for name, shape in shapes(config).items():
+        yield name, HostTensor(initial(name, shape, config.n_layer, seed), "float32")
+
+
+def initial(name: str, shape: tuple[int, ...], n_layer: int, seed: int) -> NDArray[np.float32]:
+    """Return the initial values of one parameter of a network of `n_layer` layers, as GPT-2's (Radford et al. 2019).
+
+    Weights are normal(0, 0.02). 2 * n_layer projections are added to the residual; their weights are scaled by
+    (2 * n_layer)**-0.5, which keeps its variance. Biases are 0, weights of layer norms 1.
+    """
+    if len(shape) < 2:
+        return np.full(shape, 1.0 if name.endswith("weight") else 0.0, dtype=np.float32)
+    std = 0.02 * ((2 * n_layer) ** -0.5 if "c_proj" in name else 1.0)
+    generator = np.random.Generator(np.random.SFC64([seed, *name.encode()]))
+    values: NDArray[np.float32] = generator.standard_normal(shape, dtype=np.float32)
+    values *= np.float32(std)
+    return values
