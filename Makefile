@@ -15,7 +15,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nanoinfer/kernels/cpu/*)
 
 SUITES := ladder kv-cache long throughput peers speculative

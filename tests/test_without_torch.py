@@ -53,7 +53,7 @@ COMMANDS = {
     "help": ("--help",),
     "help of a command": ("generate", "--help"),
     "engines": ("engines",),
-    "roofline": ("roofline", "gpt2", "--device", "t4"),
+    "roofline": ("roofline", "gpt2", "--device", "t4", "--json"),
     "generate": ("generate", "Go", "-m", "{tiny}", "--max-tokens", "3", "--device", "cpu"),
     "draft": ("generate", "Go", "--max-tokens", "3", "--draft", "shakespeare-draft"),
     "eval": ("eval", "{text}", "-m", "{tiny}"),
