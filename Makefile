@@ -41,8 +41,7 @@ test-all: .venv/installed-test
 test-nightly: .venv/installed-test
 	$(PYTEST)
 
-# The wheel and pytest, and what needs no PyTorch of the tests.
-SMALL_TESTS := tests/test_without_torch.py
+SMALL_TESTS := tests/native_path.py
 
 test-small:
 	rm -rf .venv-small build/wheel
