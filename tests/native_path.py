@@ -116,7 +116,7 @@ def test_perplexity_is_that_of_the_likelihoods(folder: Path) -> None:
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_drafts_propose_and_the_output_stays(draft: str) -> None:
-    params = SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=100, temperature=0.8, seed=1, ignore_eos=True)
     plain, k = LLM("shakespeare").generate(TEXT * 2, params)[0].outputs[0].token_ids, 3
     llm = LLM("shakespeare", draft=draft, speculate_k=k)
     (output,) = llm.generate(TEXT * 2, params)
@@ -126,7 +126,7 @@ def test_drafts_propose_and_the_output_stays(draft: str) -> None:
     assert counts.num_proposed > 0
     llm.set_draft(draft, speculate_k=k, speculate_rule="reject")
     (output,) = llm.generate(TEXT * 2, params)
-    assert len(output.check().outputs[0].token_ids) == 40
+    assert len(output.check().outputs[0].token_ids) == 100
 
 
 def test_a_window_slides(folder: Path) -> None:
@@ -175,8 +175,8 @@ def test_bench(run: Run, folder: Path, tmp_path: Path, quick_ceiling: None) -> N
     code, _, err = run("bench", "--engine", "native", "-m", folder, "--quick", *case, "--output", results)
     assert (code, results.is_file()) == (0, True), err
     (row,) = json.loads(results.read_text())["rows"]
-    assert row["error"] is None
-    assert row["decode_tokens_per_sec"] > 0
+    assert "error" not in row
+    assert row["figures"]["decode_tokens_per_sec"] > 0
 
 
 NEEDS_TORCH = {
