@@ -154,6 +154,17 @@ def test_generate_and_eval(run: Run, folder: Path, tmp_path: Path) -> None:
     assert json.loads(out)["perplexity"] == pytest.approx(LLM(str(folder)).perplexity(TEXT)[0].perplexity)
 
 
+def test_packed_weights_are_those_of_the_folder(run: Run, folder: Path, tmp_path: Path) -> None:
+    code, _, err = run("pack", folder, "--quantization", "int8", "--output", tmp_path / "packed")
+    assert code == 0, err
+    params = SamplingParams(max_tokens=20, seed=2)
+    packed, packs = (
+        llm.generate("Go", params)[0].outputs[0]
+        for llm in (LLM(str(tmp_path / "packed")), LLM(str(folder), quantization="int8"))
+    )
+    assert packed.token_ids == packs.token_ids
+
+
 def test_engines_says_what_the_others_need(run: Run) -> None:
     code, out, _ = run("engines", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
