@@ -41,7 +41,9 @@ test-all: .venv/installed-test
 test-nightly: .venv/installed-test
 	$(PYTEST)
 
-SMALL_TESTS := tests/native_path.py
+# And those of the other tests that need no PyTorch.
+SMALL_TESTS := tests/native_path.py $(patsubst %,tests/test_%.py,bench_export bench_stats files output_text \
+  roofline_speculation scheduler speculative_adaptive_k start)
 
 test-small:
 	rm -rf .venv-small build/wheel
