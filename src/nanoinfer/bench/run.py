@@ -136,7 +136,7 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
     started = time.monotonic()
     device = resolve_device(plan.device)
     # On a CPU `compiled` gains nothing and takes minutes to compile (docs/log.md): it is measured only where named.
-    here = (s for s in ENGINES.values() if s.unavailable() is None and device.split(":")[0] in s.devices)
+    here = (s for s in ENGINES.values() if s.unavailable() is None and device.partition(":")[0] in s.devices)
     engines = [spec.name for spec in here if spec.preferred or device != "cpu"]
     config = find_shape(plan.model_of(plan.suite[0] if plan.suite else CUSTOM))
     jobs = _check(plan, config, engines, device)
@@ -176,7 +176,7 @@ def _report(plan: Plan, results: list[Results]) -> None:
 def _check(plan: Plan, config: ModelConfig, engines: list[str], device: str) -> list[tuple[str, list[Case]]]:
     """Return the cases of each suite, after refusing what does not exist or cannot be written."""
     for name in plan.suite:
-        if SUITES[name].device not in (None, device.split(":")[0]):
+        if SUITES[name].device not in (None, device.partition(":")[0]):
             raise NanoinferError(
                 f"suite={name!r} measures a CUDA device, and this run is on device={device!r}: run it on a machine"
                 " that has one"

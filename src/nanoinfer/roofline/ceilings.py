@@ -90,8 +90,8 @@ DEVICES: dict[str, Ceiling] = {
 }  # fmt: skip
 
 
-def find_device(name: str) -> Ceiling:
-    """Return a device's ceiling; "measure" measures this machine.
+def find_device(name: str, local_device: str = "cpu") -> Ceiling:
+    """Return a device's ceiling; "measure" measures `local_device` of this machine, cpu or cuda:N.
 
     Case, spaces, hyphens and underscores are ignored: "RTX 4090" is "rtx4090".
 
@@ -102,7 +102,7 @@ def find_device(name: str) -> Ceiling:
     if key == MEASURE:
         from nanoinfer.roofline.measure import measure
 
-        return measure()
+        return measure(device=local_device)
     if key not in DEVICES:
         require_choice("device", name, (*DEVICES, MEASURE))
     return DEVICES[key]
