@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanoinfer.bench.formatting import DASH, clean, digits, number
+from nanoinfer.bench.formatting import DASH, clean, digits
 from nanoinfer.bench.report.panels import ceiling, share_of_ceiling
 from nanoinfer.bench.results import Row
 
@@ -24,13 +24,8 @@ class Column:
 
 
 def figure(name: str, scale: float = 1.0) -> Callable[[Row], str]:
-    """Return the function that shows a number of a row or of its figures, scaled."""
-
-    def show(row: Row) -> str:
-        found = number(getattr(row, name) if hasattr(row, name) else getattr(row.figures, name, None))
-        return digits(None if found is None else found * scale)
-
-    return show
+    """Return the function that shows `Row.number`."""
+    return lambda row: digits(row.number(name, scale))
 
 
 def _range(row: Row) -> str:

@@ -76,8 +76,7 @@ def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
     case, figures = row.case, row.figures
     if figures is None:
         return
-    for name, value in costs(case, config, ceiling.bandwidth_bytes_per_sec, ceiling.flops_per_sec).items():
-        setattr(row, name, value)
+    row.update(costs(case, config, ceiling.bandwidth_bytes_per_sec, ceiling.flops_per_sec))
     speed = figures.decode_tokens_per_sec
     if speed is None or row.bytes_per_token is None or case.workload == "mixed" or case.draft is not None:
         return

@@ -25,12 +25,14 @@ import io
 import json
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import costs, installed_shape
+from nanoinfer.bench.formatting import number
 from nanoinfer.bench.stats import Figures
 from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
@@ -100,6 +102,20 @@ class Row:
     """How the row was measured differently: extrapolated, not interleaved, ..."""
     error: str | None = None
     """Why there are no figures, on one line."""
+
+    def update(self, fields: Mapping[str, Any]) -> None:
+        """Set some fields."""
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def add_note(self, note: str) -> None:
+        """Append a sentence to the note."""
+        self.note = "; ".join(filter(None, (self.note, note)))
+
+    def number(self, name: str, scale: float = 1.0) -> float | None:
+        """Return a field of the row or of its figures, scaled; None if it is unknown or not a finite number."""
+        found = number(getattr(self, name) if hasattr(self, name) else getattr(self.figures, name, None))
+        return None if found is None else number(found * scale)
 
 
 @dataclass
@@ -194,9 +210,9 @@ def from_json(text: str, source: str) -> Results:
     except (TypeError, ValueError, KeyError, AttributeError) as e:
         raise NanoinferError(f"{source} does not follow {SCHEMA}: {reason(e)}") from None
     for row in rows:
-        for name, value in _costs(row, made.ceiling).items() if row.figures is not None else ():
-            if getattr(row, name) is None:
-                setattr(row, name, value)
+        if row.figures is not None:
+            derived = _costs(row, made.ceiling)
+            row.update({name: value for name, value in derived.items() if getattr(row, name) is None})
     return made
 
 

@@ -59,7 +59,7 @@ def _comparison(rows: Sequence[Row]) -> Iterator[Figure]:
     for panel in panels(plain, axis):
         if len(panel.places) < 3 or len(panel.labels) > MAX_LINES:
             for part in panels(panel.rows, axis, split=True):
-                yield from _bars(part, part.measure, rows)
+                yield from _bars(part, rows)
         else:
             swept.append(panel)
             yield from _lines(panel, panel.measure, rows)
@@ -74,8 +74,7 @@ def _comparison(rows: Sequence[Row]) -> Iterator[Figure]:
 
 def _lines(panel: Panel, measure: Measure, rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield a measure against the panel's axis; the ceilings dotted, one for each format of backends with a cache."""
-    shown = [(row, y) for row in panel.rows if (y := measure.value(row)) is not None]
-    if not shown:
+    if not (shown := measure.of(panel.rows)):
         return
     records = [record_of(row, measure, y, x=getattr(row.case, panel.axis)) for row, y in shown]
     limits = _ceilings(panel) if measure.ceiling else []
@@ -112,13 +111,12 @@ def _ceiling_names(limits: Sequence[Record]) -> list[Record]:
     return named
 
 
-def _bars(panel: Panel, measure: Measure, rows: Sequence[Row]) -> Iterator[Figure]:
-    """Yield a measure of one size as bars, by bits of a weight and then by value; ceilings as ticks."""
+def _bars(panel: Panel, rows: Sequence[Row]) -> Iterator[Figure]:
+    """Yield the measure of a panel of one size as bars, by bits of a weight and then by value; ceilings as ticks."""
+    measure = panel.measure
     sign = 1 if measure is TTFT else -1
-    shown = [(row, y) for row in panel.rows if (y := measure.value(row)) is not None]
-    if not shown:
+    if not (shown := sorted(measure.of(panel.rows), key=lambda each: (-bits(each[0].case), sign * each[1]))):
         return
-    shown.sort(key=lambda each: (-bits(each[0].case), sign * each[1]))
     longest = max(y for _, y in shown)
     limits = [(row, ceiling(row)) for row, _ in shown] if measure.ceiling else []
     inside = [{"backend": clean(row.case.label), "y": y} for row, y in limits if y is not None and y <= 3 * longest]
@@ -217,8 +215,7 @@ def _against_k(swept: list[Row], plain: dict[Case, Row]) -> Iterator[Figure]:
 
 def _speedups(name: str, title: str, rows: list[Row]) -> Iterator[Figure]:
     """Yield the speed-ups of drafts over plain decoding as bars."""
-    shown = [(row, y) for row in rows if (y := SPEEDUP.value(row)) is not None]
-    if shown:
+    if shown := SPEEDUP.of(rows):
         records = [record_of(row, SPEEDUP, y, backend=_situation(row.case, name == "situations")) for row, y in shown]
         colors = [color_of(shown[0][0].case)] * len(shown)
         spec = bar_chart(records, SPEEDUP.axis, colors, rule=[{"y": 1}])

@@ -33,9 +33,8 @@ def _over_peers(panel: Panel, every: list[Row]) -> str | None:
     """
     measure = panel.measure
     sign = -1 if measure is TTFT else 1
-    values = [(r, y) for r in panel.rows if r.case.draft is None and (y := measure.value(r)) is not None]
     for width in (8, 16, 32, 4):
-        same = [(row, y) for row, y in values if bits(row.case) == width]
+        same = measure.of([r for r in panel.rows if r.case.draft is None and bits(r.case) == width])
         ours = [each for each in same if each[0].case.backend in ENGINES]
         peers = [each for each in same if each[0].case.backend not in ENGINES]
         if ours and peers:
