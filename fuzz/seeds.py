@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers as hf
 import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -130,8 +131,9 @@ def make_head() -> dict[str, bytes]:
     """Return the files of a draft head: name -> content."""
     from tempfile import TemporaryDirectory
 
-    head = draft_head.RecurrentHead(draft_head.DraftHeadConfig("x", TINY.vocab_size, TINY.n_embd, 8))
-    head.init_weights(torch.Generator().manual_seed(0))
+    config, generator = draft_head.DraftHeadConfig("x", TINY.vocab_size, TINY.n_embd, 8), np.random.default_rng(0)
+    shapes = draft_head.shapes(config).items()
+    head = draft_head.DraftHead(config, {name: generator.random(shape, np.float32) for name, shape in shapes})
     with TemporaryDirectory() as folder:
         draft_head.save(head, Path(folder))
         return {p.name: p.read_bytes() for p in Path(folder).iterdir()}

@@ -7,24 +7,38 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conftest import CHARS, TINY, make_folder, make_limits, make_model, make_weights, refuses, submit, weights_of
+from conftest import (
+    CHARS,
+    TINY,
+    load_gpt,
+    make_folder,
+    make_limits,
+    make_model,
+    make_weights,
+    refuses,
+    submit,
+    weights_of,
+)
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.arrays import Array
 from nanoinfer.cli.train import _Writer
 from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models import draft_head, tokenizers
+from nanoinfer.models import draft_head, numpy_ops, tokenizers, torch_ops
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import builtin_names
-from nanoinfer.models.draft_head import DraftHeadConfig, RecurrentHead, TargetEmbeddings
+from nanoinfer.models.draft_head import DraftHead, DraftHeadConfig, TargetEmbeddings
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import CharTokenizer, char_to_json
 from nanoinfer.models.widen import widen
@@ -34,7 +48,7 @@ from nanoinfer.speculative.head_drafter import HeadDrafter
 from nanoinfer.training import distill
 from nanoinfer.training.loop import TrainProgress, train, validate
 from nanoinfer.training.train_config import TrainConfig
-from nanoinfer.training.train_draft_head import STEPS, HeadRun, prepare
+from nanoinfer.training.train_draft_head import STEPS, HeadRun, RecurrentHead, prepare
 from test_cli import command, one_thread
 from test_engines import (
     BATCHES,
@@ -53,19 +67,19 @@ TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
 native = pytest.mark.skipif(ENGINES["native"].unavailable() is not None, reason="built without the extension")
 
 
-def make_head(config: DraftHeadConfig = CONFIG, seed: int = 0, std: float = 0.3) -> RecurrentHead:
+def make_head(config: DraftHeadConfig = CONFIG, seed: int = 0, std: float = 0.3) -> DraftHead:
     """A head with random weights, large enough that it says different things."""
-    head = RecurrentHead(config)
-    generator = torch.Generator().manual_seed(seed)
-    for p in head.parameters():
-        torch.nn.init.normal_(p, 0.0, std, generator=generator)
-    return head.requires_grad_(False).eval()
+    generator, shapes = np.random.default_rng(seed), draft_head.shapes(config)
+    return DraftHead(config, {name: np.float32(generator.normal(0.0, std, shape)) for name, shape in shapes.items()})
 
 
-def make_drafter(gpt: GPT, head: RecurrentHead | None = None) -> HeadDrafter:
+def make_drafter(gpt: GPT, head: DraftHead | None = None, ops: ModuleType = numpy_ops) -> HeadDrafter:
     head = head or make_head()
     frame = draft_head.target_embeddings(head.config, weights_of(gpt), "target")
-    return HeadDrafter("head", head, frame, sample, V, max_num_seqs=4)
+    if ops is torch_ops:
+        place = torch_ops.placement("cpu", "float32")
+        head, frame = head.map(place), frame.map(place)
+    return HeadDrafter("head", head, frame, sample, V, ops=ops, max_num_seqs=4)
 
 
 # The engines ---------------------------------------------------------------------------------------------
@@ -131,9 +145,11 @@ class Watcher(Scripted):
         self._gpt = gpt
         self.said: dict[SamplerRow, list[int]] = {}
 
-    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
+    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Array) -> None:
         assert hidden.shape == (len(rows), TINY.n_embd)
-        for row, token in zip(rows, F.linear(hidden, self._gpt.lm_head.weight).argmax(-1).tolist(), strict=True):
+        for row, token in zip(
+            rows, F.linear(torch.as_tensor(hidden), self._gpt.lm_head.weight).argmax(-1).tolist(), strict=True
+        ):
             self.said.setdefault(row, []).append(token)
 
 
@@ -201,14 +217,15 @@ class Row:
         self.params = SamplingParams(temperature=temperature)
 
 
+@pytest.mark.parametrize("ops", [numpy_ops, torch_ops], ids=["numpy", "torch"])
 @pytest.mark.parametrize("keep_weights", [False, True])
-def test_what_it_proposes(keep_weights: bool) -> None:
+def test_what_it_proposes(keep_weights: bool, ops: ModuleType) -> None:
     """Token by token what the module's docstring says, whatever else is asked for at the same time."""
     gpt, head = make_model(), make_head()
-    drafter = make_drafter(gpt, head)
+    drafter, module = make_drafter(gpt, head, ops), RecurrentHead.of(head)
     rows = [Row(0.0), Row(0.0), Row(1.0), Row(0.0)]
     hidden = torch.randn(3, TINY.n_embd, generator=torch.Generator().manual_seed(1))
-    drafter.update_hidden(rows[:3], hidden)
+    drafter.update_hidden(rows[:3], hidden if ops is torch_ops else hidden.numpy())
     requests = [
         DraftRequest(row, [1, 2, 7 + i], 0, k, keep_weights)
         for i, (row, k) in enumerate(zip(rows, (2, 5, 3, 4), strict=True))
@@ -219,7 +236,7 @@ def test_what_it_proposes(keep_weights: bool) -> None:
     for i in (0, 1):
         state, token, expected = hidden[i], 7 + i, []
         for _ in range(requests[i].num_tokens):
-            state = head(state, wte[token])
+            state = module(state, wte[token])
             token = int(F.linear(state, wte).argmax())
             expected.append(token)
         assert proposals[i].token_ids == expected
@@ -233,6 +250,30 @@ def test_what_it_proposes(keep_weights: bool) -> None:
     assert 0 < drafter.estimate_sec(1, 2, 0) <= drafter.estimate_sec(4, 8, 0)
 
 
+def test_the_operations_on_arrays_are_pytorchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, other = (torch.randn(5, 7, generator=generator) * 4 for _ in range(2))
+    weight, bias = torch.randn(3, 7, generator=generator), torch.randn(7, generator=generator)
+    for name, arguments in {
+        "linear": (x, weight, bias[:3]),
+        "layer_norm": (x, weight[0], bias),
+        "gelu": (x * 3,),
+        "like": (x, weight),
+        "finite": (torch.tensor([1.0, float("nan"), float("inf"), -float("inf")]),),
+    }.items():
+        ours = getattr(numpy_ops, name)(*(a.numpy() for a in arguments))
+        assert ours.dtype == np.float32
+        torch.testing.assert_close(torch.from_numpy(ours), getattr(torch_ops, name)(*arguments))
+    for name in ("concatenate", "stack"):
+        assert np.array_equal(
+            getattr(numpy_ops, name)([x.numpy(), other.numpy()]), getattr(torch_ops, name)([x, other])
+        )
+    head, state, embedded = make_head(), torch.randn(2, 5, TINY.n_embd), torch.randn(2, 5, TINY.n_embd)
+    ours = draft_head.next_state(numpy_ops, head.parameters, state.numpy(), embedded.numpy())
+    trained = RecurrentHead.of(head)(state, embedded)
+    torch.testing.assert_close(torch.from_numpy(ours), trained.detach())
+
+
 def test_a_head_that_overflows_costs_time_and_nothing_else() -> None:
     gpt, head = make_model(), make_head(std=1e30)
     params = [GREEDY, replace(SAMPLED["plain"], max_tokens=9)]
@@ -244,7 +285,7 @@ def test_a_head_that_overflows_costs_time_and_nothing_else() -> None:
 def test_a_widened_target_is_proposed_the_same(tied: bool) -> None:
     gpt = make_model(replace(TINY, tie_word_embeddings=tied))
     tallies = []
-    for target in (gpt, widen(gpt, n_embd=3 * TINY.n_embd, n_layer=3)):
+    for target in (gpt, load_gpt(widen(weights_of(gpt), n_embd=3 * TINY.n_embd, n_layer=3))):
         core = make_core(make_engine("static", target), make_drafter(target), 4)
         requests = [submit(core, None, prompt(6, i), replace(GREEDY, max_tokens=20), 0) for i in range(3)]
         said: list[list[int]] = []
@@ -268,14 +309,21 @@ def test_a_widened_target_is_proposed_the_same(tied: bool) -> None:
 # Files and names -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_saved_and_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_saved_and_loaded(tmp_path: Path, dtype: str) -> None:
     head = make_head()
     draft_head.save(head, tmp_path / "head", dtype)
     loaded = draft_head.load(tmp_path / "head")
     assert loaded.config == CONFIG
-    for name, p in head.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], p.to(dtype).float())
+    stored = load_file(tmp_path / "head" / "draft_head.safetensors")
+    assert stored.keys() == head.parameters.keys() == loaded.parameters.keys()
+    for name, p in head.parameters.items():
+        expected = torch.tensor(p).to(getattr(torch, dtype))
+        assert torch.equal(stored[name], expected)
+        assert stored[name].dtype == expected.dtype
+        assert np.array_equal(loaded.parameters[name], expected.float())
+    again = RecurrentHead.of(loaded).to_head()
+    assert all(np.array_equal(again.parameters[name], p) for name, p in loaded.parameters.items())
     assert draft_head.find(str(tmp_path / "head")) == tmp_path / "head"
     for nothing in (str(tmp_path), "shakespeare", "prompt-lookup", "x" * 5000, "self:int8", "\0"):
         assert draft_head.find(nothing) is None
@@ -408,7 +456,7 @@ def test_a_head_learns_what_its_target_says(config: TrainConfig) -> None:
     accepted = []
     for draft in (config.out, str(config.data[0]) + ".random"):
         if draft != config.out:
-            draft_head.save(make_head(replace(CONFIG, n_hidden=64)), Path(draft))
+            draft_head.save(make_head(replace(CONFIG, n_hidden=64), std=3.0), Path(draft))  # right by chance only
         llm = LLM(str(config.draft_head), draft=draft, speculate_k=2)
         outputs = llm.generate(["the", "dog sat", "on the m"], SamplingParams(max_tokens=24, temperature=0))
         accepted.append(sum(o.metrics.speculation.num_accepted for o in outputs))  # type: ignore[union-attr]
@@ -417,7 +465,7 @@ def test_a_head_learns_what_its_target_says(config: TrainConfig) -> None:
 
 def test_the_loss_is_that_of_every_step(config: TrainConfig) -> None:
     """Against the module's docstring, one position and one step at a time."""
-    gpt, head = make_model(), make_head()
+    gpt, head = make_model(), RecurrentHead.of(make_head())
     tokens = torch.randint(V, (3, 10), generator=torch.Generator().manual_seed(0))
     batches = distill.run_target(gpt, tokens, V, 0, torch.float32)
     wte = gpt.transformer["wte"].weight
@@ -485,8 +533,7 @@ def test_the_command(config: TrainConfig) -> None:
 
 
 def test_a_frame_in_another_dtype() -> None:
-    wte = torch.randn(5, 8)[:, :4]
-    cpu = torch.device("cpu")
-    tied = TargetEmbeddings(wte, wte, 2.0).to(cpu, torch.bfloat16)
+    wte, place = np.ones((5, 4), np.float32), torch_ops.placement("cpu", "bfloat16")
+    tied = TargetEmbeddings(wte, wte, 2.0).map(place)
     assert tied.lm_head is tied.wte
-    assert TargetEmbeddings(wte, wte.clone(), 1.0).to(cpu, torch.bfloat16).lm_head.dtype == torch.bfloat16
+    assert TargetEmbeddings(wte, wte.copy(), 1.0).map(place).lm_head.dtype == torch.bfloat16  # type: ignore[attr-defined]

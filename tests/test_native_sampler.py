@@ -58,7 +58,7 @@ def tokens_within_rounding(logits: Tensor, row: Sequence, u: float) -> set[int]:
     for shift in (0.0, -NEAR, NEAR) if row.params.top_p < 1 else (0.0,):
         params = replace(row.params, top_p=min(1.0, max(1e-300, row.params.top_p + shift)))
         shifted = make_row(params, row.prompt_token_ids, row.output_token_ids, row.end_token_ids)
-        weights = sampler.filtered_weights(logits[None], [shifted])[0].numpy().astype(np.longdouble)
+        weights = sampler.filtered_weights(logits[None], [shifted])[0].astype(np.longdouble)
         running = weights.cumsum()
         for v in (u - NEAR, u, u + NEAR):
             tokens.add(int(((running > v * running[-1]) & (weights > 0)).argmax()))
@@ -69,8 +69,8 @@ def agree(
     logits: Tensor, rows: list[Sequence], uniforms: list[float] | None = None, draw: native.Sampler = native.sample
 ) -> int:
     """Assert that `draw` draws what the reference does; return how many rows needed the oracle."""
-    before = logits.clone()
-    expected, drawn = outcome(sampler.sample, logits, rows), outcome(draw, logits, rows)
+    before, array = logits.clone(), logits.numpy()
+    expected, drawn = outcome(sampler.sample, array, rows), outcome(draw, array, rows)
     assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
     if isinstance(expected, str) or isinstance(drawn, str):
         assert drawn == expected
@@ -393,6 +393,27 @@ def test_logits_are_read_in_place_whatever_the_distance_of_rows() -> None:
             for array in (view, view.numpy()):
                 drawn = native._native.sample_rows(logits=array, rows=options)
                 assert drawn == [d.token_id for d in expected]
+
+
+def test_arrays_and_tensors_give_the_same_tokens_and_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    rows = [make_row(SamplingParams(temperature=t, logprobs=2), seed=i) for i, t in enumerate((0.0, 1.0, 1.0))]
+    read: list[Any] = []
+    sample_rows = native._native.sample_rows
+
+    def watched(*, logits: Any, rows: list[Any]) -> list[int]:
+        read.append(logits)
+        return sample_rows(logits=logits, rows=rows)
+
+    monkeypatch.setattr(native._native, "sample_rows", watched)
+    for key in ((slice(0, 3), slice(0, 50)), (slice(0, 6, 2), slice(2, 47))):
+        expected = sampler.sample(tensor[key], rows)
+        for logits in (tensor[key], tensor.numpy()[key]):
+            assert native.sample(logits, rows) == expected
+            assert isinstance(read[-1], np.ndarray)
+            assert read[-1].ctypes.data == tensor[key].data_ptr()
+    columns = np.asfortranarray(tensor[:3].numpy())
+    assert native.sample(columns, rows) == sampler.sample(columns, rows)
 
 
 def test_inference_tensors_and_gradients_are_no_obstacle() -> None:

@@ -19,7 +19,7 @@ from nanoinfer.engines.static_shapes import StaticShapeEngine
 from nanoinfer.models.gpt import GPT
 from nanoinfer.overlap import OverlapScheduler
 from nanoinfer.sampling.rng import uniform
-from nanoinfer.sampling.sampler import SamplerRow, inverse_transform, sample
+from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.sampling.triton import TritonSampler
 from nanoinfer.scheduling.scheduler import Scheduler
 from recorded import FakeRecorder
@@ -56,7 +56,9 @@ class TorchSampler:
         t = self.temperature[slots][:, None]
         weights = ((logits.double() - largest.values) / t.masked_fill(t == 0, 1.0)).exp()
         u = self.uniforms[slots, self.position[slots].clamp(max=self.most - 1)][:, None]
-        drawn = torch.where(t[:, 0] > 0, inverse_transform(weights, u), largest.indices[:, 0])
+        running = weights.cumsum(-1)
+        chosen = (running > u * running[:, -1:]).byte().argmax(-1)
+        drawn = torch.where(t[:, 0] > 0, chosen, largest.indices[:, 0])
         self.position.index_add_(0, slots, wanted.long())
         return drawn.masked_fill(~largest.values[:, 0].isfinite(), -1)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from scipy.stats import chisquare
 from transformers import (
     LogitsProcessorList,
@@ -46,7 +47,11 @@ def make_row(
 
 
 def draw(logits: Seq[float], row: Sequence) -> int:
-    return sample(torch.tensor([logits]), [row])[0].token_id
+    return sample(np.array([logits], np.float32), [row])[0].token_id
+
+
+def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 # The inverse transform ---------------------------------------------------------------------------------------
@@ -69,8 +74,7 @@ def draw(logits: Seq[float], row: Sequence) -> int:
     ],
 )
 def test_inverse_transform_by_hand(weights: list[float], u: float, token: int) -> None:
-    uniforms = torch.tensor([[u]], dtype=torch.float64)
-    assert inverse_transform(torch.tensor([weights], dtype=torch.float64), uniforms).tolist() == [token]
+    assert inverse_transform(np.array([weights], np.float64), np.array([[u]])).tolist() == [token]
 
 
 @settings(max_examples=100, deadline=None)
@@ -83,14 +87,13 @@ def test_the_inverse_transform_is_its_definition(weights: list[float], at: int, 
     weights.insert(at, 1.0)
     running = np.cumsum(np.array(weights))
     expected = next(i for i, total in enumerate(running) if total > u * running[-1])
-    tensor = torch.tensor([weights], dtype=torch.float64)
-    assert inverse_transform(tensor, torch.tensor([[u]], dtype=torch.float64)).tolist() == [expected]
+    assert inverse_transform(np.array([weights]), np.array([[u]])).tolist() == [expected]
     assert weights[expected] > 0
 
 
 def test_the_token_is_the_inverse_transform_of_the_uniform_of_seed_sample_and_position() -> None:
-    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
-    running = np.cumsum(np.exp(logits[0].double().numpy()))
+    logits = normal(1, 50)
+    running = np.cumsum(np.exp(logits[0].astype(np.float64)))
     for seed in range(4):
         for index in range(3):
             for position in range(4):
@@ -155,7 +158,7 @@ def probabilities(p: SamplingParams) -> np.ndarray:
 def test_draws_follow_the_distribution(name: str) -> None:
     params, expected = CASES[name], probabilities(CASES[name])
     rows = [make_row(params, PROMPT, OUTPUT, END, seed, index) for seed in range(1000) for index in range(4)]
-    drawn = [s.token_id for s in sample(torch.tensor(LOGITS).expand(len(rows), -1), rows)]
+    drawn = [s.token_id for s in sample(np.tile(np.float32(LOGITS), (len(rows), 1)), rows)]
     counts = np.bincount(drawn, minlength=len(LOGITS))
     support = expected > 0
     assert counts[~support].sum() == 0
@@ -165,7 +168,7 @@ def test_draws_follow_the_distribution(name: str) -> None:
 
 def test_draws_follow_the_distribution_along_one_text() -> None:
     rows = [make_row(SamplingParams(), output=[1] * position, seed=5) for position in range(2000)]
-    drawn = [s.token_id for s in sample(torch.tensor(LOGITS).expand(len(rows), -1), rows)]
+    drawn = [s.token_id for s in sample(np.tile(np.float32(LOGITS), (len(rows), 1)), rows)]
     expected = probabilities(SamplingParams()) * len(rows)
     assert chisquare(np.bincount(drawn, minlength=len(LOGITS)), expected).pvalue > 1e-6
 
@@ -174,7 +177,7 @@ def test_draws_follow_the_distribution_along_one_text() -> None:
 @given(st.data())
 def test_weights_are_transformers_in_the_documented_order(data: st.DataObject) -> None:
     V = data.draw(st.integers(2, 60))
-    logits = torch.randn(1, V, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))) * 3
+    logits = normal(1, V, seed=data.draw(st.integers(0, 2**32))) * 3
     token = st.integers(0, V - 1)
     prompt = data.draw(st.lists(token, min_size=1, max_size=6))
     output = data.draw(st.lists(token, max_size=6))
@@ -199,9 +202,9 @@ def test_weights_are_transformers_in_the_documented_order(data: st.DataObject) -
             MinPLogitsWarper(p.min_p),
         ]
     )
-    theirs = processors(torch.tensor([[*prompt, *output]]), logits.double()).softmax(-1)
+    theirs = processors(torch.tensor([[*prompt, *output]]), torch.tensor(logits).double()).softmax(-1)
     ours = filtered_weights(logits, [make_row(p, prompt, output, tuple(end))])
-    torch.testing.assert_close(ours / ours.sum(), theirs, rtol=1e-9, atol=1e-15)
+    np.testing.assert_allclose(ours / ours.sum(), theirs.numpy(), rtol=1e-9, atol=1e-15)
 
 
 # Greedy, extremes and errors ---------------------------------------------------------------------------------
@@ -226,7 +229,7 @@ def test_greedy_with_penalties_takes_the_largest_adjusted_logit() -> None:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-6, 1.0, 1e6])
 def test_huge_logits_and_extreme_temperatures_give_finite_weights(temperature: float) -> None:
-    logits = torch.tensor([[3e38, -3e38, 3e38, 0.0, -INF]])
+    logits = np.float32([[3e38, -3e38, 3e38, 0.0, -INF]])
     weights = filtered_weights(logits, [make_row(SamplingParams(temperature=temperature))])
     assert weights.tolist() == [[1.0, 0.0, 1.0, 0.0, 0.0]]
     assert draw([1.0, 3.0, 2.0], make_row(SamplingParams(temperature=min(temperature, 1e-3)))) == 1
@@ -239,7 +242,7 @@ def test_huge_logits_and_extreme_temperatures_give_finite_weights(temperature: f
 def test_logits_that_are_not_finite_are_an_error(params: SamplingParams, logits: list[float]) -> None:
     good = [0.0, 1.0, 2.0]
     with pytest.raises(NanoinferError, match=r"largest logit is (nan|-?inf)"):
-        sample(torch.tensor([good, logits]), [make_row(params)] * 2)
+        sample(np.float32([good, logits]), [make_row(params)] * 2)
 
 
 @pytest.mark.parametrize("penalty", [1e-3, 1e3])
@@ -251,8 +254,8 @@ def test_no_penalty_that_is_allowed_overflows(penalty: float) -> None:
 @pytest.mark.parametrize("k", [12, 13, 2**31, 2**63, 10**30])
 def test_top_k_past_the_vocabulary_keeps_all(k: int) -> None:
     rows = [make_row(SamplingParams(top_k=k)), make_row(SamplingParams())]
-    weights = filtered_weights(torch.tensor([LOGITS, LOGITS]), rows)
-    assert torch.equal(weights[0], weights[1])
+    weights = filtered_weights(np.float32([LOGITS, LOGITS]), rows)
+    assert np.array_equal(weights[0], weights[1])
 
 
 def test_min_tokens_masks_the_end_tokens_until_it_is_reached() -> None:
@@ -275,7 +278,7 @@ HALVES = [math.log(w) for w in (0.0625, 0.5, 0.125, 0.25, 0.0625)]
 
 def logprobs(params: SamplingParams, logits: Seq[float] = HALVES) -> list[tuple[int, float, int]]:
     """(token, probability, rank) in order."""
-    (drawn,) = sample(torch.tensor([logits]), [make_row(params)])
+    (drawn,) = sample(np.float32([logits]), [make_row(params)])
     assert drawn.logprobs is not None
     assert next(iter(drawn.logprobs)) == drawn.token_id
     return [(t, pytest.approx(math.exp(value), rel=1e-6), rank) for t, (value, rank) in drawn.logprobs.items()]
@@ -295,10 +298,12 @@ def test_equals_have_the_same_rank() -> None:
     ranks = {t: rank for t, _, rank in logprobs(last)}
     assert ranks == {1: 1, 3: 2, 2: 3, 0: 4, 4: 4}
     assert {rank for _, _, rank in logprobs(last, [0.0] * 5)} == {1}
+    some = SamplingParams(temperature=0.0, logprobs=2, logit_bias={4: 100.0})
+    assert [t for t, _, _ in logprobs(some, [0.0, 1.0, 0.0, 1.0, 1.0])] == [4, 1, 3]  # of equals, the first
 
 
 def test_logprobs_are_none_unless_asked_for() -> None:
-    assert sample(torch.tensor([HALVES]), [make_row(SamplingParams())])[0].logprobs is None
+    assert sample(np.float32([HALVES]), [make_row(SamplingParams())])[0].logprobs is None
 
 
 # Company -----------------------------------------------------------------------------------------------------
@@ -324,7 +329,7 @@ def params_of_any_kind(draw: st.DrawFn) -> SamplingParams:
 @given(st.data())
 def test_a_row_draws_the_same_alone_and_in_company(data: st.DataObject) -> None:
     V, B = data.draw(st.integers(2, 70)), data.draw(st.integers(1, 6))
-    logits = torch.randn(B, V, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))) * 3
+    logits = normal(B, V, seed=data.draw(st.integers(0, 2**32))) * 3
     rows = [
         make_row(
             data.draw(params_of_any_kind()),
@@ -335,14 +340,28 @@ def test_a_row_draws_the_same_alone_and_in_company(data: st.DataObject) -> None:
         )
         for i in range(B)
     ]
-    before = logits.clone()
+    before = logits.copy()
     together, weights = sample(logits, rows), filtered_weights(logits, rows)
-    assert torch.equal(logits, before)
+    assert np.array_equal(logits, before)
+    assert sample(torch.from_numpy(logits), rows) == together
     for i, row in enumerate(rows):
         alone = logits[i : i + 1]
         assert sample(alone, [row]) == [together[i]]
-        assert torch.equal(filtered_weights(alone, [row])[0], weights[i])
+        assert np.array_equal(filtered_weights(alone, [row])[0], weights[i])
 
 
 def test_no_rows_are_no_tokens() -> None:
-    assert sample(torch.zeros(0, 5), []) == []
+    assert sample(np.zeros((0, 5), np.float32), []) == []
+
+
+def test_a_tensor_gives_the_tokens_of_an_array() -> None:
+    """Of any strides, with a gradient, and in inference mode."""
+    rows = [make_row(CASES[name], PROMPT, OUTPUT, END, seed=7) for name in CASES]
+    array = normal(len(rows), 2 * len(LOGITS))[:, ::2]
+    expected = sample(array, rows)
+    assert len({drawn.token_id for drawn in expected}) > 3
+    tensor = torch.from_numpy(array.copy())
+    for logits in (tensor, tensor.T.contiguous().T, tensor.clone().requires_grad_()):
+        assert sample(logits, rows) == expected
+    with torch.inference_mode():
+        assert sample(tensor * 1, rows) == expected

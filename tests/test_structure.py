@@ -53,6 +53,28 @@ def test_levels_do_not_leak(level: str) -> None:
             assert not bad, f"{path.relative_to(PACKAGE)} imports {name}"
 
 
+# What may import PyTorch when it is imported: the rungs in PyTorch, samplers and kernels for GPUs, training, and what
+# is only imported where one of them runs. Everything else imports it inside a function, where a GPU or a rung needs it.
+TORCH = {
+    "bench/peers", "engines/compiled.py", "engines/cuda_graph.py", "engines/dynamic.py", "engines/graphs.py",
+    "engines/recompute.py", "engines/static.py", "engines/static_shapes.py", "engines/torch_engine.py",
+    "engines/transfers.py", "engines/triton_engine.py", "kernels/triton", "kv/slots.py", "models/gpt.py",
+    "models/gpt_loading.py", "models/torch_ops.py", "profiling", "sampling/flashinfer.py", "sampling/triton.py", "training",
+}  # fmt: skip
+
+
+def test_only_the_rungs_in_pytorch_import_it() -> None:
+    found = set()
+    for path in FILES:
+        name = path.relative_to(PACKAGE).as_posix()
+        for node in ast.parse(path.read_text()).body:  # not in functions
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+                if any(m.split(".")[0] == "torch" for m in modules):
+                    found.add(next((t for t in TORCH if name == t or name.startswith(f"{t}/")), name))
+    assert found == TORCH
+
+
 def test_files_and_functions_are_small() -> None:
     for path in FILES:
         text = path.read_text()

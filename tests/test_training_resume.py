@@ -177,8 +177,8 @@ def test_a_model_file_that_is_gone_or_another_is_refused(done: TrainConfig) -> N
     model = prepare(done, resume=True).read()
     with torch.no_grad():
         next(model.parameters()).add_(0.5)
-    if isinstance(model, draft_head.RecurrentHead):
-        draft_head.save(model, out)
+    if isinstance(model, head_training.RecurrentHead):
+        draft_head.save(model.to_head(), out)
     else:
         huggingface.save(weights_of(model), out)  # type: ignore[arg-type]
     refuses_unchanged(done, "differ from the run's")

@@ -59,7 +59,7 @@ def sample() -> Sample:
 
 def agree(sample: Sample, logits: Tensor, rows: list[Sequence], device: torch.device) -> int:
     """Assert that the kernels draw what the reference does; return how many rows needed the oracle."""
-    return with_the_reference(logits, rows, draw=lambda logits, rows: sample(logits.to(device), rows))
+    return with_the_reference(logits, rows, draw=lambda array, rows: sample(torch.from_numpy(array).to(device), rows))
 
 
 # The same tokens ----------------------------------------------------------------------------------------------
@@ -235,10 +235,9 @@ def test_what_is_not_covered_is_refused() -> None:
 
 
 def test_cuda_logits_are_drawn_by_the_kernels_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = "cuda:0"
-    assert isinstance(choose_sampler(cuda), Sample)
+    assert isinstance(choose_sampler("cuda:0"), Sample)
     monkeypatch.setattr(triton_sampler, "why_unavailable", lambda: missing_extra("triton", "gpu"))
-    assert choose_sampler(cuda) is sampler.sample
+    assert choose_sampler("cuda:0") is sampler.sample
     refuses(lambda: TritonSampler(1, 5, CPU), "triton is not installed", "pip install")
 
 
@@ -256,12 +255,15 @@ def test_what_is_handed_to_flashinfer() -> None:
         seen.update(probs=probs, top_k=top_k.tolist(), top_p=top_p.tolist(), order=options["filter_apply_order"])
         return probs.argmax(-1).int()
 
-    draw = flashinfer.FlashInferSample(SimpleNamespace(top_k_top_p_sampling_from_probs=joint), CPU, 0)
+    draw = flashinfer.FlashInferSample(SimpleNamespace(top_k_top_p_sampling_from_probs=joint), "cpu", 0)
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0], [0.0, 2.0, 1.0]])
     params = (SamplingParams(top_p=0.5), SamplingParams(temperature=0.0), SamplingParams(top_k=2, logit_bias={0: 9.0}))
     assert [d.token_id for d in draw(logits, [make_row(p) for p in params])] == [1, 0, 0]
     assert (seen["top_k"], seen["top_p"], seen["order"]) == ([3, 2], [0.5, 1.0], "top_k_first")
     assert seen["probs"].tolist()[0] == pytest.approx(logits[0].softmax(-1).tolist())
+    assert seen["probs"].tolist()[1] == pytest.approx((logits[2] + torch.tensor([9.0, 0, 0])).softmax(-1).tolist())
+    bad = torch.tensor([[0.0, float("nan"), 1.0]])
+    refuses(lambda: draw(bad, [make_row(SamplingParams())]), "largest logit is not finite")
 
 
 @pytest.mark.gpu
@@ -272,15 +274,15 @@ def test_what_is_handed_to_flashinfer() -> None:
 def test_flashinfer_draws_from_the_distribution(settings: dict[str, Any]) -> None:
     from scipy.stats import chisquare
 
-    device = torch.device("cuda")
-    if why_not := flashinfer.why_unavailable(device):
+    device = "cuda:0"
+    if why_not := flashinfer.why_unavailable():
         pytest.skip(why_not)
     N = 20000
     logits = torch.tensor([0.3, -1.2, 2.1, 1.7, -0.4, 0.9, 1.1, -2.5, 0.0, 1.3], device=device)
     row = make_row(SamplingParams(temperature=0.9, **settings))
     drawn = choose_sampler("cuda:0", "flashinfer")(logits.expand(N, -1), [row] * N)
     counts = np.bincount([d.token_id for d in drawn], minlength=10)
-    weights = sampler.filtered_weights(logits[None].cpu(), [row])[0].numpy()
+    weights = sampler.filtered_weights(logits[None], [row])[0]
     kept = weights > 0
     assert counts[~kept].sum() == 0
     assert chisquare(counts[kept], weights[kept] / weights.sum() * N).pvalue > 1e-6

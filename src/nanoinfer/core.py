@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 from nanoinfer import isolation, processes, request_outputs
+from nanoinfer.arrays import Array
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
 from nanoinfer.isolation import Faults
@@ -41,7 +42,6 @@ from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 
 if TYPE_CHECKING:
-    from nanoinfer.arrays import Array
     from nanoinfer.models.tokenizers import Tokenizer
 
 log = logging.getLogger("nanoinfer")

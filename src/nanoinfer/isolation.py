@@ -8,16 +8,13 @@ do not depend on each other, so the other sequences get the same tokens as witho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from nanoinfer.arrays import Array
 from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled, Sampler
 from nanoinfer.scheduling.scheduler import ScheduledSequence
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 from nanoinfer.speculative.verify import Group, draw
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Faults = dict[object, str]
 """Failed sequences, each with the reason in one line."""
@@ -38,7 +35,7 @@ def propose(speculator: Speculator, work: list[ScheduledSequence], faults: Fault
 
 
 def draw_tokens(
-    sampler: Sampler, logits: Tensor, groups: Sequence[Group], rule: str, faults: Faults
+    sampler: Sampler, logits: Array, groups: Sequence[Group], rule: str, faults: Faults
 ) -> list[list[Sampled]]:
     """Return the tokens of each group, as `verify.draw` does. Failed groups get none and are added to `faults`."""
     try:

@@ -18,20 +18,21 @@ A head is stored as a folder with draft_head.json and draft_head.safetensors.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+import numpy as np
+from numpy.typing import NDArray
 
+from nanoinfer.arrays import Array, HostTensor, to_numpy
 from nanoinfer.checks import require_int, show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import read_json, write_folder
 from nanoinfer.models.checkpoints.load import BUILTIN
-from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors
-from nanoinfer.models.gpt import init_weight
+from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
 
 if TYPE_CHECKING:
     from nanoinfer.config import ModelConfig
@@ -70,47 +71,56 @@ class DraftHeadConfig:
             raise NanoinferError(f"vocabulary={show(self.vocabulary)} is neither a string nor null")
 
 
-class RecurrentHead(nn.Module):
-    """The MLP and its two layer norms. Weights are uninitialized: load them, or call `init_weights`."""
+@dataclass(frozen=True)
+class DraftHead:
+    """A head: the MLP and its two layer norms."""
 
-    def __init__(self, config: DraftHeadConfig) -> None:
-        super().__init__()
-        self.config = config
-        C = config.n_embd
-        self.ln_s, self.ln_e = nn.LayerNorm(C), nn.LayerNorm(C)
-        self.c_fc, self.c_proj = nn.Linear(2 * C, config.n_hidden), nn.Linear(config.n_hidden, C)
+    config: DraftHeadConfig
+    parameters: Mapping[str, Array]
+    """The arrays of `shapes`."""
 
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Initialize as GPT-2 does: normal(0, 0.02), scaled by 2**-0.5 for the projection added to the state."""
-        for name, p in self.named_parameters():
-            init_weight(name, p, 1, generator)
+    def map(self, change: Callable[[Array], Array]) -> DraftHead:
+        """Return the head with `change` applied to each array, to copy it to a device."""
+        return DraftHead(self.config, {name: change(array) for name, array in self.parameters.items()})
 
-    def forward(self, state: Tensor, embedded: Tensor) -> Tensor:
-        """Return the next state, (..., C).
 
-        Args:
-            state: (..., C).
-            embedded: the target's embedding of the token, (..., C).
-        """
-        x = torch.cat([self.ln_s(state), self.ln_e(embedded)], -1)  # (..., 2 C)
-        return state + self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # type: ignore[no-any-return]
+def shapes(config: DraftHeadConfig) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of a head's parameters."""
+    C, H = config.n_embd, config.n_hidden
+    norms: dict[str, tuple[int, ...]] = {f"{ln}.{name}": (C,) for ln in ("ln_s", "ln_e") for name in ("weight", "bias")}
+    return norms | {"c_fc.weight": (H, 2 * C), "c_fc.bias": (H,), "c_proj.weight": (C, H), "c_proj.bias": (C,)}
+
+
+def next_state(ops: ModuleType, parameters: Mapping[str, Any], state: Any, embedded: Any) -> Any:
+    """Return the next state, (..., C). Inference and training call this function.
+
+    Args:
+        ops: operations on this kind of array: numpy_ops or torch_ops.
+        parameters: the arrays of `shapes`.
+        state: (..., C).
+        embedded: the target's embedding of the token, (..., C).
+    """
+    p = parameters
+    x = [ops.layer_norm(a, p[f"{ln}.weight"], p[f"{ln}.bias"]) for a, ln in ((state, "ln_s"), (embedded, "ln_e"))]
+    hidden = ops.gelu(ops.linear(ops.concatenate(x), p["c_fc.weight"], p["c_fc.bias"]))
+    return state + ops.linear(hidden, p["c_proj.weight"], p["c_proj.bias"])
 
 
 @dataclass(frozen=True)
 class TargetEmbeddings:
     """Embedding and output head of the target, as the draft head uses them."""
 
-    wte: Tensor
+    wte: Array
     """(V, C)."""
-    lm_head: Tensor
+    lm_head: Array
     """(V, C)."""
     scale: float
     """Factor for the first C channels of the target's hidden state, which gives the state the head was trained on."""
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> TargetEmbeddings:
-        """Return a copy on another device or in another dtype. Tied tensors stay tied."""
-        wte = self.wte.to(device, dtype)
-        return TargetEmbeddings(wte, wte if self.lm_head is self.wte else self.lm_head.to(device, dtype), self.scale)
+    def map(self, change: Callable[[Array], Array]) -> TargetEmbeddings:
+        """Return the embeddings with `change` applied to each array. Tied arrays stay tied."""
+        wte = change(self.wte)
+        return TargetEmbeddings(wte, wte if self.lm_head is self.wte else change(self.lm_head), self.scale)
 
 
 def check(config: DraftHeadConfig, name: str, target: ModelConfig, vocabulary: str | None) -> None:
@@ -149,17 +159,19 @@ def target_embeddings(config: DraftHeadConfig, weights: Weights, name: str) -> T
     """
     theirs, C = weights.config, config.n_embd
     r, tied = theirs.n_embd // C, theirs.tie_word_embeddings
-    found: dict[str, Tensor] = {}
-    for key, host in weights.read():
-        tensor = torch.from_numpy(host.float32())
-        if key in ("transformer.wte.weight", "lm_head.weight"):
-            found[key] = tensor[:, :C].clone()  # not the whole embedding
-            if not torch.equal(tensor, tensor[:, :C].repeat(1, r)):
+    names = ["transformer.wte.weight", *([] if tied else ["lm_head.weight"])]
+    found: dict[str, NDArray[np.float32]] = {}
+    for key, tensor in weights.read():
+        if key in names:
+            values = tensor.values
+            if not all(np.array_equal(values[:, :C], values[:, i * C : (i + 1) * C]) for i in range(1, r)):
                 raise NanoinferError(
                     f"the draft head of {config.target!r} has n_embd={C}, the target {name!r} n_embd={theirs.n_embd},"
                     " and is not a widened model: use a head that was trained for this target"
                 )
-        if tied and found:  # a tied head is stored once, as the first tensor
+            part = HostTensor(np.ascontiguousarray(values[:, :C]), tensor.dtype)  # not the whole embedding
+            found[key] = part.float32()
+        if len(found) == len(names):
             break
     wte = found["transformer.wte.weight"]
     return TargetEmbeddings(wte, wte, float(r)) if tied else TargetEmbeddings(wte, found["lm_head.weight"] * r, 1.0)
@@ -179,40 +191,33 @@ def find(name: str) -> Path | None:
     return None
 
 
-def save(head: RecurrentHead, folder: Path, dtype: torch.dtype | None = None) -> None:
+def save(head: DraftHead, folder: Path, dtype: str = "float32") -> None:
     """Write a head as a folder.
 
     Args:
-        head: its own dtype is not changed.
+        head: in float32; not changed.
         folder: created if it does not exist.
-        dtype: dtype of the stored weights; None keeps the head's.
+        dtype: dtype of the stored weights.
 
     Raises:
         NanoinferError: the folder cannot be written.
     """
-    from safetensors.torch import save as to_bytes
-
-    tensors = {name: p.detach().to("cpu", dtype or p.dtype).contiguous() for name, p in head.state_dict().items()}
+    tensors = {n: HostTensor(to_numpy(a), "float32").to(dtype) for n, a in head.parameters.items()}
     config = json.dumps(asdict(head.config), indent=2).encode() + b"\n"
-    write_folder(folder, {WEIGHTS: to_bytes(tensors, metadata={"format": "pt"}), CONFIG: config})
+    write_folder(folder, {WEIGHTS: to_safetensors(tensors), CONFIG: config})
 
 
-def load(folder: Path) -> RecurrentHead:
-    """Return the head in a folder, in float32 and eval mode. The files may be untrusted.
+def load(folder: Path) -> DraftHead:
+    """Return the head in a folder, as NumPy arrays in float32. The files may be untrusted.
 
     Raises:
         NanoinferError: a file is missing or malformed, or a tensor's shape differs from the config's.
     """
     config = _read_config(folder / CONFIG)
-    with torch.device("meta"):
-        head = RecurrentHead(config)
-    wanted = {name: tuple(p.shape) for name, p in head.state_dict().items()}
-    path = folder / WEIGHTS
+    path, wanted = folder / WEIGHTS, shapes(config)
     stored = read_safetensors(path)
     _check_shapes({key: tensor.shape for key, tensor in stored.items()}, wanted, path)
-    state = {name: _checked(stored[name], f"{path}: tensor {name}") for name in wanted}
-    head.load_state_dict(state, assign=True)
-    return head.requires_grad_(False).eval()
+    return DraftHead(config, {name: _checked(stored[name], f"{path}: tensor {name}") for name in wanted})
 
 
 def _read_config(path: Path) -> DraftHeadConfig:
@@ -227,20 +232,20 @@ def _read_config(path: Path) -> DraftHeadConfig:
         raise NanoinferError(f"{path}: {e}") from None
 
 
-def _check_shapes(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], path: Path) -> None:
+def _check_shapes(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], path: Path) -> None:
     """Compare all shapes before any tensor is read or allocated."""
-    if extra := sorted(shapes.keys() - wanted.keys()):
+    if extra := sorted(found.keys() - wanted.keys()):
         raise NanoinferError(f"{path}: unexpected tensor {show(extra[0])}: a draft head has {', '.join(wanted)}")
     for name, shape in wanted.items():
-        if shapes.get(name) != shape:
-            found = list(shapes[name]) if name in shapes else "missing"
-            raise NanoinferError(f"{path}: tensor {name} is {found}, but the config requires {list(shape)}")
+        if found.get(name) != shape:
+            have = list(found[name]) if name in found else "missing"
+            raise NanoinferError(f"{path}: tensor {name} is {have}, but the config requires {list(shape)}")
 
 
-def _checked(stored: StoredTensor, what: str) -> Tensor:
+def _checked(stored: StoredTensor, what: str) -> NDArray[np.float32]:
     if stored.dtype not in DTYPES:
         raise NanoinferError(f"{what} is {show(stored.dtype)}: weights must be one of {', '.join(DTYPES)}")
-    tensor = torch.from_numpy(stored.read().float32())
-    if not bool(tensor.isfinite().all()):
+    values = stored.read().float32()
+    if not np.isfinite(values).all():
         raise NanoinferError(f"{what} has values that are not finite")
-    return tensor
+    return values

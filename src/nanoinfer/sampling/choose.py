@@ -6,7 +6,8 @@ import logging
 
 from nanoinfer.checks import require_choice
 from nanoinfer.config import SAMPLERS
-from nanoinfer.sampling import native, triton
+from nanoinfer.errors import NanoinferError
+from nanoinfer.sampling import native
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.sampler import Sampler
 
@@ -17,7 +18,7 @@ def choose_sampler(device: str, prefer: str = "auto") -> Sampler:
     """Return the sampler for logits on `device`.
 
     Args:
-        device: device of the logits.
+        device: device of the logits: cpu, cuda:0.
         prefer: "auto" (the native sampler on a CPU, the fused one on CUDA, the reference if those are unavailable),
             "reference", or "flashinfer" (FlashInfer's kernels, whose tokens differ from the reference's).
 
@@ -26,14 +27,18 @@ def choose_sampler(device: str, prefer: str = "auto") -> Sampler:
     """
     require_choice("sampler", prefer, SAMPLERS)
     if prefer == "flashinfer":
-        import torch
-
+        if device == "cpu":
+            raise NanoinferError(
+                "sampler='flashinfer' cannot run: the logits are on cpu, but it needs a CUDA device: use sampler=auto"
+            )
         from nanoinfer.sampling import flashinfer
 
-        return flashinfer.choose(torch.device(device))
+        return flashinfer.choose(device)
     if prefer == "reference":
         why_not: str | None = "requested"
     elif device != "cpu":
+        from nanoinfer.sampling import triton
+
         if (why_not := triton.why_unavailable()) is None:
             log.debug("sampler: fused (the logits are on %s)", device)
             return triton.Sample()

@@ -8,13 +8,16 @@ B rows, V tokens; logits are (B, V) float64, -inf for excluded tokens.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 EXCLUDED = float("-inf")
+Floats = NDArray[np.float64]
 
 
-def repetition_penalty(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+def repetition_penalty(logits: Floats, seen: NDArray[np.bool_], penalty: Floats) -> Floats:
     """Make tokens of prompt and output less likely: divide a positive logit, multiply a negative one.
 
     Source: Keskar et al., "CTRL", 2019, section 4.1, in the form of the transformers library.
@@ -24,10 +27,10 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
         seen: (B, V) bool, whether the token is in the row's prompt or output.
         penalty: (B, 1); 1 is neutral.
     """
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    return np.where(seen, np.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def presence_frequency_penalty(logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+def presence_frequency_penalty(logits: Floats, counts: Floats, presence: Floats, frequency: Floats) -> Floats:
     """Subtract `presence` once from the logit of each generated token, and `frequency` once for each occurrence.
 
     Source: the formula in OpenAI's API reference.
@@ -41,7 +44,7 @@ def presence_frequency_penalty(logits: Tensor, counts: Tensor, presence: Tensor,
     return logits - presence * (counts > 0) - frequency * counts
 
 
-def top_k(logits: Tensor, k: Tensor) -> Tensor:
+def top_k(logits: Floats, k: NDArray[np.int64]) -> Floats:
     """Keep the k largest logits of each row, and all that are equal to the k-th.
 
     Args:
@@ -49,13 +52,14 @@ def top_k(logits: Tensor, k: Tensor) -> Tensor:
         k: (B,) int64; 0 is neutral.
     """
     V = logits.shape[-1]
-    k = torch.where(k <= 0, V, k.clamp(max=V))
-    largest = logits.topk(int(k.max()), dim=-1).values if int(k.max()) < V else logits.sort(-1, descending=True).values
-    threshold = largest.gather(-1, (k - 1)[:, None])
-    return logits.masked_fill(logits < threshold, EXCLUDED)
+    neutral = (k <= 0) | (k >= V)
+    most = int(np.where(neutral, 1, k).max())
+    largest = np.sort(np.partition(logits, V - most, -1)[:, V - most :], -1)  # ascending
+    threshold = _at(largest, np.where(neutral, 0, most - k))
+    return np.where((logits < threshold) & ~neutral[:, None], EXCLUDED, logits)
 
 
-def top_p(logits: Tensor, p: Tensor) -> Tensor:
+def top_p(logits: Floats, p: Floats) -> Floats:
     """Keep the smallest set of most likely tokens whose probabilities add up to p or more (the nucleus).
 
     A token is kept if the probabilities of all more likely tokens add up to less than p. Equally likely tokens are kept
@@ -66,15 +70,15 @@ def top_p(logits: Tensor, p: Tensor) -> Tensor:
         logits: (B, V); excluded tokens have probability 0.
         p: (B, 1); 1 is neutral.
     """
-    descending = logits.sort(-1, descending=True).values
-    probs = descending.softmax(-1)
+    descending = np.sort(logits, -1)[:, ::-1]
+    probs = np.exp(descending - descending[:, :1])
+    probs /= probs.sum(-1, keepdims=True)
     before = probs.cumsum(-1) - probs  # sum of the more likely tokens
-    num_kept = (before < p).sum(-1, keepdim=True).clamp(min=1)
-    threshold = descending.gather(-1, num_kept - 1)
-    return logits.masked_fill((logits < threshold) & (p < 1), EXCLUDED)
+    num_kept = np.maximum((before < p).sum(-1), 1)
+    return np.where((logits < _at(descending, num_kept - 1)) & (p < 1), EXCLUDED, logits)
 
 
-def min_p(logits: Tensor, p: Tensor) -> Tensor:
+def min_p(logits: Floats, p: Floats) -> Floats:
     """Keep tokens that are at least p times as likely as the most likely one.
 
     Source: Nguyen et al., "Turning Up the Heat: Min-p Sampling", 2024.
@@ -83,4 +87,10 @@ def min_p(logits: Tensor, p: Tensor) -> Tensor:
         logits: (B, V).
         p: (B, 1); 0 is neutral.
     """
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + p.log(), EXCLUDED)
+    with np.errstate(divide="ignore"):  # the logarithm of 0 is -inf
+        return np.where(logits < logits.max(-1, keepdims=True) + np.log(p), EXCLUDED, logits)
+
+
+def _at(values: Floats, columns: NDArray[Any]) -> Floats:
+    """Return one value of each row as a column."""
+    return np.take_along_axis(values, columns[:, None], -1)

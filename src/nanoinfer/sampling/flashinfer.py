@@ -5,7 +5,7 @@ tokens differ from the reference's, and a request's output depends on the tokens
 never chooses them. tests/test_triton_sampler.py tests their distribution if FlashInfer is installed. They differ from
 the reference in two details: probabilities are float32, and tokens equal to the k-th may be dropped.
 
-Penalties, logit_bias, min_tokens and greedy rows are computed by the reference.
+Penalties, logit_bias, min_tokens and greedy rows are computed by the reference, on the host.
 Source: Ye et al., "Sorting-Free GPU Kernels for LLM Sampling", 2025; API of flashinfer-python 0.6.
 """
 
@@ -19,27 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoinfer.arrays import Array
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
 
 
-def why_unavailable(device: torch.device) -> str | None:
-    """Return why FlashInfer cannot sample logits on `device`, or None."""
-    if device.type != "cuda":
-        return f"the logits are on {device}, but it needs a CUDA device"
-    if importlib.util.find_spec("flashinfer") is None:
-        return missing_extra("flashinfer", "gpu")
-    return None
+def why_unavailable() -> str | None:
+    """Return why FlashInfer cannot be used on a CUDA device, or None."""
+    return None if importlib.util.find_spec("flashinfer") else missing_extra("flashinfer", "gpu")
 
 
-def choose(device: torch.device, seed: int = 0) -> FlashInferSample:
-    """Return the sampler.
+def choose(device: str, seed: int = 0) -> FlashInferSample:
+    """Return the sampler for logits on a CUDA device.
 
     Raises:
-        NanoinferError: FlashInfer is not installed, or the logits are not on a CUDA device.
+        NanoinferError: FlashInfer is not installed.
     """
-    if why_not := why_unavailable(device):
+    if why_not := why_unavailable():
         raise NanoinferError(f"sampler='flashinfer' cannot run: {why_not}; or use sampler=auto")
     return FlashInferSample(importlib.import_module("flashinfer.sampling"), device, seed)
 
@@ -53,11 +50,11 @@ class FlashInferSample:
         seed: seed of the random numbers of all rows; the seeds of requests are not used.
     """
 
-    def __init__(self, kernels: Any, device: torch.device, seed: int) -> None:
+    def __init__(self, kernels: Any, device: str, seed: int) -> None:
         self._kernels = kernels
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+    def __call__(self, logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
         """Sample the next token of each row.
 
         Args:
@@ -69,6 +66,7 @@ class FlashInferSample:
         """
         if not rows:
             return []
+        assert isinstance(logits, Tensor)
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
         greedy = [i for i, row in enumerate(rows) if row.params.greedy]
         tokens = [-1] * len(rows)
@@ -84,7 +82,7 @@ class FlashInferSample:
         ]
 
     def _draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
-        probs = reference.probabilities(logits, rows).float().contiguous()  # before the filters
+        probs = _probabilities(logits, rows).float().contiguous()
         V, params, k = logits.shape[-1], [row.params for row in rows], self._kernels
 
         def each(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -101,3 +99,16 @@ class FlashInferSample:
             )
         tokens: list[int] = drawn.tolist()
         return tokens
+
+
+def _probabilities(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    """Return each row's probabilities at its temperature, before top-k, top-p and min-p: (B, V) float64."""
+    adjusted = logits.double()
+    if changed := [i for i, row in enumerate(rows) if reference.changes_logits(row)]:
+        on_host = reference.adjust(logits[changed], [rows[i] for i in changed])
+        adjusted[changed] = torch.from_numpy(on_host).to(logits.device)
+    largest = adjusted.amax(-1, keepdim=True)
+    if not bool(largest.isfinite().all()):
+        raise NanoinferError(reference.not_finite())
+    temperatures = torch.tensor([row.params.temperature for row in rows], dtype=torch.float64, device=logits.device)
+    return ((adjusted - largest) / temperatures[:, None]).softmax(-1)

@@ -13,8 +13,9 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import numpy as np
 
+from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
@@ -30,7 +31,7 @@ def available() -> bool:
     return _native is not None
 
 
-def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
     """Sample the next token of each row, as `sampler.sample` does.
 
     Args:
@@ -42,9 +43,11 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     """
     if not rows:
         return []
-    readable = logits if logits.stride(-1) == 1 else logits.contiguous()
+    logits = to_numpy(logits)
+    if logits.strides[-1] != logits.itemsize:
+        logits = np.ascontiguousarray(logits)
     options = [None if reference.is_plain(row) else _options(row, logits.shape[-1]) for row in rows]
-    tokens: list[int] = _native.sample_rows(logits=readable.detach().numpy(), rows=options)
+    tokens: list[int] = _native.sample_rows(logits=logits, rows=options)
     if min(tokens) < 0:  # the largest logit of a row is not finite
         return reference.sample(logits, rows)  # raises the error
     return [

@@ -10,22 +10,25 @@ give the same token, independent of the other sequences in the batch and of the 
 the same tokens without a sort.
 
 Cost: rows that need only the largest logit share one pass over the logits. The others need float64 arithmetic over the
-vocabulary, and a sort if top_p is used.
+vocabulary, and a sort if top_p is used. Arithmetic is NumPy's; logits on another device are copied to the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import filters
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling_params import SamplingParams
+
+Floats = NDArray[np.float64]
 
 
 class SamplerRow(Protocol):
@@ -77,15 +80,15 @@ class Sampled:
     then the most likely ones in order. None if not requested."""
 
 
-Sampler = Callable[[Tensor, Sequence[SamplerRow]], list[Sampled]]
+Sampler = Callable[[Array, Sequence[SamplerRow]], list[Sampled]]
 """Samples the next token of each row, as `sample` does."""
 
 
-def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
     """Sample the next token of each row.
 
     Args:
-        logits: (B, V) float32, any device; not changed.
+        logits: (B, V) float32, on any device; not changed.
         rows: B rows.
 
     Raises:
@@ -93,6 +96,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
     """
     if not rows:
         return []
+    logits = to_numpy(logits)
     tokens = [-1] * len(rows)
     plain = [i for i, row in enumerate(rows) if is_plain(row)]
     other = [i for i, row in enumerate(rows) if not is_plain(row)]
@@ -109,10 +113,11 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
 
 def is_plain(row: SamplerRow) -> bool:
     """Return whether the row takes the largest raw logit: it is greedy, and no parameter changes the logits."""
-    return row.params.greedy and not _changes_logits(row)
+    return row.params.greedy and not changes_logits(row)
 
 
-def _changes_logits(row: SamplerRow) -> bool:
+def changes_logits(row: SamplerRow) -> bool:
+    """Return whether penalties, bias or min_tokens change the row's logits."""
     p = row.params
     return bool(
         p.repetition_penalty != 1
@@ -128,16 +133,18 @@ def excludes_end_tokens(row: SamplerRow) -> bool:
     return bool(row.params.min_tokens > row.num_output_tokens and row.end_token_ids)
 
 
-def _argmax(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
+def _argmax(logits: NDArray[Any], rows: Sequence[SamplerRow]) -> list[int]:
     """Return the first largest logit of each row."""
-    largest, tokens = logits.max(-1)
-    _require_finite(largest)
-    return tokens.tolist()
+    best = logits.argmax(-1)  # the first NaN, if there is one
+    _require_finite(np.take_along_axis(logits, best[:, None], -1))
+    tokens: list[int] = best.tolist()
+    return tokens
 
 
-def _require_finite(largest: Tensor) -> None:
-    if not bool(largest.isfinite().all()):
-        raise NanoinferError(not_finite(largest[~largest.isfinite()][0].item()))
+def _require_finite(largest: NDArray[Any]) -> None:
+    finite = np.isfinite(largest)
+    if not finite.all():
+        raise NanoinferError(not_finite(largest[~finite][0]))
 
 
 def not_finite(value: object = "not finite") -> str:
@@ -148,127 +155,128 @@ def not_finite(value: object = "not finite") -> str:
     )
 
 
-def _choose(logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
+def _choose(logits: NDArray[Any], rows: Sequence[SamplerRow]) -> list[int]:
     """Return one token of each row, sampled from its filtered distribution."""
     return draw_from(filtered_weights(logits, rows), rows)
 
 
-def draw_from(weights: Tensor, rows: Sequence[SamplerRow], purpose: int = 0) -> list[int]:
+def draw_from(weights: Floats, rows: Sequence[SamplerRow], purpose: int = 0) -> list[int]:
     """Return one token of each row, sampled in proportion to its weights.
 
     Args:
-        weights: (B, V) float64, from `filtered_weights`.
+        weights: (B, V), from `filtered_weights`.
         rows: B rows, which determine the random numbers.
         purpose: 0, or an offset for another random number of the same token (rng.py).
     """
-    uniforms = [uniform(seed=r.seed, sample=r.sample_index + purpose, position=r.num_output_tokens) for r in rows]
-    u = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)
-    tokens: list[int] = inverse_transform(weights, u[:, None]).tolist()
+    u = [uniform(seed=r.seed, sample=r.sample_index + purpose, position=r.num_output_tokens) for r in rows]
+    tokens: list[int] = inverse_transform(weights, _column(u)).tolist()
     return tokens
 
 
-def filtered_weights(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Return weights, (B, V) float64, that are proportional to each row's filtered probabilities.
+def filtered_weights(logits: Array, rows: Sequence[SamplerRow]) -> Floats:
+    """Return weights, (B, V), that are proportional to each row's filtered probabilities.
 
     A greedy row has weight 1 at the first largest logit and 0 elsewhere.
 
     Args:
-        logits: (B, V) float32, any device; not changed.
+        logits: (B, V) float32, on any device; not changed.
         rows: B rows.
     """
-    logits = _scaled(logits, rows)
-    V, params, device = logits.shape[-1], [row.params for row in rows], logits.device
+    params = [row.params for row in rows]
+    adjusted = adjust(logits, rows)
+    V, largest = adjusted.shape[-1], adjusted.max(-1, keepdims=True)
+    _require_finite(largest)
+    with np.errstate(over="ignore"):  # to -inf, by a tiny temperature
+        # Subtract the largest first, so that tiny temperatures give finite values.
+        scaled = (adjusted - largest) / _column([p.temperature or 1.0 for p in params])
     if any(p.top_k for p in params):
-        logits = filters.top_k(logits, torch.tensor([min(p.top_k, V) for p in params], device=device))
+        scaled = filters.top_k(scaled, np.array([min(p.top_k, V) for p in params]))
     if any(p.top_p < 1 for p in params):
-        logits = filters.top_p(logits, _column([p.top_p for p in params], device))
+        scaled = filters.top_p(scaled, _column([p.top_p for p in params]))
     if any(p.min_p for p in params):
-        logits = filters.min_p(logits, _column([p.min_p for p in params], device))
-    weights = logits.exp()
+        scaled = filters.min_p(scaled, _column([p.min_p for p in params]))
+    weights: Floats = np.exp(scaled)
     for i, p in enumerate(params):
         if p.greedy:
-            best = logits[i].argmax()
             weights[i] = 0.0
-            weights[i, best] = 1.0
+            weights[i, scaled[i].argmax()] = 1.0
     return weights
 
 
-def probabilities(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Return each row's probabilities at its temperature, before top-k, top-p and min-p: (B, V) float64."""
-    return _scaled(logits, rows).softmax(-1)
-
-
-def _scaled(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Return (B, V) float64: adjusted logits minus the row's largest, divided by the temperature."""
-    logits = _adjust(logits.double(), rows)
-    largest = logits.amax(-1, keepdim=True)
-    _require_finite(largest)
-    # Subtract the largest first, so that tiny temperatures give finite values.
-    return (logits - largest) / _column([row.params.temperature or 1.0 for row in rows], logits.device)
-
-
-def _column(values: list[float], device: torch.device) -> Tensor:
-    """Return one setting for each row as a float64 column: [0.5, 1.0] -> [[0.5], [1.0]]."""
-    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
-
-
-def inverse_transform(weights: Tensor, u: Tensor) -> Tensor:
-    """Return the first index of each row with a weight > 0 whose running sum exceeds u times the row's sum.
+def inverse_transform(weights: Floats, u: Floats) -> NDArray[np.int64]:
+    """Return the first index of each row whose running sum of weights exceeds u times the row's sum.
 
     Args:
-        weights: (B, V) float64, >= 0, not all 0.
-        u: (B, 1) float64 in [0, 1).
+        weights: (B, V), >= 0, not all 0. An index of weight 0 is never returned: the running sum does not grow there.
+        u: (B, 1) in [0, 1).
 
     Returns:
-        (B,) int64. An index of weight 0 is never returned, even if a device sums in parallel and its running sum is
-        not monotonic in the last bits.
+        (B,).
     """
-    running = weights.cumsum(-1)
-    return ((running > u * running[:, -1:]) & (weights > 0)).byte().argmax(-1)
+    running = weights.cumsum(-1)  # in order, unlike `sum`
+    first: NDArray[np.int64] = (running > u * running[:, -1:]).argmax(-1)
+    return first
 
 
-def _adjust(logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
-    """Return the logits after penalties, bias and min_tokens. The tensor may be changed in place."""
-    V, device = logits.shape[-1], logits.device
-    params = [row.params for row in rows]
+def adjust(logits: Array, rows: Sequence[SamplerRow]) -> Floats:
+    """Return the logits, (B, V), after penalties, bias and min_tokens, as new memory."""
+    adjusted: Floats = to_numpy(logits).astype(np.float64)
+    V, params = adjusted.shape[-1], [row.params for row in rows]
     if any(p.repetition_penalty != 1 for p in params):
-        seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
+        seen = np.zeros(adjusted.shape, np.bool_)
         for i, row in enumerate(rows):
             if row.params.repetition_penalty != 1:
-                seen[i, _ids({*row.prompt_token_ids, *row.output_token_ids}, V, device)] = True
-        logits = filters.repetition_penalty(logits, seen, _column([p.repetition_penalty for p in params], device))
+                seen[i, _ids({*row.prompt_token_ids, *row.output_token_ids}, V)] = True
+        adjusted = filters.repetition_penalty(adjusted, seen, _column([p.repetition_penalty for p in params]))
     if any(p.presence_penalty or p.frequency_penalty for p in params):
-        counts = torch.zeros_like(logits)
+        counts = np.zeros_like(adjusted)
         for i, row in enumerate(rows):
-            counts[i] = torch.bincount(_ids(row.output_token_ids, V, device), minlength=V)
-        logits = filters.presence_frequency_penalty(
-            logits,
+            counts[i] = np.bincount(_ids(row.output_token_ids, V), minlength=V)
+        adjusted = filters.presence_frequency_penalty(
+            adjusted,
             counts,
-            _column([p.presence_penalty for p in params], device),
-            _column([p.frequency_penalty for p in params], device),
+            _column([p.presence_penalty for p in params]),
+            _column([p.frequency_penalty for p in params]),
         )
     for i, row in enumerate(rows):
         if bias := row.params.logit_bias:
-            ids = torch.tensor(list(bias), device=device)
-            logits[i, ids] += torch.tensor(list(bias.values()), dtype=torch.float64, device=device)
+            adjusted[i, list(bias)] += list(bias.values())
         if excludes_end_tokens(row):
-            logits[i, list(row.end_token_ids)] = filters.EXCLUDED
-    return logits
+            adjusted[i, list(row.end_token_ids)] = filters.EXCLUDED
+    return adjusted
 
 
-def _ids(token_ids: Sequence[int] | set[int], V: int, device: torch.device) -> Tensor:
-    """Return token ids below V as a tensor. A prompt may contain larger ids, which are never sampled."""
-    return torch.tensor([t for t in token_ids if t < V], dtype=torch.int64, device=device)
+def _column(values: list[float]) -> Floats:
+    """Return one setting for each row as a column: [0.5, 1.0] -> [[0.5], [1.0]]."""
+    return np.array(values, np.float64)[:, None]
 
 
-def find_logprobs(logits: Tensor, token: int, count: int | None) -> dict[int, tuple[float, int]] | None:
+def _ids(token_ids: Sequence[int] | set[int], V: int) -> NDArray[np.int64]:
+    """Return token ids below V as an array. A prompt may contain larger ids, which are never sampled."""
+    return np.array([t for t in token_ids if t < V], np.int64)
+
+
+def find_logprobs(logits: Array, token: int, count: int | None) -> dict[int, tuple[float, int]] | None:
     """Return log-probability and rank of the sampled token and the `count` most likely, from raw logits (V,)."""
     if count is None:
         return None
-    logprobs = logits.double().log_softmax(-1)
-    best = logprobs.topk(min(count, len(logprobs)))
+    logprobs = to_numpy(logits).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # an infinite logit gives NaN
+        logprobs -= logprobs.max()
+        logprobs -= np.log(np.exp(logprobs).sum())
     found = {token: (logprobs[token].item(), int((logprobs > logprobs[token]).sum()) + 1)}
     ranks: dict[float, int] = {}  # equal values share the rank of the first
-    for place, (i, value) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), start=1):
+    for place, i in enumerate(_largest(logprobs, count), start=1):
+        value = logprobs[i].item()
         found.setdefault(i, (value, ranks.setdefault(value, place)))
     return found
+
+
+def _largest(values: Floats, count: int) -> list[int]:
+    """Return the indices of the `count` largest values, in descending order; of equal values, the first."""
+    if count == 0:
+        return []
+    least = np.partition(values, -count)[-count] if count < len(values) else -np.inf
+    (indices,) = np.nonzero(values >= least)
+    order: list[int] = indices[np.argsort(-values[indices], kind="stable")][:count].tolist()
+    return order

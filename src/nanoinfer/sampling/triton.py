@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.arrays import Array
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
@@ -57,13 +58,13 @@ class TritonSampler:
         NanoinferError: triton is not installed.
     """
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: str | torch.device) -> None:
         if why_not := why_unavailable():
             raise NanoinferError(f"the fused sampler cannot run: {why_not}; or use sampler=reference")
         from nanoinfer.kernels.triton import sampler as kernels
 
         self._kernels = kernels
-        self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, device
+        self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
         block, group = kernels.BLOCK.value, kernels.GROUP.value
         self._num_parts = -(-vocab_size // block)
         self._parts = max(2, 1 << (self._num_parts - 1).bit_length())  # allocated: a power of two, for the kernels
@@ -264,7 +265,7 @@ class Sample:
     def __init__(self) -> None:
         self._fused: TritonSampler | None = None
 
-    def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled]:
+    def __call__(self, logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
         """Sample the next token of each row.
 
         Args:
@@ -276,6 +277,7 @@ class Sample:
         """
         if not rows:
             return []
+        assert isinstance(logits, Tensor)
         B, V = logits.shape
         fused = self._fused_for(B, V, logits.device)
         by_reference = [i for i, row in enumerate(rows) if fused._why_not_drawn(row)]

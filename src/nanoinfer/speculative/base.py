@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.arrays import Array
 from nanoinfer.sampling.sampler import SamplerRow
 from nanoinfer.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Proposal:
 
     token_ids: list[int]
     """At most `num_tokens` tokens; empty if the drafter has no proposal."""
-    weights: Tensor | None = None
-    """(len(token_ids), V) float64: unnormalized distribution that each token was sampled from. None: the tokens were
+    weights: NDArray[np.float64] | None = None
+    """(len(token_ids), V): unnormalized distribution that each token was sampled from. None: the tokens were
     not sampled, or the distributions were not requested."""
 
 
@@ -79,13 +80,13 @@ class Drafter(Protocol):
 class UsesHidden(Protocol):
     """Protocol of drafters that use the target's hidden states."""
 
-    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
+    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Array) -> None:
         """Receive the hidden states of a step of the target, whether or not the step verified proposals.
 
         Args:
             rows: the sequences that sampled a token, including those without proposals.
             hidden: (len(rows), n_embd) float32: the final hidden state from which each sequence's newest token was
-                sampled. The drafter may keep the tensor.
+                sampled. The drafter may keep the array.
         """
         ...
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, SpeculationConfig
@@ -113,23 +114,23 @@ class DraftFactory:
         return self._build(name, limits) if folder is None else self._build_head(name, folder, limits)
 
     def _build_head(self, name: str, folder: Path, limits: EngineLimits) -> Drafter:
-        import torch
-
-        from nanoinfer.models import draft_head
+        from nanoinfer.models import draft_head, numpy_ops
         from nanoinfer.speculative.head_drafter import HeadDrafter
 
         target, head = self._target, draft_head.load(folder)
         ours = None if target.tokenizer is None else tokenizers.fingerprint(target.tokenizer)
         draft_head.check(head.config, target.source, target.config, ours)
-        dtype = torch.float32 if target.device == "cpu" else getattr(torch, target.dtype)
         weights = load_model(target.source, dtype=target.dtype, seed=target.seed).take()
-        embeddings = draft_head.target_embeddings(head.config, weights, target.source).to(
-            torch.device(target.device), dtype
-        )
-        head = head.to(torch.device(target.device), dtype)
+        embeddings = draft_head.target_embeddings(head.config, weights, target.source)
+        ops: ModuleType = numpy_ops
+        if target.device != "cpu":
+            from nanoinfer.models import torch_ops as ops
+
+            place = ops.placement(target.device, target.dtype)
+            head, embeddings = head.map(place), embeddings.map(place)
         log.info("draft: head %s", name)
-        sampler = choose_sampler(target.device)
-        return HeadDrafter(name, head, embeddings, sampler, target.vocab_size, max_num_seqs=limits.max_num_seqs)
+        sampler, room = choose_sampler(target.device), limits.max_num_seqs
+        return HeadDrafter(name, head, embeddings, sampler, target.vocab_size, ops=ops, max_num_seqs=room)
 
     def _build(self, name: str, limits: EngineLimits) -> DraftModel:
         target = self._target

@@ -17,16 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from nanoinfer.arrays import Array
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.sampling.sampler import Sampler, SamplerRow
 from nanoinfer.speculative.base import DraftRequest, Proposal
 from nanoinfer.speculative.proposal_builder import ProposalBuilder, draw_next
 from nanoinfer.speculative.step_costs import StepTimes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MAX_NUM_BATCHED_TOKENS = 2048  # in one step of the draft
 
@@ -92,7 +89,7 @@ class DraftModel:
             self._draw(active, self._extend([(d.held, d.token_ids[-1:]) for d in active]))
         return [d.finish() if d is not None else Proposal([]) for d in drafts]
 
-    def _draw(self, drafts: Sequence[_Draft], logits: Tensor) -> None:
+    def _draw(self, drafts: Sequence[_Draft], logits: Array) -> None:
         draw_next(drafts, logits, self._sampler)
 
     def _fits(self, request: DraftRequest) -> bool:
@@ -116,7 +113,7 @@ class DraftModel:
             del held.token_ids[keep:]
         return request.token_ids[request.start + keep :]
 
-    def _extend(self, new: Sequence[tuple[_Held, list[int]]]) -> Tensor:
+    def _extend(self, new: Sequence[tuple[_Held, list[int]]]) -> Array:
         batch = StepBatch()
         for held, token_ids in new:
             # A prompt may have ids outside the tokenizer. The draft's padded vocabulary can be smaller: replace them.
@@ -124,7 +121,8 @@ class DraftModel:
         logits = self.engine.extend(batch)
         for held, token_ids in new:
             held.token_ids += token_ids
-        return logits[:, : self._vocab_size]
+        rows: Array = logits[:, : self._vocab_size]
+        return rows
 
     def num_behind(self, request: DraftRequest) -> int:
         """Return how many tokens of the window are not in the draft's cache."""

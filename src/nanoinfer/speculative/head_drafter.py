@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+import numpy as np
 
-from nanoinfer.models.draft_head import RecurrentHead, TargetEmbeddings
+from nanoinfer.arrays import Array
+from nanoinfer.models import numpy_ops
+from nanoinfer.models.draft_head import DraftHead, TargetEmbeddings, next_state
 from nanoinfer.sampling.sampler import Sampler, SamplerRow
 from nanoinfer.speculative.base import DraftRequest, Proposal
 from nanoinfer.speculative.proposal_builder import ProposalBuilder, draw_next
@@ -31,10 +33,11 @@ class HeadDrafter:
 
     Args:
         name: name of the head, for messages.
-        head: on the target's device.
-        embeddings: of the target, on the same device and in the same dtype as the head.
+        head: NumPy arrays in float32, or tensors on the target's device.
+        embeddings: of the target; the same kind of array in the same dtype.
         sampler: samples the proposals.
         vocab_size: number of tokens that may be sampled, as for the target.
+        ops: operations on this kind of array: models/numpy_ops.py or models/torch_ops.py.
         max_num_seqs: maximum number of requests per call.
         clock: seconds; measures the head's steps.
     """
@@ -42,28 +45,27 @@ class HeadDrafter:
     def __init__(
         self,
         name: str,
-        head: RecurrentHead,
+        head: DraftHead,
         embeddings: TargetEmbeddings,
         sampler: Sampler,
         vocab_size: int,
         *,
+        ops: ModuleType = numpy_ops,
         max_num_seqs: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
-        self._head, self._scale = head, embeddings.scale
+        self._head, self._scale, self._ops = head, embeddings.scale, ops
         self._wte, self._lm_head = embeddings.wte, embeddings.lm_head[:vocab_size]
         self._sampler = sampler
-        self._hidden: dict[SamplerRow, Tensor] = {}
+        self._hidden: dict[SamplerRow, Array] = {}
         self._times = self._measure(max_num_seqs, clock)
 
-    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Tensor) -> None:
+    def update_hidden(self, rows: Sequence[SamplerRow], hidden: Array) -> None:
         """Store the hidden states, (len(rows), n_embd), from which the newest tokens were sampled."""
-        C = self._head.config.n_embd
-        hidden = hidden[:, :C].to(self._wte.dtype) * self._scale
-        self._hidden.update(zip(rows, hidden.unbind(), strict=True))
+        states = self._ops.like(hidden[:, : self._head.config.n_embd], self._wte) * self._scale
+        self._hidden.update(zip(rows, states, strict=True))
 
-    @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Return the head's proposals; all requests run as one batch.
 
@@ -73,7 +75,7 @@ class HeadDrafter:
         known = [s for s in builders if s.request.row in self._hidden]
         active = sorted(known, key=lambda s: -s.request.num_tokens)  # finished proposals are then at the end
         if active:
-            state = torch.stack([self._hidden[s.request.row] for s in active])  # (B, C)
+            state = self._ops.stack([self._hidden[s.request.row] for s in active])  # (B, C)
         while active:
             newest = [s.token_ids[-1] if s.token_ids else s.request.token_ids[-1] for s in active]
             state, logits = self._step(state[: len(active)], newest)
@@ -81,11 +83,12 @@ class HeadDrafter:
             active = [s for s in active if len(s.token_ids) < s.request.num_tokens]
         return [s.finish() for s in builders]
 
-    def _step(self, state: Tensor, token_ids: list[int]) -> tuple[Tensor, Tensor]:
+    def _step(self, state: Array, token_ids: list[int]) -> tuple[Any, Any]:
         """Return the next state, (B, C), and the logits after `token_ids`, (B, V) float32."""
-        state = self._head(state, self._wte[torch.tensor(token_ids, device=state.device)])
         # An overflow in the head must not end the sequence: the sampler raises an error on logits that are not finite.
-        return state, F.linear(state, self._lm_head).float().nan_to_num()
+        with np.errstate(over="ignore", invalid="ignore"):
+            state = next_state(self._ops, self._head.parameters, state, self._wte[token_ids])
+            return state, self._ops.finite(self._ops.linear(state, self._lm_head))
 
     def num_behind(self, request: DraftRequest) -> int:
         """Return 0: the head has no prefill."""
@@ -103,16 +106,15 @@ class HeadDrafter:
         """Drop all hidden states."""
         self._hidden.clear()
 
-    @torch.inference_mode()
     def _measure(self, max_num_seqs: int, clock: Callable[[], float]) -> StepTimes:
         """Return the seconds of a step, including an argmax, by number of sequences: the best of four runs."""
         measured = {}
         for n in (n for n in SIZES if n == 1 or n <= max_num_seqs):
-            state = self._wte[:1].expand(n, -1)
+            state = self._wte[[0] * n]
             sec = []
             for _ in range(5):  # the first run is a warm-up
                 start = clock()
-                self._step(state, [0] * n)[1].argmax(-1).tolist()  # synchronizes with the device
+                self._step(state, [0] * n)[1].argmax(-1).tolist()  # waits for the device
                 sec.append(clock() - start)
             measured[n] = min(sec[1:])
         return StepTimes(measured)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.arrays import Array
 from nanoinfer.sampling.sampler import Sampler, draw_from, filtered_weights
 from nanoinfer.speculative.base import DraftRequest, LookaheadRow, Proposal
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass
@@ -22,16 +22,14 @@ class ProposalBuilder:
 
     request: DraftRequest
     token_ids: list[int] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
+    weights: list[NDArray[np.float64]] = field(default_factory=list)
 
     def finish(self) -> Proposal:
         """Return the proposal with the tokens sampled so far."""
-        import torch
-
-        return Proposal(self.token_ids, torch.stack(self.weights) if self.weights else None)
+        return Proposal(self.token_ids, np.stack(self.weights) if self.weights else None)
 
 
-def draw_next(builders: Sequence[ProposalBuilder], logits: Tensor, sampler: Sampler) -> None:
+def draw_next(builders: Sequence[ProposalBuilder], logits: Array, sampler: Sampler) -> None:
     """Sample one more token for each proposal.
 
     Args:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
+from nanoinfer.arrays import Array
 from nanoinfer.scheduling.scheduler import ScheduledSequence, drawing
 from nanoinfer.speculative.adaptive_k import AcceptanceStats, AdaptiveK, DraftBudget, StepOutcome
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, UsesHidden
 
 if TYPE_CHECKING:
-    from nanoinfer.arrays import Array
     from nanoinfer.scheduling import sequence as scheduling
     from nanoinfer.speculative.step_costs import StepCosts
 

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 from nanoinfer.engines.base import Engine, StepBatch
 
@@ -178,11 +178,11 @@ def measure_steps(
     return StepTimes({n: statistics.median(sec) for n, sec in runs.items()})
 
 
-def _wait(logits: object) -> bool:
+def _wait(logits: Any) -> bool:
     """Wait until a GPU has computed the logits; return whether they are on a GPU."""
     if not getattr(logits, "is_cuda", False):
         return False
     import torch
 
-    torch.cuda.synchronize(cast(torch.Tensor, logits).device)
+    torch.cuda.synchronize(logits.device)
     return True

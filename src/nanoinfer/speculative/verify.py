@@ -33,20 +33,20 @@ At temperature 0 both rules are the same, because p and q have a single token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.arrays import Array
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import Sampled, Sampler, SamplerRow, draw_from, filtered_weights, find_logprobs
 from nanoinfer.speculative.base import LookaheadRow, Proposal
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Group = tuple[SamplerRow, Proposal | None]
 """A sequence to sample and its proposal, if any. It has 1 + len(proposal) rows of logits."""
 
 
-def draw(sampler: Sampler, logits: Tensor, groups: Sequence[Group], *, rule: str = "reproduce") -> list[list[Sampled]]:
+def draw(sampler: Sampler, logits: Array, groups: Sequence[Group], *, rule: str = "reproduce") -> list[list[Sampled]]:
     """Return the next tokens of each sequence: the accepted proposals and one more token.
 
     Args:
@@ -84,7 +84,7 @@ def _reproduced(sampled: list[Sampled], drafts: list[int]) -> list[Sampled]:
     return sampled
 
 
-def _by_rejection(logits: Tensor, rows: Sequence[SamplerRow], proposal: Proposal) -> list[Sampled]:
+def _by_rejection(logits: Array, rows: Sequence[SamplerRow], proposal: Proposal) -> list[Sampled]:
     """Return one sequence's tokens by the rule `reject` (see the module's docstring).
 
     Args:
@@ -92,19 +92,19 @@ def _by_rejection(logits: Tensor, rows: Sequence[SamplerRow], proposal: Proposal
         rows: the sequence at each of the k + 1 positions.
         proposal: of k tokens.
     """
-    import torch
-
     p = _normalised(filtered_weights(logits, rows))  # (k + 1, V)
-    drafts = torch.tensor(proposal.token_ids, device=p.device)
-    q = torch.nn.functional.one_hot(drafts, p.shape[-1]).double() if proposal.weights is None else proposal.weights
-    q = _normalised(q)  # (k, V)
+    if proposal.weights is None:
+        q = np.zeros((len(proposal.token_ids), p.shape[-1]))  # (k, V)
+        q[np.arange(len(q)), proposal.token_ids] = 1.0
+    else:
+        q = _normalised(proposal.weights)
     kept: list[Sampled] = []
     for i, token in enumerate(proposal.token_ids):
         row = rows[i]
         u: float = uniform(seed=row.seed, sample=row.sample_index + ACCEPT, position=row.num_output_tokens)
-        if u * float(q[i, token]) >= float(p[i, token]):
-            rest = (p[i] - q[i]).clamp(min=0.0)
-            if float(rest.sum()) <= 0.0:  # p and q differ only by rounding: sample from p
+        if u * q[i, token] >= p[i, token]:
+            rest = np.maximum(p[i] - q[i], 0.0)
+            if rest.sum() <= 0.0:  # p and q differ only by rounding: sample from p
                 rest = p[i]
             (token,) = draw_from(rest[None], rows[i : i + 1], REPLACE)
         kept.append(_sampled(token, logits[i], rows[i]))
@@ -115,9 +115,9 @@ def _by_rejection(logits: Tensor, rows: Sequence[SamplerRow], proposal: Proposal
     return kept
 
 
-def _normalised(weights: Tensor) -> Tensor:
-    return weights / weights.sum(-1, keepdim=True)
+def _normalised(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    return weights / weights.sum(-1, keepdims=True)  # type: ignore[no-any-return]
 
 
-def _sampled(token: int, logits: Tensor, row: SamplerRow) -> Sampled:
+def _sampled(token: int, logits: Array, row: SamplerRow) -> Sampled:
     return Sampled(token, find_logprobs(logits, token, row.params.logprobs))

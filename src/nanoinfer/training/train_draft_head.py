@@ -17,16 +17,50 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from nanoinfer.arrays import to_numpy
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models import draft_head, tokenizers
-from nanoinfer.models.draft_head import DraftHeadConfig, RecurrentHead
+from nanoinfer.models import draft_head, tokenizers, torch_ops
+from nanoinfer.models.draft_head import DraftHead, DraftHeadConfig
+from nanoinfer.models.gpt import init_weight
 from nanoinfer.training import data, distill, state
 from nanoinfer.training.loop import TrainRun, check_writable, make_optimizer
 from nanoinfer.training.train_config import TrainConfig
 
 STEPS = 4  # tokens that the head predicts from one hidden state in training
+
+
+class RecurrentHead(nn.Module):
+    """A head whose parameters can be trained. They are uninitialized: call `init_weights`, or use `of`."""
+
+    def __init__(self, config: DraftHeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        C = config.n_embd
+        self.ln_s, self.ln_e = nn.LayerNorm(C), nn.LayerNorm(C)
+        self.c_fc, self.c_proj = nn.Linear(2 * C, config.n_hidden), nn.Linear(config.n_hidden, C)
+
+    @classmethod
+    def of(cls, head: DraftHead) -> RecurrentHead:
+        """Return a module with a head's parameters, which are copied."""
+        module = cls(head.config)
+        module.load_state_dict({n: torch.from_numpy(to_numpy(array)) for n, array in head.parameters.items()})
+        return module
+
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Initialize as GPT-2 does: normal(0, 0.02), scaled by 2**-0.5 for the projection added to the state."""
+        for name, p in self.named_parameters():
+            init_weight(name, p, 1, generator)
+
+    def forward(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """Return the next state, (..., C); see `draft_head.next_state`."""
+        after: Tensor = draft_head.next_state(torch_ops, dict(self.named_parameters()), state, embedded)
+        return after
+
+    def to_head(self) -> DraftHead:
+        """Return the head with the current parameters in float32, on the CPU."""
+        return DraftHead(self.config, {name: to_numpy(p.float()) for name, p in self.named_parameters()})
 
 
 @dataclass
@@ -60,11 +94,11 @@ class HeadRun(TrainRun):
     def write(self) -> None:
         """Write the current head to `out`."""
         assert isinstance(self.model, RecurrentHead)
-        draft_head.save(self.model, Path(self.config.out), getattr(torch, self.config.save_dtype))
+        draft_head.save(self.model.to_head(), Path(self.config.out), self.config.save_dtype)
 
     def read(self) -> torch.nn.Module:
         """Load the head in `out`."""
-        return draft_head.load(Path(self.config.out))
+        return RecurrentHead.of(draft_head.load(Path(self.config.out)))
 
     def files(self) -> dict[str, str]:
         """Return an empty dict: a head is stored without a tokenizer."""
