@@ -7,23 +7,28 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
 
+from nanoinfer.bench import machine
 from nanoinfer.bench import results as files
 from nanoinfer.bench.backends import PEERS
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
+from nanoinfer.bench.harness import Harness, Show
 from nanoinfer.bench.model_folders import ModelFolders
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.suites import SUITES, Options
 from nanoinfer.checks import require_choice, require_float, require_int
 from nanoinfer.config import ModelConfig
+from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import write_atomically
+from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.shapes import find_shape
 
@@ -138,9 +143,7 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
 
 def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str], None]) -> bool:
     """Measure each suite and append its results to `done`; return whether the user interrupted."""
-    from nanoinfer.bench import machine
     from nanoinfer.bench.table import headline
-    from nanoinfer.engines.devices import resolve_device
     from nanoinfer.roofline.measure import measure
 
     started = time.monotonic()
@@ -235,9 +238,6 @@ def _measure_suite(
     started: float,
 ) -> None:
     """Run the cases that are not known yet, keeping the results file up to date."""
-    from nanoinfer.bench.harness import Harness
-    from nanoinfer.bench.progress import progress_bar
-
     order = {case: i for i, case in enumerate(cases)}
     results.rows = [known[c] for c in cases if c in known]
     for row in results.rows:  # their shares are of this run's ceiling now
@@ -261,8 +261,25 @@ def _measure_suite(
                 break
             options = replace(options, budget_sec=left)
         same = list(some)
-        with progress_bar(results.suite) as show:
+        with _progress_bar(results.suite) as show:
             Harness(folders.folder(same), find_shape(model), ceiling, options, show).run(same, keep)
+
+
+@contextmanager
+def _progress_bar(suite: str) -> Iterator[Show]:
+    """Yield the function that shows the harness's progress: a bar on a terminal, a line per case elsewhere."""
+    live, last = sys.stderr.isatty(), -1
+
+    def show(what: str, done: int, total: int, seconds_left: float | None) -> None:
+        nonlocal last
+        bar.update(done, total, what, seconds_left)
+        if not live and done != last:
+            left = "" if seconds_left is None else f"{seconds_left / 60:.1f} min left, "
+            bar.print(f"{suite} {done}/{total}: {left}{what}")
+            last = done
+
+    with ProgressBar(suite) as bar:
+        yield show
 
 
 def _check_writable(folder: Path, name: str | None = None) -> None:

@@ -41,9 +41,6 @@ _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
 )  # fmt: skip
 _TYPES = {"float32": "F32", "bfloat16": "BF16"}
-_QUANTIZER = {  # llama.cpp's name -> its constant
-    "BF16": "LLAMA_FTYPE_MOSTLY_BF16", "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"
-}  # fmt: skip
 QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale
 _FILE = "model.gguf"
 _GGUF_NAMES = {
@@ -274,7 +271,7 @@ def _quantize(source: Path, path: Path, kind: str) -> None:
     llama_cpp = require_module("llama_cpp")
     _silence()
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, _QUANTIZER[kind])
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     params.nthread = num_cpus()
     if code := llama_cpp.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(params)):
         raise NanoinferError(f"{source} cannot be quantized to {kind}: llama.cpp's quantizer returned {code}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE
-from nanoinfer.bench.formatting import clean, digits, number, positive
+from nanoinfer.bench.formatting import digits, number, positive
 from nanoinfer.bench.report.marks import (
     Figure,
     Record,
@@ -93,10 +93,7 @@ def _ceilings(panel: Panel) -> list[Record]:
         if row.case.backend not in NAIVE and (limit := ceiling(row)) is not None:
             key = row.case.format, getattr(row.case, panel.axis)
             found[key] = max(limit, found.get(key, 0.0))
-    return [
-        {"format": clean(fmt), "x": x, "y": y, "value": f"{clean(fmt)}: {digits(y)} tokens/s"}
-        for (fmt, x), y in found.items()
-    ]
+    return [{"format": fmt, "x": x, "y": y, "value": f"{fmt}: {digits(y)} tokens/s"} for (fmt, x), y in found.items()]
 
 
 def _ceiling_names(limits: Sequence[Record]) -> list[Record]:
@@ -119,7 +116,7 @@ def _bars(panel: Panel, rows: Sequence[Row]) -> Iterator[Figure]:
         return
     longest = max(y for _, y in shown)
     limits = [(row, ceiling(row)) for row, _ in shown] if measure.ceiling else []
-    inside = [{"backend": clean(row.case.label), "y": y} for row, y in limits if y is not None and y <= 3 * longest]
+    inside = [{"backend": row.case.label, "y": y} for row, y in limits if y is not None and y <= 3 * longest]
     records = [record_of(row, measure, y, x=getattr(row.case, panel.axis)) for row, y in shown]
     bars = bar_chart(records, measure.axis, [color_of(row.case) for row, _ in shown], ceilings=inside)
     yield _figure(measure, panel.rows, rows, panel.axis, bars)
@@ -146,13 +143,13 @@ def _breakdown(rows: Sequence[Row], axis: str) -> Iterator[Figure]:
     timed = [(row, getattr(row.case, axis)) for row in rows if row.breakdown_percent]
     places = [place for _, place in timed]
     ends = [(row, place) for row, place in timed if place in (min(places), max(places))]
-    parts = list(dict.fromkeys(clean(part) for row, _ in ends for part in row.breakdown_percent or {}))
+    parts = list(dict.fromkeys(part for row, _ in ends for part in row.breakdown_percent or {}))
     several = len(set(places)) > 1
     records: list[Record] = [
         {
-            "backend": clean(row.case.label) + (f", {axis.partition('_')[0]} {place}" if several else ""),
-            "part": clean(part), "y": share, "order": parts.index(clean(part)),
-            "value": f"{clean(part)} {digits(share)}%",
+            "backend": row.case.label + (f", {axis.partition('_')[0]} {place}" if several else ""),
+            "part": part, "y": share, "order": parts.index(part),
+            "value": f"{part} {digits(share)}%",
         }
         for row, place in ends
         for part, percent in (row.breakdown_percent or {}).items()
@@ -199,7 +196,7 @@ def _against_k(swept: list[Row], plain: dict[Case, Row]) -> Iterator[Figure]:
     """Yield the decode throughput of one draft against the number of proposals, 0 for plain decoding."""
     bases = [plain[case] for case in dict.fromkeys(row.case.plain for row in swept) if case in plain]
     records = [
-        record_of(row, DECODE, y, x=str(k), backend=clean(row.case.plain.label))
+        record_of(row, DECODE, y, x=str(k), backend=row.case.plain.label)
         for row, k in [*((row, 0) for row in bases), *((row, row.case.speculate_k) for row in swept)]
         if (y := DECODE.value(row)) is not None
     ]
@@ -209,7 +206,7 @@ def _against_k(swept: list[Row], plain: dict[Case, Row]) -> Iterator[Figure]:
     x = {"type": "ordinal", "sort": [*ks, "auto"], "axis": {"title": "proposals at a time (k)", "labelAngle": 0}}
     spec = chart("lines", records, x=x, y=y_axis(DECODE, records), **look(bases))
     spec["layer"][0]["transform"] = [{"filter": "datum.x != 'auto'"}]  # auto is a point beside the line
-    caption = f"Draft {clean(swept[0].case.draft)}; 0 is decoding without a draft. {setting(swept)}."
+    caption = f"Draft {swept[0].case.draft}; 0 is decoding without a draft. {setting(swept)}."
     yield Figure("k", "Decode throughput against k", caption, spec)
 
 
@@ -228,4 +225,4 @@ def _situation(case: Case, other: bool) -> str:
     workload = "random" if case.workload == "uniform" else case.workload
     sampler = "" if case.sampler == "greedy" else f" {case.sampler}"
     where = f"{workload}{sampler}, batch {case.batch}: " if other else ""
-    return clean(f"{where}{case.draft} k={case.speculate_k}{rule}")
+    return f"{where}{case.draft} k={case.speculate_k}{rule}"

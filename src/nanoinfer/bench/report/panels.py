@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from nanoinfer.bench.case import MIXED_HIGH, MIXED_LOW, Case
-from nanoinfer.bench.formatting import clean, digits, number, positive
+from nanoinfer.bench.formatting import digits, number, positive
 from nanoinfer.bench.results import Row
 
 AXES = {  # sizes that a suite may sweep -> title of the axis
@@ -24,13 +24,13 @@ _WORKLOADS = {
     "copy": "repeating passages",
 }
 _FIELDS: dict[str, Callable[[Case], str]] = {  # fields in which cases differ, besides backend and format -> as prose
-    "model": lambda c: clean(c.model),
+    "model": lambda c: c.model,
     "sampler": lambda c: c.sampler,
     "batch": lambda c: f"batch {c.batch:,}",
     "prompt_tokens": lambda c: "" if c.workload == "mixed" else f"{c.prompt_tokens:,}-token prompts",
     "output_tokens": lambda c: "" if c.workload == "mixed" else f"{c.output_tokens:,} tokens out",
     "workload": lambda c: _WORKLOADS[c.workload],
-    "device": lambda c: clean(c.device),
+    "device": lambda c: c.device,
 }
 PROMPT_DOMINATED = 8  # a prompt this many times the output: the time is the prompt's
 
