@@ -37,6 +37,7 @@ from nanoinfer.bench.stats import Figures
 from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, parse_json, read_limited, reason
+from nanoinfer.roofline.ceilings import Ceiling
 
 SCHEMA = "nanoinfer-bench/2"
 SIGNIFICANT_DIGITS = 4
@@ -143,7 +144,7 @@ def to_json(results: Results) -> str:
     head = {"schema": SCHEMA} | {f.name: getattr(results, f.name) for f in dataclasses.fields(results)[:-1]}
     lines = []
     for row in results.rows:
-        derived = _costs(row, results.ceiling) if row.figures is not None else {}
+        derived = _costs(row, results.ceiling)
         kept = {name: own for name, own in _compact(row).items() if name not in derived or own != derived[name]}
         lines.append(json.dumps(kept, separators=(",", ":")))
     rows = ",\n".join(lines)
@@ -152,9 +153,10 @@ def to_json(results: Results) -> str:
 
 def _costs(row: Row, ceiling: dict[str, Any]) -> dict[str, Any]:
     """Return `derived_metrics.costs` as a file would hold them; nothing for a model that needs files of the user."""
-    if (config := installed_shape(row.case.model)) is None or not ceiling.get("read_bytes_per_sec"):
+    config, bandwidth = installed_shape(row.case.model), ceiling.get("read_bytes_per_sec")
+    if config is None or not bandwidth or row.figures is None:
         return {}
-    found: dict[str, Any] = _compact(costs(row.case, config, ceiling["read_bytes_per_sec"], ceiling["flops_per_sec"]))
+    found: dict[str, Any] = _compact(costs(row.case, config, Ceiling("file", bandwidth, ceiling["flops_per_sec"], "")))
     return found
 
 
@@ -210,9 +212,8 @@ def from_json(text: str, source: str) -> Results:
     except (TypeError, ValueError, KeyError, AttributeError) as e:
         raise NanoinferError(f"{source} does not follow {SCHEMA}: {reason(e)}") from None
     for row in rows:
-        if row.figures is not None:
-            derived = _costs(row, made.ceiling)
-            row.update({name: value for name, value in derived.items() if getattr(row, name) is None})
+        derived = _costs(row, made.ceiling)
+        row.update({name: value for name, value in derived.items() if getattr(row, name) is None})
     return made
 
 
