@@ -2,8 +2,8 @@
 
 Bandwidth, CPU: all threads read 1 GiB on huge pages, much more than the caches, once, by wide loads with software
 prefetch. Without the native extension, each thread computes the maximum of its part of the buffer with NumPy. The
-result is the best of several rounds, because interference only makes a round slower. On a machine that shares its memory
-bandwidth with others the ceiling varies over time, so a benchmark run at another time can exceed 100%.
+result is the best of several rounds, because interference only makes a round slower. On a machine that shares its
+memory bandwidth with others the ceiling varies over time, so a benchmark run at another time can exceed 100%.
 
 Bandwidth, GPU: copy 1 GiB, at least twenty times the L2 cache, and count the bytes read and written. (An H100 copies at
 about 3.0 TB/s of the 3.35 on its data sheet, an H200 at 4.3 of 4.8.) A round has many copies between two

@@ -23,7 +23,6 @@ import ctypes
 import functools
 import re
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def file_type(case: Case) -> str:
 
 
 class LlamaCpp:
-    """A llama.cpp model, a context sized to the case, and one batch that every step fills.
+    """A llama.cpp model, a context sized to the case, and one batch that every step fills; all live with the process.
 
     Raises:
         NanoinferError: a dtype, quantization, device or batch that llama.cpp does not have, or too little memory.
@@ -91,7 +90,6 @@ class LlamaCpp:
         self._n_batch = int(lib.llama_n_batch(self._context))
         self._n_vocab = config.vocab_size
         self._batch = lib.llama_batch_init(self._n_batch, 0, 1)
-        weakref.finalize(self, _free, lib, self._model, self._context, self._batch)
 
     @staticmethod
     def export(case: Case, weights: Path) -> Path:
@@ -178,12 +176,6 @@ class LlamaCpp:
         for token in prompt:
             lib.llama_sampler_accept(chain, token)
         return chain
-
-
-def _free(lib: Any, model: Any, context: Any, batch: Any) -> None:
-    lib.llama_batch_free(batch)
-    lib.llama_free(context)
-    lib.llama_model_free(model)
 
 
 @functools.cache  # llama.cpp keeps the pointer: the callback must live as long as the process
