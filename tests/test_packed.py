@@ -92,6 +92,14 @@ def test_first_layers_are_a_draft(tmp_path: Path) -> None:
         assert llm.generate("hello", GREEDY)[0].check().outputs[0].token_ids == plain
 
 
+@pytest.mark.parametrize("format", ["int4", "float32"])
+def test_a_packed_draft_model(format: str, tmp_path: Path) -> None:
+    source, draft = str(make_folder(tmp_path / "m")), str(pack(tmp_path / "p", format))
+    llm = LLM(source, engine="native", draft=draft, speculate_k=3)
+    plain = LLM(source, engine="static").generate("hello", GREEDY)[0].check().outputs[0].token_ids
+    assert llm.generate("hello", GREEDY)[0].check().outputs[0].token_ids == plain
+
+
 def test_weights_are_used_in_place(tmp_path: Path) -> None:
     """The panels are views of the mapped file, which exists until the engine is deleted."""
     folder = pack(tmp_path / "p", "int8")

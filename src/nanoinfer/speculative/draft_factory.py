@@ -26,6 +26,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.model_info import ModelInfo
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
+from nanoinfer.models.checkpoints.packed import PackedWeights
 from nanoinfer.models.truncate_layers import truncate_layers
 from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.speculative.adaptive_k import MAX_K
@@ -153,8 +154,10 @@ class DraftFactory:
         if not name.startswith("self:"):
             loaded = load_model(name, dtype=target.dtype, seed=target.seed)
             _check_vocabulary(loaded, target)
-            packed = target.device == "cpu" and native.unavailable() is None
-            return loaded.take(), "int8" if packed else None
+            weights = loaded.take()
+            if isinstance(weights, PackedWeights):
+                return weights, weights.quantization
+            return weights, "int8" if target.device == "cpu" and native.unavailable() is None else None
         how = name.removeprefix("self:")
         if not how.isdecimal() and how not in native.quantizations:
             formats = ", ".join(f"self:{q}" for q in native.quantizations)
