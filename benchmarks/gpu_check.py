@@ -36,6 +36,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks")]  # also without an installation
+
+from gpu_targets import judge  # noqa: E402
+
+from nanoinfer.bench import machine, results  # noqa: E402
+from nanoinfer.bench.suites import SUITES  # noqa: E402
+from nanoinfer.config import PRESETS  # noqa: E402
+from nanoinfer.files import read_json, write_atomically  # noqa: E402
+
 SCHEMA = "nanoinfer-gpu-check/1"
 LIMITS_SEC = {"tests": 420.0, "sampler": 180.0, "kernels": 240.0, "bench": 1800.0}  # of a part, if time remains
 PARTS = tuple(LIMITS_SEC)
@@ -63,8 +72,8 @@ class Done:
     err: str
 
     def __str__(self) -> str:
-        lines = [line for line in (self.err.strip() or self.out.strip()).splitlines() if line.strip()]
-        return " ".join(lines[-1].split())[:300] if lines else "it printed nothing"
+        lines = (self.err.strip() or self.out.strip() or "it printed nothing").splitlines()
+        return " ".join(lines[-1].split())[:300]
 
 
 Runner = Callable[[Sequence[str], float], Done]
@@ -145,10 +154,6 @@ def run_script(script: str, run: Runner, limit_sec: float) -> Part:
 
 def run_bench(run: Runner, limit_sec: float, document: dict[str, Any]) -> Part:
     """Run the remaining cases of suite gpu; the results so far are document["bench"]."""
-    from nanoinfer.bench.case import Case
-    from nanoinfer.bench.suites import SUITES
-    from nanoinfer.config import PRESETS
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bench.json"
         command = [sys.executable, "-m", "nanoinfer", "bench", "--suite", "gpu", *["--quick"] * document["quick"]]
@@ -157,9 +162,8 @@ def run_bench(run: Runner, limit_sec: float, document: dict[str, Any]) -> Part:
             path.write_text(json.dumps(document["bench"]))
         done = run([*command, "--resume" if path.exists() else "--output", str(path)], limit_sec)
         document["bench"] = json.loads(path.read_text()) if path.exists() else None
-    rows = document["bench"]["rows"] if document["bench"] is not None else []
-    cases = [(Case(**row["case"]), row["error"]) for row in rows if row.get("error") is not None]
-    errors = [f"{case.label} {case.model} batch {case.batch}: {error}" for case, error in cases]
+    rows = read_suite(document).rows if document["bench"] is not None else []
+    errors = [f"{r.case.label} {r.case.model} batch {r.case.batch}: {r.error}" for r in rows if r.error is not None]
     left = len(SUITES["gpu"].cases(SUITES["gpu"].model, PRESETS["gpt2"], [], document["quick"])) - len(rows)
     data = {"measured": len(rows) - len(errors), "failed": len(errors), "left": left, "failed_cases": errors}
     if document["bench"] is None or done.code not in (0, 1, None):
@@ -175,9 +179,6 @@ def run_bench(run: Runner, limit_sec: float, document: dict[str, Any]) -> Part:
 
 def new_document(commit: str | None, quick: bool) -> dict[str, Any]:
     """Return a document without results: time, machine and versions."""
-
-    from nanoinfer.bench import machine
-
     return {
         "schema": SCHEMA, "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or machine.commit(), "earlier_commits": [], "quick": quick,
@@ -186,16 +187,16 @@ def new_document(commit: str | None, quick: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def read_suite(document: dict[str, Any]) -> results.Results:
+    """Return the results of suite gpu in a document."""
+    return results.from_json(json.dumps(document["bench"]), "the suite's document")
+
+
 def write(document: dict[str, Any], path: Path) -> None:
     """Judge the goals by the suite's rows; write the document, and the same as text beside it."""
-    from gpu_targets import judge
-
-    from nanoinfer.bench import results
-    from nanoinfer.files import write_atomically
-
     rows = []
     if document["bench"] is not None:
-        measured = results.from_json(json.dumps(document["bench"]), "the suite's document")
+        measured = read_suite(document)
         rows, document["copy_bytes_per_sec"] = measured.rows, measured.ceiling["read_bytes_per_sec"]
     document["targets"] = [asdict(goal) | {"met": goal.met} for goal in judge(rows)]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -295,8 +296,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def resumed(document: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return a new document with the results of an older one. Raises ValueError if they do not belong together."""
-    from nanoinfer.files import read_json
-
     old = read_json(path, 1 << 26, "an older run")
     if not isinstance(old, dict) or old.get("schema") != SCHEMA:
         raise ValueError(f"{path} does not have schema {SCHEMA!r}: leave --resume out to start again")
@@ -317,11 +316,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         old = args.output if args.resume is True else Path(args.resume) if args.resume is not None else None
         if old is not None and old.exists():
             document = resumed(document, old)
-    except ModuleNotFoundError as e:
-        print(f"gpu_check: error: {e.name} is not installed: pip install {e.name}", file=sys.stderr)
-        return 2
-    except ValueError as e:
-        print(f"gpu_check: error: {e}", file=sys.stderr)
+    except (ModuleNotFoundError, ValueError) as e:
+        problem = f"{e.name} is not installed: pip install {e.name}" if isinstance(e, ModuleNotFoundError) else e
+        print(f"gpu_check: error: {problem}", file=sys.stderr)
         return 2
     code = Check(args.output, tuple(args.only or PARTS), args.minutes, bool(args.only))(document)
     print(as_text(document))
@@ -329,7 +326,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "src"))  # also without PYTHONPATH
     try:
         sys.exit(main())
     except KeyboardInterrupt:  # the file holds the finished parts

@@ -40,18 +40,19 @@ def judge(rows: Sequence[Row]) -> list[Goal]:
     small, large, many = (best(rows, *case) for case in ((GPU_SMALL, 1), (GPU_LARGE, 1), (GPU_SMALL, LARGE_BATCH)))
     peer, static = find(rows, "transformers-dynamic", GPU_SMALL, 1), find(rows, "static", GPU_SMALL, LARGE_BATCH)
     alone = find(rows, many.case.backend, GPU_SMALL, 1) if many is not None else None
+    decode, output = "decode_tokens_per_sec", "output_tokens_per_sec"
     found: list[tuple[str, float, bool, str, Row | None, float | None]] = [
         ("GPT-2 XL, batch 1: share of the measured copy bandwidth", 64.0, False, "%", large,
-         large and large.mbu_percent),
-        ("GPT-2 XL, batch 1", 690.0, False, "tokens/s", large, speed(large)),
-        ("GPT-2 124M, batch 1", 4400.0, False, "tokens/s", small, speed(small)),
+         number(large, "mbu_percent")),
+        ("GPT-2 XL, batch 1", 690.0, False, "tokens/s", large, number(large, decode)),
+        ("GPT-2 124M, batch 1", 4400.0, False, "tokens/s", small, number(small, decode)),
         ("GPT-2 124M, batch 1, over transformers' generate", 15.0, False, "times", small,
-         over(speed(small, "output"), speed(peer, "output"))),
+         over(number(small, output), number(peer, output))),
         (f"GPT-2 124M, batch {LARGE_BATCH}: decoding over static", 5.0, False, "times", many,
-         over(speed(many), speed(static))),
+         over(number(many, decode), number(static, decode))),
         ("Memory that a sequence adds, over its KV cache", 1.1, True, "times", many, growth(alone, many)),
-        ("GPT-2 124M: verifying 5 tokens", 1.1, True, "decodes", small, small and small.verify_ratio),
-        ("GPT-2 XL: verifying 5 tokens", 1.1, True, "decodes", large, large and large.verify_ratio),
+        ("GPT-2 124M: verifying 5 tokens", 1.1, True, "decodes", small, number(small, "verify_ratio")),
+        ("GPT-2 XL: verifying 5 tokens", 1.1, True, "decodes", large, number(large, "verify_ratio")),
     ]  # fmt: skip
     return [Goal(*goal, value, row.case.backend if row is not None else None) for *goal, row, value in found]
 
@@ -66,12 +67,11 @@ def find(rows: Sequence[Row], backend: str, model: str, batch: int) -> Row | Non
 def best(rows: Sequence[Row], model: str, batch: int) -> Row | None:
     """Return the row of the engine that decodes fastest in bfloat16; None if none was measured."""
     found = [row for name in ENGINES if (row := find(rows, name, model, batch)) is not None]
-    return max(found, key=lambda r: speed(r) or 0.0, default=None)
+    return max(found, key=lambda r: r.number("decode_tokens_per_sec") or 0.0, default=None)
 
 
-def speed(row: Row | None, kind: str = "decode") -> float | None:
-    """Return a row's decode tokens/s, or its output tokens/s with the prompt's time in it."""
-    return getattr(row.figures, f"{kind}_tokens_per_sec") if row is not None else None
+def number(row: Row | None, name: str) -> float | None:
+    return row.number(name) if row is not None else None
 
 
 def over(above: float | None, below: float | None) -> float | None:
@@ -84,10 +84,8 @@ def growth(alone: Row | None, many: Row | None) -> float | None:
     1.0 is memory that is constant but for the cache: growth of (3 GB at batch 1, 23 GB at 512), of which the caches are
     0.04 and 20 GB, is 20 / 19.96.
     """
-    if alone is None or many is None:
-        return None
     memory, cache = (
-        None if a is None or b is None else b - a
-        for a, b in ((alone.peak_memory_bytes, many.peak_memory_bytes), (alone.kv_cache_bytes, many.kv_cache_bytes))
+        None if (a := number(alone, name)) is None or (b := number(many, name)) is None else b - a
+        for name in ("peak_memory_bytes", "kv_cache_bytes")
     )
-    return memory / cache if memory is not None and cache is not None and cache > 0 else None
+    return over(memory, cache)

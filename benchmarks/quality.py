@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from nanoinfer import LLM
+from nanoinfer.arrays import to_numpy
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.quantize import Weight, dequantize, pack_int4, pack_int8
@@ -79,7 +80,7 @@ def distributions(engine: Engine, window: list[int]) -> Iterator[torch.Tensor]:
             inputs = window[at : min(at + CHUNK, len(window) - 1)]
             batch = StepBatch()
             batch.add(handle, inputs, len(inputs))
-            yield engine.extend(batch).double().log_softmax(-1)
+            yield torch.from_numpy(to_numpy(engine.extend(batch))).double().log_softmax(-1)
     finally:
         engine.close(handle)
 

@@ -224,8 +224,8 @@ def test_the_device_asked_for_reaches_ceiling_and_cases(monkeypatch: pytest.Monk
         cases.extend(original(*args))
         return cases
 
-    def stop(*args: Any, device: torch.device, **kwargs: Any) -> Ceiling:
-        raise Seen(str(device))
+    def stop(*args: Any, device: str, **kwargs: Any) -> Ceiling:
+        raise Seen(device)
 
     monkeypatch.setattr(running, "_cases", keep)
     monkeypatch.setattr(measuring, "measure", stop)
@@ -247,7 +247,13 @@ def test_passages_are_made_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tiny_fold
 
 def test_a_gpu_is_described_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(
-        total_memory=80 << 30, L2_cache_size=50 << 20, multi_processor_count=132, major=9, minor=0, uuid="abc"
+        name="NVIDIA H100",
+        total_memory=80 << 30,
+        L2_cache_size=50 << 20,
+        multi_processor_count=132,
+        major=9,
+        minor=0,
+        uuid="abc",
     )
     commands: list[list[str]] = []
 
@@ -257,7 +263,9 @@ def test_a_gpu_is_described_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(machine.subprocess, "run", smi)
-    said = machine.describe_gpu(torch.device("cuda", 1))
+    described = machine.describe_machine("cuda:1")
+    said = described["gpu_details"]
+    assert described["gpu"] == "NVIDIA H100"
     assert commands[0][:3] == ["nvidia-smi", "-i", "GPU-abc"]
     assert (said["driver"], said["sm_clock_mhz"], said["power_limit_watt"]) == ("580.1", 1980.0, 700.0)
     assert said["temperature_celsius"] is None
@@ -267,7 +275,7 @@ def test_a_gpu_is_described_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> No
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(machine.subprocess, "run", missing)
-    assert machine.describe_gpu(torch.device("cuda", 1))["driver"] is None
+    assert machine.describe_gpu("cuda:1")["driver"] is None
 
 
 # The ceiling of a GPU --------------------------------------------------------------------------------------
@@ -283,20 +291,20 @@ def test_copies_are_timed_between_waits_and_count_both_ways(monkeypatch: pytest.
         log.append("clock")
         return now[0]
 
-    def wait(device: torch.device) -> None:
+    def wait(device: str) -> None:
         log.append("wait")
         if log.count("copy") and log[-2] == "copy":
             now[0] += next(took)
 
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     workload = Workload(num_bytes=1 << 12, matrix_size=8, num_rounds=3, num_copies=2)
-    seconds = measuring._seconds(lambda: log.append("copy"), torch.device("cuda", 0), workload, clock)
+    seconds = measuring._seconds(lambda: log.append("copy"), "cuda:0", workload, clock)
     assert seconds == 6.0 / 2
     assert log == ["wait", "clock", "copy", "copy", "wait", "clock"] * 4
 
     monkeypatch.setattr(measuring, "_seconds", lambda call, *rest: call() is None or 0.5)
     monkeypatch.setattr(torch, "ones", lambda n, device: torch.zeros(n))
-    assert measuring._bandwidth(torch.device("cuda", 0), workload, clock) == 2 * (1 << 12) / 0.5
+    assert measuring._copy_bandwidth("cuda:0", workload, clock) == 2 * (1 << 12) / 0.5
 
 
 def test_copies_are_far_larger_than_a_cache() -> None:

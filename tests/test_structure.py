@@ -60,8 +60,7 @@ TORCH = {
     "bench/peers", "engines/compiled.py", "engines/cuda_graph.py", "engines/dynamic.py", "engines/graphs.py",
     "engines/recompute.py", "engines/static.py", "engines/static_shapes.py", "engines/torch_engine.py",
     "engines/transfers.py", "engines/triton_engine.py", "kernels/triton", "kv/slots.py", "models/gpt.py",
-    "models/gpt_loading.py", "models/torch_ops.py", "profiling", "sampling/flashinfer.py", "sampling/triton.py",
-    "training",
+    "models/gpt_loading.py", "models/torch_ops.py", "sampling/flashinfer.py", "sampling/triton.py", "training",
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanoinfer.bench.formatting import DASH, clean, digits, number
+from nanoinfer.bench.formatting import DASH, digits
 from nanoinfer.bench.report.panels import ceiling, share_of_ceiling
 from nanoinfer.bench.results import Row
 
@@ -24,13 +24,8 @@ class Column:
 
 
 def figure(name: str, scale: float = 1.0) -> Callable[[Row], str]:
-    """Return the function that shows a number of a row or of its figures, scaled."""
-
-    def show(row: Row) -> str:
-        found = number(getattr(row, name) if hasattr(row, name) else getattr(row.figures, name, None))
-        return digits(None if found is None else found * scale)
-
-    return show
+    """Return the function that shows `Row.number`."""
+    return lambda row: digits(row.number(name, scale))
 
 
 def _range(row: Row) -> str:
@@ -67,7 +62,7 @@ COLUMNS = (
     Column("launches a step", figure("launches_per_step"), "launches", "of a decode step"),
     Column("verifying 5 tokens, decodes", figure("verify_ratio"), "verify", "a step of 5 tokens over one of 1"),
     Column("same tokens", lambda r: DASH if r.same_tokens is None else "yes" if r.same_tokens else "NO"),
-    Column("note", lambda r: clean(r.note) or DASH),
+    Column("note", lambda r: r.note or DASH),
 )
 TERMINAL_ONLY = (
     Column("", _range, "range", "of the rounds' speed-ups"),

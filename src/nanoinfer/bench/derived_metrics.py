@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanoinfer.bench.case import Case
@@ -36,7 +37,7 @@ def installed_shape(model: str) -> ModelConfig | None:
         return None
 
 
-def costs(case: Case, config: ModelConfig, bandwidth: float, flops_per_sec: Mapping[str, float]) -> dict[str, float]:
+def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]:
     """Return the fields of `results.Row` that follow from a case and the ceiling; without those that are unknown.
 
     A decode step at the mean length of the run stands for all of them. Without a cache a step reads and
@@ -45,45 +46,35 @@ def costs(case: Case, config: ModelConfig, bandwidth: float, flops_per_sec: Mapp
     Args:
         case: its weight format may be one that the roofline does not know.
         config: the model's shape.
-        bandwidth: bytes per second.
-        flops_per_sec: by dtype, as in `Ceiling`.
+        ceiling: the machine.
     """
     fmt = _FORMATS.get(case.format)
     if fmt is None:
         return {}
-    cost = (arithmetic.prefill if case.backend in NAIVE else arithmetic.decode)(config, fmt).model
+    cost = (arithmetic.prefill if case.backend in NAIVE else arithmetic.decode)(config, fmt)
     mean = case.mean_length(config.block_size)
-    num_bytes, flops = cost.bytes(case.batch, mean), cost.flops(case.batch, mean)
     found = {
-        "weight_bytes": cost.bytes(0, 0),
-        "bytes_per_token": num_bytes / case.batch,
-        "flops_per_token": flops / case.batch,
+        "weight_bytes": cost.model.bytes(0, 0),
+        "bytes_per_token": cost.model.bytes(case.batch, mean) / case.batch,
+        "flops_per_token": cost.model.flops(case.batch, mean) / case.batch,
     }
-    if throughput := _throughput(case, flops_per_sec):
-        found["predicted_tokens_per_sec"] = case.batch / max(num_bytes / bandwidth, flops / throughput)
+    with contextlib.suppress(NanoinferError):  # the throughput in this dtype is unknown
+        found["predicted_tokens_per_sec"] = case.batch / predict(cost, ceiling, fmt, case.batch, mean).seconds
     return found
-
-
-def _throughput(case: Case, flops_per_sec: Mapping[str, float]) -> float | None:
-    """Return the FLOP/s of the dtype that a case computes in: the fastest or int8 for quantized weights."""
-    if case.quantization is None or "int8" in flops_per_sec:
-        return flops_per_sec.get(case.dtype if case.quantization is None else "int8")
-    return max(flops_per_sec.values(), default=None)
 
 
 def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
     """Set `costs` and the shares of the ceiling of a measured row."""
-    case, figures = row.case, row.figures
-    if figures is None:
+    if row.figures is None:
         return
-    for name, value in costs(case, config, ceiling.bandwidth_bytes_per_sec, ceiling.flops_per_sec).items():
-        setattr(row, name, value)
-    speed = figures.decode_tokens_per_sec
+    case, speed = row.case, row.figures.decode_tokens_per_sec
+    row.update(costs(case, config, ceiling))
     if speed is None or row.bytes_per_token is None or case.workload == "mixed" or case.draft is not None:
         return
     row.mbu_percent = 100 * row.bytes_per_token * speed / ceiling.bandwidth_bytes_per_sec
-    if row.flops_per_token is not None and (throughput := _throughput(case, ceiling.flops_per_sec)):
-        row.mfu_percent = 100 * row.flops_per_token * speed / throughput
+    if row.flops_per_token is not None:
+        with contextlib.suppress(NanoinferError):
+            row.mfu_percent = 100 * row.flops_per_token * speed / ceiling.throughput(_FORMATS[case.format])
 
 
 def add_speculation(row: Row, made: dict[str, float], config: ModelConfig, ceiling: Ceiling) -> None:

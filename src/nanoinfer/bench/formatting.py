@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -11,9 +12,18 @@ DASH = "–"  # unknown
 _FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
-def clean(value: Any) -> str:
-    """Return a value as a string that any document may hold: "a\\x00b" -> "a\\ufffdb"."""
-    return _FORBIDDEN.sub("\ufffd", str(value))
+def clean(value: Any) -> Any:
+    """Return results whose strings may stand in any document: "a\\x00b" -> "a\\ufffdb". Other values are kept."""
+    if isinstance(value, str):
+        return _FORBIDDEN.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [clean(own) for own in value]
+    if isinstance(value, dict):
+        return {clean(name): clean(own) for name, own in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = {f.name: clean(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return dataclasses.replace(value, **own)
+    return value
 
 
 def number(value: Any) -> float | None:

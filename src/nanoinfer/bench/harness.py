@@ -84,7 +84,7 @@ class Harness:
                     return
                 rows = self._run_part(part, self._reference_case(group))
                 for row in rows if len(parts) > 1 else ():
-                    row.note = _join(row.note, "not interleaved with all of its shape: they do not fit the memory")
+                    row.add_note("not interleaved with all of its shape: they do not fit the memory")
                 keep(rows)
 
     @property
@@ -171,16 +171,15 @@ class Harness:
             with self._step(row, "profile"), contextlib.suppress(NanoinferError):  # some engines have no parts
                 row.breakdown_percent = worker.measure("breakdown")
         if row.case.device != "cpu":
-            with self._step(row, "count launches"), _noting(row, "launches"):
-                for name, value in worker.measure("launches").items():
-                    setattr(row, name, value)
+            with self._step(row, "count launches", unknown="launches"):
+                row.update(worker.measure("launches"))
         if self._options.verify and row.case.batch == 1 and row.case.backend not in NAIVE:
-            with self._step(row, "verify"), _noting(row, "cost of verifying"):
+            with self._step(row, "verify", unknown="cost of verifying"):
                 row.verify_ratio = worker.measure("verify")
 
     @contextlib.contextmanager
-    def _step(self, row: Row, what: str) -> Iterator[None]:
-        """Show the current step; record its failure as the row's error."""
+    def _step(self, row: Row, what: str, unknown: str = "") -> Iterator[None]:
+        """Show the current step; record its failure as the row's error, or as a note that something is unknown."""
         spent = self._clock() - self._started
         left = spent / self._done * (self._total - self._done) if self._done else None
         case = row.case
@@ -189,7 +188,10 @@ class Harness:
         try:
             yield
         except NanoinferError as e:
-            row.error = str(e)
+            if unknown:
+                row.add_note(f"{unknown} unknown: {e}")
+            else:
+                row.error = str(e)
 
     def _check(
         self, workers: dict[Case, WorkerHandle], rows: dict[Case, Row], reference: Case | None
@@ -246,8 +248,7 @@ class Harness:
 
         def run(seed: int = 0, **shape: int) -> RunResult:
             result = worker.run(seed=seed, **shape)
-            for name, value in result.memory.items():
-                setattr(row, name, value)
+            row.update(result.memory)
             return result
 
         if self._shortened(case):
@@ -272,15 +273,6 @@ class Harness:
         peaks = self._ceiling.flops_per_sec
         fastest = peaks.get(case.dtype) or max(peaks.values())
         return flops / fastest * case.output_tokens > self._options.naive_limit_sec
-
-
-@contextlib.contextmanager
-def _noting(row: Row, what: str) -> Iterator[None]:
-    """Record a failure as a note of the row; its figures remain valid."""
-    try:
-        yield
-    except NanoinferError as e:
-        row.note = _join(row.note, f"{what} unknown: {e}")
 
 
 def _reference_of(case: Case, reference: Case | None) -> Case | None:
@@ -308,7 +300,3 @@ def _difference(run: list[list[int]], expected: list[list[int]]) -> str | None:
             if x != y:
                 return f"token {t} of sequence {i} is {x}, the reference's is {y}"
     return None
-
-
-def _join(*notes: str) -> str:
-    return "; ".join(filter(None, notes))

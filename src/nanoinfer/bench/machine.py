@@ -9,12 +9,9 @@ import re
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoinfer.environment import num_cpus
-
-if TYPE_CHECKING:
-    import torch
 
 PACKAGES = ("nanoinfer", "torch", "numpy", "transformers", "ctranslate2", "llama-cpp-python", "triton")
 _GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description, with their units
@@ -28,34 +25,33 @@ _GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description, with their u
 }
 
 
-def describe_machine(device: str | None = None) -> dict[str, Any]:
-    """Return the CPU, its cores and instruction sets, threads, memory and GPU.
+def describe_machine(device: str = "cpu") -> dict[str, Any]:
+    """Return the CPU, its cores and instruction sets, threads and memory; of a measured GPU also name and details.
 
     Args:
-        device: what is measured; a CUDA device is described in detail. None: the first, by its name alone.
+        device: what is measured: cpu or cuda:N.
     """
-    import torch
-
-    on_gpu = torch.device(device) if device is not None and device != "cpu" else None
+    gpu = None if device == "cpu" else describe_gpu(device)
     flags = (_cpuinfo("flags") or "").split()
     return {
         "cpu": _cpuinfo("model name") or platform.processor() or None,
         "isa": [f for f in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile") if f in flags],
         "cores": num_cpus(),
-        "threads": torch.get_num_threads(),
+        "threads": num_cpus(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpu": torch.cuda.get_device_name(on_gpu) if torch.cuda.is_available() else None,
-        "gpu_details": describe_gpu(on_gpu) if on_gpu is not None else None,
+        "gpu": gpu.pop("name") if gpu is not None else None,
+        "gpu_details": gpu,
         "system": f"{platform.system()} {platform.machine()}",
     }
 
 
-def describe_gpu(device: torch.device) -> dict[str, Any]:
-    """Return a CUDA device's memory, capability and CUDA version, and its driver and clocks from nvidia-smi."""
+def describe_gpu(device: str) -> dict[str, Any]:
+    """Return a CUDA device's name, memory, capability and CUDA version, and its driver and clocks from nvidia-smi."""
     import torch
 
     properties = torch.cuda.get_device_properties(device)
     described: dict[str, Any] = {
+        "name": properties.name,
         "memory_bytes": properties.total_memory,
         "l2_cache_bytes": getattr(properties, "L2_cache_size", None),
         "multiprocessors": properties.multi_processor_count,
@@ -63,7 +59,7 @@ def describe_gpu(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
     }
     uuid = getattr(properties, "uuid", None)  # torch's index counts what CUDA_VISIBLE_DEVICES shows, nvidia-smi's all
-    which = f"GPU-{uuid}" if uuid is not None else str(device.index or 0)
+    which = f"GPU-{uuid}" if uuid is not None else device.partition(":")[2]
     query = ["nvidia-smi", "-i", which, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
     values: list[str] = []
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):

@@ -25,16 +25,19 @@ import io
 import json
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import costs, installed_shape
+from nanoinfer.bench.formatting import number
 from nanoinfer.bench.stats import Figures
 from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, parse_json, read_limited, reason
+from nanoinfer.roofline.ceilings import Ceiling
 
 SCHEMA = "nanoinfer-bench/2"
 SIGNIFICANT_DIGITS = 4
@@ -101,6 +104,20 @@ class Row:
     error: str | None = None
     """Why there are no figures, on one line."""
 
+    def update(self, fields: Mapping[str, Any]) -> None:
+        """Set some fields."""
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def add_note(self, note: str) -> None:
+        """Append a sentence to the note."""
+        self.note = "; ".join(filter(None, (self.note, note)))
+
+    def number(self, name: str, scale: float = 1.0) -> float | None:
+        """Return a field of the row or of its figures, scaled; None if it is unknown or not a finite number."""
+        found = number(getattr(self, name) if hasattr(self, name) else getattr(self.figures, name, None))
+        return None if found is None else number(found * scale)
+
 
 @dataclass
 class Results:
@@ -127,7 +144,7 @@ def to_json(results: Results) -> str:
     head = {"schema": SCHEMA} | {f.name: getattr(results, f.name) for f in dataclasses.fields(results)[:-1]}
     lines = []
     for row in results.rows:
-        derived = _costs(row, results.ceiling) if row.figures is not None else {}
+        derived = _costs(row, results.ceiling)
         kept = {name: own for name, own in _compact(row).items() if name not in derived or own != derived[name]}
         lines.append(json.dumps(kept, separators=(",", ":")))
     rows = ",\n".join(lines)
@@ -136,9 +153,10 @@ def to_json(results: Results) -> str:
 
 def _costs(row: Row, ceiling: dict[str, Any]) -> dict[str, Any]:
     """Return `derived_metrics.costs` as a file would hold them; nothing for a model that needs files of the user."""
-    if (config := installed_shape(row.case.model)) is None or not ceiling.get("read_bytes_per_sec"):
+    config, bandwidth = installed_shape(row.case.model), ceiling.get("read_bytes_per_sec")
+    if config is None or not bandwidth or row.figures is None:
         return {}
-    found: dict[str, Any] = _compact(costs(row.case, config, ceiling["read_bytes_per_sec"], ceiling["flops_per_sec"]))
+    found: dict[str, Any] = _compact(costs(row.case, config, Ceiling("file", bandwidth, ceiling["flops_per_sec"], "")))
     return found
 
 
@@ -167,7 +185,7 @@ def to_csv(results: Results) -> str:
     return out.getvalue()
 
 
-def from_json(text: str, source: str) -> Results:
+def from_json(text: str | bytes, source: str) -> Results:
     """Return the results in a JSON document.
 
     Args:
@@ -184,9 +202,6 @@ def from_json(text: str, source: str) -> Results:
         raise NanoinferError(f"{source} has schema {show(found)}, not {SCHEMA!r}: run the benchmark again")
     try:
         rows = [_row(r) for r in raw.pop("rows")]
-        names = {f.name for f in dataclasses.fields(Results)} - {"rows"}
-        if set(raw) != names:
-            raise ValueError(f"fields {sorted(set(raw) ^ names)} are missing or unknown")
         made = _checked(Results(rows=rows, **raw))
         for name, hint in (("read_bytes_per_sec", float), ("flops_per_sec", dict[str, float])):
             if not _fits(made.ceiling.get(name), hint):
@@ -194,9 +209,8 @@ def from_json(text: str, source: str) -> Results:
     except (TypeError, ValueError, KeyError, AttributeError) as e:
         raise NanoinferError(f"{source} does not follow {SCHEMA}: {reason(e)}") from None
     for row in rows:
-        for name, value in _costs(row, made.ceiling).items() if row.figures is not None else ():
-            if getattr(row, name) is None:
-                setattr(row, name, value)
+        derived = _costs(row, made.ceiling)
+        row.update({name: value for name, value in derived.items() if getattr(row, name) is None})
     return made
 
 
@@ -236,7 +250,4 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def read(path: Path) -> Results:
     """Return the results in a file. Raises NanoinferError if it cannot be read or follows another schema."""
-    try:
-        return from_json(read_limited(path, MAX_BYTES, "benchmark results").decode(), str(path))
-    except UnicodeDecodeError as e:
-        raise NanoinferError(f"{escaped(path)} cannot be read as benchmark results: {reason(e)}") from None
+    return from_json(read_limited(path, MAX_BYTES, "benchmark results"), str(path))

@@ -7,23 +7,28 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
 
+from nanoinfer.bench import machine
 from nanoinfer.bench import results as files
 from nanoinfer.bench.backends import PEERS
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
+from nanoinfer.bench.harness import Harness, Show
 from nanoinfer.bench.model_folders import ModelFolders
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.suites import SUITES, Options
 from nanoinfer.checks import require_choice, require_float, require_int
 from nanoinfer.config import ModelConfig
+from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import write_atomically
+from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.shapes import find_shape
 
@@ -123,80 +128,35 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
     Raises:
         NanoinferError: something does not exist, or cannot be written; nothing has been measured then.
     """
-    from nanoinfer.bench.table import headline
-    from nanoinfer.engines.devices import resolve_device
-    from nanoinfer.roofline.measure import measure
-
-    if plan.load:
-        loaded = [files.read(path) for path in plan.load]
-        if plan.report is not None:
-            _check_writable(plan.report)
-        _report(plan, loaded)
-        return loaded, False
-    started = time.monotonic()
-    device = resolve_device(plan.device)
-    # On a CPU `compiled` gains nothing and takes minutes to compile (docs/log.md): it is measured only where named.
-    here = (s for s in ENGINES.values() if s.unavailable() is None and device.split(":")[0] in s.devices)
-    engines = [spec.name for spec in here if spec.preferred or device != "cpu"]
-    config = find_shape(plan.model_of(plan.suite[0] if plan.suite else CUSTOM))
-    jobs = _check(plan, config, engines, device)
-    old = files.read(plan.resume).rows if plan.resume is not None else []
-    log = log or (lambda line: print(line, file=sys.stderr))
-    log("measuring the ceiling of this machine ...")
-    ceiling = measure(device=device)
-    made = _empty_results(ceiling, command, device)
-    log(headline(made))
-    done, interrupted = [], False
-    with ModelFolders(plan.text, log) as folders:
-        for name, cases in jobs:
-            first = (plan.engine or tuple(engines))[0]
-            baseline = plan.baseline or (SUITES[name].baseline if name in SUITES else first)
-            done.append(replace(made, suite=name, baseline=baseline, rows=[]))
-            known = {row.case: row for row in old if row.error is None}
-            try:
-                _measure(plan, done[-1], cases, known, folders, ceiling, started)
-            except KeyboardInterrupt:
-                interrupted = True
-                break
-            if left := len(cases) - len(done[-1].rows):
-                log(f"suite {name}: {left} of {len(cases)} cases are left after {plan.minutes:g} minutes: use --resume")
-    _report(plan, done)
-    return done, interrupted
-
-
-def _report(plan: Plan, results: list[Results]) -> None:
-    """Write the report, if one is requested and there is anything to report."""
-    with_rows = [r for r in results if r.rows]
+    done, interrupted = [files.read(path) for path in plan.load], False
+    if plan.report is not None:
+        _check_writable(plan.report)
+    if not plan.load:
+        interrupted = _measure(plan, command, done, log or (lambda line: print(line, file=sys.stderr)))
+    with_rows = [r for r in done if r.rows]
     if plan.report is not None and with_rows:
         from nanoinfer.bench.report import write_report
 
         write_report(with_rows, plan.report)
+    return done, interrupted
 
 
-def _check(plan: Plan, config: ModelConfig, engines: list[str], device: str) -> list[tuple[str, list[Case]]]:
-    """Return the cases of each suite, after refusing what does not exist or cannot be written."""
-    for name in plan.suite:
-        if SUITES[name].device not in (None, device.split(":")[0]):
-            raise NanoinferError(
-                f"suite={name!r} measures a CUDA device, and this run is on device={device!r}: run it on a machine"
-                " that has one"
-            )
-    for name in (*plan.engine, *([plan.baseline] if plan.baseline else [])):
-        require_choice("engine", name, (*ENGINES, *PEERS))
-    jobs = [(name, _cases(plan, name, config, engines, device)) for name in plan.suite or (CUSTOM,)]
-    for path in (plan.output or plan.resume, plan.csv):
-        if path is not None:
-            _check_writable(path.parent, path.name)
-    if plan.report is not None:
-        _check_writable(plan.report)
-    return jobs
+def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str], None]) -> bool:
+    """Measure each suite and append its results to `done`; return whether the user interrupted."""
+    from nanoinfer.bench.table import headline
+    from nanoinfer.roofline.measure import measure
 
-
-def _empty_results(ceiling: Ceiling, command: str, device: str) -> Results:
-    """Return results without rows: time, machine and versions."""
-    from nanoinfer.bench import machine
-
-    return Results(
+    started = time.monotonic()
+    device = resolve_device(plan.device)
+    kind = device.partition(":")[0]
+    # On a CPU `compiled` gains nothing and takes minutes to compile (docs/log.md): it is measured only where named.
+    here = (s for s in ENGINES.values() if s.unavailable() is None and kind in s.devices)
+    engines = [spec.name for spec in here if spec.preferred or device != "cpu"]
+    jobs = _jobs(plan, engines, device)
+    old = files.read(plan.resume).rows if plan.resume is not None else []
+    log("measuring the ceiling of this machine ...")
+    ceiling = measure(device=device)
+    made = Results(
         suite="",
         baseline="",
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -210,6 +170,36 @@ def _empty_results(ceiling: Ceiling, command: str, device: str) -> Results:
             "source": ceiling.source,
         },
     )
+    log(headline(made))
+    with ModelFolders(plan.text, log) as folders:
+        for name, cases in jobs:
+            usual = SUITES[name].baseline if name in SUITES else (*plan.engine, *engines)[0]
+            done.append(replace(made, suite=name, baseline=plan.baseline or usual, rows=[]))
+            known = {row.case: row for row in old if row.error is None}
+            try:
+                _measure_suite(plan, done[-1], cases, known, folders, ceiling, started)
+            except KeyboardInterrupt:
+                return True
+            if left := len(cases) - len(done[-1].rows):
+                log(f"suite {name}: {left} of {len(cases)} cases are left after {plan.minutes:g} minutes: use --resume")
+    return False
+
+
+def _jobs(plan: Plan, engines: list[str], device: str) -> list[tuple[str, list[Case]]]:
+    """Return the cases of each suite, after refusing what does not exist or cannot be written."""
+    config = find_shape(plan.model_of(plan.suite[0] if plan.suite else CUSTOM))
+    for name in plan.suite:
+        if SUITES[name].device not in (None, device.partition(":")[0]):
+            raise NanoinferError(
+                f"suite={name!r} measures a CUDA device, and this run is on device={device!r}: run it on a machine"
+                " that has one"
+            )
+    for name in filter(None, (*plan.engine, plan.baseline)):
+        require_choice("engine", name, (*ENGINES, *PEERS))
+    jobs = [(name, _cases(plan, name, config, engines, device)) for name in plan.suite or (CUSTOM,)]
+    for path in filter(None, (plan.output or plan.resume, plan.csv)):
+        _check_writable(path.parent, path.name)
+    return jobs
 
 
 def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], device: str) -> list[Case]:
@@ -238,7 +228,7 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
     return [replace(c, device=device) for c in cases]
 
 
-def _measure(
+def _measure_suite(
     plan: Plan,
     results: Results,
     cases: list[Case],
@@ -248,9 +238,6 @@ def _measure(
     started: float,
 ) -> None:
     """Run the cases that are not known yet, keeping the results file up to date."""
-    from nanoinfer.bench.harness import Harness
-    from nanoinfer.bench.progress import progress_bar
-
     order = {case: i for i, case in enumerate(cases)}
     results.rows = [known[c] for c in cases if c in known]
     for row in results.rows:  # their shares are of this run's ceiling now
@@ -274,8 +261,25 @@ def _measure(
                 break
             options = replace(options, budget_sec=left)
         same = list(some)
-        with progress_bar(results.suite) as show:
+        with _progress_bar(results.suite) as show:
             Harness(folders.folder(same), find_shape(model), ceiling, options, show).run(same, keep)
+
+
+@contextmanager
+def _progress_bar(suite: str) -> Iterator[Show]:
+    """Yield the function that shows the harness's progress: a bar on a terminal, a line per case elsewhere."""
+    live, last = sys.stderr.isatty(), -1
+
+    def show(what: str, done: int, total: int, seconds_left: float | None) -> None:
+        nonlocal last
+        bar.update(done, total, what, seconds_left)
+        if not live and done != last:
+            left = "" if seconds_left is None else f"{seconds_left / 60:.1f} min left, "
+            bar.print(f"{suite} {done}/{total}: {left}{what}")
+            last = done
+
+    with ProgressBar(suite) as bar:
+        yield show
 
 
 def _check_writable(folder: Path, name: str | None = None) -> None:

@@ -27,11 +27,12 @@ _DRAFTED = ("tok/s", "x", "range", "accepted %", "a step", "draft %", "best k", 
 
 def show(results: Results, console: Console) -> None:
     """Print a results file: the ceiling, every case, and the suite's own layout, in the columns that fit the width."""
+    results = clean(results)
     console.print(headline(results), highlight=False)
     console.print(_fitting(lambda columns: _cases(results, columns), _columns(results), console))
     for row in results.failed:
         line = f"{row.case.label}, batch {row.case.batch}: {row.error}"
-        console.print(clean(line), highlight=False, soft_wrap=True, markup=False)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     if results.suite in ("kv-cache", "throughput"):
         console.print(_with_and_without(results))
     layouts: list[tuple[str, Callable[[Row], str]]] = []
@@ -91,14 +92,14 @@ def _cases(results: Results, columns: list[Column]) -> Table:
         for i, row in enumerate(rows):
             if i == 0:
                 table.add_section()
-                table.add_row(clean(shape_name(row.case, several_models=several)), style="bold")
+                table.add_row(shape_name(row.case, several_models=several), style="bold")
             label = row.case.label
             if row.case.draft is None:
                 plain = row.case
             elif row.case.plain == plain:
                 label = f"  + {label.removeprefix(f'{plain.label} + ')}"
             mark = " (error)" if row.error else " ~" if "extrapolated" in row.note else ""
-            table.add_row(f"  {clean(label)}{mark}", *(column.show(row) for column in columns))
+            table.add_row(f"  {label}{mark}", *(column.show(row) for column in columns))
     legends = [f"{c.head}: {c.legend}" for c in columns if c.legend]
     legends += ["~: extrapolated from a few lengths"] * any("extrapolated" in r.note for r in results.rows)
     table.caption = "; ".join(legends)
@@ -142,14 +143,14 @@ def _by_shape(
     table.padding = (0, 0, 0, 0)
     table.add_column("system", no_wrap=True)
     for model, batch, prompt, workload in shapes:
-        lines = [clean(model.removeprefix("random:"))] if several else []
+        lines = [model.removeprefix("random:")] if several else []
         lines += [f"batch {batch}", "mixed" if workload == "mixed" else f"{prompt} in"]
         table.add_column("\n".join(lines), justify="right", no_wrap=True)
     rows = {(r.case.label, _shape(r)): r for r in results.rows}
     for label in dict.fromkeys(r.case.label for r in results.rows):
         cells = [rows.get((label, shape)) for shape in shapes]
         values = [DASH if row is None else "error" if row.figures is None else cell(row) for row in cells]
-        table.add_row(clean(label), *values)
+        table.add_row(label, *values)
     return table
 
 

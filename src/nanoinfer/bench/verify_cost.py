@@ -26,6 +26,7 @@ def verify_ratio(
     token_ids: list[int],
     num_tokens: int = VERIFY_TOKENS,
     clock: Callable[[], float] = time.perf_counter,
+    device: str = "cpu",
 ) -> float:
     """Return the median time of a step of `num_tokens` over that of a step of one token.
 
@@ -34,6 +35,7 @@ def verify_ratio(
         token_ids: the sequence so far; its first tokens are also used as the new ones.
         num_tokens: tokens of the longer step.
         clock: seconds; a fake one in tests.
+        device: the engine's.
 
     Raises:
         NanoinferError: the sequence is shorter than num_tokens, or the clock does not advance.
@@ -43,8 +45,8 @@ def verify_ratio(
 
     def extend(tokens: list[int], num_logits: int) -> float:
         start = clock()
-        logits = engine.extend(StepBatch([handle], list(tokens), [len(tokens)], [num_logits]))
-        synchronize(str(getattr(logits, "device", "cpu")))
+        engine.extend(StepBatch([handle], list(tokens), [len(tokens)], [num_logits]))
+        synchronize(device)
         return clock() - start
 
     seconds: dict[int, list[float]] = {1: [], num_tokens: []}

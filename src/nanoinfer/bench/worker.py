@@ -74,10 +74,8 @@ def memory(device: str) -> dict[str, int | None]:
     """
     if not device.startswith("cuda"):
         return {"peak_memory_bytes": _resident_peak(), "reserved_memory_bytes": None}
-    import torch
-
-    in_use, reserved = None, None
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # reading a peak would start CUDA
+    in_use, reserved, torch = None, None, sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():  # reading a peak would start CUDA
         in_use, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     return {"peak_memory_bytes": in_use or None, "reserved_memory_bytes": reserved or None}
 

@@ -20,17 +20,16 @@ def engines(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """List the engines and what each supports on this machine."""
-    import torch
-
-    from nanoinfer.engines.devices import supported_dtypes
+    from nanoinfer.bench.machine import describe_versions
+    from nanoinfer.engines.devices import num_cuda_devices, supported_dtypes
     from nanoinfer.engines.registry import ENGINES
 
-    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    devices = {"cpu": "cpu", "cuda": "cuda:0"} if num_cuda_devices() else {"cpu": "cpu"}
     rows: list[dict[str, Any]] = []
     for spec in ENGINES.values():
         reason = spec.unavailable()
         usable = [d for d in spec.devices if d in devices] if reason is None else []
-        here = {t for d in usable for t in supported_dtypes("cpu" if d == "cpu" else "cuda:0")}
+        here = {t for d in usable for t in supported_dtypes(devices[d])}
         rows.append(
             {
                 "name": spec.name,
@@ -50,9 +49,8 @@ def engines(
         can = _abilities(row) if row["available"] else f"not here: {row['why_not']}"
         for text in (f"{row['name']:<11} {can}", f"{'':<11} {row['idea']}"):
             print(textwrap.fill(text, 80, subsequent_indent=" " * 12, break_long_words=False, break_on_hyphens=False))
-    threads = torch.get_num_threads()
-    gpu = f"CUDA: {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "no CUDA device"
-    print(f"torch {torch.__version__}, CPU threads: {threads}, {gpu}")
+    version = describe_versions()["torch"] or "not installed"
+    print(f"torch {version}, CPU threads: {environment.num_cpus()}, {_gpu(devices)}")
     print(f"native extension: {_native()}")
 
 
@@ -61,6 +59,15 @@ def _abilities(row: dict[str, Any]) -> str:
     types = " ".join([*row["dtypes"], *row["quantizations"]])
     missing = f" (not here: {', '.join(row['missing_devices'])})" if row["missing_devices"] else ""
     return f"{', '.join(row['devices'])}: {types}{missing}"
+
+
+def _gpu(devices: dict[str, str]) -> str:
+    """Return the name of the first CUDA device."""
+    if "cuda" not in devices:
+        return "no CUDA device"
+    import torch
+
+    return f"CUDA: {torch.cuda.get_device_name(devices['cuda'])}"
 
 
 def _native() -> str:

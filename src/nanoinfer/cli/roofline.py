@@ -15,6 +15,7 @@ import typer
 
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import finite_json
+from nanoinfer.roofline.ceilings import DEVICES
 from nanoinfer.roofline.report import Question, answer
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ def roofline(
     question: Question,
 ) -> None:
     """Print the FLOPs, bytes and time limits of a model on a device."""
-    result = answer(model, question)
+    from nanoinfer.engines.devices import resolve_device
+
+    local = "cpu" if question.device in DEVICES else resolve_device("auto")
+    result = answer(model, question, local)
     text = finite_json(result, indent=2)
     if as_json:
         print(text)

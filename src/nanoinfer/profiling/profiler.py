@@ -119,7 +119,7 @@ def profile(
     return Profile(
         model=llm.model_name,
         engine=llm.engine_name,
-        device=str(llm.device),
+        device=llm.device,
         dtype=llm.dtype,
         decode_only=decode_only,
         num_steps=ranges.calls[sp.ENGINE],

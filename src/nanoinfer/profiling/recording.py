@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
-import torch
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.profiling import spans as sp
@@ -106,6 +105,8 @@ class Job:
     def _now(self) -> float:
         """Return the time after synchronizing with the GPU, if there is one."""
         if self.llm.device != "cpu":
+            import torch
+
             torch.cuda.synchronize(self.llm.device)
         return time.perf_counter()
 
@@ -130,7 +131,15 @@ class Job:
         return clock
 
     def recorded(self) -> tuple[Any, sp.Ranges, Measured]:
-        """Generate once under torch's profiler; return the profiler, its ranges and the run."""
+        """Generate once under torch's profiler; return the profiler, its ranges and the run.
+
+        Raises:
+            NanoinferError: torch is not installed, or no token was generated in the measured part.
+        """
+        try:
+            import torch
+        except ModuleNotFoundError:
+            raise NanoinferError(f"operators cannot be profiled: {missing_extra('torch', 'torch')}") from None
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.llm.device != "cpu":
             activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -24,17 +24,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from typing import Any
-
-from torch import nn
-from torch.profiler import record_function
-from torch.utils.hooks import RemovableHandle
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from nanoinfer import observer
 from nanoinfer.core import Core
-from nanoinfer.models.gpt import Attention, Block, LayerAttend
 from nanoinfer.observer import NoObserver
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.profiler import record_function
+
+    from nanoinfer.models.gpt import LayerAttend
 
 MATRIX_PRODUCTS = "matrix products"
 ATTENTION = "attention"
@@ -134,6 +135,8 @@ class Ranges(Spans):
 
     def enter(self, part: str) -> None:
         """Begin a range in the profile."""
+        from torch.profiler import record_function
+
         super().enter(part)
         self._open.append(record_function(PREFIX + part))
         self._open[-1].__enter__()  # type: ignore[no-untyped-call]
@@ -154,22 +157,13 @@ def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterat
             parts make a step of the built-in model 15% longer, and a step of GPT-2 124M 2% longer.
     """
     engine = core.engine
-    hooks: list[RemovableHandle] = []
     before = engine.part_seconds()
-    try:
-        for name, module in engine.model.named_modules() if engine.model is not None else ():
-            part = GELU_RESIDUAL if isinstance(module, Block) else _PART_OF.get(name.rpartition(".")[2])
-            if isinstance(module, Attention) and ATTENTION in parts:
-                hooks.append(module.register_forward_pre_hook(_attend_hook(spans)))
-            elif part is not None and part in parts:
-                enter, leave = _hooks(spans, part)
-                hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+    with ExitStack() as hooks:
+        if engine.model is not None:
+            _hook(engine.model, spans, parts, hooks)
+        hooks.callback(setattr, core, "observer", NoObserver())
         core.observer = spans
         yield
-    finally:
-        core.observer = NoObserver()
-        for hook in hooks:
-            hook.remove()
     steps, after = spans.calls[ENGINE], engine.part_seconds()
     for part, calls in (
         (MATRIX_PRODUCTS, 4 * engine.config.n_layer),
@@ -178,6 +172,20 @@ def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterat
     ):
         if part in after:
             spans.charge(part, calls * steps, after[part] - before[part])
+
+
+def _hook(model: nn.Module, spans: Spans, parts: Collection[str], hooks: ExitStack) -> None:
+    """Put spans around the modules of a model, until the stack is closed."""
+    from nanoinfer.models.gpt import Attention, Block
+
+    for name, module in model.named_modules():
+        part = GELU_RESIDUAL if isinstance(module, Block) else _PART_OF.get(name.rpartition(".")[2])
+        if isinstance(module, Attention) and ATTENTION in parts:
+            hooks.callback(module.register_forward_pre_hook(_attend_hook(spans)).remove)
+        elif part is not None and part in parts:
+            enter, leave = _hooks(spans, part)
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave).remove)
 
 
 def _around(spans: Spans, part: str, call: Callable[..., Any]) -> Callable[..., Any]:

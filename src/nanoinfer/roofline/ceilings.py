@@ -42,18 +42,15 @@ class Ceiling:
         Raises:
             NanoinferError: the device has no throughput for the dtype.
         """
-        if not fmt.is_float:
-            return (
-                "int8"
-                if "int8" in self.flops_per_sec
-                else max(self.flops_per_sec, key=lambda name: self.flops_per_sec[name])
-            )
-        if fmt.name not in self.flops_per_sec:
+        name = fmt.name if fmt.is_float else "int8"
+        if not fmt.is_float and name not in self.flops_per_sec:
+            name = max(self.flops_per_sec, key=lambda name: self.flops_per_sec[name], default=name)
+        if not self.flops_per_sec.get(name):
             raise NanoinferError(
                 f"dtype={fmt.name!r} has no throughput on {self.name}: use {', '.join(self.flops_per_sec)}, int8 or"
                 " int4"
             )
-        return fmt.name
+        return name
 
     def throughput(self, fmt: WeightFormat) -> float:
         """Return the FLOP/s of matrix products with weights of a format."""
@@ -90,8 +87,8 @@ DEVICES: dict[str, Ceiling] = {
 }  # fmt: skip
 
 
-def find_device(name: str) -> Ceiling:
-    """Return a device's ceiling; "measure" measures this machine.
+def find_device(name: str, local_device: str = "cpu") -> Ceiling:
+    """Return a device's ceiling; "measure" measures `local_device` of this machine, cpu or cuda:N.
 
     Case, spaces, hyphens and underscores are ignored: "RTX 4090" is "rtx4090".
 
@@ -102,7 +99,7 @@ def find_device(name: str) -> Ceiling:
     if key == MEASURE:
         from nanoinfer.roofline.measure import measure
 
-        return measure()
+        return measure(device=local_device)
     if key not in DEVICES:
         require_choice("device", name, (*DEVICES, MEASURE))
     return DEVICES[key]

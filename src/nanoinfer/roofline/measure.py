@@ -1,9 +1,9 @@
 """Measure the ceilings of this machine: memory bandwidth and FLOP/s of matrix products.
 
 Bandwidth, CPU: all threads read 1 GiB on huge pages, much more than the caches, once, by wide loads with software
-prefetch. Without the native extension, torch sums a buffer, which reads up to a third slower. The result is the best of
-several rounds, because interference only makes a round slower. On a machine that shares its memory bandwidth with
-others the ceiling varies over time, so a benchmark run at another time can exceed 100%.
+prefetch. Without the native extension, each thread computes the maximum of its part of the buffer with NumPy. The
+result is the best of several rounds, because interference only makes a round slower. On a machine that shares its
+memory bandwidth with others the ceiling varies over time, so a benchmark run at another time can exceed 100%.
 
 Bandwidth, GPU: copy 1 GiB, at least twenty times the L2 cache, and count the bytes read and written. (An H100 copies at
 about 3.0 TB/s of the 3.35 on its data sheet, an H200 at 4.3 of 4.8.) A round has many copies between two
@@ -11,9 +11,9 @@ synchronizations, so the time for launches and synchronization, about 10 us, is 
 round, at the GPU's sustained clock.
 
 Arithmetic, CPU: all threads multiply and add in registers, with the instructions of the native kernels for float32,
-bfloat16 and 8-bit weights (kernels/cpu/peak.h). No matrix product with these instructions is faster. If torch's matrix
-products are faster because they use others (AMX), the result is theirs. Without the native extension the result is
-torch's, which a better kernel can exceed.
+bfloat16 and 8-bit weights (kernels/cpu/peak.h). No matrix product with these instructions is faster; one with others
+(AMX in bfloat16) can exceed 100%. If NumPy's float32 product is faster (NANOINFER_ISA selects an older instruction
+set), the result is NumPy's. Without the native extension only float32 is measured, by NumPy's product.
 
 Arithmetic, GPU: square matrix products of random numbers in torch. Products of ones or zeros use less power, which
 allows a higher clock and measures up to a tenth too fast.
@@ -25,15 +25,14 @@ import importlib.util
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from nanoinfer import environment
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.ceilings import MEASURE, Ceiling
-
-if TYPE_CHECKING:
-    import torch
 
 Clock = Callable[[], float]
 
@@ -56,76 +55,84 @@ CPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=1536, num_rounds=15)
 GPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=8192, num_copies=20)
 
 
-def measure(workload: Workload | None = None, clock: Clock = time.perf_counter, device: str | None = None) -> Ceiling:
+def measure(workload: Workload | None = None, clock: Clock = time.perf_counter, device: str = "cpu") -> Ceiling:
     """Measure and return the ceiling of a device. All memory is freed afterwards.
 
     Args:
         workload: sizes; None selects the sizes for the device.
         clock: returns seconds; for tests.
-        device: None is the first CUDA device if there is one, else the CPU.
+        device: cpu or cuda:N.
 
     Raises:
         NanoinferError: memory is insufficient for the buffers, or a round took no time by the clock.
     """
-    import torch
-
-    on = torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    workload = workload or (GPU_WORKLOAD if on.type == "cuda" else CPU_WORKLOAD)
-    names = ["float32", "bfloat16"]
-    if on.type == "cuda":
-        old = torch.cuda.get_device_capability(on) < (8, 0)  # no bfloat16 before Ampere
-        names = ["float32", "float16"] if old else ["float32", "bfloat16", "float16"]
     try:
-        bandwidth = _bandwidth(on, workload, clock)
-        flops = {name: _matmul_flops(getattr(torch, name), on, workload, clock) for name in names}
-        if on.type == "cpu" and _has_native():
-            for name in (*names, "int8"):
-                flops[name] = max(flops.get(name, 0.0), _peak_flops(name, workload, clock))
-    except (RuntimeError, MemoryError, ValueError) as e:  # out of memory, in torch or the native extension
+        if device == "cpu":
+            return _measure_cpu(workload or CPU_WORKLOAD, clock)
+        return _measure_gpu(workload or GPU_WORKLOAD, clock, device)
+    except (RuntimeError, MemoryError, ValueError) as e:  # out of memory, in torch, NumPy or the native extension
         reason = " ".join(str(e).split())[:100] or "out of memory"
         raise NanoinferError(
             f"device='measure': this machine could not be measured ({reason}): free some memory, or name a device"
         ) from None
-    if on.type == "cuda":
-        torch.cuda.empty_cache()  # other processes may need the memory
-        what = f"copy bandwidth and matrix products of {torch.cuda.get_device_name(on)}, measured now"
-    else:
-        how = "wide loads and products on registers" if _has_native() else "torch"
-        what = f"read bandwidth and arithmetic ({how}) of {environment.num_cpus()} CPUs, measured now"
-    auto = "float32" if on.type == "cpu" else names[1]
-    return Ceiling(MEASURE, bandwidth, flops, what, default_dtype=auto)
 
 
-def _bandwidth(device: torch.device, workload: Workload, clock: Clock) -> float:
-    """Return bytes per second: bytes read on a CPU, bytes read and written on a GPU."""
-    import torch
+def _measure_cpu(workload: Workload, clock: Clock) -> Ceiling:
+    """Return the ceiling of all CPUs of this process."""
+    native, num_cpus = importlib.util.find_spec("nanoinfer._native") is not None, environment.num_cpus()
+    bandwidth = workload.num_bytes / _best(_reader(workload.num_bytes, native), workload.num_rounds, clock)
+    a = np.random.default_rng(0).standard_normal((workload.matrix_size,) * 2, dtype=np.float32)
+    out = np.empty_like(a)
+    flops = {"float32": 2 * workload.matrix_size**3 / _best(lambda: np.matmul(a, a, out), workload.num_rounds, clock)}
+    for name in ("float32", "bfloat16", "int8") if native else ():
+        flops[name] = max(flops.get(name, 0.0), _peak_flops(name, workload, clock))
+    how = "wide loads and products on registers" if native else "NumPy"
+    source = f"read bandwidth and arithmetic ({how}) of {num_cpus} CPUs, measured now"
+    return Ceiling(MEASURE, bandwidth, flops, source, default_dtype="float32")
 
-    if device.type == "cpu" and _has_native():
+
+def _reader(num_bytes: int, native: bool) -> Callable[[], object]:
+    """Return a function that reads a buffer once, by all CPUs."""
+    if native:
         from nanoinfer._native import ReadBuffer
 
-        buffer = ReadBuffer(num_bytes=workload.num_bytes, threads=environment.num_cpus())
-        return workload.num_bytes / _best(buffer.read, workload.num_rounds, clock)
-    source = torch.ones(workload.num_bytes // 4, device=device)  # written, so that all pages are mapped
-    if device.type == "cuda":
-        target = torch.empty_like(source)
-        return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, workload, clock)
-    return source.nbytes / _best(source.sum, workload.num_rounds, clock)
+        read: Callable[[], object] = ReadBuffer(num_bytes=num_bytes, threads=environment.num_cpus()).read
+        return read
+    parts = np.array_split(np.ones(num_bytes // 4, np.float32), environment.num_cpus())  # written: all pages are mapped
+    pool = ThreadPoolExecutor(len(parts))  # NumPy releases the GIL
+    return lambda: list(pool.map(np.max, parts))  # np.sum adds in an order that halves the speed
 
 
-def _has_native() -> bool:
-    return importlib.util.find_spec("nanoinfer._native") is not None
+def _measure_gpu(workload: Workload, clock: Clock, device: str) -> Ceiling:
+    """Return the ceiling of a CUDA device."""
+    import torch
+
+    old = torch.cuda.get_device_capability(device) < (8, 0)  # no bfloat16 before Ampere
+    names = ["float32", "float16"] if old else ["float32", "bfloat16", "float16"]
+    bandwidth = _copy_bandwidth(device, workload, clock)
+    flops = {name: _matmul_flops(name, device, workload, clock) for name in names}
+    torch.cuda.empty_cache()  # other processes may need the memory
+    source = f"copy bandwidth and matrix products of {torch.cuda.get_device_name(device)}, measured now"
+    return Ceiling(MEASURE, bandwidth, flops, source, default_dtype=names[1])
 
 
-def _matmul_flops(dtype: torch.dtype, device: torch.device, workload: Workload, clock: Clock) -> float:
+def _copy_bandwidth(device: str, workload: Workload, clock: Clock) -> float:
+    """Return bytes read and written per second by copies."""
+    import torch
+
+    source = torch.ones(workload.num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device, workload, clock)
+
+
+def _matmul_flops(dtype: str, device: str, workload: Workload, clock: Clock) -> float:
     """Return FLOP/s of a square matrix product."""
     import torch
 
     n = workload.matrix_size
-    a = torch.randn(n, n, device=device).to(dtype)
-    if device.type == "cuda":
-        out = torch.empty_like(a)
-        return 2 * n**3 / _seconds(lambda: torch.mm(a, a, out=out), device, workload, clock)
-    return 2 * n**3 / _best(lambda: a @ a, workload.num_rounds, clock)
+    a = torch.randn(n, n, device=device).to(getattr(torch, dtype))
+    out = torch.empty_like(a)
+    return 2 * n**3 / _seconds(lambda: torch.mm(a, a, out=out), device, workload, clock)
 
 
 def _peak_flops(name: str, workload: Workload, clock: Clock) -> float:
@@ -148,7 +155,7 @@ def _best(call: Callable[[], object], num_rounds: int, clock: Clock) -> float:
     return _checked(min(seconds))
 
 
-def _seconds(call: Callable[[], object], device: torch.device, workload: Workload, clock: Clock) -> float:
+def _seconds(call: Callable[[], object], device: str, workload: Workload, clock: Clock) -> float:
     """Return the seconds of a call on a GPU in the median round, after a warm-up round.
 
     Calls are asynchronous, so the GPU is synchronized before the clock is read.

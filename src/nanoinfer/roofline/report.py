@@ -77,12 +77,13 @@ class _Setting:
         return predict(cost, self.ceiling, self.fmt, self.B, self.N)
 
 
-def answer(model: str, question: Question) -> dict[str, Any]:
+def answer(model: str, question: Question, local_device: str = "cpu") -> dict[str, Any]:
     """Return the report as a JSON-serializable dict.
 
     Args:
         model: see `shapes.find_shape`.
         question: the parameters.
+        local_device: what device="measure" measures: cpu or cuda:N.
 
     Raises:
         NanoinferError: the model, device or dtype is unknown, or the context is longer than a model's.
@@ -92,7 +93,7 @@ def answer(model: str, question: Question) -> dict[str, Any]:
     num_new = question.new_tokens or max(1, N // 2)
     prompt_length(N, num_new)
     draft = None if question.draft is None else _draft(question.draft, config, N)
-    ceiling = find_device(question.device)
+    ceiling = find_device(question.device, local_device)
     setting = _Setting(config, ceiling, ceiling.resolve_format(question.dtype), question.batch, N, question.causal)
     result = {
         "model": model,

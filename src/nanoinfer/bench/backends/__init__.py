@@ -12,15 +12,17 @@ from typing import Any, Protocol
 
 from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.stats import RunTimes
+from nanoinfer.errors import NanoinferError, missing_extra
 
-# Peer -> module in `bench/peers` and class(case, weights folder), a Backend. Every other name is an engine of ours.
+# Peer -> its class(case, weights folder), a Backend, in this package. Every other name is an engine of ours.
 PEERS = {
-    "nanogpt": ("nanogpt", "NanoGPT"),
-    "transformers-dynamic": ("transformers", "Transformers"),
-    "transformers-static": ("transformers", "Transformers"),
-    "ctranslate2": ("ctranslate2", "CTranslate2"),
-    "llama.cpp": ("llamacpp", "LlamaCpp"),
+    "nanogpt": "peers.nanogpt:NanoGPT",
+    "transformers-dynamic": "peers.transformers:Transformers",
+    "transformers-static": "peers.transformers:Transformers",
+    "ctranslate2": "peers.ctranslate2:CTranslate2",
+    "llama.cpp": "peers.llamacpp:LlamaCpp",
 }
+EXPORTED = ("ctranslate2", "llama.cpp")  # peers with a file format of their own: their class has `export`
 
 
 class Backend(Protocol):
@@ -49,8 +51,7 @@ def prepare(case: Case, weights: Path) -> Path | None:
     Raises:
         NanoinferError: the backend is not installed, does not support the case, or the export fails.
     """
-    path: Path | None = _peer(case).export(case, weights) if hasattr(_peer(case), "export") else None
-    return path
+    return _class_of(case).export(case, weights) if case.backend in EXPORTED else None
 
 
 def open_backend(case: Case, weights: Path) -> Backend:
@@ -59,17 +60,14 @@ def open_backend(case: Case, weights: Path) -> Backend:
     Raises:
         NanoinferError: the backend is not installed (the message names the command), or does not support the case.
     """
-    if case.backend not in PEERS:
-        from nanoinfer.bench.backends.nanoinfer import NanoinferBackend
-
-        return NanoinferBackend(case, weights)
-    backend: Backend = _peer(case)(case, weights)
+    backend: Backend = _class_of(case)(case, weights)
     return backend
 
 
-def _peer(case: Case) -> Any:
-    """Return the class of a peer, None for our engines."""
-    if case.backend not in PEERS:
-        return None
-    module, name = PEERS[case.backend]
-    return getattr(importlib.import_module(f"nanoinfer.bench.peers.{module}"), name)
+def _class_of(case: Case) -> Any:
+    """Return the class of a case's backend."""
+    module, _, name = PEERS.get(case.backend, "backends.nanoinfer:NanoinferBackend").partition(":")
+    try:
+        return getattr(importlib.import_module(f"nanoinfer.bench.{module}"), name)
+    except ModuleNotFoundError as e:
+        raise NanoinferError(f"{case.backend} cannot run: {missing_extra(e.name or module, 'torch')}") from None

@@ -82,7 +82,7 @@ class NanoinferBackend:
     def verify(self) -> float:
         """Return the time of verifying 5 tokens after the case's first prompt, in decode steps."""
         prompt = make_requests(self._case, self._llm.config.vocab_size).prompts[0]
-        return verify_ratio(self._llm.engine, prompt)
+        return verify_ratio(self._llm.engine, prompt, device=self._llm.device)
 
     @property
     def kv_cache_bytes(self) -> int | None:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from nanoinfer.bench.case import SAMPLERS, Case, Requests
 from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
@@ -24,10 +26,6 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.files import reason
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.huggingface import open_folder
-from nanoinfer.models.gpt_loading import load_gpt
-
-if TYPE_CHECKING:
-    from nanoinfer.models.gpt import GPT
 
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
 _NAMES = {"top_k": "sampling_topk", "top_p": "sampling_topp", "temperature": "sampling_temperature"}
@@ -87,9 +85,12 @@ class CTranslate2:
         kind = compute_type(case)
 
         def write(partial: Path) -> None:
-            spec = _spec(load_gpt(open_folder(weights)))
+            spec = _spec(weights)
             spec.validate()
-            spec.optimize(quantization=kind)
+            try:
+                spec.optimize(quantization=kind)
+            except RuntimeError as e:  # CTranslate2 converts to bfloat16 with torch
+                raise NanoinferError(f"ctranslate2 cannot convert the model to {kind}: {reason(e)}") from None
             spec.save(str(partial))
 
         return export_once(weights / FOLDER / f"ctranslate2-{kind}", write)
@@ -126,9 +127,11 @@ def _token(token_id: int) -> str:
     return f"t{token_id}"
 
 
-def _spec(model: GPT) -> Any:
-    """Return CTranslate2's description of a model, which holds its weights."""
-    specs, config = require_module("ctranslate2").specs, model.config
+def _spec(weights: Path) -> Any:
+    """Return CTranslate2's description of the model in a folder, which holds its weights."""
+    opened, specs = open_folder(weights), require_module("ctranslate2").specs
+    config = opened.config
+    tensors = {name: np.ascontiguousarray(tensor.float32()) for name, tensor in opened.read()}
     activation = specs.Activation.GELUTanh if config.activation == "gelu_new" else specs.Activation.GELU
     spec = specs.TransformerDecoderModelSpec.from_config(
         config.n_layer, config.n_head, pre_norm=True, activation=activation
@@ -137,21 +140,20 @@ def _spec(model: GPT) -> Any:
     spec.config.layer_norm_epsilon = config.layer_norm_epsilon
     for name in ("unk_token", "bos_token", "eos_token"):  # one that is not in the vocabulary would be added to it
         setattr(spec.config, name, _token(0))
-    decoder, parts = spec.decoder, model.transformer
+    decoder, embedding = spec.decoder, tensors["transformer.wte.weight"]
     decoder.scale_embeddings = False  # by sqrt(C), as translation models do
-    decoder.embeddings.weight = parts["wte"].weight
-    decoder.position_encodings.encodings = parts["wpe"].weight
-    decoder.projection.weight = model.lm_head.weight
-    norms = [(decoder.layer_norm, parts["ln_f"])]
-    linears = []
-    blocks: Any = parts["h"]
-    for layer, block in zip(decoder.layer, blocks, strict=True):
-        attention = layer.self_attention
-        norms += [(attention.layer_norm, block.ln_1), (layer.ffn.layer_norm, block.ln_2)]
-        linears += [(attention.linear[0], block.attn.c_attn), (attention.linear[1], block.attn.c_proj)]
-        linears += [(layer.ffn.linear_0, block.mlp.c_fc), (layer.ffn.linear_1, block.mlp.c_proj)]
-    for out, norm in norms:
-        out.gamma, out.beta = norm.weight, norm.bias
-    for out, linear in linears:
-        out.weight, out.bias = linear.weight, linear.bias
+    decoder.embeddings.weight = embedding
+    decoder.position_encodings.encodings = tensors["transformer.wpe.weight"]
+    decoder.projection.weight = tensors.get("lm_head.weight", embedding)
+    parts = {"transformer.ln_f": decoder.layer_norm}
+    for i, layer in enumerate(decoder.layer):
+        attention, mlp, h = layer.self_attention, layer.ffn, f"transformer.h.{i}"
+        parts |= {
+            f"{h}.ln_1": attention.layer_norm, f"{h}.attn.c_attn": attention.linear[0],
+            f"{h}.attn.c_proj": attention.linear[1], f"{h}.ln_2": mlp.layer_norm, f"{h}.mlp.c_fc": mlp.linear_0,
+            f"{h}.mlp.c_proj": mlp.linear_1,
+        }  # fmt: skip
+    for name, part in parts.items():
+        for own, theirs in (("weight", "gamma"), ("bias", "beta")):
+            setattr(part, theirs if ".ln_" in name else own, tensors[f"{name}.{own}"])
     return spec

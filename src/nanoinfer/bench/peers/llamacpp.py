@@ -23,7 +23,6 @@ import ctypes
 import functools
 import re
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,6 @@ _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
 )  # fmt: skip
 _TYPES = {"float32": "F32", "bfloat16": "BF16"}
-_QUANTIZER = {  # llama.cpp's name -> its constant
-    "BF16": "LLAMA_FTYPE_MOSTLY_BF16", "Q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"
-}  # fmt: skip
 QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale
 _FILE = "model.gguf"
 _GGUF_NAMES = {
@@ -65,7 +61,7 @@ def file_type(case: Case) -> str:
 
 
 class LlamaCpp:
-    """A llama.cpp model, a context sized to the case, and one batch that every step fills.
+    """A llama.cpp model, a context sized to the case, and one batch that every step fills; all live with the process.
 
     Raises:
         NanoinferError: a dtype, quantization, device or batch that llama.cpp does not have, or too little memory.
@@ -94,7 +90,6 @@ class LlamaCpp:
         self._n_batch = int(lib.llama_n_batch(self._context))
         self._n_vocab = config.vocab_size
         self._batch = lib.llama_batch_init(self._n_batch, 0, 1)
-        weakref.finalize(self, _free, lib, self._model, self._context, self._batch)
 
     @staticmethod
     def export(case: Case, weights: Path) -> Path:
@@ -183,12 +178,6 @@ class LlamaCpp:
         return chain
 
 
-def _free(lib: Any, model: Any, context: Any, batch: Any) -> None:
-    lib.llama_batch_free(batch)
-    lib.llama_free(context)
-    lib.llama_model_free(model)
-
-
 @functools.cache  # llama.cpp keeps the pointer: the callback must live as long as the process
 def _silence() -> Any:
     """Drop llama.cpp's log, which goes to stderr otherwise; return the callback. Errors are also return codes."""
@@ -274,7 +263,7 @@ def _quantize(source: Path, path: Path, kind: str) -> None:
     llama_cpp = require_module("llama_cpp")
     _silence()
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, _QUANTIZER[kind])
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
     params.nthread = num_cpus()
     if code := llama_cpp.llama_model_quantize(bytes(source), bytes(path), ctypes.byref(params)):
         raise NanoinferError(f"{source} cannot be quantized to {kind}: llama.cpp's quantizer returned {code}")

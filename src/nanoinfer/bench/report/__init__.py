@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from nanoinfer.bench.formatting import slug
+from nanoinfer.bench.formatting import clean, slug
 from nanoinfer.bench.results import Results
 from nanoinfer.errors import NanoinferError, missing_extra
 
@@ -36,7 +36,7 @@ def write_report(results: list[Results], folder: Path) -> list[Path]:
     """
     if not results:
         raise NanoinferError("a report of 0 results files has nothing to show: give at least 1")
-    return _write(_files(results), folder)
+    return _write(_files(clean(results)), folder)
 
 
 def _files(results: list[Results]) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE
-from nanoinfer.bench.formatting import clean, digits, number, positive
+from nanoinfer.bench.formatting import digits, number, positive
 from nanoinfer.bench.report.marks import (
     Figure,
     Record,
@@ -59,7 +59,7 @@ def _comparison(rows: Sequence[Row]) -> Iterator[Figure]:
     for panel in panels(plain, axis):
         if len(panel.places) < 3 or len(panel.labels) > MAX_LINES:
             for part in panels(panel.rows, axis, split=True):
-                yield from _bars(part, part.measure, rows)
+                yield from _bars(part, rows)
         else:
             swept.append(panel)
             yield from _lines(panel, panel.measure, rows)
@@ -74,8 +74,7 @@ def _comparison(rows: Sequence[Row]) -> Iterator[Figure]:
 
 def _lines(panel: Panel, measure: Measure, rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield a measure against the panel's axis; the ceilings dotted, one for each format of backends with a cache."""
-    shown = [(row, y) for row in panel.rows if (y := measure.value(row)) is not None]
-    if not shown:
+    if not (shown := measure.of(panel.rows)):
         return
     records = [record_of(row, measure, y, x=getattr(row.case, panel.axis)) for row, y in shown]
     limits = _ceilings(panel) if measure.ceiling else []
@@ -94,10 +93,7 @@ def _ceilings(panel: Panel) -> list[Record]:
         if row.case.backend not in NAIVE and (limit := ceiling(row)) is not None:
             key = row.case.format, getattr(row.case, panel.axis)
             found[key] = max(limit, found.get(key, 0.0))
-    return [
-        {"format": clean(fmt), "x": x, "y": y, "value": f"{clean(fmt)}: {digits(y)} tokens/s"}
-        for (fmt, x), y in found.items()
-    ]
+    return [{"format": fmt, "x": x, "y": y, "value": f"{fmt}: {digits(y)} tokens/s"} for (fmt, x), y in found.items()]
 
 
 def _ceiling_names(limits: Sequence[Record]) -> list[Record]:
@@ -112,16 +108,15 @@ def _ceiling_names(limits: Sequence[Record]) -> list[Record]:
     return named
 
 
-def _bars(panel: Panel, measure: Measure, rows: Sequence[Row]) -> Iterator[Figure]:
-    """Yield a measure of one size as bars, by bits of a weight and then by value; ceilings as ticks."""
+def _bars(panel: Panel, rows: Sequence[Row]) -> Iterator[Figure]:
+    """Yield the measure of a panel of one size as bars, by bits of a weight and then by value; ceilings as ticks."""
+    measure = panel.measure
     sign = 1 if measure is TTFT else -1
-    shown = [(row, y) for row in panel.rows if (y := measure.value(row)) is not None]
-    if not shown:
+    if not (shown := sorted(measure.of(panel.rows), key=lambda each: (-bits(each[0].case), sign * each[1]))):
         return
-    shown.sort(key=lambda each: (-bits(each[0].case), sign * each[1]))
     longest = max(y for _, y in shown)
     limits = [(row, ceiling(row)) for row, _ in shown] if measure.ceiling else []
-    inside = [{"backend": clean(row.case.label), "y": y} for row, y in limits if y is not None and y <= 3 * longest]
+    inside = [{"backend": row.case.label, "y": y} for row, y in limits if y is not None and y <= 3 * longest]
     records = [record_of(row, measure, y, x=getattr(row.case, panel.axis)) for row, y in shown]
     bars = bar_chart(records, measure.axis, [color_of(row.case) for row, _ in shown], ceilings=inside)
     yield _figure(measure, panel.rows, rows, panel.axis, bars)
@@ -148,13 +143,13 @@ def _breakdown(rows: Sequence[Row], axis: str) -> Iterator[Figure]:
     timed = [(row, getattr(row.case, axis)) for row in rows if row.breakdown_percent]
     places = [place for _, place in timed]
     ends = [(row, place) for row, place in timed if place in (min(places), max(places))]
-    parts = list(dict.fromkeys(clean(part) for row, _ in ends for part in row.breakdown_percent or {}))
+    parts = list(dict.fromkeys(part for row, _ in ends for part in row.breakdown_percent or {}))
     several = len(set(places)) > 1
     records: list[Record] = [
         {
-            "backend": clean(row.case.label) + (f", {axis.partition('_')[0]} {place}" if several else ""),
-            "part": clean(part), "y": share, "order": parts.index(clean(part)),
-            "value": f"{clean(part)} {digits(share)}%",
+            "backend": row.case.label + (f", {axis.partition('_')[0]} {place}" if several else ""),
+            "part": part, "y": share, "order": parts.index(part),
+            "value": f"{part} {digits(share)}%",
         }
         for row, place in ends
         for part, percent in (row.breakdown_percent or {}).items()
@@ -201,7 +196,7 @@ def _against_k(swept: list[Row], plain: dict[Case, Row]) -> Iterator[Figure]:
     """Yield the decode throughput of one draft against the number of proposals, 0 for plain decoding."""
     bases = [plain[case] for case in dict.fromkeys(row.case.plain for row in swept) if case in plain]
     records = [
-        record_of(row, DECODE, y, x=str(k), backend=clean(row.case.plain.label))
+        record_of(row, DECODE, y, x=str(k), backend=row.case.plain.label)
         for row, k in [*((row, 0) for row in bases), *((row, row.case.speculate_k) for row in swept)]
         if (y := DECODE.value(row)) is not None
     ]
@@ -211,14 +206,13 @@ def _against_k(swept: list[Row], plain: dict[Case, Row]) -> Iterator[Figure]:
     x = {"type": "ordinal", "sort": [*ks, "auto"], "axis": {"title": "proposals at a time (k)", "labelAngle": 0}}
     spec = chart("lines", records, x=x, y=y_axis(DECODE, records), **look(bases))
     spec["layer"][0]["transform"] = [{"filter": "datum.x != 'auto'"}]  # auto is a point beside the line
-    caption = f"Draft {clean(swept[0].case.draft)}; 0 is decoding without a draft. {setting(swept)}."
+    caption = f"Draft {swept[0].case.draft}; 0 is decoding without a draft. {setting(swept)}."
     yield Figure("k", "Decode throughput against k", caption, spec)
 
 
 def _speedups(name: str, title: str, rows: list[Row]) -> Iterator[Figure]:
     """Yield the speed-ups of drafts over plain decoding as bars."""
-    shown = [(row, y) for row in rows if (y := SPEEDUP.value(row)) is not None]
-    if shown:
+    if shown := SPEEDUP.of(rows):
         records = [record_of(row, SPEEDUP, y, backend=_situation(row.case, name == "situations")) for row, y in shown]
         colors = [color_of(shown[0][0].case)] * len(shown)
         spec = bar_chart(records, SPEEDUP.axis, colors, rule=[{"y": 1}])
@@ -231,4 +225,4 @@ def _situation(case: Case, other: bool) -> str:
     workload = "random" if case.workload == "uniform" else case.workload
     sampler = "" if case.sampler == "greedy" else f" {case.sampler}"
     where = f"{workload}{sampler}, batch {case.batch}: " if other else ""
-    return clean(f"{where}{case.draft} k={case.speculate_k}{rule}")
+    return f"{where}{case.draft} k={case.speculate_k}{rule}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nanoinfer.bench.formatting import clean, digits
+from nanoinfer.bench.formatting import digits
 from nanoinfer.bench.report.marks import bits
 from nanoinfer.bench.report.panels import TTFT, Panel, panels, setting, sweep_axis, varying
 from nanoinfer.bench.results import Results, Row
@@ -33,15 +33,14 @@ def _over_peers(panel: Panel, every: list[Row]) -> str | None:
     """
     measure = panel.measure
     sign = -1 if measure is TTFT else 1
-    values = [(r, y) for r in panel.rows if r.case.draft is None and (y := measure.value(r)) is not None]
     for width in (8, 16, 32, 4):
-        same = [(row, y) for row, y in values if bits(row.case) == width]
+        same = measure.of([r for r in panel.rows if r.case.draft is None and bits(r.case) == width])
         ours = [each for each in same if each[0].case.backend in ENGINES]
         peers = [each for each in same if each[0].case.backend not in ENGINES]
         if ours and peers:
             (a, x), (b, y) = (max(group, key=lambda each: sign * each[1]) for group in (ours, peers))
             what = measure.axis if sign > 0 else "ms to the first token"
-            ratio = f"{clean(a.case.label)}: {digits((x / y) ** sign)}x {clean(b.case.label)}"
+            ratio = f"{a.case.label}: {digits((x / y) ** sign)}x {b.case.label}"
             where = setting(panel.rows, varying(every))
             return ", ".join(filter(None, (f"{ratio} ({digits(x)} against {digits(y)} {what})", where)))
     return None
@@ -62,7 +61,7 @@ def _over_baseline(rows: list[Row], baseline: str) -> Iterator[str]:
                 how = " (extrapolated)" if "extrapolated" in base.note else ""
                 where = setting([best], [f for f in varying(rows) if f != axis] + [axis])
                 yield (
-                    f"{clean(best.case.label)}: {digits(best.speedup)}x {clean(base.case.label)}{how}"
+                    f"{best.case.label}: {digits(best.speedup)}x {base.case.label}{how}"
                     f" ({digits(speeds[0])} against {digits(speeds[1])} output tokens/s), {where}"
                 )
 
@@ -75,5 +74,5 @@ def _over_plain(rows: list[Row]) -> Iterator[str]:
         best.setdefault(row.case.plain, row)
     for row in best.values():
         speed = digits(getattr(row.figures, "output_tokens_per_sec", None))
-        over = f"{clean(row.case.label)}: {digits(row.speedup)}x the same without a draft"
+        over = f"{row.case.label}: {digits(row.speedup)}x the same without a draft"
         yield f"{over} ({speed} output tokens/s), {setting([row], varying(rows))}"

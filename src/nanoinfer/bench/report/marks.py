@@ -19,7 +19,7 @@ from typing import Any
 import vl_convert
 
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.formatting import clean, digits
+from nanoinfer.bench.formatting import digits
 from nanoinfer.bench.report.panels import Measure, ceiling, setting, share_of_ceiling
 from nanoinfer.bench.results import Row
 
@@ -106,17 +106,17 @@ def record_of(row: Row, measure: Measure, value: float, **more: Any) -> Record:
     share = share_of_ceiling(row) if measure.ceiling else None
     figures = row.figures
     return {
-        "backend": clean(row.case.label), "case": setting([row]), "y": value,
+        "backend": row.case.label, "case": setting([row]), "y": value,
         "value": measure.show(value), "label": digits(value),
         "spread": "" if figures is None else f"{digits(figures.spread_percent)}% over {figures.rounds} rounds",
         "ceiling": f"{digits(share)}% of {measure.show(ceiling(row) or 0)}" if share is not None else "",
-        "note": clean(row.note), **more,
+        "note": row.note, **more,
     }  # fmt: skip
 
 
 def look(rows: Sequence[Row]) -> dict[str, Channel]:
     """Return colour, dash and marker of each label: by its backend, and by its format."""
-    cases = {clean(row.case.label): row.case for row in rows}
+    cases = {row.case.label: row.case for row in rows}
     ranges = {
         "color": [color_of(c) for c in cases.values()],
         "strokeDash": [_DASHES.get(bits(c), [1, 0]) for c in cases.values()],

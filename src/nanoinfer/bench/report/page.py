@@ -14,7 +14,7 @@ import jinja2
 import vl_convert
 
 from nanoinfer.bench.columns import COLUMNS
-from nanoinfer.bench.formatting import DASH, clean
+from nanoinfer.bench.formatting import DASH
 from nanoinfer.bench.report.headlines import headlines
 from nanoinfer.bench.report.marks import VEGA_LITE, Figure
 from nanoinfer.bench.results import Results, Row
@@ -34,7 +34,7 @@ def page(sections: Sequence[Section]) -> str:
     """Return the HTML document."""
     loader = jinja2.PackageLoader("nanoinfer.bench.report", "")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    suites = ", ".join(clean(section.results.suite) for section in sections)
+    suites = ", ".join(section.results.suite for section in sections)
     return environment.get_template("page.html.j2").render(
         title=f"nanoinfer bench: {suites}", sections=[_section(section) for section in sections], bundle=_bundle()
     )
@@ -52,13 +52,13 @@ def _section(section: Section) -> dict[str, Any]:
     results = section.results
     heads, lines = table(results.rows)
     count = f"{len(results.rows):,} {'case' if len(results.rows) == 1 else 'cases'}, {len(results.failed):,} failed."
-    where = ", ".join(clean(results.machine[key]) for key in ("gpu", "cpu") if results.machine.get(key))
-    date, commit = clean(results.created), clean(results.commit or DASH)
-    facts = {"date": date, "commit": commit, "command": clean(results.command),
-             "speed-ups over": clean(results.baseline), "machine": _listing(results.machine),
+    where = ", ".join(str(results.machine[key]) for key in ("gpu", "cpu") if results.machine.get(key))
+    date, commit = results.created, results.commit or DASH
+    facts = {"date": date, "commit": commit, "command": results.command,
+             "speed-ups over": results.baseline, "machine": _listing(results.machine),
              "versions": _listing(results.versions), "ceiling": _listing(results.ceiling)}  # fmt: skip
     return {
-        "name": section.name, "suite": clean(results.suite), "headlines": headlines(results),
+        "name": section.name, "suite": results.suite, "headlines": headlines(results),
         "summary": f"{count} {where}, {date[:10]}, commit {commit}.", "figures": section.figures, "heads": heads,
         "lines": lines, "facts": facts,
     }  # fmt: skip
@@ -67,14 +67,14 @@ def _section(section: Section) -> dict[str, Any]:
 def _listing(found: dict[str, Any]) -> str:
     """Return a record as a string: {"cores": 2, "flops": {"float32": 1}} -> "cores 2, flops: float32 1"."""
     return ", ".join(
-        f"{clean(name).replace('_', ' ')}{f': {_listing(value)}' if isinstance(value, dict) else f' {clean(value)}'}"
+        f"{name.replace('_', ' ')}{f': {_listing(value)}' if isinstance(value, dict) else f' {value}'}"
         for name, value in found.items()
         if value is not None
     )
 
 
 _IDENTITY: dict[str, Callable[[Row], str]] = {
-    "model": lambda r: clean(r.case.model),
+    "model": lambda r: r.case.model,
     "workload": lambda r: f"{r.case.workload} {r.case.sampler}",
     "batch": lambda r: f"{r.case.batch:,}",
     "tokens in": lambda r: f"{r.case.prompt_tokens:,}",
@@ -89,5 +89,5 @@ def table(rows: Sequence[Row]) -> tuple[list[str], list[tuple[str, list[str], st
     for row in rows:
         cells = [show(row) for show in _IDENTITY.values()]
         cells += [] if row.error is not None else [column.show(row) for column in columns]
-        lines.append((clean(row.case.label), cells, clean(row.error or "")))
+        lines.append((row.case.label, cells, row.error or ""))
     return [*_IDENTITY, *([column.name for column in columns] or ["error"])], lines

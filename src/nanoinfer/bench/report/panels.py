@@ -9,10 +9,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from nanoinfer.bench.case import MIXED_HIGH, MIXED_LOW, Case
-from nanoinfer.bench.formatting import clean, digits, number, positive
+from nanoinfer.bench.formatting import digits, number, positive
 from nanoinfer.bench.results import Row
-
-Value = Callable[[Row], float | None]
 
 AXES = {  # sizes that a suite may sweep -> title of the axis
     "batch": "batch (sequences)",
@@ -26,13 +24,13 @@ _WORKLOADS = {
     "copy": "repeating passages",
 }
 _FIELDS: dict[str, Callable[[Case], str]] = {  # fields in which cases differ, besides backend and format -> as prose
-    "model": lambda c: clean(c.model),
+    "model": lambda c: c.model,
     "sampler": lambda c: c.sampler,
     "batch": lambda c: f"batch {c.batch:,}",
     "prompt_tokens": lambda c: "" if c.workload == "mixed" else f"{c.prompt_tokens:,}-token prompts",
     "output_tokens": lambda c: "" if c.workload == "mixed" else f"{c.output_tokens:,} tokens out",
     "workload": lambda c: _WORKLOADS[c.workload],
-    "device": lambda c: clean(c.device),
+    "device": lambda c: c.device,
 }
 PROMPT_DOMINATED = 8  # a prompt this many times the output: the time is the prompt's
 
@@ -46,39 +44,37 @@ class Measure:
     title: str
     axis: str
     """Title of the axis, with the unit."""
-    value: Value
     unit: str
+    field: str = ""
+    """What `Row.number` reads; empty: drawn from `Row.per_position_sec`."""
+    scale: float = 1.0
     log: bool = True
     ceiling: bool = False
     """Whether `ceiling` limits it."""
+
+    def value(self, row: Row) -> float | None:
+        """Return the value of a row; None if it is unknown or not above 0."""
+        return positive(row.number(self.field, self.scale))
+
+    def of(self, rows: Sequence[Row]) -> list[tuple[Row, float]]:
+        """Return the rows whose value is known, each with it."""
+        return [(row, value) for row in rows if (value := self.value(row)) is not None]
 
     def show(self, value: float) -> str:
         """Return a value with its unit: "1,235 tokens/s"."""
         return f"{digits(value)} {self.unit}"
 
 
-def _of(name: str, scale: float = 1.0) -> Value:
-    """Return the function that reads a field of a row or of its figures, scaled."""
-
-    def value(row: Row) -> float | None:
-        found = positive(getattr(row, name, None) or getattr(row.figures, name, None))
-        return None if found is None else positive(found * scale)
-
-    return value
-
-
 DECODE = Measure(
-    "throughput", "Decode throughput", "decode tokens/s", _of("decode_tokens_per_sec"), "tokens/s", ceiling=True
+    "throughput", "Decode throughput", "decode tokens/s", "tokens/s", "decode_tokens_per_sec", ceiling=True
 )
 OUTPUT = Measure(
-    "output", "Output throughput, prompts included", "output tokens/s", _of("output_tokens_per_sec"), "tokens/s"
+    "output", "Output throughput, prompts included", "output tokens/s", "tokens/s", "output_tokens_per_sec"
 )
-TTFT = Measure("ttft", "Time to first token", "time to first token (ms)", _of("ttft_sec", 1e3), "ms")
-MEMORY = Measure(
-    "memory", "Peak memory of the process", "peak memory (MB)", _of("peak_memory_bytes", 1e-6), "MB", log=False
-)
-SPEEDUP = Measure("speedup", "Speed-up", "times plain decoding", _of("speedup"), "x")
-TIME = Measure("position", "Time per token against position", "time per token (ms)", lambda row: None, "ms")
+TTFT = Measure("ttft", "Time to first token", "time to first token (ms)", "ms", "ttft_sec", 1e3)
+MEMORY = Measure("memory", "Peak memory of the process", "peak memory (MB)", "MB", "peak_memory_bytes", 1e-6, log=False)
+SPEEDUP = Measure("speedup", "Speed-up", "times plain decoding", "x", "speedup")
+TIME = Measure("position", "Time per token against position", "time per token (ms)", "ms")
 
 
 @dataclass(frozen=True)
