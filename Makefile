@@ -1,12 +1,13 @@
-# make demo    stream text from the built-in model, then show the ladder of engines on it
+# make demo    stream text from the built-in model, then install PyTorch and show the ladder of engines
 # make test    the tests without the slow cases (4 minutes on 2 cores); make test-all: with them (20 minutes)
 # make test-nightly: also the cases that take minutes each (two hours)
+# make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
 # make neon    the same tests on Arm, under an emulator (Debian: apt install g++-aarch64-linux-gnu qemu-user)
 # make lint    ruff and mypy
-# make bench [TEXT=play.txt]   every suite on this machine, into docs/results (an hour; needs the peers: pip install .[bench,peers])
+# make bench [TEXT=play.txt]   every suite on this machine, into docs/results (an hour; installs the peers)
 # make quality TEXT=play.txt   perplexity of reduced precision against float32, into docs/results/quality.md
 # make gpu-check [MINUTES=9] [FLAGS="--quick --resume"]   tests, kernels and rungs on a CUDA device, into docs/results/gpu.json
 # make vs-transformers   static against transformers, side by side (random weights in GPT-2's shape)
@@ -14,17 +15,17 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nanoinfer/kernels/cpu/*)
 
 SUITES := ladder kv-cache long throughput peers speculative
 
-.PHONY: demo test test-all test-nightly asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
+.PHONY: demo test test-all test-nightly test-small asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 
 demo: .venv/installed
-	@echo "== shakespeare, prompt 'ROMEO:' =="
+	@echo '== model shakespeare continues "ROMEO:" =='
 	@$(BIN)/nanoinfer generate "ROMEO:" --echo --max-tokens 200 --seed 4
-	@echo
+	@$(MAKE) --no-print-directory .venv/installed-torch
 	@echo "== the ladder: every engine generates the same tokens =="
 	@TORCH_LOGS=-all $(BIN)/python benchmarks/ladder.py
 
@@ -39,6 +40,18 @@ test-all: .venv/installed-test
 
 test-nightly: .venv/installed-test
 	$(PYTEST)
+
+# And those of the other tests that need no PyTorch.
+SMALL_TESTS := tests/native_path.py $(patsubst %,tests/test_%.py,bench_export bench_stats files output_text \
+  roofline_speculation scheduler speculative_adaptive_k start)
+
+test-small:
+	rm -rf .venv-small build/wheel
+	$(PYTHON) -m venv .venv-small
+	.venv-small/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	.venv-small/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  "$$(echo build/wheel/*.whl)[test-small]"
+	OMP_NUM_THREADS=1 .venv-small/bin/python -m pytest -m "not slow and not nightly" $(SMALL_TESTS)
 
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
 ASAN_TESTS := tests/test_native_kernels.py tests/test_native_engine.py tests/test_native_sampler.py
@@ -88,7 +101,7 @@ lint: .venv/installed-test
 	$(BIN)/mypy
 
 bench: .venv/installed-test
-	@$(PIP) --editable '.[bench,peers]'
+	@$(PIP) 'nanoinfer[bench,peers]'
 	@mkdir -p docs/results
 	@for suite in $(SUITES); do \
 	  $(BIN)/nanoinfer bench --suite $$suite $(if $(TEXT),--text "$(TEXT)") --output docs/results/$$suite.json --all-columns \
@@ -102,7 +115,7 @@ gpu-check: .venv/installed-test
 
 QUALITY = $(BIN)/python benchmarks/quality.py "$(TEXT)"
 
-quality: .venv/installed
+quality: .venv/installed-torch
 	@test -f "$(TEXT)" || { echo 'make quality TEXT=path: the text that the model was trained on; its end is held out'; exit 2; }
 	@mkdir -p docs/results
 	$(QUALITY) --model shakespeare > docs/results/quality.tmp
@@ -119,13 +132,20 @@ vs-transformers: .venv/installed-test
 
 .venv/installed: $(BUILD_INPUTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing nanoinfer and what it needs into .venv (torch is large: this may take minutes)"
+	@echo "== installing nanoinfer into .venv: downloads 50 MB and compiles for about a minute =="
 	@$(PIP) --editable .
 	@touch $@
 
+# Of the extras only the packages: nanoinfer itself is installed and is not compiled again.
+.venv/installed-torch: .venv/installed
+	@echo "== installing PyTorch into .venv: downloads 3 GB where pip chooses the build for CUDA =="
+	@$(PIP) 'nanoinfer[torch]'
+	@touch $@
+
 .venv/installed-test: .venv/installed
-	@$(PIP) --editable '.[test,lint]'
+	@echo "== installing PyTorch and what the tests need into .venv =="
+	@$(PIP) 'nanoinfer[test,lint]'
 	@touch $@
 
 clean:
-	rm -rf .venv build
+	rm -rf .venv .venv-small build

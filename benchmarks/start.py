@@ -1,43 +1,299 @@
-"""How long a process takes from its start to the first token of the built-in model, by engine.
+"""How long a process takes from its start to the first token, and how much memory; the size of an installation.
 
-    python benchmarks/start.py
+    python benchmarks/start.py                            # nanoinfer, and the peers that are installed
+    python benchmarks/start.py --case shakespeare --rounds 3
+    python benchmarks/start.py --large --install --output start.json
 
-The clock starts before the process and stops at its first byte of output; medians of several rounds, interleaved.
+The clock starts before the process and stops at the first byte of its output. The processes of a case take turns; the
+first turn reads the files into the page cache and does not count. Memory is the most that was resident (VmHWM, mapped
+files included). Weights of GPT-2's shapes are random: `--models FOLDER` keeps them for the next call.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
-ENGINES = ("static", "native")
-ROUNDS = 5
+ROOT = Path(__file__).parents[1]
+PYTHON = [sys.executable, "-c"]
+CLI = "from nanoinfer.cli import main; main()"
+GENERATE = ("generate", "ROMEO:", "--max-tokens", "1", "--temperature", "0")
+MIB = 1 << 20
+
+# Each program says at its end how much was resident at most. The parent cannot ask the system: it counts the memory of
+# the process that forked, too.
+_REPORT_PEAK = """
+import atexit, sys
+def report_peak():
+    with open("/proc/self/status") as file:
+        print("\\n" + next(line for line in file if line.startswith("VmHWM:")), file=sys.stderr)
+atexit.register(report_peak)
+del report_peak
+"""
+
+# Hugging Face folder of a model by name, with a tokenizer of GPT-2's size where the model has none of its own.
+_WRITE_FOLDER = """
+import sys
+from pathlib import Path
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from nanoinfer.models.checkpoints import huggingface
+from nanoinfer.models.checkpoints.load import load_model
+from nanoinfer.models.tokenizers import to_json
+loaded = load_model(sys.argv[1])
+if loaded.tokenizer is None:
+    tokens, merges = sorted(pre_tokenizers.ByteLevel.alphabet()), []
+    letters = [t for t in tokens if t.isalpha() and t.isascii()]
+    for left in tokens:  # each new token is one that there is, and a letter
+        for right in letters:
+            if len(tokens) < loaded.config.vocab_size - 1 and len(left) < 4:
+                tokens.append(left + right)
+                merges.append((left, right))
+    bpe = Tokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+    bpe.add_special_tokens(["<|endoftext|>"])
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    text = bpe.to_str()
+else:
+    text = to_json(loaded.tokenizer)
+huggingface.save(loaded.take(), Path(sys.argv[2]), text)
+"""
+# The file that a peer loads: backend, quantization, Hugging Face folder.
+_EXPORT = """
+import sys
+from pathlib import Path
+from nanoinfer.bench.case import Case
+from nanoinfer.bench.peers.ctranslate2 import CTranslate2
+from nanoinfer.bench.peers.llamacpp import LlamaCpp
+backend, quantization, folder = sys.argv[1:]
+adapter = {"ctranslate2": CTranslate2, "llama.cpp": LlamaCpp}[backend]
+print(adapter.export(Case(backend, folder, quantization=quantization or None), Path(folder)))
+"""
+# The first token of a peer, greedy, after three tokens: its file, threads.
+_FIRST_TOKEN = {
+    "ctranslate2": """
+import sys
+from ctranslate2 import Generator
+generator = Generator(sys.argv[1], compute_type=sys.argv[3] or "float32", intra_threads=int(sys.argv[2]))
+(result,) = generator.generate_batch([["t1", "t2", "t3"]], max_length=1, sampling_topk=1, end_token=[],
+                                     include_prompt_in_result=False)
+print(result.sequences_ids[0], flush=True)
+""",
+    "llama.cpp": """
+import ctypes, sys
+import llama_cpp as l
+silent = l.llama_log_callback(lambda *_: None)
+l.llama_log_set(silent, ctypes.c_void_p(0))
+l.llama_backend_init()
+options = l.llama_model_default_params()
+options.n_gpu_layers = 0
+model = l.llama_model_load_from_file(sys.argv[1].encode(), options)
+options = l.llama_context_default_params()
+options.n_threads = options.n_threads_batch = int(sys.argv[2])
+context = l.llama_init_from_model(model, options)
+tokens = (l.llama_token * 3)(1, 2, 3)
+assert l.llama_decode(context, l.llama_batch_get_one(tokens, 3)) == 0
+sampler = l.llama_sampler_init_greedy()
+print(l.llama_sampler_sample(sampler, context, -1), flush=True)
+""",
+}
+_MODULES = {"ctranslate2": "ctranslate2", "llama.cpp": "llama_cpp"}
 
 
-def first_byte_sec(engine: str) -> float:
-    """Return the seconds until `nanoinfer generate` prints something."""
-    call = "from nanoinfer.cli import main; main()"
-    command = [sys.executable, "-c", call, "generate", "ROMEO:", "--engine", engine, "--max-tokens", "1"]
-    start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        assert process.stdout is not None
-        first = process.stdout.read(1)
-        seconds = time.perf_counter() - start
-    if not first or process.returncode:
-        raise SystemExit(f"engine {engine} printed nothing (exit code {process.returncode})")
-    return seconds
+@dataclass(frozen=True)
+class Program:
+    """A process to start."""
+
+    case: str
+    system: str
+    code: str
+    arguments: Sequence[str]
+    target_sec: float | None = None
 
 
-def main() -> None:
-    """Print the medians."""
-    seconds: dict[str, list[float]] = {engine: [] for engine in ENGINES}
-    for _ in range(ROUNDS):
-        for engine in ENGINES:
-            seconds[engine].append(first_byte_sec(engine))
-    for engine, values in seconds.items():
-        print(f"{engine:8} {statistics.median(values):.2f} s  (from {min(values):.2f} to {max(values):.2f})")
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a program."""
+
+    case: str
+    system: str
+    first_byte_sec: float
+    """Median."""
+    min_sec: float
+    max_sec: float
+    peak_bytes: int
+    """Median."""
+    target_sec: float | None
+
+
+def start(code: str, arguments: Sequence[str]) -> tuple[float, int]:
+    """Return the seconds until a Python program prints its first byte, and the most bytes that were resident.
+
+    Raises:
+        SystemExit: it printed nothing or failed.
+    """
+    with tempfile.TemporaryFile("w+") as err:
+        begin = time.perf_counter()
+        with subprocess.Popen(
+            [*PYTHON, _REPORT_PEAK + code, *arguments], stdout=subprocess.PIPE, stderr=err
+        ) as process:
+            assert process.stdout is not None
+            first = process.stdout.read(1)
+            seconds = time.perf_counter() - begin
+            process.stdout.read()
+        err.seek(0)
+        said = err.read()
+    peak = re.search(r"^VmHWM:\s+(\d+) kB$", said, re.M)
+    if not first or process.returncode or peak is None:
+        raise SystemExit(f"{' '.join(arguments)}: exit code {process.returncode}\n{said[-2000:]}")
+    return seconds, int(peak[1]) * 1024
+
+
+def measure(programs: Sequence[Program], rounds: int) -> list[Row]:
+    """Start programs in turns and return a row for each."""
+    results: list[list[tuple[float, int]]] = [[] for _ in programs]
+    for _ in range(rounds + 1):
+        for program, found in zip(programs, results, strict=True):
+            found.append(start(program.code, program.arguments))
+    rows = []
+    for program, found in zip(programs, results, strict=True):
+        seconds, peaks = zip(*found[1:], strict=True)
+        times = (statistics.median(seconds), min(seconds), max(seconds))
+        rows.append(Row(program.case, program.system, *times, int(statistics.median(peaks)), program.target_sec))
+    return rows
+
+
+class Programs:
+    """The programs of each case; makes the models that they load in a folder."""
+
+    def __init__(self, models: Path, threads: int) -> None:
+        self._models, self._threads = models, threads
+
+    def help(self) -> list[Program]:
+        """The help of the command line."""
+        return [Program("nanoinfer --help", "nanoinfer", CLI, ["--help"], 0.15)]
+
+    def shakespeare(self) -> list[Program]:
+        """The built-in model, in float32 as the peers have it."""
+        own = Program("shakespeare", "nanoinfer", CLI, GENERATE, 0.35)
+        return [own, *self._peers("shakespeare", self._folder("shakespeare", "shakespeare"), "", "")]
+
+    def gpt2(self) -> list[Program]:
+        """GPT-2 124M in int8, from float32 weights and packed."""
+        case, folder = "gpt2 124M int8", self._folder("gpt2", "random:gpt2")
+        packed = self._packed("gpt2-int8", str(folder), "int8")
+        return [
+            Program(case, "nanoinfer", CLI, [*GENERATE, "-m", str(folder), "--quantization", "int8"], 0.8),
+            Program(case, "nanoinfer, packed", CLI, [*GENERATE, "-m", str(packed)], 0.4),
+            *self._peers(case, folder, "int8", "Q8_0"),
+        ]
+
+    def gpt2_xl(self) -> list[Program]:
+        """GPT-2 XL in int4, packed."""
+        tokenizer = self._folder("gpt2", "random:gpt2") / "tokenizer.json"
+        packed = self._packed("gpt2-xl-int4", "random:gpt2-xl", "int4", "--tokenizer", str(tokenizer))
+        return [Program("gpt2-xl int4", "nanoinfer, packed", CLI, [*GENERATE, "-m", str(packed)], 0.6)]
+
+    def _folder(self, name: str, model: str) -> Path:
+        if not (folder := self._models / name).exists():
+            _run([*PYTHON, _WRITE_FOLDER, model, str(folder)])
+        return folder
+
+    def _packed(self, name: str, model: str, quantization: str, *flags: str) -> Path:
+        if not (folder := self._models / name).exists():
+            _run([*PYTHON, CLI, "pack", model, "--quantization", quantization, "--output", str(folder), *flags])
+        return folder
+
+    def _peers(self, case: str, folder: Path, int8: str, q8: str) -> list[Program]:
+        programs = []
+        for name, quantization in (("ctranslate2", int8), ("llama.cpp", q8)):
+            if importlib.util.find_spec(_MODULES[name]) is None:
+                print(f"{case}: {name} is not installed: pip install 'nanoinfer[peers]'", file=sys.stderr)
+                continue
+            file = _run([*PYTHON, _EXPORT, name, quantization, str(folder)]).strip()
+            arguments = [file, str(self._threads), quantization]
+            programs.append(Program(case, name, _FIRST_TOKEN[name], arguments))
+        return programs
+
+
+def _run(command: Sequence[str]) -> str:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def installed_bytes(site_packages: Path) -> dict[str, int]:
+    """Return the bytes of each top-level name in a site-packages folder but pip and setuptools, largest first."""
+    own = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "distutils-precedence")
+    sizes: Counter[str] = Counter()
+    for path in site_packages.rglob("*"):
+        name = path.relative_to(site_packages).parts[0]
+        if path.is_file() and not path.is_symlink() and not name.startswith(own):
+            sizes[name] += path.stat().st_size
+    return dict(sizes.most_common())
+
+
+def install(folder: Path) -> dict[str, int]:
+    """Install this checkout into a fresh environment and return the sizes of what is in it."""
+    _run([sys.executable, "-m", "venv", str(folder)])
+    before = set((folder / "bin").iterdir())
+    _run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", str(ROOT)])
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    scripts = sum(p.stat().st_size for p in set((folder / "bin").iterdir()) - before)
+    return installed_bytes(site_packages) | {"bin": scripts}
+
+
+def show(rows: Sequence[Row]) -> str:
+    """Return a table of at most 80 columns."""
+    lines = [f"{'model':16} {'system':17} {'first token':>11}  {'from - to':>13} {'peak MiB':>8} {'goal':>6}"]
+    for r in rows:
+        goal = "" if r.target_sec is None else f"{r.target_sec:.2f} s"
+        seconds, spread = f"{r.first_byte_sec:.3f} s", f"{r.min_sec:.3f} - {r.max_sec:.3f}"
+        line = f"{r.case:16} {r.system:17} {seconds:>11}  {spread:>13} {r.peak_bytes / MIB:8.0f} {goal:>6}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def show_install(sizes: dict[str, int]) -> str:
+    """Return the installed size and its largest parts in a few lines."""
+    parts = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in list(sizes.items())[:8])
+    return f"installed: {sum(sizes.values()) / 1e6:.1f} MB (goal: 100), of which\n{parts}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--case", action="append", choices=("help", "shakespeare", "gpt2", "gpt2_xl"))
+    parser.add_argument("--rounds", type=int, default=10, help="processes of each kind that count (default: 10)")
+    parser.add_argument("--large", action="store_true", help="also GPT-2 XL: packing it takes 7 GB of memory")
+    parser.add_argument("--install", action="store_true", help="also the size of a fresh installation of this checkout")
+    parser.add_argument("--models", type=Path, help="folder for the models (default: a temporary one)")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options = parser.parse_args(arguments)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    result: dict[str, Any] = {"cpus": cpus, "machine": platform.platform(), "python": platform.python_version()}
+    with tempfile.TemporaryDirectory() as temporary:
+        programs = Programs(options.models or Path(temporary), cpus)
+        rows: list[Row] = []
+        for case in options.case or ["help", "shakespeare", "gpt2", *(["gpt2_xl"] if options.large else [])]:
+            rows += measure(getattr(programs, case)(), options.rounds)
+        print(show(rows))
+        result |= {"rounds": options.rounds, "rows": [asdict(r) for r in rows]}
+        if options.install:
+            result["installed_bytes"] = install(Path(temporary) / "fresh")
+            print(show_install(result["installed_bytes"]))
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

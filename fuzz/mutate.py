@@ -158,6 +158,17 @@ def mutate_safetensors(rng: random.Random, data: bytes, others: Sequence[bytes])
     return (size.to_bytes(8, "little") + header + body)[:MAX_BYTES]
 
 
+def mutate_packed(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
+    """Mutate as `mutate_safetensors`, usually with the header padded again, so that the data is still aligned."""
+    out = mutate_safetensors(rng, data, others)
+    size = int.from_bytes(out[:8], "little")
+    if 8 + size > len(out) or rng.random() < 0.1:
+        return out
+    header = out[8 : 8 + size].rstrip(b" ")
+    header += b" " * (-(8 + len(header)) % 4096)
+    return (len(header).to_bytes(8, "little") + header + out[8 + size :])[:MAX_BYTES]
+
+
 # Pickles ---------------------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import weights_of
+from nanoinfer.models.gpt_loading import init_weights, weights_of
 from nanoinfer.training import loop
 from nanoinfer.training.train_config import TrainConfig
 
@@ -36,13 +36,29 @@ def model_folder(shards: bool = False) -> dict[str, bytes]:
     from tempfile import TemporaryDirectory
 
     gpt = GPT(TINY)
-    gpt.init_weights(torch.Generator().manual_seed(0))
+    init_weights(gpt, TINY.n_layer, 0)
     with TemporaryDirectory() as folder:
         huggingface.save(weights_of(gpt), Path(folder), tokenizers.char_to_json(CHARS))
         files = {p.name: p.read_bytes() for p in Path(folder).iterdir()}
     if shards:
         files["a.safetensors"] = files.pop("model.safetensors")
     return files
+
+
+@cache
+def packed_folder(weights: str = "int8") -> dict[str, bytes]:
+    """Return the files of a tiny model with packed weights: name -> content."""
+    from tempfile import TemporaryDirectory
+
+    from nanoinfer.models.checkpoints import packed
+    from nanoinfer.models.checkpoints.load import load_model
+
+    with TemporaryDirectory() as source, TemporaryDirectory() as folder:
+        for name, content in model_folder().items():
+            (Path(source) / name).write_bytes(content)
+        tokenizer = tokenizers.char_to_json(CHARS)
+        packed.write_folder(load_model(source).weights, Path(folder), weights, tokenizer, threads=1)
+        return {p.name: p.read_bytes() for p in Path(folder).iterdir()}
 
 
 def without(files: dict[str, bytes], name: str) -> dict[str, bytes]:
@@ -58,7 +74,7 @@ def make_index() -> list[bytes]:
 def make_checkpoints() -> list[bytes]:
     """Return files like nanoGPT's ckpt.pt: plain, with the prefix of a compiled model, and with nn.Parameters."""
     gpt = GPT(replace(TINY, bos_token_id=None))
-    gpt.init_weights(torch.Generator().manual_seed(0))
+    init_weights(gpt, TINY.n_layer, 0)
     shape = {f: getattr(TINY, f) for f in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size", "bias")}
     made = []
     for state, extra in (

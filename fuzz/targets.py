@@ -27,6 +27,7 @@ from mutate import (
     mutate_bytes,
     mutate_json,
     mutate_name,
+    mutate_packed,
     mutate_pickle,
     mutate_safetensors,
     mutate_zip,
@@ -43,6 +44,7 @@ from seeds import (
     make_tokenizers,
     make_vocab,
     model_folder,
+    packed_folder,
     run_folder,
     train_config,
     trained,
@@ -52,8 +54,11 @@ from seeds import (
 from nanoinfer import LLM, NanoinferError, SamplingParams, config
 from nanoinfer.bench import results, table
 from nanoinfer.bench.case import Case
-from nanoinfer.config import ModelConfig
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.engines.native import NativeEngine
 from nanoinfer.models import draft_head, tokenizers
+from nanoinfer.models.checkpoints import packed
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.training import loop
 from nanoinfer.training.state import STATE
@@ -103,6 +108,15 @@ def use_model(loaded: LoadedModel, path: Path) -> None:
     """Read all weights, as an engine with its own weight format does."""
     for _, tensor in loaded.weights.read():
         tensor.float32().sum()
+
+
+def use_packed(loaded: LoadedModel, path: Path) -> None:
+    """Start an engine on the mapped weights and run a step."""
+    weights = loaded.weights
+    assert isinstance(weights, packed.PackedWeights)
+    del loaded
+    engine = NativeEngine(weights, EngineLimits(1, 8, 8), EngineConfig(threads=1))
+    engine.extend(StepBatch(handles=[engine.open()], token_ids=[1, 2, 3], num_new=[3], num_logits=[3]))
 
 
 def use_checkpoint(loaded: LoadedModel, path: Path) -> None:
@@ -165,6 +179,8 @@ def finish(run: loop.TrainRun, path: Path) -> None:
 FILES = {
     "safetensors": File("model.safetensors", lambda: [model_folder()["model.safetensors"]], mutate_safetensors, load_folder,
                         use_model, lambda: without(model_folder(), "model.safetensors")),
+    "packed": File(packed.FILE, lambda: [packed_folder(w)[packed.FILE] for w in packed.FORMATS], mutate_packed,
+                   load_folder, use_packed, lambda: without(packed_folder(), packed.FILE)),
     "config": File("config.json", lambda: [model_folder()["config.json"]], mutate_json, load_folder, use_model, model_folder),
     "index": File("model.safetensors.index.json", make_index, mutate_json, load_folder, use_model,
                   lambda: model_folder(shards=True)),
@@ -199,8 +215,8 @@ KINDS = ("fifo", "folder", "dangling", "loop", "endless", "socket", "huge", "tru
 def run_kind(data: bytes, folder: Path) -> None:
     """Read a path that is not a regular file, or a file that changes during the read: b"ckpt fifo"."""
     name, _, kind = data.decode(errors="replace").partition(" ")
-    if name not in FILES or kind not in KINDS:
-        return
+    if name not in FILES or kind not in KINDS or (name, kind) == ("packed", "truncated"):
+        return  # a mapped file must not be truncated
     file = FILES[name]
     path, seed = file.place(folder), file.seeds()[0]
     path.unlink(missing_ok=True)
@@ -301,7 +317,9 @@ def load_targets() -> dict[str, Target]:
     """Return all targets by name."""
     import boundary
 
-    targets = {name: Target(file.seeds, file.run, file.mutate) for name, file in FILES.items()}
+    targets = {
+        name: Target(file.seeds, file.run, file.mutate, sanitized=name == "packed") for name, file in FILES.items()
+    }
     random_bytes = [bytes(range(i, 256, 7)) for i in range(7)]
     every = [f"{name} {kind}".encode() for name in FILES for kind in KINDS]
     targets["kinds"] = Target(lambda: every, run_kind, lambda rng, data, others: rng.choice(every))

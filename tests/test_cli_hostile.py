@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from conftest import TINY, make_folder
 from nanoinfer.cli import app, main
@@ -33,8 +32,11 @@ VALUES = (
 )  # fmt: skip
 PAIRS = [
     (command, option, value)
-    for command, spec in typer.main.get_command(app.app).commands.items()  # type: ignore[attr-defined]
-    for option in [*(max(p.opts, key=len) for p in spec.params if p.opts[0].startswith("-")), "<argument>"]
+    for command in app.COMMANDS
+    for option in [
+        *(max(p.opts, key=len) for p in app.load_command(command).params if p.opts[0].startswith("-")),
+        "<argument>",
+    ]
     for value in VALUES
 ]
 SHARED = 24  # groups: a failure names one of them and the case

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import CHARS, TINY, make_folder, make_model, refuses
+from conftest import CHARS, TINY, make_folder, make_model, make_weights, refuses
 from nanoinfer.config import PRESETS
 from nanoinfer.models.checkpoints import load
 from nanoinfer.models.checkpoints.huggingface import save
@@ -312,7 +312,7 @@ def test_a_broken_tokenizer_leaves_the_model_usable(tiny_folder: Path) -> None:
 
 
 def test_gpt2s_vocabulary_takes_gpt2s_tokenizer(hub_cache: Path, tmp_path: Path) -> None:
-    save(make_model(replace(TINY, vocab_size=50257, n_layer=1)), tmp_path / "model")
+    save(make_weights(replace(TINY, vocab_size=50257, n_layer=1)), tmp_path / "model")
     loaded = load_model(str(tmp_path / "model"))
     assert loaded.tokenizer is None
     assert "GPT-2's tokenizer" in loaded.no_tokenizer_reason

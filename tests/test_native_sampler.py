@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from numpy.typing import NDArray
 
 from conftest import refuses
 from nanoinfer import LLM
@@ -31,7 +30,7 @@ from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
-from test_sampler import make_row
+from test_sampler import make_row, normal
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the native extension is not built")
 
@@ -39,12 +38,13 @@ INF, NAN = math.inf, math.nan
 LAST = 1 - 2**-53  # the largest uniform
 NEAR = 1e-12
 GPT2_V = 50257
+Logits = NDArray[np.float32]
 
 
 # Both on the same rows --------------------------------------------------------------------------------------
 
 
-def outcome(sample: Callable[..., list[sampler.Sampled]], logits: Tensor, rows: list[Sequence]) -> Any:
+def outcome(sample: Callable[..., list[sampler.Sampled]], logits: Logits, rows: list[Sequence]) -> Any:
     """The drawn tokens, or the error's words."""
     try:
         return sample(logits, rows)
@@ -52,7 +52,7 @@ def outcome(sample: Callable[..., list[sampler.Sampled]], logits: Tensor, rows: 
         return str(error)
 
 
-def tokens_within_rounding(logits: Tensor, row: Sequence, u: float) -> set[int]:
+def tokens_within_rounding(logits: Logits, row: Sequence, u: float) -> set[int]:
     """What a sampler may draw whose sums are rounded otherwise."""
     tokens = set()
     for shift in (0.0, -NEAR, NEAR) if row.params.top_p < 1 else (0.0,):
@@ -66,12 +66,12 @@ def tokens_within_rounding(logits: Tensor, row: Sequence, u: float) -> set[int]:
 
 
 def agree(
-    logits: Tensor, rows: list[Sequence], uniforms: list[float] | None = None, draw: native.Sampler = native.sample
+    logits: Logits, rows: list[Sequence], uniforms: list[float] | None = None, draw: native.Sampler = native.sample
 ) -> int:
     """Assert that `draw` draws what the reference does; return how many rows needed the oracle."""
-    before, array = logits.clone(), logits.numpy()
-    expected, drawn = outcome(sampler.sample, array, rows), outcome(draw, array, rows)
-    assert torch.equal(logits.nan_to_num(7.0), before.nan_to_num(7.0))
+    before = logits.copy()
+    expected, drawn = outcome(sampler.sample, logits, rows), outcome(draw, logits, rows)
+    assert np.array_equal(logits, before, equal_nan=True)
     if isinstance(expected, str) or isinstance(drawn, str):
         assert drawn == expected
         return 0
@@ -97,23 +97,30 @@ def given_uniforms(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[float]], N
 
 # Random rows ------------------------------------------------------------------------------------------------
 
-LOGITS: dict[str, Callable[[int, torch.Generator], Tensor]] = {
-    "normal": lambda V, g: torch.randn(V, generator=g) * 3,
-    "flat": lambda V, g: torch.randn(V, generator=g) * 0.01,
-    "peaked": lambda V, g: torch.randn(V, generator=g) * 12,
-    "integers": lambda V, g: torch.randint(-4, 5, (V,), generator=g).float(),
-    "two values": lambda V, g: torch.randint(0, 2, (V,), generator=g).float(),
-    "equal": lambda V, g: torch.zeros(V),
-    "signed zeros": lambda V, g: torch.zeros(V) * (torch.randint(0, 2, (V,), generator=g) * 2.0 - 1),
-    "masked": lambda V, g: torch.randn(V, generator=g).masked_fill(torch.rand(V, generator=g) < 0.8, -INF),
-    "ascending": lambda V, g: torch.linspace(-9, 5, V),
-    "descending": lambda V, g: torch.linspace(5, -9, V),
-    "one stands out": lambda V, g: torch.randn(V, generator=g).scatter(0, torch.tensor([V // 2]), 3e38),
-    "huge": lambda V, g: torch.randn(V, generator=g).clamp(-3, 3) * 1e38,
-    "tiny": lambda V, g: torch.randn(V, generator=g) * 1e-42,
-    "a comb": lambda V, g: (torch.arange(V) % max(1, V // 512) == 0) * 0.5,  # evenly spaced samples mislead
-    "a far tail": lambda V, g: torch.randn(V, generator=g) - (torch.rand(V, generator=g) < 0.5) * 700,
+LOGITS: dict[str, Callable[[int, np.random.Generator], Any]] = {
+    "normal": lambda V, g: g.normal(0, 3, V),
+    "flat": lambda V, g: g.normal(0, 0.01, V),
+    "peaked": lambda V, g: g.normal(0, 12, V),
+    "integers": lambda V, g: g.integers(-4, 5, V),
+    "two values": lambda V, g: g.integers(0, 2, V),
+    "equal": lambda V, g: np.zeros(V),
+    "signed zeros": lambda V, g: np.zeros(V) * (g.integers(0, 2, V) * 2.0 - 1),
+    "masked": lambda V, g: np.where(g.random(V) < 0.8, -INF, g.normal(0, 1, V)),
+    "ascending": lambda V, g: np.linspace(-9, 5, V),
+    "descending": lambda V, g: np.linspace(5, -9, V),
+    "one stands out": lambda V, g: np.where(np.arange(V) == V // 2, 3e38, g.normal(0, 1, V)),
+    "huge": lambda V, g: g.normal(0, 1, V).clip(-3, 3) * 1e38,
+    "tiny": lambda V, g: g.normal(0, 1, V) * 1e-42,
+    "a comb": lambda V, g: (np.arange(V) % max(1, V // 512) == 0) * 0.5,  # evenly spaced samples mislead
+    "a far tail": lambda V, g: g.normal(0, 1, V) - (g.random(V) < 0.5) * 700,
 }
+
+
+def make_logits(kind: str, V: int, generator: np.random.Generator) -> Logits:
+    """One row of logits, (1, V)."""
+    return np.asarray(LOGITS[kind](V, generator), np.float32)[None]
+
+
 NEUTRAL: dict[str, Any] = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "logit_bias": None, "min_tokens": 0,
@@ -144,16 +151,16 @@ def random_row(rng: random.Random, V: int, seed: int) -> Sequence:
 @pytest.mark.parametrize("kind", LOGITS)
 @pytest.mark.parametrize("V, num_rows", [(1, 8), (2, 40), (17, 60), (64, 30), (65, 30), (700, 60), (2048, 40)])
 def test_random_rows(kind: str, V: int, num_rows: int) -> None:
-    rng, g = random.Random(f"{kind} {V}"), torch.Generator().manual_seed(V)
+    rng, g = random.Random(f"{kind} {V}"), np.random.default_rng(V)
     for seed in range(num_rows):
-        agree(LOGITS[kind](V, g)[None], [random_row(rng, V, seed)])
+        agree(make_logits(kind, V, g), [random_row(rng, V, seed)])
 
 
 @pytest.mark.parametrize("kind", LOGITS)
 def test_random_rows_of_gpt2s_vocabulary(kind: str) -> None:
-    rng, g = random.Random(kind), torch.Generator().manual_seed(1)
+    rng, g = random.Random(kind), np.random.default_rng(1)
     for seed in range(8):
-        agree(LOGITS[kind](GPT2_V, g)[None], [random_row(rng, GPT2_V, seed)])
+        agree(make_logits(kind, GPT2_V, g), [random_row(rng, GPT2_V, seed)])
 
 
 CONTROLS: dict[str, dict[str, Any]] = {
@@ -177,7 +184,7 @@ CONTROLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CONTROLS)
 def test_every_control_along_a_text(name: str, temperature: float) -> None:
     """Logits without ties, hundreds of uniforms: not one token may need the oracle."""
-    logits = torch.randn(1, 2048, generator=torch.Generator().manual_seed(3)).mul(2).expand(250, -1)
+    logits = np.broadcast_to(normal(1, 2048, seed=3) * 2, (250, 2048))
     params = SamplingParams(temperature=temperature, max_tokens=2000, **CONTROLS[name])
     rows = [make_row(params, [1, 2, 3, 3], [*range(n % 60)], (7, 8), seed=n) for n in range(250)]
     assert agree(logits, rows) == 0
@@ -186,11 +193,11 @@ def test_every_control_along_a_text(name: str, temperature: float) -> None:
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.75), SamplingParams(top_k=5, min_p=0.1)])
 def test_uniforms_on_borders(params: SamplingParams, given_uniforms: Callable[[list[float]], None]) -> None:
     """Weights that are powers of two: multiples of 1/64 are borders, exactly or nearly."""
-    logits = torch.tensor([math.log(w) for w in (1, 2, 8, 1, 4, 16, 32)] + [-INF, -800.0])
+    logits = np.float32([math.log(w) for w in (1, 2, 8, 1, 4, 16, 32)] + [-INF, -800.0])
     uniforms = [0.0, 5e-324, 1e-300, LAST, *(k / 64 for k in range(64)), *(k / 64 - 2**-54 for k in range(1, 64))]
     given_uniforms(uniforms)
     rows = [make_row(params, seed=i) for i in range(len(uniforms))]
-    agree(logits.expand(len(rows), -1), rows, uniforms)
+    agree(np.tile(logits, (len(rows), 1)), rows, uniforms)
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=5), SamplingParams(min_p=0.9)])
@@ -198,11 +205,11 @@ def test_a_uniform_on_a_border_draws_the_next_token(
     params: SamplingParams, given_uniforms: Callable[[list[float]], None]
 ) -> None:
     """Equal weights are exactly 1, so nothing is rounded: the running sum must exceed u times the total."""
-    logits = torch.tensor([-INF] + [3.0] * 8 + [-900.0, -INF])
+    logits = np.float32([-INF] + [3.0] * 8 + [-900.0, -INF])
     uniforms = [k / 8 for k in range(8)] + [k / 8 - 2**-53 for k in range(1, 8)]
     given_uniforms(uniforms)
     rows = [make_row(params, seed=i) for i in range(len(uniforms))]
-    drawn = [d.token_id for d in native.sample(logits.expand(len(rows), -1), rows)]
+    drawn = [d.token_id for d in native.sample(np.tile(logits, (len(rows), 1)), rows)]
     assert drawn == [*range(1, 9), *range(1, 8)]
 
 
@@ -211,7 +218,7 @@ def test_a_uniform_on_a_border_draws_the_next_token(
 def test_the_first_and_the_last_uniform(V: int, name: str, given_uniforms: Callable[[list[float]], None]) -> None:
     uniforms = [0.0, LAST]
     given_uniforms(uniforms)
-    logits = torch.randn(2, V, generator=torch.Generator().manual_seed(V)) * 3
+    logits = normal(2, V, seed=V) * 3
     logits[:, 0], logits[:, -1] = -INF, -INF if V > 2 else 1.0
     params = SamplingParams(**{k: v for k, v in CONTROLS[name].items() if k not in ("logit_bias", "min_tokens")})
     agree(logits, [make_row(params, [1], [1], seed=i) for i in range(2)], uniforms)
@@ -223,7 +230,7 @@ def test_any_logits_at_all(data: st.DataObject) -> None:
     some = (
         st.floats(width=32) | st.integers(-3, 3).map(float) | st.sampled_from([-INF, 0.0, -0.0, 3.4028234663852886e38])
     )
-    logits = torch.tensor([data.draw(st.lists(some, min_size=1, max_size=12))])
+    logits = np.float32([data.draw(st.lists(some, min_size=1, max_size=12))])
     seed = data.draw(st.integers(0, 2**32))
     agree(logits, [random_row(random.Random(seed), logits.shape[-1], seed)])
 
@@ -233,7 +240,7 @@ def test_any_logits_at_all(data: st.DataObject) -> None:
 @example(0, 1, 1)
 def test_rows_together_are_the_rows_alone(seed: int, B: int, V: int) -> None:
     rng = random.Random(seed)
-    logits = torch.randn(B, V, generator=torch.Generator().manual_seed(seed))
+    logits = normal(B, V, seed=seed)
     rows = [random_row(rng, V, i) for i in range(B)]
     alone = [outcome(native.sample, logits[i : i + 1], [row]) for i, row in enumerate(rows)]
     if any(isinstance(a, str) for a in alone):  # all tokens excluded
@@ -243,7 +250,7 @@ def test_rows_together_are_the_rows_alone(seed: int, B: int, V: int) -> None:
 
 
 def test_logprobs_are_the_references() -> None:
-    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    logits = normal(3, 40)
     rows = [make_row(SamplingParams(temperature=t, logprobs=n)) for t, n in ((0.0, 0), (1.0, 5), (0.0, 100))]
     drawn = native.sample(logits, rows)
     assert drawn == sampler.sample(logits, rows)
@@ -258,7 +265,7 @@ def test_logprobs_are_the_references() -> None:
     "bad", [[0, NAN, 1], [0, -NAN, 1], [NAN, INF, 0], [0, INF, 1], [-INF, -INF, INF], [-INF] * 3, [NAN] * 3], ids=str
 )
 def test_rows_that_are_not_finite_are_the_references_error(params: SamplingParams, bad: list[float]) -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0], bad])
+    logits = np.float32([[0.0, 1.0, 2.0], bad])
     rows = [make_row(params), make_row(params)]
     refuses(lambda: native.sample(logits, rows), "the model's largest logit is", "dtype=float32")
     assert outcome(native.sample, logits, rows) == outcome(sampler.sample, logits, rows)
@@ -266,7 +273,7 @@ def test_rows_that_are_not_finite_are_the_references_error(params: SamplingParam
 
 @pytest.mark.parametrize("bad", [[0, NAN, 1], [NAN, INF, 0], [-INF] * 3, [0, INF, 1]], ids=str)
 def test_the_extension_reports_every_row_that_is_not_finite(bad: list[float]) -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0], bad, [3.0, 1.0, 2.0], bad])
+    logits = np.float32([[0.0, 1.0, 2.0], bad, [3.0, 1.0, 2.0], bad])
     options = native._native.SampleOptions(uniform=0.5, top_k=1)
     for rows in ([None] * 4, [options] * 4, [None, options] * 2, [options, None] * 2):
         assert native._native.sample_rows(logits=logits, rows=rows) == [2, -1, 0, -1]
@@ -276,7 +283,7 @@ def test_the_extension_reports_every_row_that_is_not_finite(bad: list[float]) ->
 def test_one_nan_anywhere_is_found(V: int) -> None:
     for at in {0, 1, V // 2, V - 1}:
         for value in (NAN, -NAN):
-            logits = torch.zeros(1, V)
+            logits = np.zeros((1, V), np.float32)
             logits[0, at] = value
             for params in (
                 SamplingParams(temperature=0.0),
@@ -382,21 +389,21 @@ def test_logits_that_change_while_they_are_read(V: int) -> None:
 
 
 def test_logits_are_read_in_place_whatever_the_distance_of_rows() -> None:
-    wide = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    wide = normal(6, 50, seed=1)
     wide[:, 47:] = 1e9  # not to be seen
     rows = [make_row(SamplingParams(top_p=0.9), seed=i) for i in range(3)]
     options = [native._options(row, 47) for row in rows]
-    for view in (wide[:3, :47], wide[::2, :47], wide[1:2, :47].expand(3, -1), wide.T.contiguous().T[:3, :47]):
+    one = np.broadcast_to(wide[1:2, :47], (3, 47))
+    for view in (wide[:3, :47], wide[::2, :47], one, wide.T.copy().T[:3, :47]):
         expected = sampler.sample(view, rows)
         assert native.sample(view, rows) == expected
-        if view.stride(-1) == 1:
-            for array in (view, view.numpy()):
-                drawn = native._native.sample_rows(logits=array, rows=options)
-                assert drawn == [d.token_id for d in expected]
+        if view.strides[-1] == view.itemsize:
+            drawn = native._native.sample_rows(logits=view, rows=options)
+            assert drawn == [d.token_id for d in expected]
 
 
 def test_arrays_and_tensors_give_the_same_tokens_and_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
+    tensor = pytest.importorskip("torch").from_numpy(normal(6, 50, seed=1))
     rows = [make_row(SamplingParams(temperature=t, logprobs=2), seed=i) for i, t in enumerate((0.0, 1.0, 1.0))]
     read: list[Any] = []
     sample_rows = native._native.sample_rows
@@ -418,6 +425,7 @@ def test_arrays_and_tensors_give_the_same_tokens_and_are_not_copied(monkeypatch:
 
 def test_inference_tensors_and_gradients_are_no_obstacle() -> None:
     row = make_row(SamplingParams(temperature=0.0))
+    torch = pytest.importorskip("torch")
     with torch.inference_mode():
         logits = torch.arange(5.0)[None] * 1
     assert native.sample(logits, [row])[0].token_id == 4
@@ -428,7 +436,7 @@ def test_threads_do_not_disturb_each_other() -> None:
     rng = random.Random(0)
     work = []
     for V in (2000, 30, 5000, 700):
-        logits = torch.randn(20, V, generator=torch.Generator().manual_seed(V))
+        logits = normal(20, V, seed=V)
         work.append((logits, [make_row(SamplingParams(top_p=0.9), [*range(9)], seed=rng.getrandbits(32))] * 20))
     expected = [native.sample(*w) for w in work]
     with ThreadPoolExecutor(4) as pool:
@@ -437,7 +445,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_no_rows_are_no_tokens() -> None:
-    assert native.sample(torch.zeros(0, 5), []) == []
+    assert native.sample(np.zeros((0, 5), np.float32), []) == []
 
 
 # The choice -------------------------------------------------------------------------------------------------

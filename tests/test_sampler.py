@@ -7,21 +7,10 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.stats import chisquare
-from transformers import (
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling.rng import uniform
@@ -176,6 +165,7 @@ def test_draws_follow_the_distribution_along_one_text() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_weights_are_transformers_in_the_documented_order(data: st.DataObject) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     V = data.draw(st.integers(2, 60))
     logits = normal(1, V, seed=data.draw(st.integers(0, 2**32))) * 3
     token = st.integers(0, V - 1)
@@ -191,15 +181,17 @@ def test_weights_are_transformers_in_the_documented_order(data: st.DataObject) -
         min_tokens=data.draw(st.integers(0, 8)),
         logit_bias=data.draw(st.dictionaries(token, st.integers(-80, 80).map(lambda i: i / 16), min_size=1)),
     )
-    processors = LogitsProcessorList(
+    processors = transformers.LogitsProcessorList(
         [
-            RepetitionPenaltyLogitsProcessor(p.repetition_penalty),
-            SequenceBiasLogitsProcessor({(t,): bias for t, bias in (p.logit_bias or {}).items()}),
-            MinNewTokensLengthLogitsProcessor(len(prompt), p.min_tokens, torch.tensor([*end], dtype=torch.int64)),
-            TemperatureLogitsWarper(p.temperature),
-            TopKLogitsWarper(p.top_k),
-            TopPLogitsWarper(p.top_p),
-            MinPLogitsWarper(p.min_p),
+            transformers.RepetitionPenaltyLogitsProcessor(p.repetition_penalty),
+            transformers.SequenceBiasLogitsProcessor({(t,): bias for t, bias in (p.logit_bias or {}).items()}),
+            transformers.MinNewTokensLengthLogitsProcessor(
+                len(prompt), p.min_tokens, torch.tensor([*end], dtype=torch.int64)
+            ),
+            transformers.TemperatureLogitsWarper(p.temperature),
+            transformers.TopKLogitsWarper(p.top_k),
+            transformers.TopPLogitsWarper(p.top_p),
+            transformers.MinPLogitsWarper(p.min_p),
         ]
     )
     theirs = processors(torch.tensor([[*prompt, *output]]), torch.tensor(logits).double()).softmax(-1)
@@ -343,7 +335,6 @@ def test_a_row_draws_the_same_alone_and_in_company(data: st.DataObject) -> None:
     before = logits.copy()
     together, weights = sample(logits, rows), filtered_weights(logits, rows)
     assert np.array_equal(logits, before)
-    assert sample(torch.from_numpy(logits), rows) == together
     for i, row in enumerate(rows):
         alone = logits[i : i + 1]
         assert sample(alone, [row]) == [together[i]]
@@ -356,6 +347,7 @@ def test_no_rows_are_no_tokens() -> None:
 
 def test_a_tensor_gives_the_tokens_of_an_array() -> None:
     """Of any strides, with a gradient, and in inference mode."""
+    torch = pytest.importorskip("torch")
     rows = [make_row(CASES[name], PROMPT, OUTPUT, END, seed=7) for name in CASES]
     array = normal(len(rows), 2 * len(LOGITS))[:, ::2]
     expected = sample(array, rows)

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from conftest import CHARS, TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.outputs import Logprob
-from nanoinfer.scoring import split_pair, windows
+from nanoinfer.scoring import _logprob, split_pair, windows
 
 CPU_ENGINES = [name for name, spec in ENGINES.items() if "cpu" in spec.devices]
 BLOCK = TINY.block_size
@@ -63,6 +64,28 @@ def test_loglikelihood_and_perplexity_equal_the_reference_models(tiny_folder: Pa
     assert not found.is_greedy
     (whole,) = llm.perplexity(TEXT)
     assert whole.log_likelihood == pytest.approx(sum(values), abs=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 3.0, 12.0])
+@pytest.mark.parametrize("lead", [0.0, 5.0, 11.0, 40.0], ids=lambda lead: f"ahead by {lead:g}")
+def test_log_probabilities_are_those_of_float64(scale: float, lead: float) -> None:
+    """Also where many equal values far from the largest add up: their rounding has one sign."""
+    rows = np.random.default_rng(0).normal(0, scale, (4, 50257)).astype(np.float32)
+    rows[2:] = rows[2:, :1]
+    rows[:, 7] += lead
+    for row in rows:
+        expected = torch.tensor(row).double().log_softmax(-1).numpy()
+        for target in (0, 7, 50256, int(row.argmax())):
+            value, is_greedy = _logprob(row, target)
+            assert abs(value - expected[target]) < 1e-6
+            assert is_greedy == (row[target] == row.max())
+
+
+@pytest.mark.parametrize("row", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3], ids=str)
+def test_log_probabilities_of_logits_that_are_not_finite_are_nan(row: list[float]) -> None:
+    value, _ = _logprob(np.array(row, np.float32), 0)
+    assert math.isnan(value)
+    assert _logprob(np.array([3e38, -3e38, -math.inf], np.float32), 2) == (-math.inf, False)
 
 
 def test_greedy_continuations_are_greedy(llm: LLM) -> None:

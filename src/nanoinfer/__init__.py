@@ -4,7 +4,7 @@
     llm = LLM("shakespeare")
     print(llm.generate("O Romeo,", SamplingParams(max_tokens=60))[0].outputs[0].text)
 
-Importing this package does not import torch; the first use of `LLM` or of a stream class does.
+Importing this package imports neither PyTorch nor NumPy. Each name is imported from its module on first access.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer import processes  # noqa: F401  (registers handlers for forks and for the exit)
-from nanoinfer.errors import NanoinferError, ResultError
-from nanoinfer.outputs import (
-    CompletionOutput,
-    Delta,
-    LoglikelihoodOutput,
-    Logprob,
-    PerplexityOutput,
-    RequestMetrics,
-    RequestOutput,
-    SpeculationMetrics,
-)
-from nanoinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanoinfer.errors import NanoinferError, ResultError
     from nanoinfer.llm import LLM
+    from nanoinfer.outputs import (
+        CompletionOutput,
+        Delta,
+        LoglikelihoodOutput,
+        Logprob,
+        PerplexityOutput,
+        RequestMetrics,
+        RequestOutput,
+        SpeculationMetrics,
+    )
+    from nanoinfer.sampling_params import SamplingParams
     from nanoinfer.streams import OutputStream, TextStream
 
     __version__: str
@@ -48,16 +48,25 @@ __all__ = [
     "TextStream",
 ]
 
-_LAZY = {"LLM": "nanoinfer.llm", "OutputStream": "nanoinfer.streams", "TextStream": "nanoinfer.streams"}
-"""Name -> its module, whose import of torch takes about a second."""
+_MODULES = {
+    "LLM": "llm",
+    "NanoinferError": "errors",
+    "OutputStream": "streams",
+    "ResultError": "errors",
+    "SamplingParams": "sampling_params",
+    "TextStream": "streams",
+}
+"""Name -> the module to import it from; the names that are not here are in `outputs`."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `_LAZY`, or read the version, on first access."""
-    if name in _LAZY:
+    """Import an exported name, or read the version, on first access."""
+    if name in __all__:
         from importlib import import_module
 
-        return getattr(import_module(_LAZY[name]), name)
+        value = getattr(import_module(f"nanoinfer.{_MODULES.get(name, 'outputs')}"), name)
+        globals()[name] = value  # the next access does not come here
+        return value
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

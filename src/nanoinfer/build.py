@@ -9,7 +9,7 @@ from nanoinfer.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.model_info import ModelInfo
-from nanoinfer.models.checkpoints.load import load_model
+from nanoinfer.models.checkpoints.load import fit_engine, load_model
 from nanoinfer.overlap import overlap_scheduler
 from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -33,7 +33,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
         NanoinferError: the model, engine, device or draft does not exist, a file is malformed, or memory is
             insufficient.
     """
-    options, speculation = config.engine, config.speculation
+    options, speculation = fit_engine(config.model, config.engine), config.speculation
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     spec = registry.resolve(options, device, dtype)

@@ -7,11 +7,14 @@ replaced between the check and the read.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from nanoinfer.errors import NanoinferError
 
@@ -38,8 +41,8 @@ def reason(error: BaseException) -> str:
 class RegularFile:
     """A regular file, open for reading at any offset. It is closed when the object is deleted.
 
-    Bytes are copied and never memory-mapped: if another process truncates a mapped file, access ends this process with
-    SIGBUS. If the file changes after it was opened, the next read raises an error.
+    `read` copies bytes, and raises an error if the file has changed since it was opened. Where another process
+    truncates a memory-mapped file, access ends this process with SIGBUS.
 
     Args:
         path: the file; symbolic links are followed.
@@ -91,6 +94,19 @@ class RegularFile:
         status = os.fstat(self._fd)
         if done < len(buffer) or (status.st_size, status.st_mtime_ns) != (self.size, self._time):
             raise NanoinferError(f"{escaped(self.path)} was changed while it was read: load it again")
+
+    def map(self) -> mmap.mmap:
+        """Map the whole file, read-only. Processes that map it share its pages. See the class about truncation.
+
+        Raises:
+            NanoinferError: the file cannot be mapped, or has changed since it was opened.
+        """
+        try:
+            content = mmap.mmap(self._fd, self.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as e:  # ValueError: it has become shorter
+            raise NanoinferError(f"{escaped(self.path)} cannot be mapped into memory: {reason(e)}") from None
+        self.read(0, 0)
+        return content
 
 
 def read_limited(path: Path, limit: int, what: str) -> bytes:
@@ -177,10 +193,17 @@ def write_folder(folder: Path, files: dict[str, bytes]) -> None:
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace the content of `path` atomically: readers see the old or the new file, also after a crash."""
+    with replacing(path) as f:
+        f.write(content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that replaces `path` atomically at the end of the block, or is deleted after an exception."""
     partial = path.with_name(path.name + ".tmp")
     try:
         with open(partial, "wb") as f:
-            f.write(content)
+            yield f
             f.flush()
             os.fsync(f.fileno())
         os.replace(partial, path)

@@ -34,7 +34,7 @@ std::unique_ptr<Decoder> make_decoder(const Case& c, const std::string& isa, int
   const auto load = [&](const std::string& name, std::int64_t rows, std::int64_t columns, float scale, float shift) {
     Floats x = random(rows * columns, ++seed, scale);
     for (float& v : x) v += shift;
-    d->load(name, x.data(), rows, columns);
+    d->load(name, {x.data(), ValueType::f32, rows, columns, columns, 1});
   };
   const auto load_norm = [&](const std::string& name) {
     load(name + ".weight", 1, kWidth, 0.1f, 1.0f);

@@ -31,8 +31,9 @@ struct Packed {  // a matrix in memory of its own, exactly as large as the kerne
     scale.resize(m.panels * kPanel);
     bias.resize(m.panels * kPanel);
     std::copy(b.begin(), b.end(), bias.begin());
-    for (std::int64_t p = 0; p < m.panels; ++p)
-      pack_panel(type, weights.data(), out, in, p, data.data() + p * m.panel_bytes, scale.data() + p * kPanel);
+    Floats scratch(kPanel * in);
+    pack_panels(type, {weights.data(), ValueType::f32, out, in, in, 1}, 0, m.panels, data.data(), scale.data(),
+                scratch.data());
     m.data = data.data();
     m.scale = scale.data();
     m.bias = bias.data();

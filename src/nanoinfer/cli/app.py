@@ -1,39 +1,72 @@
-"""`nanoinfer`: the table of sub-commands, and the one place where errors become one line and an exit code."""
+"""`nanoinfer`: the table of sub-commands, and the one place where errors become one line and an exit code.
+
+A sub-command's module is imported when the command is chosen: `nanoinfer --help` needs none of them.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 import nanoinfer
-from nanoinfer.cli import bench, engines, eval, generate, help, profile, roofline, terminal, train
+from nanoinfer.cli import help, terminal
 from nanoinfer.errors import NanoinferError, ResultError
 
 # typer carries its own copy of click from 0.20 on: name the base class through typer, whichever it is.
 _ClickException: Any = typer.BadParameter.__mro__[2]
 
+# Sub-command -> its function, and the first line of the function's docstring.
+COMMANDS = {
+    "generate": ("generate:generate", "Generate text from prompts, streamed as it is generated."),
+    "pack": ("pack:pack", "Pack weights into a folder that engine native maps into memory."),
+    "engines": ("engines:engines", "List the engines and what each supports on this machine."),
+    "eval": ("eval:evaluate", "Print the perplexity of a text file, and bits per character."),
+    "bench": ("bench:bench", "Measure engines and peers, next to the limits of the hardware."),
+    "profile": ("profile:profile", "Print the time of each part of the model and of each operator."),
+    "roofline": ("roofline:roofline", "Print the FLOPs, bytes and time limits of a model on a device."),
+    "train": ("train:train", "Train a model, a draft model or a draft head."),
+}
+
+
+class _Commands(typer.core.TyperGroup):
+    """The sub-commands, each imported when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names in the order of the table."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import and return a sub-command; None if there is none of this name."""
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the names and what each does, from the table."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+
+def load_command(name: str) -> Any:
+    """Import a sub-command's module and return the command, as click has it."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    imported = import_module(f"nanoinfer.cli.{module}")
+    alone = typer.Typer(rich_markup_mode=None, add_completion=False)
+    alone.command(name, cls=help.Command, epilog=help.examples(imported))(getattr(imported, function))
+    return typer.main.get_command(alone)
+
+
 app = typer.Typer(
     name="nanoinfer",
+    cls=_Commands,
     help="Text from GPT-2-family models, on every rung of the optimisation ladder.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "generate": generate.generate,
-    "engines": engines.engines,
-    "eval": eval.evaluate,
-    "bench": bench.bench,
-    "profile": profile.profile,
-    "roofline": roofline.roofline,
-    "train": train.train,
-}
-for name, command in COMMANDS.items():
-    app.command(name, cls=help.Command, epilog=help.examples(sys.modules[command.__module__]))(command)
 
 
 def _show_version(wanted: bool) -> None:

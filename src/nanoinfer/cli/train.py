@@ -10,6 +10,7 @@ Examples:
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoinfer.cli.options import flags
-from nanoinfer.errors import ResultError
+from nanoinfer.errors import NanoinferError, ResultError, missing_extra
 from nanoinfer.progress import ProgressBar
 from nanoinfer.training.train_config import TrainConfig
 
@@ -34,6 +35,9 @@ def train(
     config: TrainConfig,
 ) -> None:
     """Train a model, a draft model or a draft head."""
+    if importlib.util.find_spec("torch") is None:
+        raise NanoinferError(f"training cannot run: {missing_extra('torch', 'torch')}")
+
     from nanoinfer.training import loop, train_draft_head
 
     run: loop.TrainRun

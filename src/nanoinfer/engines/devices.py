@@ -16,7 +16,7 @@ from nanoinfer.errors import NanoinferError
 
 def num_cuda_devices() -> int:
     """Return the number of CUDA devices that PyTorch can use; 0 without PyTorch."""
-    if "torch" not in sys.modules and not (_has_cuda_driver() and importlib.util.find_spec("torch") is not None):
+    if sys.modules.get("torch") is None and not (_has_cuda_driver() and importlib.util.find_spec("torch")):
         return 0
     import torch
 

@@ -21,8 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from nanoinfer import environment
 from nanoinfer.config import EngineConfig, EngineLimits
@@ -30,6 +29,7 @@ from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import resolve_cache_dtype
+from nanoinfer.models.checkpoints.packed import PackedWeights
 from nanoinfer.models.checkpoints.weights import Weights
 
 SHAPE = (
@@ -42,7 +42,7 @@ class NativeEngine(Sequences):
     """Runs the model with the C++ decoder.
 
     Args:
-        weights: each tensor is packed when it is loaded and then released.
+        weights: each tensor is packed when it is loaded and then released; packed weights are used in place.
         limits: capacity of the engine.
         config: quantization, kv_cache_dtype and threads are used.
 
@@ -56,6 +56,7 @@ class NativeEngine(Sequences):
         super().__init__(weights.config, limits)
         try:
             self._decoder = Decoder(decoder_options(weights, limits, config))
+            self._load(weights)
         except (ValueError, RuntimeError) as e:  # RuntimeError: threads cannot be created
             raise NanoinferError(f"engine=native: {e}") from None
         except MemoryError:
@@ -63,20 +64,31 @@ class NativeEngine(Sequences):
                 f"the weights and the KV cache of {limits.max_num_cached_tokens} tokens do not fit in memory:"
                 " lower kv_cache_memory, or use quantization=int8"
             ) from None
-        for name, tensor in weights.read():
-            self._decoder.load(name, np.ascontiguousarray(tensor.float32()))
-        self._decoder.check_loaded()
         self._handles: dict[Handle, int] = {}
         self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
         self._num_logits = 0  # of the last step
+
+    def _load(self, weights: Weights) -> None:
+        if isinstance(weights, PackedWeights):
+            for name, panels, scales in weights.matrices():
+                self._decoder.load_packed(name, panels, scales)
+            for name, values in weights.vectors():
+                self._decoder.load(name, values)
+        else:
+            for name, tensor in weights.read():
+                self._decoder.load(name, tensor.values, tensor.dtype)
+        self._decoder.check_loaded()
 
     @property
     def isa(self) -> str:
         """Instruction set of the kernels."""
         return str(self._decoder.isa)
 
-    def extend(self, batch: StepBatch) -> Tensor:
-        """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
+    def extend(self, batch: StepBatch) -> NDArray[np.float32]:
+        """Append new tokens to open sequences and return logits, (sum(num_logits), V).
+
+        The logits are a view of a buffer. They are valid until the next call.
+        """
         self._check(batch)
         count = sum(batch.num_logits)
         if count > len(self._logits):  # reused: touching new pages takes longer than a small step
@@ -93,13 +105,13 @@ class NativeEngine(Sequences):
             raise NanoinferError(f"engine=native: {e}") from None
         self._num_logits = count
         self._advance(batch)
-        return torch.from_numpy(self._logits[:count, : self.config.vocab_size])
+        return self._logits[:count, : self.config.vocab_size]
 
-    def hidden(self) -> Tensor:
+    def hidden(self) -> NDArray[np.float32]:
         """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
         hidden = np.empty((self._num_logits, self.config.n_embd), np.float32)
         self._decoder.hidden(out=hidden)
-        return torch.from_numpy(hidden)
+        return hidden
 
     def part_seconds(self) -> dict[str, float]:
         """Return the seconds of all steps so far by part: matrix products, attention, output head, everything else."""
@@ -133,8 +145,16 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     options, dtype = DecoderOptions(), weights.dtype
     for name in SHAPE:
         setattr(options, name, getattr(weights.config, name))
-    options.weights = config.quantization or dtype
-    options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization)
+    quantization = config.quantization
+    if isinstance(weights, PackedWeights):
+        if quantization not in (None, weights.quantization):
+            raise NanoinferError(
+                f"{weights.folder} is packed as {weights.format}:"
+                f" quantization={quantization!r} needs the original model"
+            )
+        quantization, options.packed = weights.quantization, True
+    options.weights = quantization or dtype
+    options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     options.max_num_seqs, options.max_num_cached_tokens = limits.max_num_seqs, limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()
     return options

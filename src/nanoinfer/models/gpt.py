@@ -115,7 +115,7 @@ RunBlock = Callable[[int, Block, Tensor], Tensor]
 
 
 class GPT(nn.Module):
-    """A GPT-2-family language model. Weights are uninitialized: load them, or call `init_weights`.
+    """A GPT-2-family language model. Weights are uninitialized: gpt_loading.py loads or initializes them.
 
     Args:
         config: the shape.
@@ -143,11 +143,6 @@ class GPT(nn.Module):
         """Tie the output head to the token embedding if the config says so; call it again after loading weights."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.transformer["wte"].weight  # type: ignore[assignment]
-
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Initialize as GPT-2 does: normal(0, 0.02), scaled down for the projections added to the residual."""
-        for name, p in self.named_parameters():
-            init_weight(name, p, self.config.n_layer, generator)
 
     @property
     def blocks(self) -> list[Block]:
@@ -179,12 +174,3 @@ class GPT(nn.Module):
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
-
-
-def init_weight(name: str, p: Tensor, n_layer: int, generator: torch.Generator | None) -> Tensor:
-    """Initialize one parameter of a network of `n_layer` layers in place and return it; see `GPT.init_weights`."""
-    if p.dim() < 2:
-        return nn.init.constant_(p, 1.0 if name.endswith("weight") else 0.0)
-    # 2 * n_layer projections are added to the residual; the scale keeps its variance (Radford et al. 2019)
-    std = 0.02 * ((2 * n_layer) ** -0.5 if "c_proj" in name else 1.0)
-    return nn.init.normal_(p, 0.0, std, generator=generator)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoinfer.arrays import HostTensor
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.gpt import GPT
+from nanoinfer.models.parameters import initial
 
 
 def load_gpt(weights: Weights, device: torch.device | str = "cpu") -> GPT:
@@ -21,6 +22,13 @@ def load_gpt(weights: Weights, device: torch.device | str = "cpu") -> GPT:
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     return model.requires_grad_(False).eval()
+
+
+def init_weights(module: nn.Module, n_layer: int, seed: int) -> None:
+    """Initialize the parameters of a network of `n_layer` layers in place; see `parameters.initial`."""
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.copy_(torch.from_numpy(initial(name, tuple(p.shape), n_layer, seed)))
 
 
 def weights_of(gpt: GPT) -> Weights:

@@ -28,7 +28,7 @@ from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import load_gpt, weights_of
+from nanoinfer.models.gpt_loading import init_weights, load_gpt, weights_of
 from nanoinfer.training import data, distill, state
 from nanoinfer.training.train_config import TrainConfig
 
@@ -200,7 +200,7 @@ def _start(
         bos_token_id=newline[0] if len(newline) == 1 else None,  # an empty prompt starts a new line
     )
     model = GPT(model_config, config.dropout)
-    model.init_weights(torch.Generator().manual_seed(config.seed))
+    init_weights(model, config.n_layer, config.seed)
     return model, tokenizer, text
 
 

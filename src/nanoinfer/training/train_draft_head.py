@@ -23,7 +23,7 @@ from nanoinfer.arrays import to_numpy
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import draft_head, tokenizers, torch_ops
 from nanoinfer.models.draft_head import DraftHead, DraftHeadConfig
-from nanoinfer.models.gpt import init_weight
+from nanoinfer.models.gpt_loading import init_weights
 from nanoinfer.training import data, distill, state
 from nanoinfer.training.loop import TrainRun, check_writable, make_optimizer
 from nanoinfer.training.train_config import TrainConfig
@@ -32,7 +32,7 @@ STEPS = 4  # tokens that the head predicts from one hidden state in training
 
 
 class RecurrentHead(nn.Module):
-    """A head whose parameters can be trained. They are uninitialized: call `init_weights`, or use `of`."""
+    """A head whose parameters can be trained. They are uninitialized: see `of`, and gpt_loading.py."""
 
     def __init__(self, config: DraftHeadConfig) -> None:
         super().__init__()
@@ -47,11 +47,6 @@ class RecurrentHead(nn.Module):
         module = cls(head.config)
         module.load_state_dict({n: torch.from_numpy(to_numpy(array)) for n, array in head.parameters.items()})
         return module
-
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Initialize as GPT-2 does: normal(0, 0.02), scaled by 2**-0.5 for the projection added to the state."""
-        for name, p in self.named_parameters():
-            init_weight(name, p, 1, generator)
 
     def forward(self, state: Tensor, embedded: Tensor) -> Tensor:
         """Return the next state, (..., C); see `draft_head.next_state`."""
@@ -143,7 +138,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
             target.name, shape.vocab_size, shape.n_embd, config.head_hidden, tokenizers.fingerprint(tokenizer)
         )
     )
-    head.init_weights(torch.Generator().manual_seed(config.seed))
+    init_weights(head, 1, config.seed)
     separator = next(iter(shape.eos_token_ids), None)
     train, val = (data.encode_texts(tokenizer, some, separator) for some in parts)
     first, held_out = (data.Batches(some, config.block_size, config.seed) for some in (train, val))

@@ -1,4 +1,4 @@
-// Python bindings of the decoder, and of the buffer that measures memory bandwidth. nanobind checks the argument types in
+// Python bindings of the decoder, of packing, and of the buffer that measures memory bandwidth. nanobind checks the argument types in
 // the signatures; the classes check the values.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <unordered_map>
 
 #include "arrays.h"
 #include "decoder.h"
@@ -16,6 +18,7 @@
 #include "isa.h"
 #include "memory.h"
 #include "names.h"
+#include "packing.h"
 #include "process.h"
 #include "thread_pool.h"
 
@@ -37,10 +40,15 @@ class Guarded {
  public:
   Guarded(const DecoderShape& shape, const DecoderOptions& options) : decoder_(shape, options) {}
 
-  void load(const std::string& name, const float* values, std::int64_t rows, std::int64_t columns) {
+  void load(const std::string& name, const Stored& values) {
     const ReleasedGil nogil;
     const std::lock_guard lock(mutex_);
-    decoder_.load(name, values, rows, columns);
+    decoder_.load(name, values);
+  }
+  void load_packed(const std::string& name, const Bytes1& panels, const Floats1& scales) {
+    const std::lock_guard lock(mutex_);
+    decoder_.load_packed(name, panels.data(), panels.size(), scales.data(), scales.size());
+    kept_[name] = panels;
   }
   void extend(const Step& step, Writable logits) {
     const ReleasedGil nogil;
@@ -68,9 +76,44 @@ class Guarded {
   }
 
  private:
+  std::unordered_map<std::string, Bytes1> kept_;  // panels that the decoder refers to
   Decoder decoder_;
   ProcessMutex mutex_;
 };
+
+using Panels = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
+using Scales = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
+
+// The panels of a matrix (out, in), and for int8 a scale for each output of a panel.
+struct PackedSize {
+  std::size_t num_bytes, num_scales;
+};
+PackedSize packed_size(const std::string& format, std::int64_t out, std::int64_t in) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 26;  // the decoder's sizes are smaller
+  if (out < 1 || in < 1 || out > kMost || in > kMost)
+    throw std::invalid_argument("a matrix must have 1 to 2**26 outputs and inputs, not (" + std::to_string(out) + ", " +
+                                std::to_string(in) + ")");
+  const WeightType type = weight_type(format);
+  const std::size_t panels = (out + kPanel - 1) / kPanel;
+  return {panels * panel_bytes(type, in), type == WeightType::i8 ? panels * kPanel : 0};
+}
+
+nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std::string& format, int num_threads) {
+  const Stored matrix = stored(values, dtype);
+  const PackedSize size = packed_size(format, matrix.rows, matrix.columns);
+  if (num_threads < 1 || num_threads > 1024) throw std::invalid_argument("threads must be from 1 to 1024");
+  auto data = std::make_unique<std::uint8_t[]>(size.num_bytes);
+  auto scales = std::make_unique<float[]>(size.num_scales);
+  {
+    const ReleasedGil nogil;
+    pack(*ThreadPool::shared(num_threads), weight_type(format), matrix, data.get(), scales.get());
+  }
+  std::uint8_t* bytes = data.get();
+  float* floats = scales.get();
+  const nb::capsule data_owner(data.release(), [](void* p) noexcept { delete[] static_cast<std::uint8_t*>(p); });
+  const nb::capsule scales_owner(scales.release(), [](void* p) noexcept { delete[] static_cast<float*>(p); });
+  return nb::make_tuple(Panels(bytes, {size.num_bytes}, data_owner), Scales(floats, {size.num_scales}, scales_owner));
+}
 
 // A buffer to measure read bandwidth with.
 class ReadBuffer {
@@ -141,7 +184,19 @@ void bind_decoder(nb::module_& m) {
       .def_rw("max_num_cached_tokens", &Settings::max_num_cached_tokens)
       .def_rw("threads", &Settings::threads)
       .def_rw("isa", &Settings::isa)
-      .def_rw("huge_pages", &Settings::huge_pages);
+      .def_rw("huge_pages", &Settings::huge_pages)
+      .def_rw("packed", &Settings::packed);
+
+  m.def(
+      "packed_size",
+      [](const std::string& format, std::int64_t out, std::int64_t in) {
+        const PackedSize size = packed_size(format, out, in);
+        return nb::make_tuple(size.num_bytes, size.num_scales);
+      },
+      nb::kw_only(), "format"_a, "rows"_a, "columns"_a, "Bytes of the panels of a matrix, and the number of its scales.");
+  m.def("pack", &pack_matrix, nb::kw_only(), "values"_a, "dtype"_a, "format"_a, "threads"_a,
+        "Pack a matrix (out, in) on all threads; return its panels and scales for Decoder.load_packed. The values are"
+        " as in Decoder.load.");
 
   nb::class_<Guarded>(m, "Decoder",
                       "A GPT on the CPU. Load every tensor, then open, extend, truncate, fork and close sequences.\n\n"
@@ -159,14 +214,14 @@ void bind_decoder(nb::module_& m) {
           "options"_a)
       .def(
           "load",
-          [](Guarded& d, const std::string& name, Floats2 values) {
-            d.load(name, values.data(), values.shape(0), values.shape(1));
+          [](Guarded& d, const std::string& name, const Tensor& values, const std::string& dtype) {
+            d.load(name, stored(values, dtype));
           },
-          "name"_a, "values"_a.noconvert(), "Load and pack a tensor by its name in the checkpoint; a matrix is (out, in) float32.")
-      .def(
-          "load",
-          [](Guarded& d, const std::string& name, Floats1 values) { d.load(name, values.data(), 1, values.shape(0)); },
-          "name"_a, "values"_a.noconvert())
+          "name"_a, "values"_a, "dtype"_a = "float32",
+          "Load and pack a tensor by its name in the checkpoint. A matrix is (out, in), with any strides. dtype is"
+          " float32, float16, or bfloat16, whose values are given as uint16.")
+      .def("load_packed", &Guarded::load_packed, "name"_a, "panels"_a.noconvert(), "scales"_a.noconvert(),
+           "Use a matrix that `pack` has packed. The panels are kept and not copied. Needs DecoderOptions.packed.")
       .def("check_loaded", [](Guarded& d) { d.locked([](Decoder& x) { x.check_loaded(); }); },
            "Raise ValueError if a tensor was not loaded.")
       .def("open", [](Guarded& d) { return d.locked([](Decoder& x) { return x.cache().open(); }); })

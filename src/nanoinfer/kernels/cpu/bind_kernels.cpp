@@ -53,10 +53,10 @@ struct Packed {
   std::vector<std::uint8_t> data;
   std::vector<float> scale, bias;
 
-  Packed(const Floats2& weights, const std::optional<Floats1>& b, WeightType type) {
+  Packed(const Stored& weights, const std::optional<Floats1>& b, WeightType type) {
     m.type = type;
-    m.out = size(weights, 0);
-    m.in = size(weights, 1);
+    m.out = weights.rows;
+    m.in = weights.columns;
     require(m.out > 0 && m.in > 0, "weights must have at least one output and one input");
     require(!b || size(*b, 0) == m.out, "bias must have one number for each output");
     m.depth = padded_depth(type, m.in);
@@ -66,17 +66,17 @@ struct Packed {
     scale.resize(m.panels * kPanel);
     bias.resize(m.panels * kPanel);
     if (b) std::copy_n(b->data(), m.out, bias.data());
-    for (std::int64_t p = 0; p < m.panels; ++p)
-      pack_panel(type, weights.data(), m.out, m.in, p, data.data() + p * m.panel_bytes, scale.data() + p * kPanel);
+    std::vector<float> scratch(kPanel * m.in);
+    pack_panels(type, weights, 0, m.panels, data.data(), scale.data(), scratch.data());
     m.data = data.data();
     m.scale = scale.data();
     m.bias = bias.data();
   }
 };
 
-Array2 multiply(Floats2 weights, std::optional<Floats1> bias, Floats2 x, std::optional<Floats2> y,
+Array2 multiply(const Tensor& weights, std::optional<Floats1> bias, Floats2 x, std::optional<Floats2> y,
                 const std::string& format, const std::string& epilogue, const std::string& isa) {
-  const Packed w(weights, bias, weight_type(format));
+  const Packed w(stored(weights, "float32"), bias, weight_type(format));
   const Kernels& kernels = kernels_for(isa);
   const Epilogue last = by_name<Epilogue>("epilogue", epilogue,
                                           {{"store", Epilogue::store},
@@ -97,8 +97,8 @@ Array2 multiply(Floats2 weights, std::optional<Floats1> bias, Floats2 x, std::op
   return to_numpy(to, rows, w.m.out, stride);
 }
 
-Array2 unpack(Floats2 weights, const std::string& format) {
-  const Packed w(weights, std::nullopt, weight_type(format));
+Array2 unpack(const Tensor& weights, const std::string& dtype, const std::string& format) {
+  const Packed w(stored(weights, dtype), std::nullopt, weight_type(format));
   std::vector<float> to(w.m.out * w.m.in);
   for (std::int64_t o = 0; o < w.m.out; ++o) unpack_row(w.m, o, to.data() + o * w.m.in);
   return to_numpy(to, w.m.out, w.m.in, w.m.in);
@@ -144,7 +144,7 @@ void bind_kernels(nb::module_& m) {
   m.def("multiply", &multiply, nb::kw_only(), "weights"_a, "bias"_a.none(), "x"_a, "y"_a.none() = nb::none(),
         "format"_a, "epilogue"_a = "store", "isa"_a = "",
         "For tests: epilogue(x W^T + bias), weights (out, in) packed in `format`; `add` adds to y (rows, out).");
-  m.def("unpack", &unpack, nb::kw_only(), "weights"_a, "format"_a,
+  m.def("unpack", &unpack, nb::kw_only(), "weights"_a, "dtype"_a = "float32", "format"_a,
         "For tests: weights (out, in) after packing and unpacking.");
   m.def("layer_norm", &layer_norm, nb::kw_only(), "x"_a, "weight"_a, "bias"_a, "eps"_a, "isa"_a = "",
         "For tests: layer norm of the rows of x.");

@@ -16,6 +16,14 @@ using namespace nb::literals;
 namespace nanoinfer {
 namespace {
 
+// Joins its threads at the end of its scope. Apple's C++ library has no std::jthread.
+struct Threads {
+  std::vector<std::thread> threads;
+  ~Threads() {
+    for (std::thread& thread : threads) thread.join();
+  }
+};
+
 std::int64_t compute(const std::string& format, std::int64_t steps, int threads, const std::string& isa) {
   const Kernels& kernels = kernels_for(isa);
   const WeightType type = weight_type(format);
@@ -28,10 +36,11 @@ std::int64_t compute(const std::string& format, std::int64_t steps, int threads,
     total += kernels.peak(type, steps, &sink);
     if (sink == 0.5f) total += 0;
   };
-  std::vector<std::jthread> others;
-  for (int i = 1; i < threads; ++i) others.emplace_back(work);
-  work();
-  others.clear();  // joins
+  {
+    Threads others;
+    for (int i = 1; i < threads; ++i) others.threads.emplace_back(work);
+    work();
+  }
   return total;
 }
 

@@ -36,8 +36,9 @@ void for_each(nb::handle items, const char* name, Take take) {
   PyObject* fast = PySequence_Fast(items.ptr(), (std::string(name) + " is not a sequence").c_str());
   if (fast == nullptr) throw nb::python_error();
   const auto owner = nb::steal<nb::object>(fast);
-  const Py_ssize_t size = PySequence_Fast_GET_SIZE(fast);
-  for (Py_ssize_t i = 0; i < size; ++i) take(PySequence_Fast_GET_ITEM(fast, i));
+  const bool is_list = PyList_Check(fast);  // functions of the stable ABI: PySequence_Fast_GET_ITEM is not in it
+  const Py_ssize_t size = is_list ? PyList_Size(fast) : PyTuple_Size(fast);
+  for (Py_ssize_t i = 0; i < size; ++i) take(is_list ? PyList_GetItem(fast, i) : PyTuple_GetItem(fast, i));
 }
 
 std::vector<std::int32_t> to_ids(nb::handle items, const char* name) {
@@ -60,7 +61,7 @@ std::vector<double> to_doubles(nb::handle items, const char* name) {
     if (!PyFloat_Check(item) && !PyLong_Check(item)) {
       throw nb::type_error((std::string(name) + " contains a value that is not a number").c_str());
     }
-    const double value = PyFloat_Check(item) ? PyFloat_AS_DOUBLE(item) : PyLong_AsDouble(item);
+    const double value = PyFloat_Check(item) ? PyFloat_AsDouble(item) : PyLong_AsDouble(item);
     if (PyErr_Occurred()) throw nb::python_error();
     require(std::isfinite(value), name, value, "a finite number");
     values.push_back(value);

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <unordered_set>
 
-#include "format.h"
+#include "packing.h"
 
 namespace nanoinfer {
 
@@ -62,8 +62,9 @@ Decoder::Decoder(const DecoderShape& shape, const DecoderOptions& options)
   }
   add_norm("transformer.ln_f", model_.ln_f);
   if (!shape.tied) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/false);
-  weights_ = Buffer(placed_, options.huge_pages);
-  placed_ = 0;
+  if (!options.packed) panels_ = Buffer(panel_bytes_, options.huge_pages);
+  vectors_ = Buffer(vector_floats_ * sizeof(float), options.huge_pages);
+  panel_bytes_ = vector_floats_ = 0;
   place(model_.wte);
   for (LayerWeights& layer : model_.layers)
     for (Matrix* m : {&layer.c_attn, &layer.c_proj, &layer.c_fc, &layer.mlp_proj}) place(*m);
@@ -83,7 +84,8 @@ void Decoder::add_matrix(const std::string& name, Matrix& m, std::int64_t out, s
   m.depth = padded_depth(m.type, in);
   m.panels = (out + kPanel - 1) / kPanel;
   m.panel_bytes = panel_bytes(m.type, in);
-  placed_ += m.panels * (m.panel_bytes + 2 * kPanel * sizeof(float));
+  panel_bytes_ += m.panels * m.panel_bytes;
+  vector_floats_ += 2 * m.panels * kPanel;
   slots_[name + ".weight"] = {&m, nullptr, out, in};
   if (with_bias) slots_[name + ".bias"] = {nullptr, nullptr, 1, out, /*optional=*/true};
 }
@@ -94,35 +96,54 @@ void Decoder::add_norm(const std::string& name, std::vector<float>& norm) {
   slots_[name + ".bias"] = {nullptr, norm.data() + model_.shape.n_embd, 1, model_.shape.n_embd, /*optional=*/true};
 }
 
-void Decoder::place(Matrix& m) {  // in the order bias, scale, panels
-  std::uint8_t* at = weights_.data() + placed_;
-  const std::size_t vector_bytes = m.panels * kPanel * sizeof(float);
-  m.bias = reinterpret_cast<float*>(at);
-  m.scale = reinterpret_cast<float*>(at + vector_bytes);
-  m.data = at + 2 * vector_bytes;
-  placed_ += 2 * vector_bytes + m.panels * m.panel_bytes;
+void Decoder::place(Matrix& m) {
+  const std::int64_t padded = m.panels * kPanel;
+  float* vectors = reinterpret_cast<float*>(vectors_.data()) + vector_floats_;
+  m.bias = vectors;
+  m.scale = vectors + padded;
+  vector_floats_ += 2 * padded;
+  if (panels_.size()) m.data = panels_.data() + panel_bytes_;
+  panel_bytes_ += m.panels * m.panel_bytes;
 }
 
-void Decoder::load(const std::string& name, const float* values, std::int64_t rows, std::int64_t columns) {
+Decoder::Slot& Decoder::find(const std::string& name) {
   const auto found = slots_.find(name);
   if (found == slots_.end()) throw std::invalid_argument("tensor '" + name + "' is not a tensor of this model");
-  Slot& slot = found->second;
-  if (rows != slot.rows || columns != slot.columns)
-    throw std::invalid_argument("tensor '" + name + "' is (" + str(rows) + ", " + str(columns) + "), must be (" +
-                                str(slot.rows) + ", " + str(slot.columns) + ")");
-  if (slot.matrix) pack(*slot.matrix, values);
-  else std::copy(values, values + rows * columns, slot.vector);
+  return found->second;
+}
+
+void Decoder::load(const std::string& name, const Stored& values) {
+  Slot& slot = find(name);
+  if (values.rows != slot.rows || values.columns != slot.columns)
+    throw std::invalid_argument("tensor '" + name + "' is (" + str(values.rows) + ", " + str(values.columns) +
+                                "), must be (" + str(slot.rows) + ", " + str(slot.columns) + ")");
+  if (!slot.matrix) {
+    read_rows(values, 0, values.rows, slot.vector);
+  } else if (panels_.size()) {
+    Matrix& m = *slot.matrix;
+    pack(ThreadPool::current(threads_), m.type, values, const_cast<std::uint8_t*>(m.data), const_cast<float*>(m.scale));
+  } else {
+    throw std::invalid_argument("tensor '" + name + "' must be packed already: use load_packed");
+  }
   slot.given = true;
 }
 
-void Decoder::pack(Matrix& m, const float* values) {
-  ThreadPool& threads = ThreadPool::current(threads_);
-  threads.run([&](int rank) {
-    const Range mine = range_of(m.panels, rank, threads.size());
-    for (std::int64_t p = mine.begin; p < mine.end; ++p)
-      pack_panel(m.type, values, m.out, m.in, p, const_cast<std::uint8_t*>(m.data) + p * m.panel_bytes,
-                 const_cast<float*>(m.scale) + p * kPanel);
-  });
+void Decoder::load_packed(const std::string& name, const std::uint8_t* panels, std::size_t num_bytes,
+                          const float* scales, std::size_t num_scales) {
+  Slot& slot = find(name);
+  if (!slot.matrix || panels_.size()) throw std::invalid_argument("tensor '" + name + "' cannot be packed already");
+  Matrix& m = *slot.matrix;
+  const std::size_t wanted = m.panels * m.panel_bytes, padded = m.type == WeightType::i8 ? m.panels * kPanel : 0;
+  if (num_bytes != wanted || num_scales != padded)
+    throw std::invalid_argument("tensor '" + name + "' has " + std::to_string(num_bytes) + " bytes and " +
+                                std::to_string(num_scales) + " scales, must have " + std::to_string(wanted) + " and " +
+                                std::to_string(padded));
+  if (reinterpret_cast<std::uintptr_t>(panels) % 64)
+    throw std::invalid_argument("tensor '" + name + "' is not aligned to 64 bytes");
+  m.data = panels;
+  std::copy(scales, scales + num_scales, const_cast<float*>(m.scale));
+  if (model_.shape.tied && &m == &model_.wte) model_.lm_head = m;
+  slot.given = true;
 }
 
 void Decoder::check_loaded() const {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cache.h"
+#include "format.h"
 #include "forward.h"
 #include "isa.h"
 #include "memory.h"
@@ -23,6 +24,7 @@ struct DecoderOptions {
   int threads = 1;
   std::string isa;          // "": the fastest supported one
   bool huge_pages = true;
+  bool packed = false;      // panels are not packed here: `load_packed` refers to them
 };
 
 // New tokens for some sequences: nanoinfer.engines.base.StepBatch.
@@ -36,10 +38,15 @@ class Decoder {
   // created.
   Decoder(const DecoderShape& shape, const DecoderOptions& options);
 
-  // Load one tensor by its name in the checkpoint ("transformer.h.0.attn.c_attn.weight"), row-major float32; a matrix
-  // is (out, in). It is packed immediately and not kept. Throws std::invalid_argument if the name is unknown or the
-  // shape is wrong.
-  void load(const std::string& name, const float* values, std::int64_t rows, std::int64_t columns);
+  // Load one tensor by its name in the checkpoint ("transformer.h.0.attn.c_attn.weight"); a matrix is (out, in). It is
+  // packed immediately, on all threads, and not kept. Throws std::invalid_argument if the name is unknown, the shape is
+  // wrong, or the tensor is a matrix that must be packed already.
+  void load(const std::string& name, const Stored& values);
+  // Use a matrix that is packed: all its panels, which are not copied and must outlive the decoder, and for int8 its
+  // scales, which are copied. Throws std::invalid_argument for a wrong name, size or alignment, and without
+  // DecoderOptions::packed.
+  void load_packed(const std::string& name, const std::uint8_t* panels, std::size_t num_bytes, const float* scales,
+                   std::size_t num_scales);
   // Throw std::invalid_argument if a tensor was not loaded. Biases are optional and default to zero.
   void check_loaded() const;
 
@@ -48,8 +55,8 @@ class Decoder {
   const char* isa() const { return kernels_.name; }
   int threads() const { return threads_->size(); }
   std::int64_t logits_stride() const;  // vocab_size, padded to whole panels
+  std::size_t weight_bytes() const { return panel_bytes_ + vector_floats_ * sizeof(float); }
   const PartSeconds& part_seconds() const { return pass_.part_seconds(); }
-  std::size_t weight_bytes() const { return weights_.size(); }
 
   // Throw std::invalid_argument or std::out_of_range if a step is malformed or exceeds the limits; return
   // sum(num_logits).
@@ -70,13 +77,14 @@ class Decoder {
   void add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias);
   void add_norm(const std::string& name, std::vector<float>& norm);
   void place(Matrix& m);
-  void pack(Matrix& m, const float* values);
+  Slot& find(const std::string& name);
 
   ModelWeights model_;
   const Kernels& kernels_;
   std::unordered_map<std::string, Slot> slots_;
-  Buffer weights_;
-  std::size_t placed_ = 0;
+  Buffer panels_;   // none if they are packed already
+  Buffer vectors_;  // biases and scales
+  std::size_t panel_bytes_ = 0, vector_floats_ = 0;
   Cache cache_;
   std::shared_ptr<ThreadPool> threads_;
   ForwardPass pass_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 namespace nanoinfer {
@@ -37,13 +38,79 @@ std::uint16_t to_f16(float x) {  // nearest, ties to even; overflows to infinity
   const std::uint32_t rounded = magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u);
   return sign | static_cast<std::uint16_t>(rounded >> 13);
 }
-float from_f16(std::uint16_t h) {
-  const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000u) << 16;
-  const int exponent = (h >> 10) & 31, mantissa = h & 0x3ff;
-  float x = exponent == 31 ? (mantissa ? NAN : INFINITY)
-            : exponent == 0 ? std::ldexp(static_cast<float>(mantissa), -24)
-                            : std::ldexp(static_cast<float>(mantissa | 0x400), exponent - 25);
-  return sign ? -x : x;
+float from_f16(std::uint16_t h) {  // without branches, so that loops become vector instructions
+  const std::uint32_t magnitude = (h & 0x7fffu) << 13, subnormal = magnitude < 0x00800000u;
+  std::uint32_t u = magnitude + 0x38000000u;     // the exponent's bias is 127 instead of 15
+  u += (magnitude >= 0x0f800000u) * 0x38000000u;  // infinity and NaN
+  u += subnormal * 0x00800000u;                   // 2^-14 (1 + m / 1024), of which 2^-14 is subtracted
+  const std::uint32_t excess = subnormal * 0x38800000u;
+  float x, y;
+  std::memcpy(&x, &u, 4);
+  std::memcpy(&y, &excess, 4);
+  x -= y;
+  std::memcpy(&u, &x, 4);
+  u |= static_cast<std::uint32_t>(h & 0x8000u) << 16;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+// Stored values as float32. Sources need not be aligned.
+struct F32 {
+  static constexpr std::int64_t kBytes = 4;
+  static float at(const std::uint8_t* p) {
+    float x;
+    std::memcpy(&x, p, 4);
+    return x;
+  }
+};
+template <float (*convert)(std::uint16_t)>
+struct Half {
+  static constexpr std::int64_t kBytes = 2;
+  static float at(const std::uint8_t* p) {
+    std::uint16_t h;
+    std::memcpy(&h, p, 2);
+    return convert(h);
+  }
+};
+
+constexpr std::int64_t kTile = 16;  // columns that are transposed at a time: a cache line of the result
+
+// Rows that are contiguous, or nearly.
+template <class V>
+void read_along(const std::uint8_t* from, std::int64_t rows, std::int64_t columns, std::int64_t row_bytes,
+                std::int64_t column_bytes, float* to) {
+  for (std::int64_t r = 0; r < rows; ++r, from += row_bytes, to += columns)
+    if (column_bytes == V::kBytes)
+      for (std::int64_t c = 0; c < columns; ++c) to[c] = V::at(from + c * V::kBytes);
+    else
+      for (std::int64_t c = 0; c < columns; ++c) to[c] = V::at(from + c * column_bytes);
+}
+
+// A transposed matrix: up to kPanel values are adjacent in each column, and a column is read as whole cache lines.
+template <class V>
+void read_across(const std::uint8_t* from, std::int64_t rows, std::int64_t columns, std::int64_t row_bytes,
+                 std::int64_t column_bytes, float* to) {
+  float tile[kTile][kPanel];
+  for (std::int64_t r0 = 0; r0 < rows; r0 += kPanel)
+    for (std::int64_t c0 = 0; c0 < columns; c0 += kTile) {
+      const std::int64_t height = std::min(kPanel, rows - r0), width = std::min(kTile, columns - c0);
+      const std::uint8_t* corner = from + r0 * row_bytes + c0 * column_bytes;
+      for (std::int64_t c = 0; c < width; ++c, corner += column_bytes)
+        if (row_bytes == V::kBytes && height == kPanel)
+          for (std::int64_t r = 0; r < kPanel; ++r) tile[c][r] = V::at(corner + r * V::kBytes);
+        else
+          for (std::int64_t r = 0; r < height; ++r) tile[c][r] = V::at(corner + r * row_bytes);
+      for (std::int64_t r = 0; r < height; ++r)
+        for (std::int64_t c = 0; c < width; ++c) to[(r0 + r) * columns + c0 + c] = tile[c][r];
+    }
+}
+
+template <class V>
+void read_rows_as(const Stored& m, std::int64_t begin, std::int64_t end, float* to) {
+  const std::int64_t row_bytes = m.row_stride * V::kBytes, column_bytes = m.column_stride * V::kBytes;
+  const std::uint8_t* from = static_cast<const std::uint8_t*>(m.data) + begin * row_bytes;
+  const bool across = std::abs(row_bytes) < std::abs(column_bytes) && end - begin > 1;
+  (across ? read_across<V> : read_along<V>)(from, end - begin, m.columns, row_bytes, column_bytes, to);
 }
 
 // Scale and zero point of up to kGroup weights in 4 bits: w ~ scale (q - zero), 0 <= q, zero <= 15.
@@ -57,6 +124,7 @@ struct Grid4 {
   std::uint8_t zero;
 };
 typedef float f32x4 __attribute__((vector_size(16)));
+typedef std::uint32_t u32x4 __attribute__((vector_size(16)));
 
 float sum(f32x4 x) { return (x[0] + x[1]) + (x[2] + x[3]); }
 
@@ -153,18 +221,56 @@ void pack4(const float* row, std::int64_t in, std::int64_t depth, std::int64_t o
   }
 }
 
+// 4 weights of a row are 4 bytes of a panel. Adding 1.5 * 2^23 rounds to an integer, ties to even.
 void pack8(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* panel, float* scale) {
-  float most = 0;
-  bool finite = true;
-  for (std::int64_t i = 0; i < in; ++i) {
-    most = std::max(most, std::fabs(row[i]));
-    finite = finite && std::isfinite(row[i]);
+  const f32x4 magic = f32x4{} + 12582912.0f;
+  const auto load = [row, in](std::int64_t i) {
+    f32x4 w{};
+    std::memcpy(&w, row + i, std::min<std::int64_t>(4, in - i) * sizeof(float));
+    return w;
+  };
+  f32x4 top{}, bad{};  // bad: NaN if there is a NaN or an infinity
+  for (std::int64_t i = 0; i < in; i += 4) {
+    const f32x4 w = load(i), magnitude = w < f32x4{} ? -w : w;
+    top = top < magnitude ? magnitude : top;
+    bad += w * 0.0f;
   }
-  const float inverse = most > 1e-30f && finite ? 127.0f / most : 0.0f;
+  const float most = std::max({top[0], top[1], top[2], top[3]});
+  const bool finite = sum(bad) == 0.0f;
   *scale = finite ? most / 127.0f : NAN;  // so that an overflow reaches the logits
-  for (std::int64_t i = 0; i < in; ++i)
-    panel[i / 4 * 128 + o * 4 + i % 4] =
-        static_cast<std::uint8_t>(128 + (inverse > 0 ? static_cast<int>(std::nearbyint(row[i] * inverse)) : 0));
+  const float inverse = most > 1e-30f && finite ? 127.0f / most : 0.0f;
+  for (std::int64_t i = 0; i < in; i += 4) {
+    const f32x4 rounded = (finite ? load(i) : f32x4{}) * inverse + magic;
+    u32x4 q;
+    std::memcpy(&q, &rounded, sizeof q);
+    q = q - (0x4b400000u - 128u);
+    const std::uint32_t bytes = q[0] | q[1] << 8 | q[2] << 16 | q[3] << 24;
+    std::memcpy(panel + i / 4 * 128 + o * 4, &bytes, 4);
+  }
+}
+
+// Pack `count` outputs of one panel, row-major float32.
+void pack_panel(WeightType type, const float* weights, std::int64_t count, std::int64_t in, std::uint8_t* data,
+                float* scale) {
+  const std::int64_t depth = padded_depth(type, in);
+  if (type == WeightType::i8) std::memset(data, 128, panel_bytes(type, in));  // 128 encodes 0
+  for (std::int64_t o = 0; o < count; ++o) {
+    const float* row = weights + o * in;
+    switch (type) {
+      case WeightType::f32:
+        for (std::int64_t i = 0; i < in; ++i) reinterpret_cast<float*>(data)[i * kPanel + o] = row[i];
+        break;
+      case WeightType::f16:
+        for (std::int64_t i = 0; i < in; ++i) reinterpret_cast<std::uint16_t*>(data)[i * kPanel + o] = to_f16(row[i]);
+        break;
+      case WeightType::bf16:
+        for (std::int64_t i = 0; i < in; ++i)
+          reinterpret_cast<std::uint16_t*>(data)[i / 2 * 64 + o * 2 + i % 2] = to_bf16(row[i]);
+        break;
+      case WeightType::i8: pack8(row, in, o, data, scale + o); break;
+      case WeightType::i4: pack4(row, in, depth, o, data); break;
+    }
+  }
 }
 
 }  // namespace
@@ -199,26 +305,20 @@ std::size_t prepared_bytes(WeightType type, std::int64_t in) {
   }
 }
 
-void pack_panel(WeightType type, const float* weights, std::int64_t out, std::int64_t in, std::int64_t panel,
-                std::uint8_t* data, float* scale) {
-  const std::int64_t depth = padded_depth(type, in), rows = std::min(kPanel, out - panel * kPanel);
-  if (type == WeightType::i8) std::memset(data, 128, panel_bytes(type, in));  // 128 encodes 0
-  for (std::int64_t o = 0; o < rows; ++o) {
-    const float* row = weights + (panel * kPanel + o) * in;
-    switch (type) {
-      case WeightType::f32:
-        for (std::int64_t i = 0; i < in; ++i) reinterpret_cast<float*>(data)[i * kPanel + o] = row[i];
-        break;
-      case WeightType::f16:
-        for (std::int64_t i = 0; i < in; ++i) reinterpret_cast<std::uint16_t*>(data)[i * kPanel + o] = to_f16(row[i]);
-        break;
-      case WeightType::bf16:
-        for (std::int64_t i = 0; i < in; ++i)
-          reinterpret_cast<std::uint16_t*>(data)[i / 2 * 64 + o * 2 + i % 2] = to_bf16(row[i]);
-        break;
-      case WeightType::i8: pack8(row, in, o, data, scale + o); break;
-      case WeightType::i4: pack4(row, in, depth, o, data); break;
-    }
+void read_rows(const Stored& from, std::int64_t begin, std::int64_t end, float* to) {
+  switch (from.type) {
+    case ValueType::f32: return read_rows_as<F32>(from, begin, end, to);
+    case ValueType::f16: return read_rows_as<Half<from_f16>>(from, begin, end, to);
+    case ValueType::bf16: return read_rows_as<Half<from_bf16>>(from, begin, end, to);
+  }
+}
+
+void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std::int64_t end, std::uint8_t* data,
+                 float* scale, float* scratch) {
+  for (std::int64_t p = begin; p < end; ++p) {
+    const std::int64_t first = p * kPanel, count = std::min(kPanel, weights.rows - first);
+    read_rows(weights, first, first + count, scratch);
+    pack_panel(type, scratch, count, weights.columns, data + p * panel_bytes(type, weights.columns), scale + first);
   }
 }
 

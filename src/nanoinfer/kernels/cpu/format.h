@@ -1,4 +1,7 @@
-// Packed weights: conversion between a float32 matrix and panels in one of five formats.
+// Packed weights: conversion of a stored matrix to panels in one of five formats, and back to float32.
+//
+// The panels do not depend on the instruction set. Folders of packed weights contain them
+// (nanoinfer/models/checkpoints/packed.py), so a change of a format needs a new VERSION there.
 //
 //   f32, f16   (panels, in, 32)              one value for each output and input
 //   bf16       (panels, in / 2, 32, 2)       pairs of inputs, for dot products of bfloat16
@@ -20,10 +23,22 @@ std::size_t panel_bytes(WeightType type, std::int64_t in);
 // Bytes of one prepared row of activations, a multiple of 64.
 std::size_t prepared_bytes(WeightType type, std::int64_t in);
 
-// Pack outputs [panel * 32, panel * 32 + 32) of weights (out, in), row-major float32. For i8, the panel's 32 scales are
-// written to `scale`.
-void pack_panel(WeightType type, const float* weights, std::int64_t out, std::int64_t in, std::int64_t panel,
-                std::uint8_t* data, float* scale);
+// A matrix, or a vector as one row, in the values and strides of a checkpoint. It is not owned and need not be aligned.
+enum class ValueType : int { f32, f16, bf16 };
+struct Stored {
+  const void* data;
+  ValueType type;
+  std::int64_t rows, columns;
+  std::int64_t row_stride, column_stride;  // in values; may be negative
+};
+
+// Write rows [begin, end) as float32, (end - begin, columns), row-major.
+void read_rows(const Stored& from, std::int64_t begin, std::int64_t end, float* to);
+
+// Pack panels [begin, end) of weights (out, in): outputs [32 begin, 32 end). data: the first panel of the matrix; scale:
+// its first scale, which only i8 writes. scratch: kPanel * in floats.
+void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std::int64_t end, std::uint8_t* data,
+                 float* scale, float* scratch);
 
 // Write row `output` of a packed matrix as float32, to[0:w.in].
 void unpack_row(const Matrix& w, std::int64_t output, float* to);

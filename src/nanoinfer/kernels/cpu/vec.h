@@ -268,8 +268,8 @@ NI_INLINE f32x16 exp(f32x16 x) {
   p = fma(p, r, broadcast(1.6666665459e-1f));
   p = fma(p, r, broadcast(5.0000001201e-1f));
   p = fma(p, r * r, r + broadcast(1.0f));
-  NI_EACH p.v[i] = bits<vf>(bits<vi>(p.v[i]) + ((bits<vi>(t.v[i]) - 0x4b400000) << 23));
-  return p;
+  NI_EACH p.v[i] = bits<vf>(bits<vu>(p.v[i]) + ((bits<vu>(t.v[i]) - 0x4b400000u) << 23));
+  return p + (x - x);  // NaN + 0: the bits of a NaN are not an exponent
 }
 
 // GELU, tanh form: x (1 + tanh u) / 2 = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3).

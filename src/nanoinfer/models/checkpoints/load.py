@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoinfer.checks import require_int, show
-from nanoinfer.config import PRESETS, ModelConfig
+from nanoinfer.config import PRESETS, EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
 from nanoinfer.models import tokenizers
-from nanoinfer.models.checkpoints import huggingface, nanogpt
+from nanoinfer.models.checkpoints import huggingface, nanogpt, packed
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
 
@@ -99,7 +99,7 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
         weights, dataset = nanogpt.open_checkpoint(path, dtype)
     else:
         path = path if path.is_dir() else _hub_folder(name)
-        weights = huggingface.open_folder(path, dtype)
+        weights = packed.open_folder(path) if packed.is_packed(path) else huggingface.open_folder(path, dtype)
     config = weights.config
     loaded = LoadedModel(name, weights, config, None)
     del weights  # see LoadedModel.take
@@ -112,6 +112,16 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
     if loaded.tokenizer is not None:
         _check_vocabulary(loaded.tokenizer, config, name)
     return loaded
+
+
+def fit_engine(name: str, options: EngineConfig) -> EngineConfig:
+    """Return the options of the engine; a folder of packed weights determines some of them.
+
+    Raises:
+        NanoinferError: the weights are packed for other options.
+    """
+    folder = packed.folder_of(_place(name))
+    return packed.fit_engine(folder, options) if packed.is_packed(folder) else options
 
 
 def _place(name: str | Path) -> Path:
@@ -132,7 +142,7 @@ def _model_place(name: str | Path) -> Path:
     Raises:
         NanoinferError: the file has an unsupported format, or is one of several weight files.
     """
-    path = _place(name)
+    path = packed.folder_of(_place(name))
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         raise NanoinferError(
             f"model {show(str(name))}: GGUF is not supported yet: give a folder with config.json and model.safetensors,"

@@ -84,6 +84,15 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     Raises:
         NanoinferError: the file is missing or is not a valid safetensors file.
     """
+    return read_with_metadata(path)[0]
+
+
+def read_with_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Return the tensors of a safetensors file and its metadata, which is empty if it is not an object.
+
+    Raises:
+        NanoinferError: as `read_safetensors`.
+    """
     file = RegularFile(path, "safetensors")
     broken = f"{escaped(path)} is not a valid safetensors file"
     length = int.from_bytes(file.read(0, 8), "little") if file.size >= 8 else 0
@@ -93,7 +102,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     header = parse_json(file.read(8, length), f"{broken}: its header is not JSON")
     if not isinstance(header, dict):
         raise NanoinferError(f"{broken}: its header is a {type(header).__name__}, not an object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     places: list[tuple[int, int]] = []
     tensors = dict(_entries(file, 8 + length, header, broken, places))
     end = 0
@@ -103,7 +112,7 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
         end = stop
     if end != file.size - 8 - length:
         raise NanoinferError(f"{broken}: its tensors have {end} bytes, but the file has {file.size - 8 - length}")
-    return tensors
+    return tensors, metadata if isinstance(metadata, dict) else {}
 
 
 def to_safetensors(

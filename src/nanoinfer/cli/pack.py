@@ -1,0 +1,62 @@
+"""`nanoinfer pack`: pack a model's weights once, for engine native.
+
+Examples:
+    nanoinfer pack gpt2 --quantization int8 --output out/gpt2-int8
+    nanoinfer pack out/notes --dtype bfloat16 --output out/notes-bf16
+    nanoinfer pack random:gpt2-xl --quantization int4 --output out/xl
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nanoinfer import environment
+from nanoinfer.checks import require_choice
+from nanoinfer.cli.generate import TokenizerFlag
+from nanoinfer.cli.options import flags
+from nanoinfer.cli.terminal import complain
+from nanoinfer.config import EngineConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.progress import ProgressBar
+
+_FLAGS = ("dtype", "quantization", "threads")
+
+
+@flags(EngineConfig, "options", skip=tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in _FLAGS))
+def pack(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Any model that `generate` loads, unless it is packed already.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write; must be empty or not exist.")
+    ],
+    tokenizer: TokenizerFlag = None,
+    *,
+    options: EngineConfig,
+) -> None:
+    """Pack weights into a folder that engine native maps into memory."""
+    from nanoinfer.models import tokenizers
+    from nanoinfer.models.checkpoints import packed
+    from nanoinfer.models.checkpoints.load import load_model
+
+    if (options.quantization is None) == (options.dtype == "auto"):
+        raise NanoinferError("the weight format must be given: use either --quantization (int8, int4) or --dtype")
+    if options.quantization is not None:
+        require_choice("quantization", options.quantization, packed.QUANTIZATIONS)
+    format = options.quantization or options.dtype
+    loaded = load_model(model, tokenizer=tokenizer)
+    tokenizer_json = None
+    if loaded.tokenizer is None:
+        complain(f"no tokenizer is written: {loaded.no_tokenizer_reason}")
+    else:
+        tokenizer_json = tokenizers.to_json(loaded.tokenizer)
+    with ProgressBar("pack") as bar:
+        num_bytes = packed.write_folder(
+            loaded.take(), output, format, tokenizer_json, options.threads or environment.num_cpus(), bar.update
+        )
+    print(f"{output}: {format} weights of {model}, {num_bytes:,} bytes", file=sys.stderr)
