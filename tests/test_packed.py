@@ -301,7 +301,7 @@ def test_files_that_are_missing(tmp_path: Path) -> None:
 def test_a_build_without_the_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = pack(tmp_path / "p", "int8")
     monkeypatch.setitem(sys.modules, "nanoinfer._native", None)
-    monkeypatch.delattr("nanoinfer._native")
+    monkeypatch.delattr("nanoinfer._native", raising=False)
     refuses(lambda: packed.open_folder(folder), str(folder), "C++ compiler", "original model")
 
 

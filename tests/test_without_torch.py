@@ -15,13 +15,25 @@ from conftest import TINY, make_folder, make_model
 
 TESTS = Path(__file__).parent
 BLOCKED = ("torch", "transformers", "triton", "flashinfer", "scipy")
+# Runs before any program. It leaves sys.modules alone, which programs look into.
+SITECUSTOMIZE = f"""
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {BLOCKED} else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
 
 
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which Python, and what it starts, finds no PyTorch."""
     folder = tmp_path_factory.mktemp("site")
-    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({BLOCKED}))\n")
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
