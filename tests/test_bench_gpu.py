@@ -328,15 +328,15 @@ class FakeHandle:
     def __init__(self, case: Case, log: list[tuple[str, Any]]) -> None:
         self.case, self._log = case, log
 
-    def run(self, **shape: Any) -> RunResult:
-        shape = {name: value for name, value in shape.items() if (name, value) != ("seed", 0)}
-        self._log.append(("run", shape))
-        tokens = shape.get("output_tokens", self.case.output_tokens)
+    def run(self, case: Case, seed: int = 0) -> RunResult:
+        fields = ("output_tokens", "prompt_tokens", "draft")
+        self._log.append(("run", {f: getattr(case, f) for f in fields if getattr(case, f) != getattr(self.case, f)}))
+        tokens = case.output_tokens
         times = RunTimes(4, [[0.1 * (i + 1) for i in range(tokens)]])
         memory = {"peak_memory_bytes": 100, "reserved_memory_bytes": 200, "kv_cache_bytes": 30}
         return RunResult([[1] * tokens], times, memory)
 
-    def measure(self, what: str) -> Any:
+    def ask(self, what: str) -> Any:
         self._log.append((what, None))
         if what == "launches" and self.case.backend == "dynamic":
             raise NanoinferError("torch's profiler saw no kernel")
@@ -614,5 +614,5 @@ def test_on_a_gpu_backends_say_the_same_and_report_its_memory(tiny_folder: Path,
         assert made.tokens == expected
         assert 0 < (made.memory["peak_memory_bytes"] or 0) <= (made.memory["reserved_memory_bytes"] or 0) < 8 << 30
         if name == "static":
-            assert handle.measure("launches")["kernels_per_step"] > TINY.n_layer
-            assert 0.1 < handle.measure("verify") < 20
+            assert handle.ask("launches")["kernels_per_step"] > TINY.n_layer
+            assert 0.1 < handle.ask("verify") < 20

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
 from nanoinfer.bench.memory_plan import split
-from nanoinfer.bench.process import Processes, RunResult, WorkerHandle
+from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.stats import RunTimes, by_position, is_steady, naive_token_times, summarize
 from nanoinfer.bench.suites import Options
@@ -118,7 +119,7 @@ class Harness:
             for case, worker in workers.items():
                 if rows[case].error is None and not self._shortened(case):
                     with self._step(rows[case], "warm up"):
-                        self._warm_up(worker, checked_sec[case])
+                        self._warm_up(worker, case, checked_sec[case])
             for i in range(self._options.rounds):
                 for case, worker in workers.items():
                     if rows[case].error is None and (i == 0 or spent[case] < self._options.max_case_sec):
@@ -144,7 +145,7 @@ class Harness:
             row.per_position_sec = by_position(runs, row.case.prompt_tokens) or None
         fill_in(row, self._config, self._ceiling)
 
-    def _load(self, cases: list[Case], rows: dict[Case, Row], processes: Processes) -> dict[Case, WorkerHandle]:
+    def _load(self, cases: list[Case], rows: dict[Case, Row], processes: Processes) -> dict[Case, WorkerProcess]:
         """Return the backends that could be loaded; the rows of the others get the reason.
 
         On a GPU several load at a time, and those that compile run once, so that compilation is not part of the check.
@@ -158,24 +159,24 @@ class Harness:
             if not self._late:
                 some = together[first : first + at_once]
                 processes.load_together(some, lambda case: case.backend not in NAIVE, at_once)
-        workers: dict[Case, WorkerHandle] = {}
+        workers: dict[Case, WorkerProcess] = {}
         for case in cases:
             if rows[case].error is None and (processes.knows(case) or not self._late):
                 with self._step(rows[case], "load"):
                     workers[case] = processes.worker(case)
         return workers
 
-    def _measure_more(self, worker: WorkerHandle, row: Row, *, quick: bool) -> None:
+    def _measure_more(self, worker: WorkerProcess, row: Row, *, quick: bool) -> None:
         """Measure what is not part of the timing; what an engine does not support stays unknown."""
         if self._options.breakdown and quick:
             with self._step(row, "profile"), contextlib.suppress(NanoinferError):  # some engines have no parts
-                row.breakdown_percent = worker.measure("breakdown")
+                row.breakdown_percent = worker.ask("breakdown")
         if row.case.device != "cpu":
             with self._step(row, "count launches", unknown="launches"):
-                row.update(worker.measure("launches"))
+                row.update(worker.ask("launches"))
         if self._options.verify and row.case.batch == 1 and row.case.backend not in NAIVE:
             with self._step(row, "verify", unknown="cost of verifying"):
-                row.verify_ratio = worker.measure("verify")
+                row.verify_ratio = worker.ask("verify")
 
     @contextlib.contextmanager
     def _step(self, row: Row, what: str, unknown: str = "") -> Iterator[None]:
@@ -194,7 +195,7 @@ class Harness:
                 row.error = str(e)
 
     def _check(
-        self, workers: dict[Case, WorkerHandle], rows: dict[Case, Row], reference: Case | None
+        self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row], reference: Case | None
     ) -> dict[Case, float]:
         """Compare greedy float32 tokens with the reference's; a backend with other tokens is not timed.
 
@@ -206,12 +207,12 @@ class Harness:
         with Processes(self._weights) as processes:
             if reference is not None and reference not in workers and any(_is_exact(c) for c in workers):
                 with contextlib.suppress(NanoinferError):  # it is in another part, or failed there
-                    expected[reference] = self._sample(processes.worker(reference)).tokens
+                    expected[reference] = self._sample(processes.worker(reference), reference).tokens
             for case in sorted(workers, key=lambda c: (c != reference, c.draft is not None)):
                 if rows[case].error is not None:
                     continue
                 with self._step(rows[case], "check"):
-                    checked = self._sample(workers[case])
+                    checked = self._sample(workers[case], case)
                     seconds[case] = checked.times.total_sec
                     if case == reference or case.draft is None:
                         expected[case] = checked.tokens
@@ -222,12 +223,11 @@ class Harness:
                             raise NanoinferError(f"not timed: {difference}")
         return seconds
 
-    def _sample(self, worker: WorkerHandle) -> RunResult:
+    def _sample(self, worker: WorkerProcess, case: Case) -> RunResult:
         """Generate the tokens of the check."""
-        count = CHECK_TOKENS_SHORTENED if self._shortened(worker.case) else CHECK_TOKENS
-        return worker.run(output_tokens=min(count, worker.case.output_tokens))
+        return worker.run(_shorter(case, CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS))
 
-    def _warm_up(self, worker: WorkerHandle, first_sec: float) -> None:
+    def _warm_up(self, worker: WorkerProcess, case: Case, first_sec: float) -> None:
         """Run until two runs agree. Short runs suffice on a CPU: caches and clocks warm up per step.
 
         On a GPU they are as long as the timed ones: graphs are captured, and code is compiled, for sequence lengths
@@ -235,19 +235,19 @@ class Harness:
 
         Args:
             worker: the backend.
+            case: what is measured.
             first_sec: what the check took, the same short run.
         """
-        short = worker.case.device == "cpu"
-        seconds = [first_sec] if short else []
-        shape = {"output_tokens": min(CHECK_TOKENS, worker.case.output_tokens)} if short else {}
+        seconds = [first_sec] if case.device == "cpu" else []
+        shape = _shorter(case, CHECK_TOKENS) if case.device == "cpu" else case
         while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
-            seconds.append(worker.run(**shape).times.total_sec)
+            seconds.append(worker.run(shape).times.total_sec)
 
-    def _timed(self, worker: WorkerHandle, row: Row, round_index: int) -> RunTimes:
+    def _timed(self, worker: WorkerProcess, row: Row, round_index: int) -> RunTimes:
         case = row.case
 
-        def run(seed: int = 0, **shape: int) -> RunResult:
-            result = worker.run(seed=seed, **shape)
+        def run(shape: Case, seed: int = 0) -> RunResult:
+            result = worker.run(shape, seed)
             row.update(result.memory)
             return result
 
@@ -255,11 +255,11 @@ class Harness:
             count = NUM_LENGTHS if case.output_tokens > 64 else NUM_LENGTHS_SHORT
             row.note = f"extrapolated from its time at {count} lengths"
             seconds = naive_token_times(
-                lambda length: run(prompt_tokens=length, output_tokens=1).times.ttft_sec,
+                lambda length: run(replace(case, prompt_tokens=length, output_tokens=1)).times.ttft_sec,
                 case.prompt_tokens, case.output_tokens, self._config.block_size, count,
             )  # fmt: skip
             return RunTimes(case.prompt_tokens * case.batch, [list(accumulate(seconds))] * case.batch)
-        result = run(seed=round_index if self._options.vary_prompts else 0)
+        result = run(case, seed=round_index if self._options.vary_prompts else 0)
         if result.speculation is not None:
             add_speculation(row, result.speculation, self._config, self._ceiling)
         return result.times
@@ -273,6 +273,11 @@ class Harness:
         peaks = self._ceiling.flops_per_sec
         fastest = peaks.get(case.dtype) or max(peaks.values())
         return flops / fastest * case.output_tokens > self._options.naive_limit_sec
+
+
+def _shorter(case: Case, output_tokens: int) -> Case:
+    """Return a case with at most so many output tokens."""
+    return replace(case, output_tokens=min(output_tokens, case.output_tokens))
 
 
 def _reference_of(case: Case, reference: Case | None) -> Case | None:

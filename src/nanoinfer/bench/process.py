@@ -88,9 +88,9 @@ class WorkerProcess:
         """Load the backend. Raises NanoinferError with the reason when it cannot be loaded."""
         self.ask("load", case=dataclasses.asdict(self.case), weights=str(weights))
 
-    def run(self, *, seed: int = 0, **shape: Any) -> RunResult:
-        """Run the case once, in its own shape or with some fields changed; another seed gives other prompts."""
-        answer = self.ask("run", seed=seed, shape=shape)
+    def run(self, case: Case | None = None, seed: int = 0) -> RunResult:
+        """Run the loaded case once, or the same with other sizes or a draft; another seed gives other prompts."""
+        answer = self.ask("run", case=dataclasses.asdict(case or self.case), seed=seed)
         return RunResult(**answer | {"times": RunTimes(**answer["times"])})
 
     def _cause_of_death(self) -> str:
@@ -103,24 +103,8 @@ class WorkerProcess:
         return f"its process died ({how}): {lines[-1][:200] if lines else 'it printed nothing'}"
 
 
-class WorkerHandle:
-    """A case's share of a process: cases that differ in their draft alone share the process and its weights."""
-
-    def __init__(self, case: Case, process: WorkerProcess) -> None:
-        self.case, self._process = case, process
-
-    def run(self, *, seed: int = 0, **shape: Any) -> RunResult:
-        """Run the case once, in its own shape or with some sizes changed; another seed gives other prompts."""
-        own = {name: getattr(self.case, name) for name in ("draft", "speculate_k", "speculate_rule")}
-        return self._process.run(seed=seed, **own, **shape)
-
-    def measure(self, what: str) -> Any:
-        """Return what a method of our backends measures: breakdown, launches or verify."""
-        return self._process.ask(what)
-
-
 class Processes(contextlib.ExitStack):
-    """The processes of some cases; all end with it."""
+    """The processes of some cases; all end with it. Cases that differ in their draft alone share one."""
 
     def __init__(self, weights: Path) -> None:
         super().__init__()
@@ -164,11 +148,11 @@ class Processes(contextlib.ExitStack):
         """Return whether a case's process was started, loaded or failed."""
         return case.plain in self._processes
 
-    def worker(self, case: Case) -> WorkerHandle:
-        """Return a case's worker, loading its process if necessary. Raises NanoinferError if that failed."""
+    def worker(self, case: Case) -> WorkerProcess:
+        """Return a case's process, loaded if necessary. Raises NanoinferError if that failed."""
         if case.plain not in self._processes:
             self._load(case.plain, self._start(case.plain))
         process = self._processes[case.plain]
         if isinstance(process, NanoinferError):
             raise process
-        return WorkerHandle(case, process)
+        return process

@@ -1,13 +1,13 @@
 """The process that measures one backend: one JSON request a line on stdin, one JSON answer a line on stdout.
 
     {"do": "load", "case": {...}, "weights": "folder"}     -> {"answer": null}
-    {"do": "run", "seed": 0, "shape": {"batch": 8}}        -> {"answer": {"tokens": [[...]], "times": {...},
+    {"do": "run", "case": {...}, "seed": 0}                -> {"answer": {"tokens": [[...]], "times": {...},
                                                                "memory": {...}, "speculation": null}}
     {"do": "breakdown"}  launches, verify: our engines     -> {"answer": {"attention": ...}}
     any failure                                            -> {"error": "one line"}
 
-`shape` overrides fields of the case for one run, `seed` chooses other prompts. The process ends with its stdin, so it
-cannot outlive the one that started it. What libraries print goes to stderr.
+A run's case may differ from the loaded one in its sizes and its draft; `seed` chooses other prompts. The process ends
+with its stdin, so it cannot outlive the one that started it. What libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class Worker:
 
     def answer(self, do: str, **fields: Any) -> Any:
         """Perform one request; return its answer."""
+        if "case" in fields:
+            fields["case"] = Case(**fields["case"])
         method = getattr(self, f"_{do}") if do in ("load", "run") else getattr(self._backend, do)
         return method(**fields)
 
-    def _load(self, case: dict[str, Any], weights: str) -> None:
+    def _load(self, case: Case, weights: str) -> None:
         folder = Path(weights)
         hold(folder)
         self._vocab_size = hf_config.read(folder / "config.json").vocab_size
         self._passages = prompts.read(folder)
-        self._case = Case(**case)
-        self._backend = open_backend(self._case, folder)
+        self._backend = open_backend(case, folder)
 
-    def _run(self, seed: int, shape: dict[str, Any]) -> dict[str, Any]:
-        case = dataclasses.replace(self._case, **shape)
+    def _run(self, case: Case, seed: int) -> dict[str, Any]:
         requests = make_requests(case, self._vocab_size, seed=seed, passages=self._passages)
         if case.draft is not None or self._speculated:  # a draft is set, and removed again
             self._backend.speculate(case)
