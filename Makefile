@@ -54,7 +54,8 @@ test-small:
 	OMP_NUM_THREADS=1 .venv-small/bin/python -m pytest -m "not slow and not nightly" $(SMALL_TESTS)
 
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
-ASAN_TESTS := tests/test_native_kernels.py tests/test_native_engine.py tests/test_native_sampler.py
+ASAN_TESTS := tests/test_native_kernels.py tests/test_native_engine.py tests/test_native_loading.py \
+  tests/test_packed.py tests/test_native_sampler.py
 
 build-asan: .venv/installed-test
 	@$(PIP) nanobind cmake ninja

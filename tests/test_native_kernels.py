@@ -17,8 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoinfer.arrays import HostTensor
-
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
 ISAS = [name for name, missing in _native.instruction_sets() if not missing]
@@ -185,77 +183,6 @@ def test_packing_rounds_as_torch_does(fmt: str) -> None:
     nan = np.isnan(x)
     assert np.isnan(got[nan]).all()
     assert np.array_equal(got[~nan].view(np.uint32), expected[~nan].view(np.uint32))
-
-
-LAYOUTS = {
-    "contiguous": lambda a: a,
-    "transposed": lambda a: np.asfortranarray(a),
-    "every second column": lambda a: np.repeat(a, 2, axis=1)[:, ::2],
-    "every second row": lambda a: np.repeat(a, 2, axis=0)[::2],
-    "backwards": lambda a: np.ascontiguousarray(a[::-1, ::-1])[::-1, ::-1],
-    "transposed backwards": lambda a: np.asfortranarray(a[::-1, ::-1])[::-1, ::-1],
-    "misaligned": lambda a: np.frombuffer(b"x" + a.tobytes(), a.dtype, offset=1).reshape(a.shape),
-    "read-only": lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape),
-}
-
-
-def stored_as(x: Array, dtype: str) -> HostTensor:
-    return HostTensor(np.ascontiguousarray(x), "float32").to(dtype)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda s: s.replace(" ", "-"))
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_stored_values_are_packed_as_if_they_were_float32(fmt: str, dtype: str, layout: str) -> None:
-    for shape in ((70, 130), (32, 16), (33, 17), (1, 5), (5, 1), (64, 200)):
-        given = stored_as(random(shape, sum(shape), 0.1), dtype)
-        values = LAYOUTS[layout](given.values)
-        assert np.array_equal(values, given.values)
-        for threads in (1, 3):
-            panels, scales = _native.pack(values=values, dtype=dtype, format=fmt, threads=threads)
-            expected = _native.pack(values=given.float32(), dtype="float32", format=fmt, threads=1)
-            assert np.array_equal(panels, expected[0])
-            assert np.array_equal(scales, expected[1])
-        assert (panels.size, scales.size) == _native.packed_size(format=fmt, rows=shape[0], columns=shape[1])
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_every_16_bit_value_is_read(dtype: str) -> None:
-    bits = np.arange(2**16, dtype=np.uint16).reshape(256, 256)
-    given = HostTensor(bits if dtype == "bfloat16" else bits.view(np.float16), dtype)
-    expected = given.float32()
-    nan = np.isnan(expected)
-    for values in (given.values, np.asfortranarray(given.values)):
-        got = _native.unpack(weights=values, dtype=dtype, format="float32")
-        assert np.isnan(got[nan]).all()
-        assert np.array_equal(got[~nan].view(np.uint32), expected[~nan].view(np.uint32))
-        got = _native.unpack(weights=values, dtype=dtype, format=dtype)  # neither loses anything
-        assert np.array_equal(got[~nan].view(np.uint32), expected[~nan].view(np.uint32))
-
-
-def test_int8_rounds_to_nearest_even() -> None:
-    row = np.array([127.0, *np.arange(-126.5, 127), 0.49999997, -0.49999997, 1e-30, 126.99999], np.float32)[None]
-    assert np.array_equal(_native.unpack(weights=row, format="int8"), np.rint(row))
-
-
-BAD_VALUES: list[tuple[Any, str]] = [
-    (np.zeros((3, 4)), "float32"), (np.zeros((3, 4), np.int32), "float32"), (np.zeros((3, 4), np.float16), "float32"),
-    (np.zeros((3, 4), np.float32), "float16"), (np.zeros((3, 4), np.float32), "bfloat16"),
-    (np.zeros((3, 4), np.int16), "bfloat16"), (np.zeros((3, 4), np.uint16), "float16"),
-    (np.zeros((3, 4), np.float32), "float64"), (np.zeros((3, 4), np.float32), ""),
-    (np.zeros((), np.float32), "float32"),
-    (np.zeros((2, 3, 4), np.float32), "float32"), (np.zeros((0, 4), np.float32), "float32"),
-    (np.zeros((4, 0), np.float32), "float32"), (np.broadcast_to(np.float32(0), (2**30, 2)), "float32"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("case", range(len(BAD_VALUES)))
-def test_bad_values_are_refused_in_one_line(case: int) -> None:
-    values, dtype = BAD_VALUES[case]
-    with pytest.raises(ValueError) as caught:
-        _native.pack(values=values, dtype=dtype, format="int8", threads=1)
-    assert str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_int4_is_no_worse_than_min_max_rounding() -> None:
