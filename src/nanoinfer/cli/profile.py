@@ -133,18 +133,26 @@ def _show(p: Profile) -> None:
         console.print(_table("part", [row for row in p.parts if row.calls or row.self_sec], p))
         if not p.tells_apart:
             console.print(f"{p.engine} runs the model in one call, so its parts cannot be distinguished.")
-        console.print(f"\nby operator, of {_times(p.profiled_sec, p)} under torch's profiler")
-        first, rest = p.operators[:NUM_OPERATORS], p.operators[NUM_OPERATORS:]
-        console.print(_table("operator", [*first, *([_summed(rest)] if rest else []), _no_operator(p)], p))
-        console.print(f"\n{p.operator_calls_per_token:,.1f} operator calls a token, inner ones included", end="")
-        launches = p.kernel_launches_per_token
-        console.print("" if launches is None else f"; {launches:,.1f} kernel launches a token")
-        if (made := p.launches) is not None:
-            console.print(
-                f"a step runs {made.kernels_per_step:,.1f} kernels, {made.kernels_per_layer:,} in a layer; the host"
-                f" launches {made.launches_per_step:,.1f}"
-            )
+        if p.operators:
+            _show_operators(console, p)
+        else:
+            console.print(f"{p.engine} runs no operators of PyTorch.")
     print(text.get(), end="")
+
+
+def _show_operators(console: Any, p: Profile) -> None:
+    """Print the second table, and the counts of calls and launches."""
+    console.print(f"\nby operator, of {_times(p.profiled_sec, p)} under torch's profiler")
+    first, rest = p.operators[:NUM_OPERATORS], p.operators[NUM_OPERATORS:]
+    console.print(_table("operator", [*first, *([_summed(rest)] if rest else []), _no_operator(p)], p))
+    console.print(f"\n{p.operator_calls_per_token:,.1f} operator calls a token, inner ones included", end="")
+    launches = p.kernel_launches_per_token
+    console.print("" if launches is None else f"; {launches:,.1f} kernel launches a token")
+    if (made := p.launches) is not None:
+        console.print(
+            f"a step runs {made.kernels_per_step:,.1f} kernels, {made.kernels_per_layer:,} in a layer; the host"
+            f" launches {made.launches_per_step:,.1f}"
+        )
 
 
 def _times(seconds: float, p: Profile) -> str:

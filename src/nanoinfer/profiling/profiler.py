@@ -71,7 +71,8 @@ class Profile:
     parts: list[ProfileRow]
     """One row for each of `spans.PARTS`, in that order; 100% in total."""
     operators: list[ProfileRow]
-    """Longest first. The remainder to 100% is Python, the profiler, and on a GPU idle time."""
+    """Operators of PyTorch, longest first; none on engine native. The remainder to 100% is Python, the profiler, and on
+    a GPU idle time."""
     operator_calls_per_token: float
     kernel_launches_per_token: float | None
     """On a GPU: launches of kernels and graphs; None on a CPU."""
@@ -106,10 +107,15 @@ def profile(
     on_cpu = llm.device == "cpu"
     clock = job.clocked() if on_cpu else None
     plain_sec = 0.0 if on_cpu else job.run(None, None).seconds
-    recorder, ranges, run = job.recorded()
-    if trace is not None:
-        recorder.export_chrome_trace(str(trace))
-    events = list(recorder.events())
+    ranges: sp.Spans
+    if on_cpu and llm.engine.model is None and trace is None:  # no operator of PyTorch runs
+        ranges, events = sp.Spans(), []
+        run = job.run(ranges, None).require_tokens()
+    else:
+        recorder, ranges, run = job.recorded()
+        if trace is not None:
+            recorder.export_chrome_trace(str(trace))
+        events = list(recorder.events())
     seconds = clock.seconds if clock else _kernel_seconds(events, plain_sec)
     wall_sec = sum(seconds.values())
     operators = _operators(events, run.seconds, on_cpu)
