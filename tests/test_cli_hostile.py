@@ -66,6 +66,7 @@ def base(command: str, folder: Path, out: Path) -> list[str]:
     train = "--max-steps 1 --n-layer 1 --n-head 1 --n-embd 4 --block-size 8 --batch-size 1 --eval-tokens 8".split()
     return {
         "generate": ["Go", "--model", tiny, "--max-tokens", "2"],
+        "pack": [tiny, "--quantization", "int8", "--output", str(out / "packed")],
         "engines": [],
         "eval": [text, "--model", tiny, "--stride", "32"],
         "bench": ["--batch", "1"],

@@ -202,7 +202,7 @@ def assert_extend(engine: Engine, parts: list[tuple[Handle, list[int], int]], ex
     batch = StepBatch()
     for handle, ids, num_logits in parts:
         batch.add(handle, ids, num_logits)
-    logits = engine.extend(batch)
+    logits = torch.as_tensor(engine.extend(batch))
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=1e-4)
 
@@ -230,7 +230,7 @@ def test_any_order_of_operations(operations: list[tuple[int, int, int]], name: s
                 texts[h] = texts[h] + new
                 batch.add(h, new)
                 wanted.append(gpt(torch.tensor([texts[h]]))[0, -1])
-            logits = engine.extend(batch)
+            logits = torch.as_tensor(engine.extend(batch))
             torch.testing.assert_close(
                 logits, torch.stack(wanted) if wanted else torch.empty(0, V), atol=1e-4, rtol=1e-4
             )
@@ -331,8 +331,10 @@ def test_reduced_precision_stays_near_float32(name: str, dtype: str, device: str
     exact = gpt(torch.tensor([ids]))[0]
     engine = make_engine(name, gpt.to(device, getattr(torch, dtype)))
     handle = engine.open()
-    rows = [engine.extend(StepBatch([handle], ids[:8], [8], [8])).clone()]  # its own until the next call only
-    rows += [engine.extend(StepBatch([handle], [t], [1], [1])).clone() for t in ids[8:]]
+    rows = [
+        torch.as_tensor(engine.extend(StepBatch([handle], ids[:8], [8], [8]))).clone()
+    ]  # its own until the next call only
+    rows += [torch.as_tensor(engine.extend(StepBatch([handle], [t], [1], [1]))).clone() for t in ids[8:]]
     error = (torch.cat(rows).cpu() - exact).abs().max() / exact.abs().max()
     assert error < (0.03 if dtype == "bfloat16" else 0.005)
 

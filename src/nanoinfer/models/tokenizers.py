@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, parse_json, read_limited, reason
@@ -195,17 +195,29 @@ def from_json(text: str, source: str) -> Tokenizer:
     """
     import tokenizers
 
-    complaint = f"{escaped(source)} is not a readable tokenizer.json"
-    spec = parse_json(text, complaint)
-    with _explained(complaint):
+    with _explained(f"{escaped(source)} is not a readable tokenizer.json"):
+        core = tokenizers.Tokenizer.from_str(text)  # the vocabulary is parsed once, by the library
+        spec = {name: _spec(getattr(core, name)) for name in ("normalizer", "pre_tokenizer", "decoder")}
         check_growth(spec)
-        if spec.get("truncation") is not None or spec.get("padding") is not None:
-            text = json.dumps(spec | {"truncation": None, "padding": None})
-        kind, decoder = spec["model"].get("type"), (spec.get("decoder") or {}).get("type")
-        if kind == "BPE" and decoder == "Fuse" and not spec["model"]["merges"]:  # written by `char_to_json`
-            return CharTokenizer(_in_order(spec["model"]["vocab"]))
-        core = tokenizers.Tokenizer.from_str(text)
+        core.no_truncation()
+        core.no_padding()
+        decoder = (spec["decoder"] or {}).get("type")
+        if decoder == "Fuse" and (chars := _chars(core)) is not None:
+            return CharTokenizer(chars)
         return ByteLevelTokenizer(core) if decoder == "ByteLevel" else GenericTokenizer(core)
+
+
+def _spec(part: Any) -> Any:
+    """Return a part of a tokenizer (a normalizer, a model, ...) as its tokenizer.json describes it; None for none."""
+    return None if part is None else json.loads(part.__getstate__())
+
+
+def _chars(core: tokenizers.Tokenizer) -> list[str] | None:
+    """Return the characters of a vocabulary that `char_to_json` wrote; None for any other tokenizer."""
+    model = _spec(core.model)
+    if model["type"] != "BPE" or model["merges"]:
+        return None
+    return _in_order(core.get_vocab(with_added_tokens=False))  # not the model's, which lists one token for each id
 
 
 def from_file(path: Path) -> Tokenizer:

@@ -120,6 +120,8 @@ def fit_engine(name: str, options: EngineConfig) -> EngineConfig:
     Raises:
         NanoinferError: the weights are packed for other options.
     """
+    if not isinstance(name, (str, Path)) or str(name).startswith("wide:"):
+        return options
     folder = packed.folder_of(_place(name))
     return packed.fit_engine(folder, options) if packed.is_packed(folder) else options
 
