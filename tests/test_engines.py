@@ -25,7 +25,7 @@ from conftest import INTERPRETED, TINY, make_folder, make_limits, make_model, su
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
-from nanoinfer.engines import registry
+from nanoinfer.engines import devices, registry
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.engines.compiled import CompiledEngine, RunBlock
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
@@ -395,6 +395,14 @@ def test_a_chip_without_bfloat16_gets_float16_and_says_so(monkeypatch: pytest.Mo
     assert resolve_dtype("auto", device) == "float16"
     with pytest.raises(NanoinferError, match="dtype='bfloat16' is not supported on cuda:0: use one of float32"):
         resolve_dtype("bfloat16", device)
+
+
+def test_a_gpu_that_needs_pytorch_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(devices, "num_cuda_devices", lambda: 0)
+    monkeypatch.setattr(devices, "_has_cuda_driver", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert devices.resolve_device("auto") == "cpu"
+    assert "using the CPU and no GPU: torch is not installed: pip install 'nanoinfer[gpu]'" in caplog.text
 
 
 def test_auto_goes_down_where_a_rung_is_missing_and_says_why(

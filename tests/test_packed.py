@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from conftest import CHARS, TINY, edit_config, make_folder, make_limits, make_model, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.arrays import to_numpy
+from nanoinfer.bench import run as bench
 from nanoinfer.cli.app import run
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engines.base import StepBatch
@@ -317,3 +318,15 @@ def test_another_byte_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "byteorder", "big")
     refuses(lambda: packed.open_folder(folder), "big-endian")
     refuses(lambda: pack(tmp_path / "q", "int8"), "big-endian")
+
+
+@pytest.mark.parametrize("format,expected", [("int4", ("float32", "int4")), ("bfloat16", ("bfloat16", None))])
+def test_a_benchmark_names_the_format_of_the_folder(
+    format: str, expected: tuple[str, str | None], tmp_path: Path
+) -> None:
+    """The limit of the hardware is computed from it."""
+    model = str(pack(tmp_path, format))
+    cases = bench._cases(bench.Plan(model=model), bench.CUSTOM, TINY, ["native"], "cpu")
+    assert [(c.dtype, c.quantization) for c in cases] == [expected]
+    wrong = bench.Plan(model=model, quantization=("int8",))
+    refuses(lambda: bench._cases(wrong, bench.CUSTOM, TINY, ["native"], "cpu"), f"packed as {format}", "int8")

@@ -23,11 +23,12 @@ from nanoinfer.bench.model_folders import ModelFolders
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.suites import SUITES, Options
 from nanoinfer.checks import require_choice, require_float, require_int
-from nanoinfer.config import ModelConfig
+from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import write_atomically
+from nanoinfer.models.checkpoints.load import fit_engine
 from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.shapes import find_shape
@@ -211,7 +212,9 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
         shapes = product(
             plan.sampler or ("greedy",), plan.batch or (1,), plan.prompt_tokens or (32,), plan.output_tokens or (32,)
         )
-        formats = [(d, None) for d in plan.dtype or ("float32",)] + [("float32", q) for q in plan.quantization]
+        wanted: list[tuple[str, str | None]] = [(d, None) for d in plan.dtype or ("auto",)]
+        wanted += [("float32", q) for q in plan.quantization]
+        formats = list(dict.fromkeys(_format(model, *w) for w in wanted))
         backends = plan.engine or tuple(engines)
         cases = [
             Case(backend, model, dtype, quantization, *shape, plan.workload)
@@ -226,6 +229,12 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
                 f"prompt_tokens={case.prompt_tokens} is more than the context length of {model}, {config.block_size}"
             )
     return [replace(c, device=device) for c in cases]
+
+
+def _format(model: str, dtype: str, quantization: str | None) -> tuple[str, str | None]:
+    """Return the dtype and the quantization that a model is measured in; a packed folder determines them."""
+    fitted = fit_engine(model, EngineConfig(dtype=dtype, quantization=quantization))
+    return "float32" if fitted.dtype == "auto" else fitted.dtype, fitted.quantization
 
 
 def _measure_suite(

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import os
 import re
 import sys
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, missing_extra
+
+log = logging.getLogger("nanoinfer")
 
 
 def num_cuda_devices() -> int:
@@ -47,6 +50,8 @@ def resolve_device(name: str) -> str:
     count = num_cuda_devices()
     _require_no_fork(name)
     if name == "auto":
+        if not count and importlib.util.find_spec("torch") is None and _has_cuda_driver():
+            log.warning("device=auto: using the CPU and no GPU: %s", missing_extra("torch", "gpu"))
         return "cuda:0" if count else "cpu"
     assert match is not None
     index = int(match.group(1) or 0)
