@@ -99,6 +99,7 @@ l.llama_log_set(silent, ctypes.c_void_p(0))
 l.llama_backend_init()
 options = l.llama_model_default_params()
 options.n_gpu_layers = 0
+options.use_extra_bufts = False  # of AMX, whose kernels end the process on some virtual machines
 model = l.llama_model_load_from_file(sys.argv[1].encode(), options)
 options = l.llama_context_default_params()
 options.n_threads = options.n_threads_batch = int(sys.argv[2])
