@@ -22,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
 PYTHON = [sys.executable, "-c"]
 CLI = "from nanoinfer.cli import main; main()"
 GENERATE = ("generate", "ROMEO:", "--max-tokens", "1", "--temperature", "0")
@@ -110,6 +110,7 @@ sampler = l.llama_sampler_init_greedy()
 print(l.llama_sampler_sample(sampler, context, -1), flush=True)
 """,
 }
+DISTRIBUTIONS = ("nanoinfer", "llama-cpp-python", "ctranslate2")
 _MODULES = {"ctranslate2": "ctranslate2", "llama.cpp": "llama_cpp"}
 
 
@@ -233,25 +234,33 @@ def _run(command: Sequence[str]) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def installed_bytes(site_packages: Path) -> dict[str, int]:
-    """Return the bytes of each top-level name in a site-packages folder but pip and setuptools, largest first."""
-    own = ("pip", "setuptools", "pkg_resources", "_distutils_hack", "distutils-precedence")
-    sizes: Counter[str] = Counter()
-    for path in site_packages.rglob("*"):
-        name = path.relative_to(site_packages).parts[0]
-        if path.is_file() and not path.is_symlink() and not name.startswith(own):
-            sizes[name] += path.stat().st_size
-    return dict(sizes.most_common())
+def installed_bytes(name: str) -> dict[str, int]:
+    """Return the bytes of the distribution `name` and of each that it requires, in this environment, largest first.
+
+    Raises:
+        PackageNotFoundError: it is not installed.
+    """
+    sizes: dict[str, int] = {}
+    names = [name]
+    while names:
+        distribution = metadata.distribution(names.pop())
+        key = distribution.metadata["Name"].lower()
+        if key in sizes:
+            continue
+        paths = [Path(str(file.locate())) for file in distribution.files or ()]
+        sizes[key] = sum(path.stat().st_size for path in paths if path.is_file())
+        for requirement in distribution.requires or ():
+            required, _, marker = requirement.partition(";")
+            required = re.split(r"[^\w.-]", required.strip())[0]
+            if "extra" not in marker and _is_installed(required):  # what this platform does not need is not there
+                names.append(required)
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
-def install(folder: Path) -> dict[str, int]:
-    """Install this checkout into a fresh environment and return the sizes of what is in it."""
-    _run([sys.executable, "-m", "venv", str(folder)])
-    before = set((folder / "bin").iterdir())
-    _run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", str(ROOT)])
-    (site_packages,) = folder.glob("lib/python*/site-packages")
-    scripts = sum(p.stat().st_size for p in set((folder / "bin").iterdir()) - before)
-    return installed_bytes(site_packages) | {"bin": scripts}
+def _is_installed(name: str) -> bool:
+    with suppress(metadata.PackageNotFoundError):
+        return bool(metadata.distribution(name))
+    return False
 
 
 def show(rows: Sequence[Row]) -> str:
@@ -265,10 +274,10 @@ def show(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def show_install(sizes: dict[str, int]) -> str:
+def show_install(name: str, sizes: dict[str, int]) -> str:
     """Return the installed size and its largest parts in a few lines."""
-    parts = ", ".join(f"{name} {size / 1e6:.1f}" for name, size in list(sizes.items())[:8])
-    return f"installed: {sum(sizes.values()) / 1e6:.1f} MB (goal: 100), of which\n{parts}"
+    parts = ", ".join(f"{part} {size / 1e6:.1f}" for part, size in list(sizes.items())[:6])
+    return f"installed, {name}: {sum(sizes.values()) / 1e6:.0f} MB, of which\n  {parts}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -277,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--case", action="append", choices=("help", "shakespeare", "gpt2", "gpt2_xl"))
     parser.add_argument("--rounds", type=int, default=10, help="processes of each kind that count (default: 10)")
     parser.add_argument("--large", action="store_true", help="also GPT-2 XL: packing it takes 7 GB of memory")
-    parser.add_argument("--install", action="store_true", help="also the size of a fresh installation of this checkout")
+    parser.add_argument("--install", action="store_true", help="also the installed sizes (nanoinfer as a wheel)")
     parser.add_argument("--models", type=Path, help="folder for the models (default: a temporary one)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args(arguments)
@@ -291,8 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(show(rows))
         result |= {"rounds": options.rounds, "rows": [asdict(r) for r in rows]}
         if options.install:
-            result["installed_bytes"] = install(Path(temporary) / "fresh")
-            print(show_install(result["installed_bytes"]))
+            result["installed_bytes"] = {n: installed_bytes(n) for n in DISTRIBUTIONS if _is_installed(n)}
+            for name, sizes in result["installed_bytes"].items():
+                print(show_install(name, sizes))
     if options.output is not None:
         options.output.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -125,6 +126,20 @@ def test_the_front_pages_figures_are_the_results() -> None:
         cells = [figure(system, shape, key) for system in ("native int8", "llama.cpp Q8_0", "ctranslate2 int8")]
         expected.append([*cells, best])
     assert [cells[1:] for cells in rows(README, "decode,|time to")] == expected
+
+
+def test_the_figures_of_the_start_are_the_results() -> None:
+    """docs/results/start.json is written by benchmarks/start.py."""
+    result = json.loads((ROOT / "docs" / "results" / "start.json").read_text())
+    seconds = {(r["case"], r["system"]): f"{r['first_byte_sec']:.2f}" for r in result["rows"]}
+    sizes = {name: f"{sum(parts.values()) / 1e6:.0f}" for name, parts in result["installed_bytes"].items()}
+    table = rows(README, "`shakespeare`, float32|GPT-2 124M, 8 bits|installed, with")
+    shakespeare, packed, folder, installed = (row[1:] for row in table)
+    systems, gpt2 = ("nanoinfer", "llama.cpp", "ctranslate2"), "gpt2 124M int8"
+    assert shakespeare == [seconds["shakespeare", name] for name in systems]
+    assert packed == [seconds[gpt2, name] for name in ("nanoinfer, packed", *systems[1:])]
+    assert folder == [seconds[gpt2, "nanoinfer"], "–", "–"]
+    assert installed == [sizes[name] for name in ("nanoinfer", "llama-cpp-python", "ctranslate2")]
 
 
 def test_the_large_tables_figures_are_the_results() -> None:

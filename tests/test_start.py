@@ -38,19 +38,20 @@ def test_medians_without_the_first_round(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows == [start.Row("m", "a", 2.0, 1.0, 3.0, 20, 0.5), start.Row("m", "b", 4.0, 2.0, 9.0, 40, None)]
 
 
-def test_sizes_leave_out_pip(tmp_path: Path) -> None:
-    for name, size in (
-        ("numpy/a.py", 5),
-        ("numpy/b/c.so", 70),
-        ("one.py", 3),
-        ("pip/x.py", 11),
-        ("setuptools-1/y", 13),
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"x" * size)
-    sizes = start.installed_bytes(tmp_path)
-    assert list(sizes.items()) == [("numpy", 75), ("one.py", 3)]
-    assert "0.0 MB" in start.show_install(sizes)
+def test_a_size_counts_what_a_distribution_requires(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each distribution once, extras and what is not installed left out."""
+    needs = {"a": ["b>=1", "c; extra == 'x'", "gone; sys_platform == 'win32'"], "b": ["a"], "c": []}
+    for name, requires in needs.items():
+        info = tmp_path / f"{name}-1.dist-info"
+        info.mkdir()
+        head = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
+        (info / "METADATA").write_text(head + "".join(f"Requires-Dist: {r}\n" for r in requires))
+        (tmp_path / f"{name}.py").write_bytes(b"x" * (100 if name == "b" else 10))
+        (info / "RECORD").write_text(f"{name}.py,,\nmissing.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = start.installed_bytes("a")
+    assert list(sizes.items()) == [("b", 100), ("a", 10)]
+    assert start.show_install("a", sizes).startswith("installed, a: 0 MB, of which\n  b 0.0, a 0.0")
 
 
 def test_a_call_prints_80_columns_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

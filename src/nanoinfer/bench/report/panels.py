@@ -97,10 +97,13 @@ class Panel:
 
     @property
     def measure(self) -> Measure:
-        """The most informative measure of these rows: decoding, unless the prompts take most of the time."""
+        """The most informative measure of these rows: decoding, unless the prompts take most of the time.
+
+        A case has no decoding rate if its sequences never decoded all together. With few of them they are left out.
+        """
         case = self.rows[0].case
-        together = all(DECODE.value(row) is not None for row in self.rows if row.figures is not None)
-        if case.workload == "mixed" or not together:
+        together = [DECODE.value(row) is not None for row in self.rows if row.figures is not None]
+        if case.workload == "mixed" or 2 * sum(together) < len(together):
             return OUTPUT
         if case.prompt_tokens < PROMPT_DOMINATED * case.output_tokens:
             return DECODE
