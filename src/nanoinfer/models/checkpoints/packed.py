@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -29,7 +30,7 @@ from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, reason, replacing, write_atomically
 from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.stored import StoredTensor, read_with_metadata
+from nanoinfer.models.checkpoints.stored import StoredTensor, make_header, read_with_metadata
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import shapes
 
@@ -279,16 +280,11 @@ def _header(wanted: dict[str, Piece], format: str, config: ModelConfig) -> tuple
     """Return the header, padded so that the data begins at a page, and the offset of each piece in the file."""
     metadata = {"format": FORMAT, "version": VERSION, "byte_order": BYTE_ORDER, "weights": format}
     metadata["vocab_size"] = str(config.vocab_size)
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, piece in wanted.items():
-        begin, end = end, end + piece.num_bytes
-        kind = "U8" if piece.dtype == "uint8" else "F32"
-        entries[name] = {"dtype": kind, "shape": list(piece.shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-(8 + len(text)) % _PAGE)
-    starts = {name: 8 + len(text) + entries[name]["data_offsets"][0] for name in wanted}
-    return len(text).to_bytes(8, "little") + text, starts
+    kinds = {"uint8": "U8", "float32": "F32"}
+    entries = {name: (kinds[piece.dtype], piece.shape, piece.num_bytes) for name, piece in wanted.items()}
+    header = make_header(entries, metadata, _PAGE)
+    ends = accumulate((piece.num_bytes for piece in wanted.values()), initial=len(header))
+    return header, dict(zip(wanted, ends, strict=False))
 
 
 def _write_pieces(

@@ -115,32 +115,34 @@ def read_with_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, A
     return tensors, metadata if isinstance(metadata, dict) else {}
 
 
-def to_safetensors(
-    tensors: Mapping[str, HostTensor], metadata: Mapping[str, str] | None = None, alignment: int = 8
-) -> bytes:
-    """Return the content of a safetensors file.
+def to_safetensors(tensors: Mapping[str, HostTensor]) -> bytes:
+    """Return the content of a safetensors file with these tensors, in the order of the mapping.
 
     The package safetensors has no function for this that takes bfloat16 without PyTorch in all of its versions.
+    """
+    contents = {name: np.ascontiguousarray(tensor.values).tobytes() for name, tensor in tensors.items()}
+    entries = {name: (_NAMES[t.dtype], t.shape, len(contents[name])) for name, t in tensors.items()}
+    return make_header(entries, {"format": "pt"}) + b"".join(contents.values())  # transformers requires the format
+
+
+def make_header(
+    entries: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str], alignment: int = 8
+) -> bytes:
+    """Return the beginning of a safetensors file, up to the first value.
 
     Args:
-        tensors: by name; they are stored in the order of the mapping.
-        metadata: strings for the key __metadata__ of the header; None: {"format": "pt"}, which transformers requires.
-        alignment: the offset of the first value in the file is a multiple of it, in bytes.
+        entries: name -> dtype as in the format, shape, and number of bytes, in the order of the values.
+        metadata: content of __metadata__.
+        alignment: the result is padded to a multiple of it, in bytes.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "pt"})}
-    contents, end = [], 0
-    for name, tensor in tensors.items():
-        content = np.ascontiguousarray(tensor.values).tobytes()
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + len(content)],
-        }
-        contents.append(content)
-        end += len(content)
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape, num_bytes) in entries.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + num_bytes]}
+        end += num_bytes
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % alignment)
-    return b"".join([len(text).to_bytes(8, "little"), text, *contents])
+    return len(text).to_bytes(8, "little") + text
 
 
 def _entries(
