@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,6 +10,9 @@ from numpy.typing import NDArray
 
 from nanoinfer.arrays import HostTensor
 from nanoinfer.config import ModelConfig
+
+LAYER = re.compile(r"transformer\.h\.([0-9]{1,9})\.")
+"""Beginning of the name of a layer's parameter; the group is the layer's index."""
 
 
 def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -7,15 +7,13 @@ acceptance rate is low; a separate draft model of the same cost is better.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 from nanoinfer.arrays import HostTensor
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.weights import Weights
-
-_LAYER = re.compile(r"transformer\.h\.(\d+)\.")
+from nanoinfer.models.parameters import LAYER
 
 
 def truncate_layers(weights: Weights, n_layer: int) -> Weights:
@@ -30,7 +28,7 @@ def truncate_layers(weights: Weights, n_layer: int) -> Weights:
 
     def read() -> Iterator[tuple[str, HostTensor]]:
         for name, tensor in weights.read():
-            layer = _LAYER.match(name)
+            layer = LAYER.match(name)
             if layer is None or int(layer[1]) < n_layer:
                 yield name, tensor
 

@@ -13,7 +13,6 @@ import json
 import math
 import mmap
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -32,7 +31,7 @@ from nanoinfer.files import escaped, reason, replacing, write_atomically
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, make_header, read_with_metadata
 from nanoinfer.models.checkpoints.weights import Weights
-from nanoinfer.models.parameters import shapes
+from nanoinfer.models.parameters import LAYER, shapes
 
 FILE = "packed.safetensors"
 FORMAT, VERSION, BYTE_ORDER = "nanoinfer-packed", "1", "little"
@@ -40,7 +39,6 @@ QUANTIZATIONS = ("int8", "int4")
 FORMATS = (*DTYPES, *QUANTIZATIONS)
 _PAGE = 4096  # the data begins at a multiple of it
 _ALIGNMENT = 64  # of panels, for the kernels
-_LAYER = re.compile(r"transformer\.h\.([0-9]{1,9})\.")
 
 
 class Piece(NamedTuple):
@@ -150,7 +148,7 @@ def open_folder(folder: Path) -> PackedWeights:
     """
     stored, metadata = _read_header(folder / FILE)
     config, where, format = hf_config.read(folder / "config.json"), escaped(folder / FILE), metadata["weights"]
-    layers = {int(m[1]) for name in stored if (m := _LAYER.match(name))}
+    layers = {int(m[1]) for name in stored if (m := LAYER.match(name))}
     if len(layers) != config.n_layer:  # before anything of the config's size is made
         raise NanoinferError(f"{where}: n_layer={config.n_layer}, but the file has {len(layers)} layers")
     if (size := metadata.get("vocab_size")) != str(config.vocab_size):  # panels are padded to multiples of 32 outputs

@@ -13,11 +13,10 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
 from nanoinfer.models.checkpoints.stored import StoredTensor
-from nanoinfer.models.parameters import shapes
+from nanoinfer.models.parameters import LAYER, shapes
 
 # Hugging Face's GPT-2 stores these as Conv1D, (in, out): the transpose of a linear layer's (out, in).
 CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
-_LAYER = re.compile(r"^transformer\.h\.([0-9]{1,9})\.")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Weights:
         def read() -> Iterator[tuple[str, HostTensor]]:
             for name, tensor in self.read():
                 yield name, tensor
-                if found := _LAYER.match(name):
+                if found := LAYER.match(name):
                     update(int(found[1]), self.config.n_layer)
 
         return replace(self, read=read)
@@ -97,7 +96,7 @@ def _equal(a: StoredTensor, b: StoredTensor) -> bool:
 
 def _check_sizes(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str) -> None:
     """Compare the numbers in the config that determine memory use with the tensors in the file."""
-    layers = {int(m.group(1)) for name in stored if (m := _LAYER.match(name))}
+    layers = {int(m.group(1)) for name in stored if (m := LAYER.match(name))}
     if len(layers) != config.n_layer:
         raise NanoinferError(f"{source}: n_layer={config.n_layer}, but the weights have {len(layers)} layers")
     for name, rows in (("wte", config.vocab_size), ("wpe", config.block_size)):
