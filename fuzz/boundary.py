@@ -16,7 +16,7 @@ ERRORS = (ValueError, IndexError, TypeError, OverflowError, MemoryError)
 V, T, C, MLP = 21, 24, 8, 32
 SHAPE: dict[str, Any] = {
     "vocab_size": V, "block_size": T, "n_layer": 1, "n_head": 2, "n_embd": C, "mlp_dim": MLP, "activation": "gelu_new",
-    "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, "weights": "float32", "cache": "float32", "max_num_seqs": 4,
+    "tie_word_embeddings": True, "norm_epsilon": 1e-5, "weights": "float32", "cache": "float32", "max_num_seqs": 4,
     "max_num_cached_tokens": 4 * T, "threads": 1, "huge_pages": False,
 }  # fmt: skip
 FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")

@@ -72,13 +72,13 @@ def test_greedy_tokens_are_those_of_our_engine(small: Path, name: str, work: Req
 
 @pytest.mark.parametrize("name", [n for n in PEERS if n != "llama.cpp"])
 def test_exact_gelu_untied_head_and_epsilon(tmp_path: Path, name: str) -> None:
-    config = replace(SMALL, activation="gelu", tie_word_embeddings=False, layer_norm_epsilon=3e-2, n_inner=96)
+    config = replace(SMALL, activation="gelu", tie_word_embeddings=False, norm_epsilon=3e-2, n_inner=96)
     folder = make_folder(tmp_path / "other", config, seed=3, chars=None)
     assert run(make_case(name), folder, ONE) == run(make_case("static"), folder, ONE)
 
 
 def test_llama_cpp_with_untied_head_and_epsilon(tmp_path: Path) -> None:
-    config = replace(SMALL, tie_word_embeddings=False, layer_norm_epsilon=3e-2, n_inner=96)
+    config = replace(SMALL, tie_word_embeddings=False, norm_epsilon=3e-2, n_inner=96)
     folder = make_folder(tmp_path / "other", config, seed=3, chars=None)
     assert run(make_case("llama.cpp"), folder, ONE) == run(make_case("static"), folder, ONE)
 

@@ -31,7 +31,7 @@ CONFIGS = {
     "gelu": replace(TINY, activation="gelu"),
     "untied": replace(TINY, tie_word_embeddings=False),
     "n_inner": replace(TINY, n_inner=24),
-    "epsilon": replace(TINY, layer_norm_epsilon=3e-2),
+    "epsilon": replace(TINY, norm_epsilon=3e-2),
     "one-wide-head": replace(TINY, n_head=1, n_layer=1, vocab_size=3),
 }
 IDS = torch.arange(24).view(2, 12) * 7 % 59
@@ -70,7 +70,7 @@ def test_transformers_reads_what_we_save(tmp_path: Path, config: ModelConfig) ->
 
 
 def test_a_saved_config_reads_back_as_it_was(tmp_path: Path) -> None:
-    config = replace(TINY, n_inner=24, activation="gelu", layer_norm_epsilon=3e-2, tie_word_embeddings=False)
+    config = replace(TINY, n_inner=24, activation="gelu", norm_epsilon=3e-2, tie_word_embeddings=False)
     save(make_weights(config), tmp_path)
     assert load_folder(tmp_path)[1] == config
 

@@ -36,7 +36,7 @@ V, BLOCK = TINY.vocab_size, TINY.block_size
 ERRORS = (ValueError, IndexError, TypeError, OverflowError)
 GOOD: dict[str, Any] = {
     "vocab_size": V, "block_size": BLOCK, "n_layer": 2, "n_head": 2, "n_embd": 16, "mlp_dim": 64,
-    "activation": "gelu_new", "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, "weights": "float32",
+    "activation": "gelu_new", "tie_word_embeddings": True, "norm_epsilon": 1e-5, "weights": "float32",
     "cache": "float32", "max_num_seqs": 20, "max_num_cached_tokens": 20 * BLOCK, "threads": 1,
 }  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_sizes_out_of_range_are_refused(field: str) -> None:
 def test_unknown_names_are_refused() -> None:
     for change in (
         {"weights": "int3"}, {"cache": "float16"}, {"isa": "mmx"}, {"activation": "relu"}, {"n_head": 3},
-        {"layer_norm_epsilon": -1.0}, {"layer_norm_epsilon": math.nan}, {"layer_norm_epsilon": 2.0},
+        {"norm_epsilon": -1.0}, {"norm_epsilon": math.nan}, {"norm_epsilon": 2.0},
     ):  # fmt: skip
         with pytest.raises(ValueError):
             new_decoder(**change)

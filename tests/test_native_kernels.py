@@ -217,10 +217,10 @@ def test_layer_norm(isa: str, n: int) -> None:
     wide = x.astype(np.float64)
     centered = wide - wide.mean(1, keepdims=True)
     expected = centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5) * w + b
-    got = _native.layer_norm(x=x, weight=w, bias=b, eps=1e-5, isa=isa)
+    got = _native.norm(x=x, weight=w, bias=b, eps=1e-5, isa=isa)
     np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-5)  # 100: the mean's rounding, 4e-6, over 3
     x[3, 0] = math.nan
-    got = _native.layer_norm(x=x, weight=w, bias=b, eps=1e-5, isa=isa)
+    got = _native.norm(x=x, weight=w, bias=b, eps=1e-5, isa=isa)
     assert np.isnan(got[3]).all()
     assert np.isfinite(np.delete(got, 3, axis=0)).all()
 
@@ -299,7 +299,7 @@ def test_arguments_are_checked() -> None:
         with pytest.raises(ValueError):
             _native.attention(q=x, k=x, v=x, start=start, cache="float32")
     with pytest.raises(ValueError):
-        _native.layer_norm(x=x, weight=x[0, :3].copy(), bias=x[0], eps=1e-5)
+        _native.norm(x=x, weight=x[0, :3].copy(), bias=x[0], eps=1e-5)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -24,7 +24,7 @@ SHAPES = {
     "untied": dataclasses.replace(TINY, tie_word_embeddings=False),
     "untied, no biases, gelu": dataclasses.replace(TINY, tie_word_embeddings=False, bias=False, activation="gelu"),
     "own MLP width, gelu": dataclasses.replace(TINY, n_inner=40, activation="gelu"),
-    "large epsilon, one head": dataclasses.replace(TINY, n_head=1, layer_norm_epsilon=0.5),
+    "large epsilon, one head": dataclasses.replace(TINY, n_head=1, norm_epsilon=0.5),
 }
 PRESET = ModelConfig(n_embd=48, n_layer=3, n_head=6)  # 3 times TINY's width
 

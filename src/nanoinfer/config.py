@@ -13,7 +13,18 @@ from typing import Any
 from nanoinfer.checks import keep_int, require_bool, require_choice, require_float, require_int, show
 from nanoinfer.errors import NanoinferError
 
-ACTIVATIONS = ("gelu_new", "gelu")
+ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu2")
+BIASES = ("norm", "qkv", "proj", "mlp")
+"""Parts of a model that may have biases: norms; queries, keys and values; attention's output; the MLP."""
+SCALINGS = ("none", "linear", "llama3")
+CHOICES = {
+    "activation": ACTIVATIONS,
+    "norm": ("layer", "rms"),
+    "norm_weight": ("plain", "one_plus", "none"),
+    "norm_placement": ("before", "after", "both"),
+    "qk_norm": ("none", "head", "whole"),
+}
+"""Fields of ModelConfig that are one of several names."""
 DTYPES = ("float32", "bfloat16", "float16")
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 RULES = ("reproduce", "reject")
@@ -22,49 +33,138 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Shape of a model of the GPT-2 family, with nanoGPT's names.
+class Rotary:
+    """Rotary position embedding (Su et al. 2021): each pair of dimensions is rotated by an angle that grows with the
+    position. Dimension i is paired with dimension i + dim / 2.
 
     Raises:
-        NanoinferError: a field is out of range, or `n_embd` is not a multiple of `n_head`.
+        NanoinferError: a field is out of range.
+    """
+
+    dim: int
+    """Number of dimensions of a head that are rotated, the first ones; even."""
+    base: float = 10000.0
+    """Pair i turns by base**(-2 i / dim) radians at each position."""
+    scaling: str = "none"
+    """How frequencies are lowered for longer contexts: none, linear (all), or llama3 (the low ones)."""
+    factor: float = 1.0
+    """Scaled frequencies are divided by it."""
+    low_freq_factor: float = 1.0
+    """llama3: frequencies with fewer turns than this in the original context are divided."""
+    high_freq_factor: float = 4.0
+    """llama3: frequencies with more turns than this in the original context are kept; those between are blended."""
+    original_context: int = 8192
+    """llama3: the context length before the frequencies were scaled."""
+
+    def __post_init__(self) -> None:
+        require_int("rotary dim", self.dim, 2, 2**16)
+        if self.dim % 2:
+            raise NanoinferError(f"rotary dim={self.dim} is not even")
+        require_float("rope_theta", self.base, 1.0, 1e12)
+        require_choice("rope_type", self.scaling, SCALINGS)
+        require_float("rope factor", self.factor, 1.0, 1e6)
+        require_float("low_freq_factor", self.low_freq_factor, 1e-3, 1e6)
+        require_float("high_freq_factor", self.high_freq_factor, 1e-3, 1e6)
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise NanoinferError(
+                f"low_freq_factor={self.low_freq_factor} is not less than high_freq_factor={self.high_freq_factor}"
+            )
+        require_int("original_max_position_embeddings", self.original_context, 1, 2**31 - 1)
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What may differ from layer to layer."""
+
+    window: int | None = None
+    """A query attends to this many positions, its own included; None: to all earlier ones."""
+    rotary: Rotary | None = None
+    """Rotation of queries and keys; None: this layer has none."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer as data. The defaults describe GPT-2; other families set the fields that differ.
+
+    Raises:
+        NanoinferError: a field is out of range, or fields contradict each other.
     """
 
     vocab_size: int = 50257
     """Number of rows of the token embedding and of the output head."""
     block_size: int = 1024
-    """Context length: the number of learned positions."""
+    """Context length in tokens."""
     n_layer: int = 12
     """Number of transformer blocks."""
     n_head: int = 12
-    """Number of attention heads in each block."""
+    """Number of attention heads (of queries) in each block."""
     n_embd: int = 768
     """Width of the residual stream."""
     n_inner: int | None = None
     """Width of the MLP's hidden layer; None: 4 * n_embd."""
-    bias: bool = True
-    """Whether linear layers and layer norms have biases."""
+    bias: bool | tuple[str, ...] = True
+    """Where biases are: some of BIASES. True: everywhere; False: nowhere."""
     activation: str = "gelu_new"
-    """`gelu_new` (tanh approximation, as OpenAI's GPT-2) or `gelu` (exact, as nanoGPT)."""
-    layer_norm_epsilon: float = 1e-5
-    """Constant added to the variance in layer norms."""
+    """One of ACTIVATIONS: gelu_new (tanh approximation), gelu (exact), silu, relu2 (the square of relu)."""
+    norm_epsilon: float = 1e-5
+    """Constant added to the variance or the mean square in norms."""
     tie_word_embeddings: bool = True
     """Whether the output head shares the weights of the token embedding."""
     bos_token_id: int | None = None
     """Token that replaces an empty prompt; None: an empty prompt is an error."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence; the first separates documents in training. Empty: the model has no end token."""
+    family: str = "gpt2"
+    """Family whose file in models/families reads and writes this model's checkpoints."""
+    num_kv_heads: int | None = None
+    """Number of heads of keys and values, each shared by several heads of queries; None: n_head."""
+    head_size: int | None = None
+    """Width of one head; None: n_embd / n_head."""
+    learned_positions: bool = True
+    """Whether a learned vector for each position is added to the token embedding."""
+    layers: tuple[LayerKind, ...] = ()
+    """The kind of each layer; empty: all are `LayerKind()`."""
+    norm: str = "layer"
+    """layer (subtracts the mean) or rms."""
+    norm_weight: str = "plain"
+    """What norms multiply by: plain (the weight), one_plus (1 + the weight), or none."""
+    norm_placement: str = "before"
+    """Where the norms of a block stand: before attention and MLP, after them (before the residual), or both."""
+    parallel_residual: bool = False
+    """Whether attention and MLP read the same input, and the block adds both."""
+    gated_mlp: bool = False
+    """Whether the MLP's hidden layer is activation(gate(x)) * fc(x)."""
+    qk_norm: str = "none"
+    """Norm of queries and keys: none, head (each head alone) or whole (all heads together)."""
+    attention_scale: float | None = None
+    """Factor of attention scores; None: head_dim**-0.5."""
+    attention_softcap: float | None = None
+    """Scores s become softcap * tanh(s / softcap)."""
+    embedding_scale: float | None = None
+    """Factor of the token embedding."""
+    embedding_norm: bool = False
+    """Whether the embedding is normalised before the first block."""
+    logits_softcap: float | None = None
+    """Logits l become softcap * tanh(l / softcap)."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             require_int(name, getattr(self, name), 1, 2**31 - 1)
         if self.n_inner is not None:
             require_int("n_inner", self.n_inner, 1, 2**31 - 1)
-        if self.n_embd % self.n_head:
-            raise NanoinferError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
-        require_bool("bias", self.bias)
-        require_bool("tie_word_embeddings", self.tie_word_embeddings)
-        require_choice("activation", self.activation, ACTIVATIONS)
-        require_float("layer_norm_epsilon", self.layer_norm_epsilon, 0.0, 1.0)
+        self._check_heads()
+        if not isinstance(self.bias, tuple):
+            require_bool("bias", self.bias)
+        for name in (*CHOICES, "bias"):
+            for value in self.biases if name == "bias" else (getattr(self, name),):
+                require_choice(name, value, BIASES if name == "bias" else CHOICES[name])
+        for name in _FLAGS:
+            require_bool(name, getattr(self, name))
+        require_float("norm_epsilon", self.norm_epsilon, 0.0, 1.0)
+        for name in ("attention_scale", "attention_softcap", "embedding_scale", "logits_softcap"):
+            if getattr(self, name) is not None:
+                require_float(name, getattr(self, name), 1e-6, 1e6)
+        self._check_layers()
         if self.bos_token_id is not None:
             require_int("bos_token_id", self.bos_token_id, 0, self.vocab_size - 1)
         if not isinstance(self.eos_token_ids, tuple):
@@ -72,19 +172,78 @@ class ModelConfig:
         for token_id in self.eos_token_ids:
             require_int("eos_token_ids", token_id, 0, self.vocab_size - 1)
 
+    def _check_heads(self) -> None:
+        if self.head_size is None and self.n_embd % self.n_head:
+            raise NanoinferError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
+        require_int("head_dim", self.head_dim, 1, 2**16)
+        require_int("n_kv_head", self.n_kv_head, 1, self.n_head)
+        if self.n_head % self.n_kv_head:
+            raise NanoinferError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}")
+
+    def _check_layers(self) -> None:
+        if self.layers and len(self.layers) != self.n_layer:
+            raise NanoinferError(f"there are {len(self.layers)} kinds of layers for n_layer={self.n_layer} layers")
+        for kind in set(self.layers):
+            if kind.window is not None:
+                require_int("window", kind.window, 1, 2**31 - 1)
+            if kind.rotary is not None and kind.rotary.dim > self.head_dim:
+                raise NanoinferError(f"rotary dim={kind.rotary.dim} is more than head_dim={self.head_dim}")
+
     @property
     def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.n_embd // self.n_head
+        """Width of one head."""
+        return self.n_embd // self.n_head if self.head_size is None else self.head_size
+
+    @property
+    def n_kv_head(self) -> int:
+        """Number of heads of keys and values, each shared by n_head / n_kv_head heads of queries."""
+        return self.n_head if self.num_kv_heads is None else self.num_kv_heads
 
     @property
     def mlp_dim(self) -> int:
         """Width of the MLP's hidden layer."""
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
+    @property
+    def attn_dim(self) -> int:
+        """Width of the queries of all heads."""
+        return self.n_head * self.head_dim
+
+    @property
+    def kv_dim(self) -> int:
+        """Width of the keys of all heads, and of the values."""
+        return self.n_kv_head * self.head_dim
+
+    @property
+    def biases(self) -> tuple[str, ...]:
+        """Where biases are: some of BIASES."""
+        return self.bias if isinstance(self.bias, tuple) else BIASES if self.bias else ()
+
+    def layer(self, index: int) -> LayerKind:
+        """Return the kind of a layer."""
+        return self.layers[index] if self.layers else LayerKind()
+
+    @property
+    def windows(self) -> set[int | None]:
+        """The different windows of the layers."""
+        return {self.layer(i).window for i in range(self.n_layer)}
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether the layers are GPT-2's, apart from sizes, biases and the variant of GELU."""
+        sizes = {name: getattr(self, name) for name in _GPT2_FIELDS}
+        return self.activation in ("gelu_new", "gelu") and self == ModelConfig(**sizes)
+
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Return the bytes of one token's keys and values in all layers."""
-        return 2 * self.n_layer * self.n_embd * bytes_per_value
+        return 2 * self.n_layer * self.kv_dim * bytes_per_value
+
+
+_GPT2_FIELDS = (
+    "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_inner", "bias", "activation", "norm_epsilon",
+    "tie_word_embeddings", "bos_token_id", "eos_token_ids", "family",
+)  # fmt: skip
+_FLAGS = ("tie_word_embeddings", "learned_positions", "parallel_residual", "gated_mlp", "embedding_norm")
 
 
 def _gpt2(n_layer: int, n_head: int, n_embd: int) -> ModelConfig:

@@ -29,6 +29,7 @@ from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.static_shapes import StaticShapeEngine, StepTensors, run_block
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.gpt import GPT, Block
+from nanoinfer.models.layers import Rotation
 
 RunBlock = Callable[..., Tensor]
 
@@ -60,8 +61,10 @@ class CompiledEngine(StaticShapeEngine):
         self._backend = backend
         self._compiled: dict[tuple[torch.Size, int, bool], RunBlock] = {}
 
-    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor) -> Tensor:
-        arguments = (block, x, k, v, step.slots, step.pos, mask, step.dense)
+    def _block(
+        self, block: Block, x: Tensor, rotation: Rotation | None, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor
+    ) -> Tensor:
+        arguments = (self.config, block, x, rotation, k, v, step.slots, step.pos, mask, step.dense)
         if x.shape[1] > 1:
             return run_block(*arguments)
         key = (x.shape, step.context, step.dense)

@@ -16,16 +16,16 @@ Tensors are never written in place, so a fork shares its parent's tensors, and t
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.torch_engine import TorchEngine, causal_mask
+from nanoinfer.engines.torch_engine import TorchEngine
+from nanoinfer.models.attention import masking, scaled_attention
 from nanoinfer.models.gpt import GPT, Attend
 
-LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each (H, T, D)
+LayerKV = tuple[Tensor, Tensor]  # keys and values of one layer, each (K, T, D)
 
 
 class DynamicEngine(TorchEngine):
@@ -36,27 +36,29 @@ class DynamicEngine(TorchEngine):
         self._kv: dict[Handle, list[LayerKV]] = {}
 
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
-        masks = [causal_mask(n, s + n, self.device) if s else None for s, n in zip(starts, batch.num_new, strict=True)]
+        counts = list(zip(starts, batch.num_new, strict=True))
+        maskings = {w: [masking(n, s + n, w, self.device) for s, n in counts] for w in self.config.windows}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # Each sequence's part of the flat tokens, as (H, n, D).
+            # Each sequence's part of the flat tokens, as (heads, n, D).
             parts = [torch.split(x.transpose(0, 1), batch.num_new, dim=1) for x in (q, k, v)]
             out = []
-            for handle, start, mask, q_i, k_i, v_i in zip(batch.handles, starts, masks, *parts, strict=True):
+            for handle, start, masked, q_i, k_i, v_i in zip(
+                batch.handles, starts, maskings[self.config.layer(layer).window], *parts, strict=True
+            ):
                 kv = self._kv[handle]
                 past_k, past_v = kv[layer]
                 keys = torch.cat([past_k[:, :start], k_i], dim=1)  # an interrupted step leaves more
                 values = torch.cat([past_v[:, :start], v_i], dim=1)
                 kv[layer] = keys, values
-                first = start == 0 and q_i.shape[1] > 1
-                y = F.scaled_dot_product_attention(q_i[None], keys[None], values[None], attn_mask=mask, is_causal=first)
+                y = scaled_attention(self.config, q_i[None], keys[None], values[None], masked)
                 out.append(y[0].transpose(0, 1))  # (n, H, D)
             return torch.cat(out)
 
         return attend
 
     def _open(self, handle: Handle) -> None:
-        empty = torch.empty(self.config.n_head, 0, self.config.head_dim, device=self.device, dtype=self.dtype)
+        empty = torch.empty(self.config.n_kv_head, 0, self.config.head_dim, device=self.device, dtype=self.dtype)
         self._kv[handle] = [(empty, empty)] * self.config.n_layer
 
     def _truncate(self, handle: Handle, length: int) -> None:

@@ -31,11 +31,14 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import resolve_cache_dtype
 from nanoinfer.models.checkpoints.packed import PackedWeights
 from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.rotary import frequencies
 
 SHAPE = (
-    "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_dim", "activation", "tie_word_embeddings",
-    "layer_norm_epsilon",
+    "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "mlp_dim", "activation",
+    "tie_word_embeddings", "norm", "norm_weight", "norm_placement", "norm_epsilon", "qk_norm", "embedding_norm",
+    "learned_positions", "parallel_residual", "gated_mlp",
 )  # fmt: skip
+"""Attributes of ModelConfig that the decoder takes as they are."""
 
 
 class NativeEngine(Sequences):
@@ -142,9 +145,17 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     """Return the options of the C++ decoder. Setting an attribute that they do not have is an AttributeError."""
     from nanoinfer._native import DecoderOptions
 
-    options, dtype = DecoderOptions(), weights.dtype
+    options, dtype, model = DecoderOptions(), weights.dtype, weights.config
+    kinds = [model.layer(i) for i in range(model.n_layer)]
     for name in SHAPE:
-        setattr(options, name, getattr(weights.config, name))
+        setattr(options, name, getattr(model, name))
+    options.attention_scale = model.attention_scale or 0.0  # 0: head_dim**-0.5
+    options.attention_softcap, options.logits_softcap = model.attention_softcap or 0.0, model.logits_softcap or 0.0
+    options.embedding_scale = model.embedding_scale or 1.0
+    options.windows = [kind.window or 0 for kind in kinds]
+    rotaries = list(dict.fromkeys(kind.rotary for kind in kinds if kind.rotary is not None))
+    options.rotary = [-1 if kind.rotary is None else rotaries.index(kind.rotary) for kind in kinds]
+    options.frequencies = [frequencies(rotary).tolist() for rotary in rotaries]
     quantization = config.quantization
     if isinstance(weights, PackedWeights):
         if quantization not in (None, weights.quantization):

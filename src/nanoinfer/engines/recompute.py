@@ -12,6 +12,8 @@ sequence's own last token: a masked value is still multiplied by 0, and 0 times 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,8 @@ from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import TorchEngine
-from nanoinfer.models.gpt import GPT, causal_attention
+from nanoinfer.models.attention import causal_attention
+from nanoinfer.models.gpt import GPT
 
 
 class RecomputeEngine(TorchEngine):
@@ -36,7 +39,8 @@ class RecomputeEngine(TorchEngine):
         ]
         T = max(map(len, rows))
         idx = torch.tensor([row + row[-1:] * (T - len(row)) for row in rows], device=self.device)  # (B, T)
-        x = self.model.hidden(idx, torch.arange(T, device=self.device), causal_attention)  # (B, T, C)
+        attend = partial(causal_attention, self.config)
+        x = self.model.hidden(idx, torch.arange(T, device=self.device), attend)  # (B, T, C)
         wanted = [
             i * T + t
             for i, (row, n) in enumerate(zip(rows, batch.num_logits, strict=True))

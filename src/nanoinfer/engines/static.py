@@ -18,19 +18,19 @@ from collections.abc import Callable
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.torch_engine import TorchEngine, causal_mask
+from nanoinfer.engines.torch_engine import TorchEngine
 from nanoinfer.kv.slots import SlotCache
+from nanoinfer.models.attention import Masking, masking, scaled_attention
 from nanoinfer.models.gpt import GPT, Attend
 
 
 class StaticEngine(TorchEngine):
-    """Stores keys and values in two tensors, (L, slots, H, block_size, D)."""
+    """Stores keys and values in two tensors, (L, slots, K, block_size, D)."""
 
     def __init__(self, model: GPT, limits: EngineLimits, config: EngineConfig = DEFAULTS) -> None:
         super().__init__(model, limits, config)
@@ -43,14 +43,18 @@ class StaticEngine(TorchEngine):
         slot_of = torch.tensor([slot for slot, _, n, _ in new for _ in range(n)], device=self.device)  # (N,)
         pos_of = torch.tensor([p for _, s, n, _ in new for p in range(s, s + n)], device=self.device)  # (N,)
         single = sorted((slot, start + 1, row) for slot, start, n, row in new if n == 1)
-        decode = self._decode([slot for slot, _, _ in single], [length for _, length, _ in single])
+        slots_of_single, lengths = [slot for slot, _, _ in single], [length for _, length, _ in single]
+        decoders = {w: self._decode(slots_of_single, lengths, w) for w in self.config.windows}
         single_rows = [row for _, _, row in single]
         index = torch.tensor(single_rows, device=self.device)
-        several = [self._one(slot, start, n, row) for slot, start, n, row in new if n > 1]
+        several = {
+            w: [self._one(slot, start, n, row, w) for slot, start, n, row in new if n > 1] for w in self.config.windows
+        }
         in_order = single_rows == list(range(len(batch.token_ids)))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self._cache.k[layer], self._cache.v[layer]
+            keys, values, window = self._cache.k[layer], self._cache.v[layer], self.config.layer(layer).window
+            decode = decoders[window]
             keys[slot_of, :, pos_of] = k
             values[slot_of, :, pos_of] = v
             if in_order:
@@ -58,36 +62,42 @@ class StaticEngine(TorchEngine):
             y = torch.empty_like(q)
             if single:
                 y[index] = decode(q[index], keys, values)
-            for read in several:
+            for read in several[window]:
                 read(y, q, keys, values)
             return y
 
         return attend
 
-    def _decode(self, slots: list[int], lengths: list[int]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def _decode(
+        self, slots: list[int], lengths: list[int], window: int | None
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Return attention of one query per sequence, (B, H, D), in one call; slots are in ascending order."""
         B, S = len(slots), max(lengths, default=0)
         dense = slots == list(range(B))
         index = torch.tensor(slots, device=self.device)
         mask = None
-        if any(length < S for length in lengths):
-            limit = torch.tensor(lengths, device=self.device)
-            mask = (torch.arange(S, device=self.device) < limit[:, None])[:, None, None]  # (B, 1, 1, S)
+        if any(length < S for length in lengths) or (window is not None and window < S):
+            limit = torch.tensor(lengths, device=self.device)[:, None]
+            key = torch.arange(S, device=self.device)
+            visible = key < limit if window is None else (key < limit) & (key >= limit - window)
+            mask = visible[:, None, None]  # (B, 1, 1, S)
 
         def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = (x[:B, :, :S] if dense else x[index, :, :S] for x in (k, v))  # (B, H, S, D)
-            return F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask)[:, :, 0]
+            k, v = (x[:B, :, :S] if dense else x[index, :, :S] for x in (k, v))  # (B, K, S, D)
+            return scaled_attention(self.config, q[:, :, None], k, v, Masking(mask))[:, :, 0]
 
         return read
 
-    def _one(self, slot: int, start: int, n: int, row: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    def _one(
+        self, slot: int, start: int, n: int, row: int, window: int | None
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
         """Return attention of one sequence's n new tokens, which are at y[row : row + n] of the flat step."""
-        mask = causal_mask(n, start + n, self.device) if start else None
+        masked = masking(n, start + n, window, self.device)
 
         def read(y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
             q = q[row : row + n].transpose(0, 1)[None]  # (1, H, n, D)
-            k, v = (x[slot : slot + 1, :, : start + n] for x in (k, v))  # (1, H, S, D)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+            k, v = (x[slot : slot + 1, :, : start + n] for x in (k, v))  # (1, K, S, D)
+            out = scaled_attention(self.config, q, k, v, masked)
             y[row : row + n] = out[0].transpose(0, 1)
 
         return read

@@ -25,10 +25,9 @@ from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines import buckets
 from nanoinfer.engines.base import PENDING, Draw, Handle, StepBatch
 from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch
@@ -38,7 +37,9 @@ from nanoinfer.engines.transfers import PendingTokens, StepInputs, pick
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.kv.slots import SlotCache
+from nanoinfer.models.attention import Masking, scaled_attention
 from nanoinfer.models.gpt import GPT, Block
+from nanoinfer.models.layers import Rotation
 
 EMPTY: Mapping[int, int] = MappingProxyType({})
 HEAD_TOKENS = 16
@@ -207,22 +208,32 @@ class StaticShapeEngine(ModelEngine):
 
     def _forward(self, step: StepTensors) -> Tensor:
         """Store the new keys and values, and return the final hidden states, (R, n, C)."""
-        unseen = torch.arange(step.context, device=self.device) > step.pos[..., None]  # (R, n, context)
-        mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
-        mask = mask.masked_fill_(unseen, float("-inf"))[:, None]  # added to the scores of all layers and heads
+        masks = {window: self._mask(step, window) for window in self.config.windows}
 
-        def run_block(layer: int, block: Block, x: Tensor) -> Tensor:
-            return self._block(block, x, self._cache.k[layer], self._cache.v[layer], step, mask)
+        def run_block(layer: int, block: Block, x: Tensor, rotation: Rotation | None) -> Tensor:
+            mask = masks[self.config.layer(layer).window]
+            return self._block(block, x, rotation, self._cache.k[layer], self._cache.v[layer], step, mask)
 
         return self.model.hidden(step.idx, step.pos.clamp(max=self.limits.block_size - 1), run_block=run_block)
 
-    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor) -> Tensor:
+    def _mask(self, step: StepTensors, window: int | None) -> Tensor:
+        """Return what is added to the scores of all heads of the layers with this window, (R, 1, n, context)."""
+        key, query = torch.arange(step.context, device=self.device), step.pos[..., None]
+        unseen = key > query  # (R, n, context)
+        if window is not None:
+            unseen |= key <= query - window
+        mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(unseen, float("-inf"))[:, None]
+
+    def _block(
+        self, block: Block, x: Tensor, rotation: Rotation | None, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor
+    ) -> Tensor:
         """Return one block's output, (R, n, C)."""
-        return run_block(block, x, k, v, step.slots, step.pos, mask, step.dense)
+        return run_block(self.config, block, x, rotation, k, v, step.slots, step.pos, mask, step.dense)
 
     def _head(self, hidden: Tensor) -> Tensor:
         """Return the logits, (M, V) float32, of hidden states, (M, C)."""
-        return self.model.lm_head(hidden).float()  # type: ignore[no-any-return]
+        return self.model.logits(hidden)
 
     # Sequences -------------------------------------------------------------------------------------------
 
@@ -273,16 +284,25 @@ class StaticShapeEngine(ModelEngine):
 
 
 def run_block(
-    block: Block, x: Tensor, k: Tensor, v: Tensor, slots: Tensor, pos: Tensor, mask: Tensor, dense: bool
+    config: ModelConfig,
+    block: Block,
+    x: Tensor,
+    rotation: Rotation | None,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    pos: Tensor,
+    mask: Tensor,
+    dense: bool,
 ) -> Tensor:
-    """Store a block's new keys and values in k and v, (slots, H, T, D), and return its output for x, (R, n, C)."""
+    """Store a block's new keys and values in k and v, (slots, K, T, D), and return its output for x, (R, n, C)."""
 
     def attend(q: Tensor, new_k: Tensor, new_v: Tensor) -> Tensor:  # (R, n, H, D)
         k[slots[:, None], :, pos] = new_k
         v[slots[:, None], :, pos] = new_v
         context = mask.shape[-1]
         keys, values = (c[: len(slots), :, :context] if dense else c[:, :, :context][slots] for c in (k, v))
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask)  # (R, H, n, D)
+        y = scaled_attention(config, q.transpose(1, 2), keys, values, Masking(mask))  # (R, H, n, D)
         return y.transpose(1, 2)
 
-    return block(x, attend)  # type: ignore[no-any-return]
+    return block(x, attend, rotation)  # type: ignore[no-any-return]

@@ -60,7 +60,7 @@ class TorchEngine(ModelEngine):
         with attention_of_any_length(self.device):
             self._hidden = self._run(batch)  # (sum(num_logits), C)
         self._advance(batch)
-        return self.model.lm_head(self._hidden).float()  # type: ignore[no-any-return]
+        return self.model.logits(self._hidden)
 
     def _run(self, batch: StepBatch) -> Tensor:
         """Return the hidden states of the requested logits, (sum(num_logits), C)."""
@@ -106,17 +106,3 @@ def lay_out(model: GPT) -> None:
         if isinstance(module, torch.nn.Linear):
             w = module.weight.data
             module.weight.data = w.t().contiguous().t() if inputs_outermost else w.contiguous()
-
-
-def causal_mask(num_new: int, length: int, device: torch.device) -> Tensor | None:
-    """Return which of `length` keys the last `num_new` queries attend to, (num_new, length) bool.
-
-    A single query attends to every key; the result is then None, because attention without a mask is fastest.
-
-        causal_mask(2, 4, device) -> [[1, 1, 1, 0],
-                                      [1, 1, 1, 1]]
-    """
-    if num_new == 1:
-        return None
-    query = torch.arange(length - num_new, length, device=device)
-    return torch.arange(length, device=device) <= query[:, None]

@@ -36,6 +36,7 @@ from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_in
 from nanoinfer.kernels.triton.rows import embed, layer_norm
 from nanoinfer.kernels.triton.tiles import attention_splits, multiprocessors, product_tile
 from nanoinfer.models.gpt import GPT, Block, LayerNorm
+from nanoinfer.models.layers import Rotation
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
@@ -124,18 +125,20 @@ class TritonEngine(CudaGraphEngine):
             product(y, attn_proj, x, None, Epilogue(attn.c_proj.bias, residual=x))
             product(x, c_fc, h, norm_of(block.ln_2), Epilogue(mlp.c_fc.bias, gelu=self._gelu))
             product(h, mlp_proj, x, None, Epilogue(mlp.c_proj.bias, residual=x))
-        layer_norm(x, norm_of(self.model.transformer["ln_f"]), y)  # type: ignore[arg-type]
+        layer_norm(x, norm_of(self.model.transformer["ln_f"]), y)
         return y.view(*step.idx.shape, C)
 
-    def _block(self, block: Block, x: Tensor, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor) -> Tensor:
+    def _block(
+        self, block: Block, x: Tensor, rotation: Rotation | None, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor
+    ) -> Tensor:
         """Return one block's output, (R, n, C), in a step that is too large to be fused."""
         if (layer := self._layers.get(block)) is None:
-            return super()._block(block, x, k, v, step, mask)
+            return super()._block(block, x, rotation, k, v, step, mask)
         empty = block.attn.c_attn.weight
         try:
             for name, weight in self._weights.items():
                 block.get_submodule(name).weight = _frozen(dequantize(weight.layer(layer), self.dtype))
-            return super()._block(block, x, k, v, step, mask)
+            return super()._block(block, x, rotation, k, v, step, mask)
         finally:  # also after a failed recording: these weights are in its memory pool
             for name in self._weights:
                 block.get_submodule(name).weight = empty
@@ -150,8 +153,9 @@ class TritonEngine(CudaGraphEngine):
         return F.linear(hidden, dequantize(self._head_weight, self.dtype)).float()
 
 
-def norm_of(module: LayerNorm) -> Norm:
+def norm_of(module: nn.Module) -> Norm:
     """Return a layer norm's parameters in the form that the kernels take."""
+    assert isinstance(module, LayerNorm)
     return Norm(module.weight, module.bias, module.eps)
 
 

@@ -87,7 +87,7 @@ def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:
     """Return the bytes of one block of the native engine's cache (CacheShape::block_bytes in kernels/cpu/cache.cpp)."""
     values = (model.head_dim + -(-model.head_dim // 16) * 16) * KV_BLOCK  # keys, and values padded to a vector
     part = values + 2 * KV_BLOCK * 4 if cache_dtype == "int8" else values * BYTES[cache_dtype]
-    return model.n_layer * model.n_head * (-(-part // 64) * 64)
+    return model.n_layer * model.n_kv_head * (-(-part // 64) * 64)
 
 
 def resolve_cache_dtype(kv_cache_dtype: str, dtype: str, quantization: str | None) -> str:

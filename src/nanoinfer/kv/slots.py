@@ -20,7 +20,7 @@ from nanoinfer.errors import NanoinferError
 
 
 class SlotCache:
-    """The keys and values of all layers, `k` and `v`, each (L, slots, H, columns, D).
+    """The keys and values of all layers, `k` and `v`, each (L, slots, K, columns, D) with K = n_kv_head.
 
     Args:
         config: shape of the model.
@@ -36,7 +36,7 @@ class SlotCache:
     def __init__(
         self, config: ModelConfig, num_slots: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.n_layer, num_slots, config.n_head, columns, config.head_dim)
+        shape = (config.n_layer, num_slots, config.n_kv_head, columns, config.head_dim)
         try:
             # zeros, not empty: a masked value is still multiplied by 0, and 0 * NaN is NaN
             self.k = torch.zeros(shape, dtype=dtype, device=device)

@@ -2,20 +2,22 @@
 
 Shapes in the comments of this project:
 
-    B sequences   T positions   C = n_embd   H heads   D = C / H   V = vocab_size   N tokens of a ragged batch
+    B sequences   T positions   C = n_embd   H heads   D = head_dim, C / H in GPT-2   V = vocab_size
+    K heads of keys and values, H in GPT-2   N tokens of a ragged batch
 
 All layers except attention process tokens independently, so the model accepts tokens of any leading shape: (B, T) in
 training and in the engine `recompute`, (N,) in the engines with a KV cache. The engines differ only in the keys and
 values that a query attends to, so attention is an argument:
 
-    attend(layer, q, k, v) -> y        q, k, v, y: (..., H, D)
+    attend(layer, q, k, v) -> y        q, y: (..., H, D)   k, v: (..., K, D)
 
-`causal_attention` below attends to the whole prefix; each engine with a cache passes its own function. Positions are an
-argument too: the engine advances them, not a layer.
+`attention.causal_attention` attends to the whole prefix; each engine with a cache passes its own function. Positions
+are an argument too: the engine advances them, not a layer.
 
 The architecture is GPT-2 (Radford et al. 2019): learned positions, layer norm before each sub-layer, a final layer
 norm, GELU in the MLP, and an output head that is usually tied to the token embedding. Names follow nanoGPT and the
-Hugging Face checkpoints (`wte`, `wpe`, `c_attn`, `c_proj`, `ln_1`, ...).
+Hugging Face checkpoints (`wte`, `wpe`, `c_attn`, `c_proj`, `ln_1`, ...). What other families have in its place is in
+layers.py; where a field of the config selects it, one line here does.
 """
 
 from __future__ import annotations
@@ -29,30 +31,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import ModelConfig
+from nanoinfer.models.attention import causal_attention, soft_cap
+from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`Attend` for one layer. Blocks do not receive their layer index, so one compiled block serves all layers."""
 
 
-def causal_attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend from (B, T, H, D) queries to their own and all earlier positions of the same sequence."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)  # (B, T, H, D)
-
-
 class LayerNorm(nn.Module):
     """Layer norm with an optional bias."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias else None
-        self.eps = config.layer_norm_epsilon
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if "norm" in config.biases else None
+        self.eps = config.norm_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x, (..., C), over its last dimension."""
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:
+    """Return a norm of the config's kind over `width` values, n_embd by default."""
+    norm = RMSNorm if config.norm == "rms" else LayerNorm
+    return norm(config, config.n_embd if width is None else width)
 
 
 class Attention(nn.Module):
@@ -60,46 +64,69 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.n_head, self.head_dim = config.n_head, config.head_dim
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        widths = self.widths = [config.attn_dim, config.kv_dim, config.kv_dim]
+        self.c_attn = nn.Linear(config.n_embd, sum(widths), bias="qkv" in config.biases)
+        self.c_proj = nn.Linear(config.attn_dim, config.n_embd, bias="proj" in config.biases)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm != "none":
+            self.q_norm, self.k_norm = (
+                make_norm(config, config.head_dim if config.qk_norm == "head" else width) for width in widths[:2]
+            )
 
-    def forward(self, x: Tensor, attend: LayerAttend) -> Tensor:
-        """Return the attention output of x, (..., C), same shape."""
-        qkv = self.c_attn(x).view(*x.shape[:-1], 3, self.n_head, self.head_dim)  # (..., 3, H, D)
-        q, k, v = qkv.unbind(-3)
-        return self.c_proj(attend(q, k, v).reshape(x.shape))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, attend: LayerAttend, rotation: Rotation | None = None) -> Tensor:
+        """Return the attention output of x, (..., C), same shape. Queries and keys are rotated before `attend`."""
+        q, k, v = self.c_attn(x).split(self.widths, dim=-1)
+        if self.qk_norm == "whole":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.unflatten(-1, (self.n_head, self.head_dim))  # (..., H, D)
+        k, v = (y.unflatten(-1, (self.n_kv_head, self.head_dim)) for y in (k, v))  # (..., K, D)
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rotation is not None:
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        return self.c_proj(attend(q, k, v).flatten(-2))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
-    """Two linear layers with GELU between them."""
+    """Two linear layers with an activation between them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, config.mlp_dim, bias=config.bias)
-        self.c_proj = nn.Linear(config.mlp_dim, config.n_embd, bias=config.bias)
-        self.approximate = "tanh" if config.activation == "gelu_new" else "none"
+        bias = "mlp" in config.biases
+        self.c_fc = nn.Linear(config.n_embd, config.mlp_dim, bias=bias)
+        self.c_proj = nn.Linear(config.mlp_dim, config.n_embd, bias=bias)
+        self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the MLP output of x, (..., C), same shape."""
-        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))  # type: ignore[no-any-return]
+        return self.c_proj(self.activation(self.c_fc(x)))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    """One transformer block: x + attention(ln_1(x)), then x + MLP(ln_2(x))."""
+    """One transformer block: x + attention(ln_1(x)), then x + MLP(ln_2(x)).
+
+    Other families also have norms after attention and MLP (post_1, post_2), in place of those before them or beside
+    them; or attention and MLP read the same x (parallel residual).
+    """
 
     def __init__(self, config: ModelConfig, dropout: float) -> None:
         super().__init__()
-        self.ln_1 = LayerNorm(config)
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        self.ln_1 = make_norm(config) if before else nn.Identity()
         self.attn = Attention(config)
-        self.ln_2 = LayerNorm(config)
-        self.mlp = MLP(config)
+        self.post_1 = make_norm(config) if after else nn.Identity()
+        self.ln_2 = make_norm(config) if before else nn.Identity()
+        self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
+        self.post_2 = make_norm(config) if after else nn.Identity()
+        self.parallel = config.parallel_residual
         self.dropout = dropout
 
-    def forward(self, x: Tensor, attend: LayerAttend) -> Tensor:
+    def forward(self, x: Tensor, attend: LayerAttend, rotation: Rotation | None = None) -> Tensor:
         """Return the block's output of x, (..., C), same shape."""
-        x = x + F.dropout(self.attn(self.ln_1(x), attend), self.dropout, self.training)
-        return x + F.dropout(self.mlp(self.ln_2(x)), self.dropout, self.training)
+        y = x + F.dropout(self.post_1(self.attn(self.ln_1(x), attend, rotation)), self.dropout, self.training)
+        mlp = self.post_2(self.mlp(self.ln_2(x if self.parallel else y)))
+        return y + F.dropout(mlp, self.dropout, self.training)
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:
@@ -110,12 +137,14 @@ def _embedding(rows: int, columns: int) -> nn.Embedding:
     return nn.Embedding(rows, columns, _weight=torch.empty(rows, columns))
 
 
-RunBlock = Callable[[int, Block, Tensor], Tensor]
-"""(layer, block, x) -> the block's output, (..., C)."""
+RunBlock = Callable[[int, Block, Tensor, Rotation | None], Tensor]
+"""(layer, block, x, rotation) -> the block's output, (..., C)."""
 
 
 class GPT(nn.Module):
-    """A GPT-2-family language model. Weights are uninitialized: gpt_loading.py loads or initializes them.
+    """A decoder-only language model, GPT-2 or another one that its config describes.
+
+    Weights are uninitialized: gpt_loading.py loads or initializes them.
 
     Args:
         config: the shape.
@@ -127,15 +156,16 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, dropout: float = 0.0) -> None:
         super().__init__()
         self.config = config
+        self._kinds = [config.layer(i) for i in range(config.n_layer)]
         self.dropout = dropout
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": _embedding(config.vocab_size, config.n_embd),
-                "wpe": _embedding(config.block_size, config.n_embd),
-                "h": nn.ModuleList(Block(config, dropout) for _ in range(config.n_layer)),
-                "ln_f": LayerNorm(config),
-            }
-        )
+        parts = {
+            "wte": _embedding(config.vocab_size, config.n_embd),
+            "wpe": _embedding(config.block_size, config.n_embd) if config.learned_positions else None,
+            "ln_e": make_norm(config) if config.embedding_norm else None,
+            "h": nn.ModuleList(Block(config, dropout) for _ in range(config.n_layer)),
+            "ln_f": make_norm(config),
+        }
+        self.transformer = nn.ModuleDict({name: part for name, part in parts.items() if part is not None})
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.tie_weights()
 
@@ -161,15 +191,35 @@ class GPT(nn.Module):
             run_block: runs a whole block including attention; for engines that compile or replace blocks.
         """
         parts = self.transformer
-        x = F.dropout(parts["wte"](idx) + parts["wpe"](pos), self.dropout, self.training)
-        for layer, block in enumerate(self.blocks):
-            x = run_block(layer, block, x) if run_block is not None else block(x, partial(cast(Attend, attend), layer))
+        x = F.dropout(self._embed(idx, pos), self.dropout, self.training)
+        rotations = {r: rotation(r, pos, x.dtype) for r in {kind.rotary for kind in self._kinds} if r is not None}
+        for layer, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
+            by = None if kind.rotary is None else rotations[kind.rotary]
+            if run_block is not None:
+                x = run_block(layer, block, x, by)
+            else:
+                x = block(x, partial(cast(Attend, attend), layer), by)
         return parts["ln_f"](x)  # type: ignore[no-any-return]
+
+    def _embed(self, idx: Tensor, pos: Tensor) -> Tensor:
+        x: Tensor = self.transformer["wte"](idx)
+        if self.config.embedding_scale is not None:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+        if self.config.learned_positions:
+            x = x + self.transformer["wpe"](pos)
+        return self.transformer["ln_e"](x) if self.config.embedding_norm else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits, (..., V) float32, of final hidden states, (..., C)."""
+        logits: Tensor = self.lm_head(hidden)
+        if self.config.logits_softcap is not None:
+            logits = soft_cap(logits.float(), self.config.logits_softcap)
+        return logits.float()
 
     def forward(self, idx: Tensor) -> Tensor:
         """Return the logits, (B, T, V), of whole sequences idx, (B, T), T <= block_size."""
         pos = torch.arange(idx.shape[-1], device=idx.device)
-        return self.lm_head(self.hidden(idx, pos, causal_attention))  # type: ignore[no-any-return]
+        return self.logits(self.hidden(idx, pos, partial(causal_attention, self.config)))
 
     def num_parameters(self) -> int:
         """Return the number of parameters; a tied head counts once."""

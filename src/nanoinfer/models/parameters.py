@@ -20,26 +20,44 @@ def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
     A matrix is (out, in), an embedding (rows, n_embd).
     """
-    C, F = config.n_embd, config.mlp_dim
-    found: dict[str, tuple[int, ...]] = {
-        "transformer.wte.weight": (config.vocab_size, C),
-        "transformer.wpe.weight": (config.block_size, C),
-    }
+    C, F, D = config.n_embd, config.mlp_dim, config.head_dim
+    found: dict[str, tuple[int, ...]] = {"transformer.wte.weight": (config.vocab_size, C)}
 
-    def add(name: str, *shape: int) -> None:
-        found[f"{name}.weight"] = shape
-        if config.bias:
-            found[f"{name}.bias"] = shape[:1]
+    def linear(name: str, out: int, inputs: int, part: str) -> None:
+        found[f"{name}.weight"] = (out, inputs)
+        if part in config.biases:
+            found[f"{name}.bias"] = (out,)
 
+    def norm(name: str, width: int = C) -> None:
+        if config.norm_weight != "none":
+            found[f"{name}.weight"] = (width,)
+        if "norm" in config.biases:
+            found[f"{name}.bias"] = (width,)
+
+    if config.learned_positions:
+        found["transformer.wpe.weight"] = (config.block_size, C)
+    if config.embedding_norm:
+        norm("transformer.ln_e")
     for layer in range(config.n_layer):
         h = f"transformer.h.{layer}"
-        add(f"{h}.ln_1", C)
-        add(f"{h}.attn.c_attn", 3 * C, C)
-        add(f"{h}.attn.c_proj", C, C)
-        add(f"{h}.ln_2", C)
-        add(f"{h}.mlp.c_fc", F, C)
-        add(f"{h}.mlp.c_proj", C, F)
-    add("transformer.ln_f", C)
+        if config.norm_placement != "after":
+            norm(f"{h}.ln_1")
+        linear(f"{h}.attn.c_attn", config.attn_dim + 2 * config.kv_dim, C, "qkv")
+        linear(f"{h}.attn.c_proj", C, config.attn_dim, "proj")
+        if config.qk_norm != "none":
+            norm(f"{h}.attn.q_norm", D if config.qk_norm == "head" else config.attn_dim)
+            norm(f"{h}.attn.k_norm", D if config.qk_norm == "head" else config.kv_dim)
+        if config.norm_placement != "before":
+            norm(f"{h}.post_1")
+        if config.norm_placement != "after":
+            norm(f"{h}.ln_2")
+        if config.gated_mlp:
+            linear(f"{h}.mlp.c_gate", F, C, "mlp")
+        linear(f"{h}.mlp.c_fc", F, C, "mlp")
+        linear(f"{h}.mlp.c_proj", C, F, "mlp")
+        if config.norm_placement != "before":
+            norm(f"{h}.post_2")
+    norm("transformer.ln_f")
     if not config.tie_word_embeddings:
         found["lm_head.weight"] = (config.vocab_size, C)
     return found

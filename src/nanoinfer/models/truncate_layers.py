@@ -32,4 +32,4 @@ def truncate_layers(weights: Weights, n_layer: int) -> Weights:
             if layer is None or int(layer[1]) < n_layer:
                 yield name, tensor
 
-    return replace(weights, config=replace(config, n_layer=n_layer), read=read)
+    return replace(weights, config=replace(config, n_layer=n_layer, layers=config.layers[:n_layer]), read=read)

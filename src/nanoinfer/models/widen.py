@@ -39,8 +39,11 @@ def widened(config: ModelConfig, *, n_embd: int, n_layer: int) -> ModelConfig:
     widened(256 wide, 4 heads, 6 layers; n_embd=768, n_layer=12)  ->  768 wide, 12 heads, 12 layers
 
     Raises:
-        NanoinferError: n_embd is not a multiple of the model's, or n_layer is less than the model's.
+        NanoinferError: n_embd is not a multiple of the model's, or n_layer is less than the model's; or the model is
+            not of GPT-2's family.
     """
+    if not config.is_gpt2:
+        raise NanoinferError(f"a model of family {config.family} cannot be widened: only those of gpt2 can")
     require_int("n_embd", n_embd, 1, 2**31 - 1)
     require_int("n_layer", n_layer, 1, 2**31 - 1)
     if n_embd % config.n_embd:

@@ -153,7 +153,7 @@ def _step(config: ModelConfig, fmt: WeightFormat, tokens: Poly, products: Poly, 
         logits: rows of logits.
     """
     C, F, V, s = config.n_embd, config.mlp_dim, config.vocab_size, fmt.vector_bytes
-    bias = int(config.bias)
+    bias = int(bool(config.biases))
     norm = (1 + bias) * C * s
     attn_weights = fmt.matrix_bytes(3 * C, C) + fmt.matrix_bytes(C, C) + bias * 4 * C * s + norm
     mlp_weights = fmt.matrix_bytes(F, C) + fmt.matrix_bytes(C, F) + bias * (F + C) * s + norm

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,9 @@ from torch import Tensor
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import tokenizers
+from nanoinfer.models.attention import causal_attention
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
-from nanoinfer.models.gpt import GPT, causal_attention
+from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import Tokenizer
 from nanoinfer.training.data import evenly_spread
 
@@ -137,12 +139,12 @@ def run_target(target: GPT, tokens: Tensor, num_draft_tokens: int, seed: int, dt
         dtype: of the target's matrix products and of the stored hidden states: float32 or bfloat16.
     """
     device = target.lm_head.weight.device
-    positions = torch.arange(tokens.shape[1], device=device)
+    positions, attend = torch.arange(tokens.shape[1], device=device), partial(causal_attention, target.config)
     hidden = torch.empty(*tokens.shape, target.config.n_embd, dtype=dtype)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         for at in range(0, len(tokens), TARGET_BATCH):
             rows = slice(at, at + TARGET_BATCH)
-            hidden[rows] = target.hidden(tokens[rows].to(device), positions, causal_attention).to("cpu", dtype)
+            hidden[rows] = target.hidden(tokens[rows].to(device), positions, attend).to("cpu", dtype)
     return TargetBatches(tokens, hidden, target.lm_head.weight[:num_draft_tokens].to(dtype), seed)
 
 

@@ -137,7 +137,7 @@ def _spec(weights: Path) -> Any:
         config.n_layer, config.n_head, pre_norm=True, activation=activation
     )
     spec.register_vocabulary([_token(i) for i in range(config.vocab_size)])
-    spec.config.layer_norm_epsilon = config.layer_norm_epsilon
+    spec.config.layer_norm_epsilon = config.norm_epsilon
     for name in ("unk_token", "bos_token", "eos_token"):  # one that is not in the vocabulary would be added to it
         setattr(spec.config, name, _token(0))
     decoder, embedding = spec.decoder, tensors["transformer.wte.weight"]

@@ -240,7 +240,7 @@ def _write_f32(weights: Path, path: Path) -> None:
         out.add_embedding_length(config.n_embd)
         out.add_feed_forward_length(config.mlp_dim)
         out.add_head_count(config.n_head)
-        out.add_layer_norm_eps(config.layer_norm_epsilon)
+        out.add_layer_norm_eps(config.norm_epsilon)
         # The least that llama.cpp takes for a tokenizer, without which it loads no file: byte-level BPE with one merge.
         out.add_tokenizer_model("gpt2")
         out.add_tokenizer_pre("gpt-2")

@@ -10,6 +10,7 @@ Supported: temperature and top_k, and greedy, which nanoGPT has as top_k=1.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,8 +22,8 @@ from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
+from nanoinfer.models.attention import causal_attention
 from nanoinfer.models.checkpoints.huggingface import open_folder
-from nanoinfer.models.gpt import causal_attention
 from nanoinfer.models.gpt_loading import load_gpt
 from nanoinfer.sampling_params import SamplingParams
 
@@ -67,7 +68,7 @@ class NanoGPT:
         for _ in range(num_tokens):
             window = idx[:, -self._config.block_size :]
             pos = torch.arange(window.shape[1], device=self._device)
-            x = self._model.hidden(window, pos, causal_attention)[:, -1]  # (B, C)
+            x = self._model.hidden(window, pos, partial(causal_attention, self._model.config))[:, -1]  # (B, C)
             new = _sample(self._model.lm_head(x), self._params)  # (B, 1)
             idx = torch.cat((idx, new), dim=1)
             steps.append(new[:, 0].tolist())

@@ -28,11 +28,32 @@ struct CacheOf<CacheType::i8> {
   NI_INLINE f32x16 get(const T* p) { return load_i8(p); }
 };
 
-// Scores of M queries against the keys of B blocks; lanes are positions. A single query processes several blocks at once,
-// so that additions of different scores overlap. Each score is summed in the order of the dimensions in all cases.
+// M rows of queries that share a pass over the keys: row r of a task is head r % group of token r / group.
+template <int M>
+struct Queries {
+  const float* q[M];
+  float* out[M];
+  std::int64_t begin[M], end[M];  // positions that the row attends to
+  std::int64_t lowest, highest;   // of all begins, and of all ends
+
+  Queries(const AttentionTask& t, std::int64_t row) {
+    NI_ROWS {
+      const std::int64_t token = (row + m) / t.group, column = (row + m) % t.group * t.head_dim;
+      q[m] = t.q + token * t.q_stride + column;
+      out[m] = t.out + token * t.out_stride + column;
+      end[m] = t.start + token + 1;
+      begin[m] = end[m] > t.window ? end[m] - t.window : 0;
+    }
+    lowest = begin[0];  // tokens are in the order of their positions
+    highest = end[M - 1];
+  }
+};
+
+// Scores of M rows against the keys of B blocks; lanes are positions. A single row processes several blocks at once, so
+// that additions of different scores overlap. Each score is summed in the order of the dimensions in all cases.
 template <CacheType type, int M, int B>
-NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks, const float* q, float* out,
-                      std::int64_t row) {
+NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks, const Queries<M>& rows, float* out,
+                      std::int64_t stride) {
   using C = CacheOf<type>;
   const typename C::T* k[B];
   f32x16 acc[M][B];
@@ -41,12 +62,15 @@ NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks,
   for (std::int64_t d = 0; d < t.head_dim; ++d)
     _Pragma("GCC unroll 4") for (int b = 0; b < B; ++b) {
       const f32x16 keys = C::get(k[b] + d * kBlock);
-      NI_ROWS acc[m][b] = fma(keys, broadcast(q[m * t.q_stride + d]), acc[m][b]);
+      NI_ROWS acc[m][b] = fma(keys, broadcast(rows.q[m][d]), acc[m][b]);
     }
   for (int b = 0; b < B; ++b) {
-    f32x16 scale = broadcast(1.0f / __builtin_sqrtf((float)t.head_dim));
+    f32x16 scale = broadcast(t.scale);
     if constexpr (type == CacheType::i8) scale = scale * load((const float*)(blocks[b] + t.offset));
-    NI_ROWS store(out + m * row + b * kBlock, acc[m][b] * scale);
+    NI_ROWS {
+      const f32x16 score = acc[m][b] * scale;
+      store(out + m * stride + b * kBlock, t.softcap > 0 ? soft_cap(score, t.softcap) : score);
+    }
   }
 }
 
@@ -61,92 +85,119 @@ NI_INLINE const std::uint8_t* values_at(const AttentionTask& t, std::int64_t blo
   return t.blocks[block] + t.offset + C::kScales + t.head_dim * kBlock * sizeof(typename C::T);
 }
 
-// Weighted sums of values for M queries, up to 64 dimensions at a time; lanes are dimensions. Query m reads only the
-// positions below shortest + m, because a weight of 0 does not cancel a NaN.
+// Softmax over the row's own positions, in place; all other weights become 0. s[0] is position `base`.
+NI_INLINE void softmax(float* s, std::int64_t begin, std::int64_t end, std::int64_t stride) {
+  const f32x16 nothing = broadcast(-__builtin_huge_valf());
+  const auto own = [&](std::int64_t i, f32x16 x, float other) __attribute__((always_inline)) {
+    if (begin > i) {
+      float lanes[16];
+      store(lanes, x);
+      for (std::int64_t l = 0; l < 16 && i + l < begin; ++l) lanes[l] = other;
+      x = load(lanes);
+    }
+    return first(end - i, x, other);
+  };
+  const std::int64_t from = begin / 16 * 16;
+  f32x16 top = nothing, total = broadcast(0.0f);
+  for (std::int64_t i = from; i < end; i += 16) top = max(own(i, load(s + i), -__builtin_huge_valf()), top);
+  const f32x16 most = broadcast(largest(top));
+  for (std::int64_t i = 0; i < from; i += 16) store(s + i, broadcast(0.0f));
+  for (std::int64_t i = from; i < stride; i += 16) {
+    const f32x16 e = end > i ? own(i, exp(load(s + i) - most), 0.0f) : broadcast(0.0f);
+    store(s + i, e);
+    if (end > i) total = total + e;
+  }
+  const f32x16 share = broadcast(1.0f / sum(total));
+  for (std::int64_t i = from; i < end; i += 16) store(s + i, load(s + i) * share);
+}
+
+// Weighted sums of values for M rows, up to 64 dimensions at a time; lanes are dimensions. A row reads only its own
+// positions, because a weight of 0 does not cancel a NaN. weights[0] is the first position of block `first_block`.
 template <CacheType type, int M, int N>
-NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t row, std::int64_t shortest,
-                   std::int64_t d, float* out) {
+NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t stride, const Queries<M>& rows,
+                   std::int64_t first_block, std::int64_t d) {
   using C = CacheOf<type>;
-  const std::int64_t width = padded(t.head_dim), length = shortest + M - 1;
+  const std::int64_t width = padded(t.head_dim);
+  const std::int64_t common_begin = rows.begin[M - 1], common_end = rows.end[0];  // attended by all rows
   f32x16 acc[M][N];
   NI_ROWS for (int j = 0; j < N; ++j) acc[m][j] = broadcast(0.0f);
-  for (std::int64_t base = 0; base < length; base += kBlock) {
-    const std::uint8_t* part = t.blocks[base / kBlock] + t.offset;
-    const typename C::T* v = (const typename C::T*)values_at<type>(t, base / kBlock) + d;
+  for (std::int64_t block = first_block; block * kBlock < rows.highest; ++block) {
+    const std::int64_t base = block * kBlock;
+    const std::uint8_t* part = t.blocks[block] + t.offset;
+    const typename C::T* v = (const typename C::T*)values_at<type>(t, block) + d;
     const float* scale = (const float*)part + kBlock;  // scales of the values, int8 only
-    const std::int64_t count = length - base < kBlock ? length - base : kBlock;
-    const std::int64_t common = shortest - base < count ? shortest - base : count;  // attended by all queries
+    const float* w = weights + (block - first_block) * kBlock;
     const auto add = [&](std::int64_t s, bool everyone) __attribute__((always_inline)) {
       f32x16 values[N];
       _Pragma("GCC unroll 4") for (int j = 0; j < N; ++j) values[j] = C::get(v + s * width + 16 * j);
       NI_ROWS {
-        if (!everyone && base + s >= shortest + m) continue;
-        float p = weights[m * row + base + s];
+        if (!everyone && (base + s >= rows.end[m] || base + s < rows.begin[m])) continue;
+        float p = w[m * stride + s];
         if constexpr (type == CacheType::i8) p *= scale[s];
         const f32x16 share = broadcast(p);
         _Pragma("GCC unroll 4") for (int j = 0; j < N; ++j) acc[m][j] = fma(values[j], share, acc[m][j]);
       }
     };
-    if (M == 1 && base + 2 * kBlock < length)
-      prefetch_lines(values_at<type>(t, base / kBlock + 2), kBlock * width * sizeof(*v));
-    std::int64_t s = 0;
-    for (; s < common; ++s) add(s, /*everyone=*/true);
+    if (M <= 4 && (block + 2) * kBlock < rows.highest)
+      prefetch_lines(values_at<type>(t, block + 2), kBlock * width * sizeof(*v));
+    std::int64_t s = rows.lowest > base ? rows.lowest - base : 0;
+    const std::int64_t count = rows.highest - base < kBlock ? rows.highest - base : kBlock;
+    const std::int64_t from = common_begin - base < count ? common_begin - base : count;
+    const std::int64_t to = common_end - base < count ? common_end - base : count;
+    for (; s < from; ++s) add(s, /*everyone=*/false);
+    for (; s < to; ++s) add(s, /*everyone=*/true);
     for (; s < count; ++s) add(s, /*everyone=*/false);
   }
-  NI_ROWS for (int j = 0; j < N; ++j) store_first(out + m * t.out_stride + d + 16 * j, acc[m][j], t.head_dim - d - 16 * j);
+  NI_ROWS for (int j = 0; j < N; ++j)
+    store_first(rows.out[m] + d + 16 * j, acc[m][j], t.head_dim - d - 16 * j);
 }
 
-// Attention of M consecutive queries: scores, softmax over each query's own length, weighted sums of values.
+// Attention of M consecutive rows: scores, softmax over each row's own positions, weighted sums of values.
 template <CacheType type, int M>
-void attend(const AttentionTask& t, std::int64_t query) {
-  const float* q = t.q + query * t.q_stride;
-  float* out = t.out + query * t.out_stride;
-  const std::int64_t shortest = t.start + query + 1, length = shortest + M - 1;
-  const std::int64_t row = (length + kBlock - 1) / kBlock * kBlock;
-  float* s = t.scratch;  // (M, row)
-  constexpr int kAtOnce = M == 1 ? 4 : 1;
-  const std::int64_t blocks = row / kBlock;
-  std::int64_t b = 0;
+void attend(const AttentionTask& t, std::int64_t row) {
+  const Queries<M> rows(t, row);
+  const std::int64_t first_block = rows.lowest / kBlock, blocks = (rows.highest + kBlock - 1) / kBlock;
+  const std::int64_t stride = (blocks - first_block) * kBlock;
+  float* s = t.scratch;  // (M, stride); blocks before first_block are skipped
+  constexpr int kAtOnce = M == 1 ? 4 : M <= 4 ? 2 : 1;
+  const std::int64_t key_bytes = t.head_dim * kBlock * sizeof(typename CacheOf<type>::T);
+  const auto at = [&](std::int64_t block) { return s + (block - first_block) * kBlock; };
+  std::int64_t b = first_block;
   for (; b + kAtOnce <= blocks; b += kAtOnce) {
-    if constexpr (M == 1)
+    if constexpr (M <= 4)
       for (std::int64_t next = b + kAtOnce; next < b + 2 * kAtOnce && next < blocks; ++next)
-        prefetch_lines(t.blocks[next] + t.offset, t.head_dim * kBlock * sizeof(typename CacheOf<type>::T));
-    scores<type, M, kAtOnce>(t, t.blocks + b, q, s + b * kBlock, row);
+        prefetch_lines(t.blocks[next] + t.offset, key_bytes);
+    scores<type, M, kAtOnce>(t, t.blocks + b, rows, at(b), stride);
   }
   if constexpr (M == 1) {
-    if (blocks - b == 3) scores<type, 1, 3>(t, t.blocks + b, q, s + b * kBlock, row), b += 3;
-    if (blocks - b == 2) scores<type, 1, 2>(t, t.blocks + b, q, s + b * kBlock, row), b += 2;
+    if (blocks - b == 3) scores<type, 1, 3>(t, t.blocks + b, rows, at(b), stride), b += 3;
+    if (blocks - b == 2) scores<type, 1, 2>(t, t.blocks + b, rows, at(b), stride), b += 2;
   }
-  for (; b < blocks; ++b) scores<type, M, 1>(t, t.blocks + b, q, s + b * kBlock, row);
-  if constexpr (M == 1)
-    for (b = 0; b < 2 && b < blocks; ++b) prefetch_lines(values_at<type>(t, b), kBlock * padded(t.head_dim) * sizeof(typename CacheOf<type>::T));
-  NI_ROWS {
-    const std::int64_t own = shortest + m;
-    float* mine = s + m * row;
-    f32x16 top = broadcast(-__builtin_huge_valf()), total = broadcast(0.0f);
-    for (std::int64_t i = 0; i < own; i += 16) top = max(first(own - i, load(mine + i), -__builtin_huge_valf()), top);
-    const f32x16 most = broadcast(largest(top));
-    for (std::int64_t i = 0; i < row; i += 16) {
-      const f32x16 e = own > i ? first(own - i, exp(load(mine + i) - most), 0.0f) : broadcast(0.0f);
-      store(mine + i, e);
-      if (own > i) total = total + e;
-    }
-    const f32x16 share = broadcast(1.0f / sum(total));
-    for (std::int64_t i = 0; i < own; i += 16) store(mine + i, load(mine + i) * share);
-  }
+  for (; b < blocks; ++b) scores<type, M, 1>(t, t.blocks + b, rows, at(b), stride);
+  if constexpr (M <= 4)
+    for (b = first_block; b < first_block + 2 && b < blocks; ++b)
+      prefetch_lines(values_at<type>(t, b), kBlock * padded(t.head_dim) * sizeof(typename CacheOf<type>::T));
+  const std::int64_t base = first_block * kBlock;
+  NI_ROWS softmax(s + m * stride, rows.begin[m] - base, rows.end[m] - base, stride);
   std::int64_t d = 0;
   if constexpr (M <= kRowsFloat / 2)
-    for (; d + 48 < t.head_dim; d += 64) mix<type, M, 4>(t, s, row, shortest, d, out);
-  for (; d + 16 < t.head_dim; d += 32) mix<type, M, 2>(t, s, row, shortest, d, out);
-  if (d < t.head_dim) mix<type, M, 1>(t, s, row, shortest, d, out);
+    for (; d + 48 < t.head_dim; d += 64) mix<type, M, 4>(t, s, stride, rows, first_block, d);
+  for (; d + 16 < t.head_dim; d += 32) mix<type, M, 2>(t, s, stride, rows, first_block, d);
+  if (d < t.head_dim) mix<type, M, 1>(t, s, stride, rows, first_block, d);
 }
 
+// Rows are processed in tiles of 8, 4, 3, 2 and 1, as many as fit in the registers of the instruction set.
 template <CacheType type>
 void attention_as(const AttentionTask& task) {
-  constexpr int kTall = kWidth == 16 ? (int)kQueryTile : 2;
+  const std::int64_t rows = task.num_tokens * task.group;
   std::int64_t i = 0;
-  for (; i + kTall <= task.num_queries; i += kTall) attend<type, kTall>(task, i);
-  for (; i < task.num_queries; ++i) attend<type, 1>(task, i);
+  if constexpr (kWidth == 16) {
+    for (; i + 8 <= rows; i += 8) attend<type, 8>(task, i);
+    if (i + 4 <= rows) attend<type, 4>(task, i), i += 4;
+    if (i + 3 <= rows) attend<type, 3>(task, i), i += 3;
+  }
+  for (; i + 2 <= rows; i += 2) attend<type, 2>(task, i);
+  if (i < rows) attend<type, 1>(task, i);
 }
 
 void attention(const AttentionTask& task) {

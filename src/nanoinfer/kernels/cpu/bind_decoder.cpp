@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -32,8 +33,40 @@ using Writable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // The options as Python sets them, one attribute each, with names for the enumerations. Decoder checks the values.
 struct Settings : DecoderShape, DecoderOptions {
-  std::string activation, weights_name, cache_name;
+  std::string activation = "gelu_new", norm_name = "layer", norm_weight_name = "plain", norm_placement = "before";
+  std::string qk_norm = "none", weights_name, cache_name;
 };
+
+// Set the fields of a shape whose values have names in nanoinfer.config.ModelConfig, and those that follow from others.
+void resolve(const Settings& given, DecoderShape& shape) {
+  if (shape.n_kv_head == 0) shape.n_kv_head = shape.n_head;
+  if (shape.head_dim == 0 && shape.n_head > 0) {
+    if (shape.n_embd % shape.n_head)
+      throw std::invalid_argument("n_embd=" + std::to_string(shape.n_embd) + " is not a multiple of n_head=" +
+                                  std::to_string(shape.n_head));
+    shape.head_dim = shape.n_embd / shape.n_head;
+  }
+  if (shape.attention_scale == 0 && shape.head_dim > 0)
+    shape.attention_scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+  const std::int64_t layers = std::clamp<std::int64_t>(shape.n_layer, 0, 1 << 24);
+  if (shape.windows.empty()) shape.windows.assign(layers, 0);
+  if (shape.rotary.empty()) shape.rotary.assign(layers, -1);
+  shape.activation = by_name<Epilogue>("activation", given.activation,
+                                       {{"gelu_new", Epilogue::gelu_tanh},
+                                        {"gelu", Epilogue::gelu_erf},
+                                        {"silu", Epilogue::silu},
+                                        {"relu2", Epilogue::relu2}});
+  shape.norm = by_name<Norm>("norm", given.norm_name, {{"layer", Norm::layer}, {"rms", Norm::rms}});
+  const int weight = by_name<int>("norm_weight", given.norm_weight_name, {{"plain", 0}, {"one_plus", 1}, {"none", 2}});
+  shape.norm_weight = weight != 2;
+  shape.norm_offset = weight == 1 ? 1.0f : 0.0f;
+  const int place = by_name<int>("norm_placement", given.norm_placement, {{"before", 0}, {"after", 1}, {"both", 2}});
+  shape.norm_before = place != 1;
+  shape.norm_after = place != 0;
+  const int qk = by_name<int>("qk_norm", given.qk_norm, {{"none", 0}, {"head", 1}, {"whole", 2}});
+  shape.head_norm = qk == 1;
+  shape.whole_norm = qk == 2;
+}
 
 // A decoder with a lock: Python threads may call it concurrently, and a step releases the interpreter lock.
 class Guarded {
@@ -173,11 +206,28 @@ void bind_decoder(nb::module_& m) {
       .def_rw("block_size", &Settings::block_size)
       .def_rw("n_layer", &Settings::n_layer)
       .def_rw("n_head", &Settings::n_head)
+      .def_rw("n_kv_head", &Settings::n_kv_head)
+      .def_rw("head_dim", &Settings::head_dim)
       .def_rw("n_embd", &Settings::n_embd)
       .def_rw("mlp_dim", &Settings::mlp_dim)
       .def_rw("activation", &Settings::activation)
       .def_rw("tie_word_embeddings", &Settings::tied)
-      .def_rw("layer_norm_epsilon", &Settings::epsilon)
+      .def_rw("norm", &Settings::norm_name)
+      .def_rw("norm_weight", &Settings::norm_weight_name)
+      .def_rw("norm_placement", &Settings::norm_placement)
+      .def_rw("norm_epsilon", &Settings::epsilon)
+      .def_rw("qk_norm", &Settings::qk_norm)
+      .def_rw("embedding_norm", &Settings::embedding_norm)
+      .def_rw("embedding_scale", &Settings::embedding_scale)
+      .def_rw("learned_positions", &Settings::learned_positions)
+      .def_rw("parallel_residual", &Settings::parallel_residual)
+      .def_rw("gated_mlp", &Settings::gated_mlp)
+      .def_rw("attention_scale", &Settings::attention_scale)
+      .def_rw("attention_softcap", &Settings::attention_softcap)
+      .def_rw("logits_softcap", &Settings::logits_softcap)
+      .def_rw("windows", &Settings::windows)
+      .def_rw("rotary", &Settings::rotary)
+      .def_rw("frequencies", &Settings::frequencies)
       .def_rw("weights", &Settings::weights_name)
       .def_rw("cache", &Settings::cache_name)
       .def_rw("max_num_seqs", &Settings::max_num_seqs)
@@ -199,14 +249,14 @@ void bind_decoder(nb::module_& m) {
         " as in Decoder.load.");
 
   nb::class_<Guarded>(m, "Decoder",
-                      "A GPT on the CPU. Load every tensor, then open, extend, truncate, fork and close sequences.\n\n"
+                      "A model on the CPU. Load every tensor, then open, extend, truncate, fork and close sequences.\n\n"
                       "Raises ValueError or IndexError for invalid arguments; the decoder is then unchanged.")
       .def(
           "__init__",
           [](Guarded* self, const Settings& given) {
             DecoderShape shape = given;
             DecoderOptions options = given;
-            shape.gelu_tanh = by_name<bool>("activation", given.activation, {{"gelu_new", true}, {"gelu", false}});
+            resolve(given, shape);
             options.weights = weight_type(given.weights_name);
             options.cache = cache_type(given.cache_name);
             new (self) Guarded(shape, options);

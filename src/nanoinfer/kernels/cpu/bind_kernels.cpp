@@ -9,6 +9,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -82,7 +83,11 @@ Array2 multiply(const Tensor& weights, std::optional<Floats1> bias, Floats2 x, s
                                           {{"store", Epilogue::store},
                                            {"gelu_tanh", Epilogue::gelu_tanh},
                                            {"gelu_erf", Epilogue::gelu_erf},
-                                           {"add", Epilogue::add}});
+                                           {"silu", Epilogue::silu},
+                                           {"relu2", Epilogue::relu2},
+                                           {"add", Epilogue::add},
+                                           {"multiply", Epilogue::multiply},
+                                           {"soft_cap", Epilogue::soft_cap}});
   const std::int64_t rows = size(x, 0), stride = w.m.panels * kPanel;
   require(rows > 0 && size(x, 1) == w.m.in, "x must be (rows, in) with at least one row");
   require(!y || (size(*y, 0) == rows && size(*y, 1) == w.m.out), "y must be (rows, out)");
@@ -93,7 +98,7 @@ Array2 multiply(const Tensor& weights, std::optional<Floats1> bias, Floats2 x, s
   std::vector<std::uint8_t> prepared(rows * x_stride);
   for (std::int64_t r = 0; r < rows; ++r)
     kernels.prepare(w.m.type, x.data() + r * w.m.in, w.m.in, w.m.depth, r, rows, x_stride, prepared.data());
-  kernels.matmul({&w.m, prepared.data(), x_stride, rows, to.data(), stride, last}, 0, w.m.panels);
+  kernels.matmul({&w.m, prepared.data(), x_stride, rows, to.data(), stride, last, 2.0f}, 0, w.m.panels);
   return to_numpy(to, rows, w.m.out, stride);
 }
 
@@ -104,38 +109,52 @@ Array2 unpack(const Tensor& weights, const std::string& dtype, const std::string
   return to_numpy(to, w.m.out, w.m.in, w.m.in);
 }
 
-Array2 layer_norm(Floats2 x, Floats1 weight, Floats1 bias, float eps, const std::string& isa) {
+Array2 norm(const std::string& kind, Floats2 x, Floats1 weight, Floats1 bias, float eps, const std::string& isa) {
   const Kernels& kernels = kernels_for(isa);
+  const Norm which = by_name<Norm>("norm", kind, {{"layer", Norm::layer}, {"rms", Norm::rms}});
   const std::int64_t rows = size(x, 0), n = size(x, 1);
   require(rows > 0 && n > 0, "x must have at least one row and one column");
   require(size(weight, 0) == n && size(bias, 0) == n, "weight and bias must be as wide as x");
   std::vector<float> to(rows * n);
   for (std::int64_t r = 0; r < rows; ++r)
-    kernels.layer_norm(x.data() + r * n, weight.data(), bias.data(), n, eps, to.data() + r * n);
+    kernels.norm(which, x.data() + r * n, weight.data(), bias.data(), n, eps, to.data() + r * n);
   return to_numpy(to, rows, n, n);
 }
 
-// One head of one sequence. Blocks are initialized with NaN (all bits set), which no query may read.
-Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std::string& cache,
-                 const std::string& isa) {
+Array2 rotate(Floats2 x, Floats1 cos, Floats1 sin, const std::string& isa) {
   const Kernels& kernels = kernels_for(isa);
-  const std::int64_t queries = size(q, 0), D = size(q, 1), T = size(k, 0);
-  require(queries > 0 && D > 0, "q must have at least one query and one dimension");
-  require(size(k, 1) == D && size(v, 1) == D && size(v, 0) == T, "k and v must be (T, D), D that of q");
+  const std::int64_t rows = size(x, 0), n = size(x, 1), half = size(cos, 0);
+  require(half > 0 && size(sin, 0) == half && 2 * half <= n, "cos and sin must have equal sizes, at most half of x's");
+  std::vector<float> to(x.data(), x.data() + rows * n);
+  for (std::int64_t r = 0; r < rows; ++r) kernels.rotate(to.data() + r * n, cos.data(), sin.data(), half);
+  return to_numpy(to, rows, n, n);
+}
+
+// One head of keys and values of one sequence, with group heads of queries: q (Tq, group * D). Blocks are initialized
+// with NaN (all bits set), which no query may read; keys and values before the first window stay NaN too.
+Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std::string& cache, std::int64_t group,
+                 std::int64_t window, float scale, float softcap, const std::string& isa) {
+  const Kernels& kernels = kernels_for(isa);
+  const std::int64_t queries = size(q, 0), T = size(k, 0), D = size(k, 1);
+  require(queries > 0 && D > 0 && group > 0, "q must have at least one query, one dimension and one head");
+  require(size(q, 1) == group * D && size(v, 1) == D && size(v, 0) == T, "q must be (Tq, group * D), k and v (T, D)");
   require(start >= 0 && start <= T && queries <= T - start, "start + queries must be at most T");
+  require(window >= 0, "window must be at least 0");
   const CacheShape shape{cache_type(cache), 1, 1, D};
-  const std::int64_t num_blocks = (T + kBlock - 1) / kBlock;
+  const std::int64_t num_blocks = (T + kBlock - 1) / kBlock, width = window ? window : T;
   std::vector<std::vector<std::uint8_t>> blocks;
   std::vector<const std::uint8_t*> addresses;
   for (std::int64_t b = 0; b < num_blocks; ++b) {
     blocks.emplace_back(shape.block_bytes(), std::uint8_t{0xff});
     addresses.push_back(blocks.back().data());
   }
-  for (std::int64_t t = 0; t < T; ++t)
+  for (std::int64_t t = std::max<std::int64_t>(0, start + 1 - width); t < T; ++t)
     kernels.store_kv(shape.type, k.data() + t * D, v.data() + t * D, D, blocks[t / kBlock].data(), t % kBlock);
-  std::vector<float> to(queries * D), scratch(kQueryTile * num_blocks * kBlock);
-  kernels.attention({shape.type, D, addresses.data(), 0, start, queries, q.data(), D, to.data(), D, scratch.data()});
-  return to_numpy(to, queries, D, D);
+  std::vector<float> to(queries * group * D), scratch(kQueryTile * num_blocks * kBlock);
+  kernels.attention({shape.type, D, addresses.data(), 0, start, queries, group, width,
+                     scale > 0 ? scale : 1.0f / std::sqrt(static_cast<float>(D)), softcap, q.data(), group * D,
+                     to.data(), group * D, scratch.data()});
+  return to_numpy(to, queries, group * D, group * D);
 }
 
 }  // namespace
@@ -146,10 +165,14 @@ void bind_kernels(nb::module_& m) {
         "For tests: epilogue(x W^T + bias), weights (out, in) packed in `format`; `add` adds to y (rows, out).");
   m.def("unpack", &unpack, nb::kw_only(), "weights"_a, "dtype"_a = "float32", "format"_a,
         "For tests: weights (out, in) after packing and unpacking.");
-  m.def("layer_norm", &layer_norm, nb::kw_only(), "x"_a, "weight"_a, "bias"_a, "eps"_a, "isa"_a = "",
-        "For tests: layer norm of the rows of x.");
-  m.def("attention", &attention, nb::kw_only(), "q"_a, "k"_a, "v"_a, "start"_a, "cache"_a, "isa"_a = "",
-        "For tests: one head; queries (Tq, D) at positions start, ... over keys and values (T, D) in blocks.");
+  m.def("norm", &norm, nb::kw_only(), "kind"_a = "layer", "x"_a, "weight"_a, "bias"_a, "eps"_a, "isa"_a = "",
+        "For tests: norm of the rows of x, layer or rms.");
+  m.def("rotate", &rotate, nb::kw_only(), "x"_a, "cos"_a, "sin"_a, "isa"_a = "",
+        "For tests: the rows of x with the pairs (i, i + half) rotated.");
+  m.def("attention", &attention, nb::kw_only(), "q"_a, "k"_a, "v"_a, "start"_a, "cache"_a, "group"_a = 1,
+        "window"_a = 0, "scale"_a = 0.0f, "softcap"_a = 0.0f, "isa"_a = "",
+        "For tests: one head of keys and values (T, D) in blocks, group heads of queries (Tq, group * D) at positions"
+        " start, ... Window 0: none; scale 0: 1 / sqrt(D).");
 }
 
 }  // namespace nanoinfer

@@ -1,6 +1,6 @@
 // The KV cache: fixed-size blocks of one pool, shared between forks by reference.
 //
-// A block holds kBlock positions of every layer and head, so a sequence is a list of blocks and a length. Forks share
+// A block holds kBlock positions of every layer and head of keys and values, so a sequence is a list of blocks and a length. Forks share
 // blocks; appending to a shared block copies it first. Truncating returns whole blocks to the pool. Paged keys and
 // values are the idea of PagedAttention (Kwon et al. 2023).
 #pragma once
@@ -17,7 +17,7 @@ namespace nanoinfer {
 
 struct CacheShape {
   CacheType type;
-  std::int64_t n_layer, n_head, head_dim;
+  std::int64_t n_layer, n_head, head_dim;  // n_head: heads of keys and values
 
   std::size_t part_bytes() const;                                       // one head of one layer in a block
   std::size_t block_bytes() const { return n_layer * n_head * part_bytes(); }

@@ -13,22 +13,50 @@ namespace {
 
 std::string str(std::int64_t n) { return std::to_string(n); }
 
+void require(bool ok, const std::string& message) {
+  if (!ok) throw std::invalid_argument(message);
+}
+
+void check_size(const std::string& name, std::int64_t value, std::int64_t low = 1) {
+  require(value >= low && value <= (std::int64_t{1} << 24), name + " is out of range: " + str(value));
+}
+
+void check_float(const char* name, float value, float low, float high) {
+  require(value >= low && value <= high, std::string(name) + " is out of range: " + std::to_string(value));
+}
+
 DecoderShape checked(const DecoderShape& s, const DecoderOptions& o) {
-  const std::int64_t most = std::int64_t{1} << 24;
   for (const auto& [name, value] : {std::pair<const char*, std::int64_t>{"vocab_size", s.vocab_size},
                                     {"block_size", s.block_size},
                                     {"n_layer", s.n_layer},
                                     {"n_head", s.n_head},
+                                    {"n_kv_head", s.n_kv_head},
                                     {"n_embd", s.n_embd},
                                     {"mlp_dim", s.mlp_dim},
+                                    {"head_dim", s.head_dim * 256},  // at most 65,536
                                     {"max_num_cached_tokens", o.max_num_cached_tokens / 1024 + 1},
                                     {"max_num_seqs", o.max_num_seqs},
                                     {"threads", o.threads * std::int64_t{1024}}})  // at most 16,384
-    if (value < 1 || value > most) throw std::invalid_argument(std::string(name) + " is out of range: " + str(value));
-  if (o.max_num_cached_tokens < 1) throw std::invalid_argument("max_num_cached_tokens must be at least 1");
-  if (s.n_embd % s.n_head)
-    throw std::invalid_argument("n_embd=" + str(s.n_embd) + " is not a multiple of n_head=" + str(s.n_head));
-  if (!(s.epsilon >= 0 && s.epsilon <= 1)) throw std::invalid_argument("layer_norm_epsilon must be from 0 to 1");
+    check_size(name, value);
+  check_size("attention's width", s.attn_dim());
+  require(o.max_num_cached_tokens >= 1, "max_num_cached_tokens must be at least 1");
+  require(s.n_head % s.n_kv_head == 0,
+          "n_head=" + str(s.n_head) + " is not a multiple of n_kv_head=" + str(s.n_kv_head));
+  check_float("norm_epsilon", s.epsilon, 0, 1);
+  check_float("attention_scale", s.attention_scale, 1e-6f, 1e6f);
+  check_float("attention_softcap", s.attention_softcap, 0, 1e6f);
+  check_float("logits_softcap", s.logits_softcap, 0, 1e6f);
+  check_float("embedding_scale", s.embedding_scale, 1e-6f, 1e6f);
+  const std::size_t layers = s.n_layer;
+  require(s.windows.size() == layers && s.rotary.size() == layers, "windows and rotary need a number for each layer");
+  for (const std::int64_t window : s.windows) require(window >= 0, "a window must be at least 0: " + str(window));
+  for (const std::int64_t index : s.rotary)
+    require(index >= -1 && index < static_cast<std::int64_t>(s.frequencies.size()),
+            "rotary must be an index of frequencies or -1: " + str(index));
+  require(s.frequencies.size() <= 16, "there are more than 16 frequencies");
+  for (const std::vector<float>& f : s.frequencies)
+    require(!f.empty() && static_cast<std::int64_t>(2 * f.size()) <= s.head_dim,
+            "frequencies must be at least 1 and at most half of head_dim");
   return s;
 }
 
@@ -42,32 +70,28 @@ std::int64_t num_blocks(const DecoderShape& s, const DecoderOptions& o) {
 
 Decoder::Decoder(const DecoderShape& shape, const DecoderOptions& options)
     : kernels_(kernels_for(options.isa)),
-      cache_({options.cache, checked(shape, options).n_layer, shape.n_head, shape.head_dim()}, num_blocks(shape, options)),
+      cache_({options.cache, checked(shape, options).n_layer, shape.n_kv_head, shape.head_dim},
+             num_blocks(shape, options)),
       threads_(ThreadPool::shared(options.threads)),
       pass_((model_.shape = shape, model_.type = options.weights, model_), kernels_, cache_, options.threads) {
   const std::int64_t C = shape.n_embd;
   model_.layers.resize(shape.n_layer);
-  model_.wpe.resize(shape.block_size * C);
   add_matrix("transformer.wte", model_.wte, shape.vocab_size, C, /*with_bias=*/false);
-  slots_["transformer.wpe.weight"] = {nullptr, model_.wpe.data(), shape.block_size, C};
-  for (std::int64_t i = 0; i < shape.n_layer; ++i) {
-    const std::string h = "transformer.h." + str(i) + ".";
-    LayerWeights& layer = model_.layers[i];
-    add_norm(h + "ln_1", layer.ln_1);
-    add_matrix(h + "attn.c_attn", layer.c_attn, 3 * C, C, /*with_bias=*/true);
-    add_matrix(h + "attn.c_proj", layer.c_proj, C, C, /*with_bias=*/true);
-    add_norm(h + "ln_2", layer.ln_2);
-    add_matrix(h + "mlp.c_fc", layer.c_fc, shape.mlp_dim, C, /*with_bias=*/true);
-    add_matrix(h + "mlp.c_proj", layer.mlp_proj, C, shape.mlp_dim, /*with_bias=*/true);
+  if (shape.learned_positions) {
+    model_.wpe.resize(shape.block_size * C);
+    slots_["transformer.wpe.weight"] = {nullptr, model_.wpe.data(), shape.block_size, C};
   }
-  add_norm("transformer.ln_f", model_.ln_f);
+  if (shape.embedding_norm) add_norm("transformer.ln_e", model_.ln_e, C);
+  for (std::int64_t i = 0; i < shape.n_layer; ++i) add_layer("transformer.h." + str(i) + ".", model_.layers[i]);
+  add_norm("transformer.ln_f", model_.ln_f, C);
   if (!shape.tied) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/false);
   if (!options.packed) panels_ = Buffer(panel_bytes_, options.huge_pages);
   vectors_ = Buffer(vector_floats_ * sizeof(float), options.huge_pages);
   panel_bytes_ = vector_floats_ = 0;
   place(model_.wte);
   for (LayerWeights& layer : model_.layers)
-    for (Matrix* m : {&layer.c_attn, &layer.c_proj, &layer.c_fc, &layer.mlp_proj}) place(*m);
+    for (Matrix* m : {&layer.c_attn, &layer.c_proj, &layer.c_gate, &layer.c_fc, &layer.mlp_proj})
+      if (m->out) place(*m);
   if (shape.tied) model_.lm_head = model_.wte;
   else place(model_.lm_head);
   for (auto& [name, slot] : slots_)
@@ -75,6 +99,24 @@ Decoder::Decoder(const DecoderShape& shape, const DecoderOptions& options)
       Matrix& m = *slots_.at(name.substr(0, name.size() - 4) + "weight").matrix;
       slot.vector = const_cast<float*>(m.bias);
     }
+}
+
+void Decoder::add_layer(const std::string& prefix, LayerWeights& layer) {
+  const DecoderShape& s = model_.shape;
+  const std::int64_t C = s.n_embd, q = s.attn_dim(), kv = s.kv_dim();
+  if (s.norm_before) add_norm(prefix + "ln_1", layer.ln_1, C);
+  add_matrix(prefix + "attn.c_attn", layer.c_attn, q + 2 * kv, C, /*with_bias=*/true);
+  add_matrix(prefix + "attn.c_proj", layer.c_proj, C, q, /*with_bias=*/true);
+  if (s.head_norm || s.whole_norm) {
+    add_norm(prefix + "attn.q_norm", layer.q_norm, s.head_norm ? s.head_dim : q);
+    add_norm(prefix + "attn.k_norm", layer.k_norm, s.head_norm ? s.head_dim : kv);
+  }
+  if (s.norm_after) add_norm(prefix + "post_1", layer.post_1, C);
+  if (s.norm_before) add_norm(prefix + "ln_2", layer.ln_2, C);
+  if (s.gated_mlp) add_matrix(prefix + "mlp.c_gate", layer.c_gate, s.mlp_dim, C, /*with_bias=*/true);
+  add_matrix(prefix + "mlp.c_fc", layer.c_fc, s.mlp_dim, C, /*with_bias=*/true);
+  add_matrix(prefix + "mlp.c_proj", layer.mlp_proj, C, s.mlp_dim, /*with_bias=*/true);
+  if (s.norm_after) add_norm(prefix + "post_2", layer.post_2, C);
 }
 
 void Decoder::add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias) {
@@ -90,10 +132,13 @@ void Decoder::add_matrix(const std::string& name, Matrix& m, std::int64_t out, s
   if (with_bias) slots_[name + ".bias"] = {nullptr, nullptr, 1, out, /*optional=*/true};
 }
 
-void Decoder::add_norm(const std::string& name, std::vector<float>& norm) {
-  norm.resize(2 * model_.shape.n_embd);
-  slots_[name + ".weight"] = {nullptr, norm.data(), 1, model_.shape.n_embd};
-  slots_[name + ".bias"] = {nullptr, norm.data() + model_.shape.n_embd, 1, model_.shape.n_embd, /*optional=*/true};
+// Without a weight, a norm multiplies by 1.
+void Decoder::add_norm(const std::string& name, NormWeights& norm, std::int64_t width) {
+  norm.weight.assign(width, 1.0f);
+  norm.bias.assign(width, 0.0f);
+  slots_[name + ".weight"] = {nullptr, norm.weight.data(), 1, width, !model_.shape.norm_weight, false,
+                              model_.shape.norm_offset};
+  slots_[name + ".bias"] = {nullptr, norm.bias.data(), 1, width, /*optional=*/true};
 }
 
 void Decoder::place(Matrix& m) {
@@ -119,6 +164,8 @@ void Decoder::load(const std::string& name, const Stored& values) {
                                 "), must be (" + str(slot.rows) + ", " + str(slot.columns) + ")");
   if (!slot.matrix) {
     read_rows(values, 0, values.rows, slot.vector);
+    if (slot.offset != 0)
+      for (std::int64_t i = 0; i < values.columns; ++i) slot.vector[i] += slot.offset;
   } else if (panels_.size()) {
     Matrix& m = *slot.matrix;
     pack(ThreadPool::current(threads_), m.type, values, const_cast<std::uint8_t*>(m.data), const_cast<float*>(m.scale));

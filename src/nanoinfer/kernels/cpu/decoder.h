@@ -1,4 +1,4 @@
-// The native decoder: runs a GPT on a CPU, one call for each step. Weights are packed when they are loaded. kernels.cpp
+// The native decoder: runs a decoder-only transformer on a CPU, one call for each step. Weights are packed when they are loaded. kernels.cpp
 // describes the kernels, and cache.h the KV cache.
 #pragma once
 
@@ -73,9 +73,11 @@ class Decoder {
     std::int64_t rows = 1, columns = 0;
     bool optional = false;     // biases, which are zero if the checkpoint has none
     bool given = false;
+    float offset = 0;          // added to the values
   };
   void add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias);
-  void add_norm(const std::string& name, std::vector<float>& norm);
+  void add_norm(const std::string& name, NormWeights& norm, std::int64_t width);
+  void add_layer(const std::string& prefix, LayerWeights& layer);
   void place(Matrix& m);
   Slot& find(const std::string& name);
 

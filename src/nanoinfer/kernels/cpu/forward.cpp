@@ -1,6 +1,7 @@
 #include "forward.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "format.h"
 
@@ -18,19 +19,28 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
     : model_(model), kernels_(kernels), cache_(cache) {
   const DecoderShape& s = model.shape;
   x_stride_ = padded(s.n_embd);
-  qkv_stride_ = padded(3 * s.n_embd);
+  qkv_stride_ = padded(s.attn_dim() + 2 * s.kv_dim());
+  attended_stride_ = padded(std::max(s.attn_dim(), s.n_embd));  // also the outputs of attention and MLP before a norm
   hidden_stride_ = padded(s.mlp_dim);
-  scratch_stride_ = padded(std::max({kQueryTile * (s.block_size + kBlock), s.n_embd, s.mlp_dim}));
-  prepared_stride_ = std::max(prepared_bytes(model.type, s.n_embd), prepared_bytes(model.type, s.mlp_dim));
+  scratch_stride_ = padded(std::max(kQueryTile * (s.block_size + kBlock), s.n_embd));
+  angle_stride_ = 0;
+  for (const std::vector<float>& f : s.frequencies) {
+    angle_at_.push_back(angle_stride_);
+    angle_stride_ += 2 * padded(f.size());
+  }
+  for (const std::int64_t in : {s.n_embd, s.attn_dim(), s.mlp_dim})
+    prepared_stride_ = std::max(prepared_stride_, prepared_bytes(model.type, in));
   head_stride_ = prepared_bytes(model.type, s.n_embd);
-  const std::int64_t floats = kMaxRows * (2 * x_stride_ + qkv_stride_ + hidden_stride_) + num_threads * scratch_stride_;
+  const std::int64_t floats = kMaxRows * (x_stride_ + qkv_stride_ + attended_stride_ + hidden_stride_ + angle_stride_) +
+                              num_threads * scratch_stride_;
   memory_ = Buffer(floats * sizeof(float) + kMaxRows * prepared_stride_);
   float* at = reinterpret_cast<float*>(memory_.data());
   const auto take = [&at](std::int64_t n) { return std::exchange(at, at + n); };
   x_ = take(kMaxRows * x_stride_);
-  attended_ = take(kMaxRows * x_stride_);
+  attended_ = take(kMaxRows * attended_stride_);
   qkv_ = take(kMaxRows * qkv_stride_);
   hidden_ = take(kMaxRows * hidden_stride_);
+  angles_ = take(kMaxRows * angle_stride_);
   scratch_ = take(num_threads * scratch_stride_);
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
   next_item_ = std::make_unique<std::atomic<std::int64_t>[]>(s.n_layer);
@@ -52,7 +62,9 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
       finish(rank);
       if (last && num_logits_) {
         const Matrix& w = model_.lm_head;
-        const MatmulTask task{&w, head_rows_.data(), head_stride_, num_logits_, logits, logits_stride, Epilogue::store};
+        const float cap = model_.shape.logits_softcap;
+        const MatmulTask task{&w, head_rows_.data(), head_stride_, num_logits_, logits, logits_stride,
+                              cap > 0 ? Epilogue::soft_cap : Epilogue::store, cap};
         const Range mine = range(w.panels, rank);
         kernels_.matmul(task, mine.begin, mine.end);
         timed_barrier(&PartSeconds::head, rank);
@@ -71,20 +83,34 @@ void ForwardPass::select(const Row* rows, std::int64_t count) {
     while (to < count && to - from < kQueryChunk && rows[to].handle == rows[from].handle)
       block_of_.push_back(cache_.block(rows[to].handle, rows[to].position)), ++to;
     const std::uint8_t* const* blocks = cache_.blocks(rows[from].handle).data();
-    for (std::int64_t h = 0; h < model_.shape.n_head; ++h) items_.push_back({blocks, from, to - from, h});
+    for (std::int64_t h = 0; h < model_.shape.n_kv_head; ++h) items_.push_back({blocks, from, to - from, h});
     from = to;
   }
   for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) next_item_[l].store(0, std::memory_order_relaxed);
 }
 
 void ForwardPass::embed(int rank) {
-  const std::int64_t C = model_.shape.n_embd;
+  const DecoderShape& s = model_.shape;
   const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r) {
     float* x = x_ + r * x_stride_;
     unpack_row(model_.wte, rows_[r].token, x);
-    const float* position = model_.wpe.data() + rows_[r].position * C;
-    for (std::int64_t i = 0; i < C; ++i) x[i] += position[i];
+    if (s.embedding_scale != 1)
+      for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] *= s.embedding_scale;
+    if (s.learned_positions) {
+      const float* position = model_.wpe.data() + rows_[r].position * s.n_embd;
+      for (std::int64_t i = 0; i < s.n_embd; ++i) x[i] += position[i];
+    }
+    if (s.embedding_norm) norm(model_.ln_e, x, s.n_embd, x);
+    for (std::size_t f = 0; f < s.frequencies.size(); ++f) {
+      const std::int64_t half = s.frequencies[f].size();
+      float* cosines = angles_ + r * angle_stride_ + angle_at_[f];
+      for (std::int64_t i = 0; i < half; ++i) {
+        const float angle = static_cast<float>(rows_[r].position) * s.frequencies[f][i];
+        cosines[i] = std::cos(angle);
+        cosines[padded(half) + i] = std::sin(angle);
+      }
+    }
   }
 }
 
@@ -99,9 +125,19 @@ void ForwardPass::timed_barrier(double PartSeconds::*part, int rank) {
 }
 
 void ForwardPass::layer(std::int64_t index, int rank) {
+  if (model_.shape.parallel_residual) {  // both read the x before the layer
+    mlp_hidden(index, rank);
+    attention(index, rank);
+  } else {
+    attention(index, rank);
+    mlp_hidden(index, rank);
+  }
+  mlp_output(index, rank);
+}
+
+void ForwardPass::attention(std::int64_t index, int rank) {
   const LayerWeights& w = model_.layers[index];
-  const Epilogue gelu = model_.shape.gelu_tanh ? Epilogue::gelu_tanh : Epilogue::gelu_erf;
-  norm(w.ln_1, w.c_attn, rank);
+  prepare_input(w.ln_1, w.c_attn, rank);
   timed_barrier(&PartSeconds::others, rank);
   multiply(w.c_attn, qkv_, qkv_stride_, Epilogue::store, rank);
   timed_barrier(&PartSeconds::products, rank);
@@ -109,27 +145,59 @@ void ForwardPass::layer(std::int64_t index, int rank) {
   timed_barrier(&PartSeconds::attention, rank);
   attend(index, rank);
   timed_barrier(&PartSeconds::attention, rank);
-  prepare(attended_, x_stride_, w.c_proj, rank);
+  prepare(attended_, attended_stride_, w.c_proj, rank);
   timed_barrier(&PartSeconds::others, rank);
-  multiply(w.c_proj, x_, x_stride_, Epilogue::add, rank);
-  timed_barrier(&PartSeconds::products, rank);
-  norm(w.ln_2, w.c_fc, rank);
+  residual(w.c_proj, w.post_1, rank);
+}
+
+void ForwardPass::mlp_hidden(std::int64_t index, int rank) {
+  const LayerWeights& w = model_.layers[index];
+  const bool gated = model_.shape.gated_mlp;
+  prepare_input(w.ln_2, w.c_fc, rank);
   timed_barrier(&PartSeconds::others, rank);
-  multiply(w.c_fc, hidden_, hidden_stride_, gelu, rank);
-  timed_barrier(&PartSeconds::products, rank);
-  prepare(hidden_, hidden_stride_, w.mlp_proj, rank);
-  timed_barrier(&PartSeconds::others, rank);
-  multiply(w.mlp_proj, x_, x_stride_, Epilogue::add, rank);
+  // A thread computes the same outputs of gate and c_fc, so there is no barrier between them.
+  if (gated) multiply(w.c_gate, hidden_, hidden_stride_, model_.shape.activation, rank);
+  multiply(w.c_fc, hidden_, hidden_stride_, gated ? Epilogue::multiply : model_.shape.activation, rank);
   timed_barrier(&PartSeconds::products, rank);
 }
 
-// Layer norm of x as prepared rows for the next product.
-void ForwardPass::norm(const std::vector<float>& weights, const Matrix& next, int rank) {
+void ForwardPass::mlp_output(std::int64_t index, int rank) {
+  const LayerWeights& w = model_.layers[index];
+  prepare(hidden_, hidden_stride_, w.mlp_proj, rank);
+  timed_barrier(&PartSeconds::others, rank);
+  residual(w.mlp_proj, w.post_2, rank);
+}
+
+// Add the product of the prepared rows to x, after a norm if the model has one there.
+void ForwardPass::residual(const Matrix& w, const NormWeights& post, int rank) {
+  if (!model_.shape.norm_after) {
+    multiply(w, x_, x_stride_, Epilogue::add, rank);
+    timed_barrier(&PartSeconds::products, rank);
+    return;
+  }
+  multiply(w, attended_, attended_stride_, Epilogue::store, rank);
+  timed_barrier(&PartSeconds::products, rank);
+  const std::int64_t C = model_.shape.n_embd;
+  const Range mine = range(num_rows_, rank);
+  for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+    float *y = attended_ + r * attended_stride_, *x = x_ + r * x_stride_;
+    norm(post, y, C, y);
+    for (std::int64_t i = 0; i < C; ++i) x[i] += y[i];
+  }
+}
+
+void ForwardPass::norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const {
+  kernels_.norm(model_.shape.norm, x, weights.weight.data(), weights.bias.data(), n, model_.shape.epsilon, y);
+}
+
+// x, after a norm if the model has one there, as prepared rows for the next product.
+void ForwardPass::prepare_input(const NormWeights& weights, const Matrix& next, int rank) {
+  if (!model_.shape.norm_before) return prepare(x_, x_stride_, next, rank);
   const std::int64_t C = model_.shape.n_embd;
   float* y = scratch_ + rank * scratch_stride_;
   const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r) {
-    kernels_.layer_norm(x_ + r * x_stride_, weights.data(), weights.data() + C, C, model_.shape.epsilon, y);
+    norm(weights, x_ + r * x_stride_, C, y);
     kernels_.prepare(next.type, y, C, next.depth, r, num_rows_, prepared_stride_, prepared_);
   }
 }
@@ -146,15 +214,38 @@ void ForwardPass::multiply(const Matrix& w, float* y, std::int64_t stride, Epilo
   kernels_.matmul(task, mine.begin, mine.end);
 }
 
+// Normalise and rotate the queries and keys of one row, in place.
+void ForwardPass::position_queries_and_keys(std::int64_t layer, std::int64_t row) const {
+  const DecoderShape& s = model_.shape;
+  const LayerWeights& w = model_.layers[layer];
+  float *q = qkv_ + row * qkv_stride_, *k = q + s.attn_dim();
+  if (s.whole_norm) {
+    norm(w.q_norm, q, s.attn_dim(), q);
+    norm(w.k_norm, k, s.kv_dim(), k);
+  }
+  const std::int64_t index = s.rotary[layer];
+  if (!s.head_norm && index < 0) return;
+  const float* cosines = index < 0 ? nullptr : angles_ + row * angle_stride_ + angle_at_[index];
+  for (std::int64_t h = 0; h < s.n_head + s.n_kv_head; ++h) {  // keys follow the queries
+    float* x = q + h * s.head_dim;
+    if (s.head_norm) norm(h < s.n_head ? w.q_norm : w.k_norm, x, s.head_dim, x);
+    if (index < 0) continue;
+    const std::int64_t half = s.frequencies[index].size();
+    kernels_.rotate(x, cosines, cosines + padded(half), half);
+  }
+}
+
 void ForwardPass::store(std::int64_t layer, int rank) {
   const DecoderShape& s = model_.shape;
   const Range mine = range(num_rows_, rank);
-  for (std::int64_t r = mine.begin; r < mine.end; ++r)
-    for (std::int64_t h = 0; h < s.n_head; ++h) {
-      const float* k = qkv_ + r * qkv_stride_ + s.n_embd + h * s.head_dim();
-      kernels_.store_kv(cache_.shape().type, k, k + s.n_embd, s.head_dim(),
+  for (std::int64_t r = mine.begin; r < mine.end; ++r) {
+    position_queries_and_keys(layer, r);
+    for (std::int64_t h = 0; h < s.n_kv_head; ++h) {
+      const float* k = qkv_ + r * qkv_stride_ + s.attn_dim() + h * s.head_dim;
+      kernels_.store_kv(cache_.shape().type, k, k + s.kv_dim(), s.head_dim,
                         block_of_[r] + cache_.shape().offset(layer, h), rows_[r].position % kBlock);
     }
+  }
 }
 
 // Items differ in length, so each thread takes the next one when it is free. The result of an item does not depend on the
@@ -162,13 +253,16 @@ void ForwardPass::store(std::int64_t layer, int rank) {
 void ForwardPass::attend(std::int64_t layer, int rank) {
   const DecoderShape& s = model_.shape;
   const CacheShape& shape = cache_.shape();
-  const std::int64_t count = static_cast<std::int64_t>(items_.size());
+  const std::int64_t count = static_cast<std::int64_t>(items_.size()), group = s.n_head / s.n_kv_head;
+  const std::int64_t window = s.windows[layer] ? s.windows[layer] : s.block_size;
   for (std::int64_t i; (i = next_item_[layer].fetch_add(1, std::memory_order_relaxed)) < count;) {
     const Item& item = items_[i];
-    const std::int64_t column = item.head * s.head_dim();
-    kernels_.attention({shape.type, s.head_dim(), item.blocks, shape.offset(layer, item.head),
-                        rows_[item.row].position, item.count, qkv_ + item.row * qkv_stride_ + column, qkv_stride_,
-                        attended_ + item.row * x_stride_ + column, x_stride_, scratch_ + rank * scratch_stride_});
+    const std::int64_t column = item.head * group * s.head_dim;
+    kernels_.attention({shape.type, s.head_dim, item.blocks, shape.offset(layer, item.head), rows_[item.row].position,
+                        item.count, group, window, s.attention_scale, s.attention_softcap,
+                        qkv_ + item.row * qkv_stride_ + column, qkv_stride_,
+                        attended_ + item.row * attended_stride_ + column, attended_stride_,
+                        scratch_ + rank * scratch_stride_});
   }
 }
 
@@ -178,9 +272,8 @@ void ForwardPass::finish(int rank) {
   const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r)
     if (rows_[r].logit >= 0) {
-      const float* norm = model_.ln_f.data();
       float* y = final_hidden_.data() + rows_[r].logit * C;
-      kernels_.layer_norm(x_ + r * x_stride_, norm, norm + C, C, model_.shape.epsilon, y);
+      norm(model_.ln_f, x_ + r * x_stride_, C, y);
       kernels_.prepare(w.type, y, C, w.depth, rows_[r].logit, num_logits_, head_stride_, head_rows_.data());
     }
   timed_barrier(&PartSeconds::others, rank);

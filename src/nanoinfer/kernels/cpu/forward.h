@@ -15,25 +15,47 @@
 
 namespace nanoinfer {
 
+// nanoinfer.config.ModelConfig; the defaults are GPT-2's.
 struct DecoderShape {
-  std::int64_t vocab_size = 0, block_size = 0, n_layer = 0, n_head = 0, n_embd = 0, mlp_dim = 0;
-  bool gelu_tanh = true;
-  bool tied = true;   // the output head shares the token embedding's weights
+  std::int64_t vocab_size = 0, block_size = 0, n_layer = 0, n_head = 0, n_kv_head = 0, head_dim = 0, n_embd = 0, mlp_dim = 0;
+  Epilogue activation = Epilogue::gelu_tanh;
+  Norm norm = Norm::layer;
   float epsilon = 1e-5f;
+  bool norm_weight = true;            // whether norms have weights
+  float norm_offset = 0;              // added to the weights of norms
+  bool norm_before = true, norm_after = false;  // whether blocks have norms before attention and MLP, and after them
+  bool head_norm = false, whole_norm = false;   // norm of queries and keys: of each head, or of all heads together
+  bool embedding_norm = false;
+  bool learned_positions = true;
+  bool parallel_residual = false;
+  bool gated_mlp = false;
+  bool tied = true;                   // the output head shares the token embedding's weights
+  float attention_scale = 0;          // of the scores
+  float attention_softcap = 0, logits_softcap = 0;  // 0: none
+  float embedding_scale = 1;
+  std::vector<std::int64_t> windows;  // of each layer, 0: none
+  std::vector<std::int64_t> rotary;   // index in `frequencies` for each layer, -1: none
+  std::vector<std::vector<float>> frequencies;  // radians a position of each pair of dimensions
 
-  std::int64_t head_dim() const { return n_embd / n_head; }
+  std::int64_t attn_dim() const { return n_head * head_dim; }
+  std::int64_t kv_dim() const { return n_kv_head * head_dim; }
+};
+
+struct NormWeights {  // empty if the model does not have the norm
+  std::vector<float> weight, bias;
 };
 
 struct LayerWeights {
-  Matrix c_attn{}, c_proj{}, c_fc{}, mlp_proj{};
-  std::vector<float> ln_1, ln_2;  // weights, then biases
+  Matrix c_attn{}, c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only
+  NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm;
 };
 
 struct ModelWeights {
   DecoderShape shape;
   WeightType type = WeightType::f32;
   Matrix wte{}, lm_head{};         // lm_head is wte if they are tied
-  std::vector<float> wpe, ln_f;
+  std::vector<float> wpe;
+  NormWeights ln_e, ln_f;
   std::vector<LayerWeights> layers;
 };
 
@@ -64,14 +86,20 @@ class ForwardPass {
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct Item {  // attention of one head for some rows of one sequence
+  struct Item {  // attention of one head of keys and values for some rows of one sequence
     const std::uint8_t* const* blocks;
     std::int64_t row, count, head;
   };
   void select(const Row* rows, std::int64_t count);
   void embed(int rank);
   void layer(std::int64_t index, int rank);
-  void norm(const std::vector<float>& weights, const Matrix& next, int rank);
+  void attention(std::int64_t index, int rank);
+  void mlp_hidden(std::int64_t index, int rank);
+  void mlp_output(std::int64_t index, int rank);
+  void norm(const NormWeights& weights, const float* x, std::int64_t n, float* y) const;
+  void prepare_input(const NormWeights& weights, const Matrix& next, int rank);
+  void residual(const Matrix& w, const NormWeights& post, int rank);
+  void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void prepare(const float* from, std::int64_t stride, const Matrix& next, int rank);
   void multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, int rank);
   void store(std::int64_t layer, int rank);
@@ -84,10 +112,12 @@ class ForwardPass {
   const Kernels& kernels_;
   Cache& cache_;
   ThreadPool* threads_ = nullptr;  // during `run`
-  std::int64_t x_stride_, qkv_stride_, hidden_stride_, scratch_stride_;  // in floats
-  std::size_t prepared_stride_, head_stride_;                            // in bytes
+  std::int64_t x_stride_, qkv_stride_, attended_stride_, hidden_stride_, scratch_stride_, angle_stride_;  // in floats
+  std::size_t prepared_stride_ = 0, head_stride_;                            // in bytes
   Buffer memory_;
   float *x_, *qkv_, *attended_, *hidden_, *scratch_;  // (kMaxRows, stride); scratch_: (num_threads, stride)
+  float* angles_;  // (kMaxRows, stride): the cosines and sines of each of `frequencies` at the row's position
+  std::vector<std::int64_t> angle_at_;                // where each of `frequencies` starts in a row
   std::uint8_t* prepared_;                            // (kMaxRows, prepared_stride_)
   std::vector<std::uint8_t> head_rows_;               // (num_logits_, head_stride_), prepared
   std::vector<float> final_hidden_;                   // (num_logits_, n_embd)

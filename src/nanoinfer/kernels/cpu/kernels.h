@@ -4,7 +4,8 @@
 // must not use templates or inline functions of the standard library that a kernel file also uses: the linker keeps one
 // copy of such a function, which may be the one compiled for AVX-512.
 //
-// Sizes, in every comment:  C = n_embd   H heads   D = C / H   V = vocab_size   T tokens of context
+// Sizes, in every comment:  C = n_embd   H heads   K heads of keys and values   D = head_dim   V = vocab_size
+//   T tokens of context
 //   kPanel outputs are interleaved in packed weights; kGroup inputs share a scale; kBlock positions share a
 //   block of the key/value cache.
 #pragma once
@@ -18,11 +19,13 @@ constexpr std::int64_t kLanes = 16;   // floats that one kernel operation proces
 constexpr std::int64_t kPanel = 32;   // two vectors of outputs: two independent sums hide the latency of additions
 constexpr std::int64_t kGroup = 64;
 constexpr std::int64_t kBlock = 16;   // one vector of positions
-constexpr std::int64_t kQueryTile = 8;  // queries of one sequence that share a pass over its keys
+constexpr std::int64_t kQueryTile = 8;  // queries, of one or several heads, that share a pass over a sequence's keys
 
 enum class WeightType : int { f32, f16, bf16, i8, i4 };
 enum class CacheType : int { f32, bf16, i8 };
-enum class Epilogue : int { store, gelu_tanh, gelu_erf, add };  // add: to the output (the residual)
+enum class Norm : int { layer, rms };
+// add: to the output (the residual). multiply: with the output (gated MLPs). soft_cap: cap * tanh(y / cap).
+enum class Epilogue : int { store, gelu_tanh, gelu_erf, silu, relu2, add, multiply, soft_cap };
 
 // Packed weights of y = W x + b. W is (out, in). Outputs are padded with zeros to whole panels, and inputs to `depth`.
 // A thread reads its panels, and therefore memory, in order.
@@ -50,18 +53,24 @@ struct MatmulTask {
   float* y;                  // (rows, y_stride), y_stride >= panels * kPanel
   std::int64_t y_stride;
   Epilogue epilogue;
+  float cap = 0;             // of soft_cap
 };
 
-// One head of one sequence: queries at positions start, start + 1, ... attend to the keys up to their own position.
+// One head of keys and values of one sequence: tokens at positions start, start + 1, ... attend to the keys up to their
+// own position, the last `window` of them, with `group` heads of queries each.
 struct AttentionTask {
   CacheType type;
   std::int64_t head_dim;
   const std::uint8_t* const* blocks;  // blocks of the sequence: kBlock positions of all layers and heads each
   std::size_t offset;                 // offset of this layer and head in a block
-  std::int64_t start, num_queries;
-  const float* q;                     // (num_queries, q_stride)
+  std::int64_t start, num_tokens;
+  std::int64_t group;                 // H / K
+  std::int64_t window;                // at least 1
+  float scale;                        // of the scores
+  float softcap;                      // scores become softcap * tanh(score / softcap); 0: they do not
+  const float* q;                     // (num_tokens, q_stride), group * head_dim read
   std::int64_t q_stride;
-  float* out;                         // (num_queries, out_stride), head_dim written
+  float* out;                         // (num_tokens, out_stride), group * head_dim written
   std::int64_t out_stride;
   float* scratch;                     // kQueryTile * (positions rounded up to kBlock) floats
 };
@@ -73,8 +82,11 @@ struct Kernels {
   // Write prepared row `row` of `rows` rows: x[0:n], padded with zeros to `depth`.
   void (*prepare)(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row,
                   std::int64_t rows, std::size_t stride, std::uint8_t* out);
-  // y[0:n] = (x - mean) / sqrt(variance + eps) * weight + bias.
-  void (*layer_norm)(const float* x, const float* weight, const float* bias, std::int64_t n, float eps, float* y);
+  // layer: y[0:n] = (x - mean) / sqrt(variance + eps) * weight + bias.
+  // rms:   y[0:n] = x / sqrt(mean of squares + eps) * weight + bias. y may be x.
+  void (*norm)(Norm norm, const float* x, const float* weight, const float* bias, std::int64_t n, float eps, float* y);
+  // Rotate pairs (x[i], x[i + half]) by angles with these cosines and sines, (half) each, in place.
+  void (*rotate)(float* x, const float* cos, const float* sin, std::int64_t half);
   // Store one position's key and value, D floats each, at index `slot` of a head's part of a block.
   void (*store_kv)(CacheType type, const float* k, const float* v, std::int64_t head_dim, std::uint8_t* part,
                    std::int64_t slot);

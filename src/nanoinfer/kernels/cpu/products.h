@@ -144,11 +144,15 @@ NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
   }
 }
 
-NI_INLINE f32x16 finish(Epilogue epilogue, f32x16 y, const float* at) {
-  switch (epilogue) {
+NI_INLINE f32x16 finish(const MatmulTask& task, f32x16 y, const float* at) {
+  switch (task.epilogue) {
     case Epilogue::gelu_tanh: return gelu_tanh(y);
     case Epilogue::gelu_erf: return gelu_erf(y);
+    case Epilogue::silu: return silu(y);
+    case Epilogue::relu2: return relu2(y);
     case Epilogue::add: return load(at) + y;
+    case Epilogue::multiply: return load(at) * y;
+    case Epilogue::soft_cap: return soft_cap(y, task.cap);
     default: return y;
   }
 }
@@ -172,7 +176,7 @@ void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row) {
     NI_ROWS {
       float* y = task.y + (row + m) * task.y_stride + column;
       const f32x16 sum = type == WeightType::i8 ? fma(acc.v[m][h], scale, bias) : acc.v[m][h] + bias;
-      store(y, finish(task.epilogue, sum, y));
+      store(y, finish(task, sum, y));
     }
   }
 }

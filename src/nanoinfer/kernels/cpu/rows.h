@@ -1,4 +1,4 @@
-// Operations on each row between the products: its prepared form, layer norm.
+// Operations on each row between the products: its prepared form, norms, rotation.
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 #pragma once
 
@@ -71,18 +71,31 @@ void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth
   }
 }
 
-void layer_norm(const float* x, const float* weight, const float* bias, std::int64_t n, float eps, float* y) {
-  f32x16 total = broadcast(0.0f);
-  for (std::int64_t k = 0; k < n; k += 16) total = total + load_first(x + k, n - k);
-  const f32x16 mean = broadcast(sum(total) / (float)n);
+void norm(Norm norm, const float* x, const float* weight, const float* bias, std::int64_t n, float eps, float* y) {
+  f32x16 mean = broadcast(0.0f);
+  if (norm == Norm::layer) {
+    f32x16 total = broadcast(0.0f);
+    for (std::int64_t k = 0; k < n; k += 16) total = total + load_first(x + k, n - k);
+    mean = broadcast(sum(total) / (float)n);
+  }
   f32x16 squares = broadcast(0.0f);
   for (std::int64_t k = 0; k < n; k += 16) {
     const f32x16 d = first(n - k, load_first(x + k, n - k) - mean, 0.0f);
     squares = fma(d, d, squares);
   }
-  const f32x16 rstd = broadcast(1.0f / __builtin_sqrtf(sum(squares) / (float)n + eps));
+  const f32x16 inverse = broadcast(1.0f / __builtin_sqrtf(sum(squares) / (float)n + eps));
   for (std::int64_t k = 0; k < n; k += 16) {
-    const f32x16 scaled = (load_first(x + k, n - k) - mean) * rstd;
+    const f32x16 scaled = (load_first(x + k, n - k) - mean) * inverse;
     store_first(y + k, fma(scaled, load_first(weight + k, n - k), load_first(bias + k, n - k)), n - k);
+  }
+}
+
+void rotate(float* x, const float* cos, const float* sin, std::int64_t half) {
+  for (std::int64_t k = 0; k < half; k += 16) {
+    const std::int64_t n = half - k;
+    const f32x16 a = load_first(x + k, n), b = load_first(x + half + k, n);
+    const f32x16 c = load_first(cos + k, n), s = load_first(sin + k, n);
+    store_first(x + k, a * c - b * s, n);
+    store_first(x + half + k, b * c + a * s, n);
   }
 }

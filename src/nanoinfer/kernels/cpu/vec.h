@@ -278,6 +278,22 @@ NI_INLINE f32x16 gelu_tanh(f32x16 x) {
   return x / (broadcast(1.0f) + exp(u2));
 }
 
+// tanh(x) = 1 - 2 / (1 + e^2x)
+NI_INLINE f32x16 tanh(f32x16 x) {
+  return broadcast(1.0f) - broadcast(2.0f) / (broadcast(1.0f) + exp(x + x));
+}
+NI_INLINE f32x16 soft_cap(f32x16 x, float cap) { return broadcast(cap) * tanh(x * broadcast(1.0f / cap)); }
+
+// x / (1 + e^-x)
+NI_INLINE f32x16 silu(f32x16 x) { return x / (broadcast(1.0f) + exp(broadcast(0.0f) - x)); }
+
+// The square of max(x, 0); NaN stays NaN.
+NI_INLINE f32x16 relu2(f32x16 x) {
+  f32x16 y;
+  NI_EACH y.v[i] = x.v[i] < 0 ? x.v[i] * 0.0f : x.v[i] * x.v[i];
+  return y;
+}
+
 // GELU, exact form: x (1 + erf(x / sqrt 2)) / 2. erf by Abramowitz and Stegun 7.1.26, absolute error 1.5e-7:
 // for z >= 0, 1 - erf(z) = t (a1 + t (a2 + ...)) e^(-z z), t = 1 / (1 + 0.3275911 z).
 NI_INLINE f32x16 gelu_erf(f32x16 x) {

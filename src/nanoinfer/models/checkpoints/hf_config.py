@@ -7,6 +7,7 @@ is ignored.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +15,12 @@ from nanoinfer.checks import require_int, show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, read_json
+from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.families.base import Fields
 
 log = logging.getLogger("nanoinfer")
 
 MAX_CONFIG_BYTES = 1 << 20  # GPT-2's has 0.7 KB
-
-# Field -> its supported values.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "model_type": ("gpt2",),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "reorder_and_upcast_attn": (False,),
-    "add_cross_attention": (False,),
-    "is_encoder_decoder": (False,),
-    "quantization_config": (None,),
-    "pruned_heads": (None, {}),
-}
-_ACTIVATIONS = {"gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu"}
-# Fields that do not change the logits of a plain forward pass.
-_HARMLESS = frozenset(
-    "architectures attn_pdrop embd_pdrop resid_pdrop initializer_range use_cache n_ctx task_specific_params "
-    "torch_dtype dtype transformers_version _name_or_path name_or_path return_dict output_hidden_states "
-    "output_attentions gradient_checkpointing id2label label2id problem_type num_labels is_decoder "
-    "pad_token_id summary_activation summary_first_dropout summary_proj_to_labels summary_type "
-    "summary_use_proj chunk_size_feed_forward tokenizer_class prefix finetuning_task torchscript "
-    "use_bfloat16 tf_legacy_loss bos_token_id eos_token_id cross_attention_hidden_size".split()
-)
-_SHAPE = {
-    "vocab_size": 50257,
-    "n_positions": 1024,
-    "n_embd": 768,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_inner": None,
-    "layer_norm_epsilon": 1e-5,
-    "tie_word_embeddings": True,
-}
 
 
 def read(path: Path) -> ModelConfig:
@@ -60,31 +31,31 @@ def read(path: Path) -> ModelConfig:
             generation_config.json in the same folder is malformed.
     """
     raw, where = _object(path, "a config"), escaped(path)
-    for name, allowed in _ONLY.items():
-        if name in raw and raw[name] not in allowed:
-            raise NanoinferError(f"{where}: {name}={show(raw[name])} is not supported: only {allowed[0]!r} is")
+    known = ", ".join(FAMILIES)
     if "model_type" not in raw:
-        raise NanoinferError(f"{where} has no model_type: add model_type=gpt2 if it is a GPT-2 model")
-    activation = raw.get("activation_function", "gelu_new")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise NanoinferError(
-            f"{where}: activation_function={show(activation)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
-        )
-    known = {*_ONLY, *_HARMLESS, *_SHAPE, "activation_function"}
-    if unknown := sorted(raw.keys() - known):
-        log.warning("%s: unknown fields are ignored: %s", where, escaped(", ".join(unknown)))
-    shape: dict[str, Any] = {name: raw.get(name, default) for name, default in _SHAPE.items()}
+        raise NanoinferError(f"{where} has no model_type: add it, one of {known}")
+    if not isinstance(raw["model_type"], str) or (family := FAMILIES.get(raw["model_type"])) is None:
+        raise NanoinferError(f"{where}: model_type={show(raw['model_type'])} is not supported: only {known} are")
+    fields = Fields(raw, where)
+    fields.only("is_encoder_decoder", False, None)
+    fields.only("quantization_config", None)
     try:
-        require_int("n_positions", shape["n_positions"], 1, 2**31 - 1)  # ModelConfig's error would name block_size
-        return ModelConfig(
-            block_size=shape.pop("n_positions"),
-            activation=_ACTIVATIONS[activation],
-            bos_token_id=next(iter(_token_ids("bos_token_id", raw.get("bos_token_id", 50256), raw)), None),
-            eos_token_ids=_end_tokens(raw, path.with_name("generation_config.json")),
-            **shape,
-        )
+        config = family.read(fields)
+        tokens: dict[str, Any] = {
+            "bos_token_id": next(iter(_token_ids("bos_token_id", _special(raw, "bos_token_id"), raw)), None),
+            "eos_token_ids": _end_tokens(raw, path.with_name("generation_config.json")),
+        }
+        config = replace(config, **tokens)
     except NanoinferError as e:
-        raise NanoinferError(f"{where}: {e}") from None
+        raise NanoinferError(str(e) if str(e).startswith(where) else f"{where}: {e}") from None
+    if unknown := sorted(raw.keys() - fields.known):
+        log.warning("%s: unknown fields are ignored: %s", where, escaped(", ".join(unknown)))
+    return config
+
+
+def _special(raw: dict[str, Any], name: str) -> Any:
+    """Return a special token's field; configs of GPT-2 leave out its default."""
+    return raw.get(name, 50256 if raw["model_type"] == "gpt2" else None)
 
 
 def _object(path: Path, what: str) -> dict[str, Any]:
@@ -104,7 +75,7 @@ def _end_tokens(raw: dict[str, Any], beside: Path) -> tuple[int, ...]:
             return _token_ids("eos_token_id", value, raw)
         except NanoinferError as e:
             raise NanoinferError(f"{escaped(beside)}: {e}") from None
-    return _token_ids("eos_token_id", raw.get("eos_token_id", 50256), raw)
+    return _token_ids("eos_token_id", _special(raw, "eos_token_id"), raw)
 
 
 def _token_ids(name: str, value: Any, raw: dict[str, Any]) -> tuple[int, ...]:
@@ -125,32 +96,21 @@ def _token_ids(name: str, value: Any, raw: dict[str, Any]) -> tuple[int, ...]:
 
 
 def to_dict(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Return the config.json content that `transformers` reads as GPT2LMHeadModel.
+    """Return the config.json content that `transformers` reads.
 
     Args:
         config: the model's shape.
         dtype: name of the dtype of the stored weights.
     """
-    eos = config.eos_token_ids
+    eos, family = config.eos_token_ids, FAMILIES[config.family]
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "activation_function": config.activation,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "vocab_size": config.vocab_size,
-        "n_positions": config.block_size,
-        "n_ctx": config.block_size,
-        "n_embd": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "n_inner": config.n_inner,
-        "layer_norm_epsilon": config.layer_norm_epsilon,
-        "tie_word_embeddings": config.tie_word_embeddings,
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.write(config),
         "bos_token_id": config.bos_token_id,
         "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
         "dtype": dtype,
         "torch_dtype": dtype,  # the name before transformers 5
         "use_cache": True,
+        "pad_token_id": None,  # some defaults of transformers are outside a small vocabulary
     }

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from nanoinfer.arrays import HostTensor
 from nanoinfer.checks import show
+from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, read_json, write_folder
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
-from nanoinfer.models.checkpoints.weights import CONV1D, Weights, check
+from nanoinfer.models.checkpoints.weights import Weights, check
+from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.families.base import Recipe
+from nanoinfer.models.parameters import shapes
 
 _HUB_FILES = [
     "config.json",
@@ -35,7 +41,6 @@ PICKLED = "pytorch_model.bin"
 MAX_INDEX_BYTES = 16 << 20
 # Without this file, AutoTokenizer uses GPT-2's own tokenizer class, which splits text before it applies tokenizer.json.
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-_BUFFERS = (".attn.bias", ".attn.masked_bias")  # causal masks that old checkpoints contain
 
 
 def download(repo_id: str) -> Path:
@@ -73,11 +78,9 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
     stored: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         for key, tensor in _tensors(path).items():
-            if key.endswith(_BUFFERS):
-                continue
-            if (name := _our_name(key)) in stored:
+            if (name := _full_name(key, config)) in stored:
                 raise NanoinferError(f"{escaped(folder)} contains tensor {name!r:.80} twice: keep one")
-            stored[name] = tensor.t() if CONV1D.search(name) else tensor
+            stored[name] = tensor
     return check(config, stored, escaped(folder), dtype)
 
 
@@ -89,9 +92,9 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
     return state  # type: ignore[no-any-return]  # checked
 
 
-def _our_name(key: str) -> str:
-    """h.0.ln_1.weight -> transformer.h.0.ln_1.weight; lm_head.weight -> lm_head.weight."""
-    return key if key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+def _full_name(key: str, config: ModelConfig) -> str:
+    """Return a tensor's name with the prefix "transformer.", which old files of GPT-2 leave out."""
+    return key if config.family != "gpt2" or key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -120,6 +123,16 @@ def _indexed(index: Path) -> list[Path]:
     return sorted(set(files))
 
 
+def _stored(recipe: Recipe, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
+    """Yield the stored tensors that one of ours is made of: the inverse of reading them."""
+    values = tensor.values if recipe.order is None else tensor.values[np.argsort(recipe.order)]
+    start = 0
+    for name, rows in recipe.parts:
+        part = HostTensor(values[start : start + rows], tensor.dtype)
+        yield name, part.t() if recipe.transposed else part
+        start += rows
+
+
 def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtype: str | None = None) -> None:
     """Write a model as a Hugging Face folder that `transformers` loads as GPT2LMHeadModel.
 
@@ -136,12 +149,15 @@ def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtyp
         NanoinferError: the folder cannot be written.
     """
     config, dtype = weights.config, dtype or weights.dtype
+    family = FAMILIES[config.family]
     tensors: dict[str, HostTensor] = {}
     for name, tensor in weights.read():
-        tensors[name] = (tensor.t() if CONV1D.search(name) else tensor).to(dtype)
-        if not config.bias and (CONV1D.search(name) or len(tensor.shape) == 1):  # a layer norm has one dimension
-            zeros = HostTensor(np.zeros(tensor.shape[:1], np.float32), "float32").to(dtype)
-            tensors[name.replace(".weight", ".bias")] = zeros
+        tensors.update(_stored(family.recipe(config, name, tensor.shape[0]), tensor.to(dtype)))
+    if config.family == "gpt2":  # its layout always has biases
+        for name, shape in shapes(replace(config, bias=True)).items():
+            zeros = HostTensor(np.zeros(shape, np.float32), "float32").to(dtype) if name.endswith(".bias") else None
+            if zeros is not None and name not in tensors:
+                tensors[name] = zeros
     files = {
         "model.safetensors": to_safetensors(tensors),
         "config.json": json.dumps(hf_config.to_dict(config, dtype), indent=2).encode() + b"\n",

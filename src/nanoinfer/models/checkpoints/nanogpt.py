@@ -11,6 +11,7 @@ loaded with the exact GELU.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nanoinfer.files import escaped, read_limited, reason
 from nanoinfer.models.checkpoints.plain_pickle import PlainUnpickler
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
+from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.tokenizers import CharTokenizer
 
 MAX_META_BYTES = 4 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes
@@ -49,11 +51,14 @@ def open_checkpoint(path: Path, dtype: str = "float32") -> tuple[Weights, str | 
     state = {name.removeprefix("_orig_mod."): tensor for name, tensor in tensors.items()}
     if len(state) != len(tensors):
         raise NanoinferError(f"{where} has tensors both with and without the prefix _orig_mod.: keep one of each")
-    state = {name: t for name, t in state.items() if not name.endswith(".attn.bias")}  # causal masks
-    weights = check(config, state, where, dtype)
+    weights = check(config, state, where, dtype, _LAYOUT)
     data = checkpoint.get("config")
     dataset = data.get("dataset") if isinstance(data, dict) else None
     return weights, dataset if isinstance(dataset, str) else None
+
+
+_LAYOUT = replace(FAMILIES["gpt2"], transposed=frozenset())
+"""nanoGPT stores linear layers as (out, in)."""
 
 
 def _config(args: Any, where: str) -> ModelConfig:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoinfer.arrays import ITEM_BYTES, HostTensor
 from nanoinfer.checks import show
@@ -66,6 +67,27 @@ class StoredTensor:
             values, dtype = values.astype(np.float32), "float32"
         strides = [n * values.itemsize for n in self.strides]
         return HostTensor(np.lib.stride_tricks.as_strided(values, self.shape, strides), dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedTensor:
+    """Stored tensors that are read as one: joined along their rows, which are then reordered."""
+
+    parts: tuple[StoredTensor, ...]
+    order: NDArray[np.intp] | None = None
+    """Row i is row order[i] of the joined parts; None: the same order."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    def read(self) -> HostTensor:
+        """Read the parts into new memory, in their dtype, or in float32 if they differ."""
+        tensors = [part.read() for part in self.parts]
+        dtype = tensors[0].dtype if len({t.dtype for t in tensors}) == 1 else "float32"
+        joined = np.concatenate([t.to(dtype).values for t in tensors])
+        return HostTensor(joined if self.order is None else joined[self.order], dtype)
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

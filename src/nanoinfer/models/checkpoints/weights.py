@@ -12,11 +12,10 @@ from nanoinfer.arrays import ITEM_BYTES, HostTensor
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
-from nanoinfer.models.checkpoints.stored import StoredTensor
+from nanoinfer.models.checkpoints.stored import JoinedTensor, StoredTensor
+from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.families.base import Family, Recipe
 from nanoinfer.models.parameters import LAYER, shapes
-
-# Hugging Face's GPT-2 stores these as Conv1D, (in, out): the transpose of a linear layer's (out, in).
-CONV1D = re.compile(r"(attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight$")
 
 
 @dataclass(frozen=True)
@@ -46,32 +45,39 @@ class Weights:
         return replace(self, read=read)
 
 
-def check(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, dtype: str) -> Weights:
+Tensors = dict[str, StoredTensor | JoinedTensor]
+
+
+def check(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, dtype: str, family: Family | None = None
+) -> Weights:
     """Check names, shapes and dtypes of stored tensors and return the weights of a model.
 
     Shapes are compared before any tensor is read, so that memory is allocated only for data that the file contains.
 
     Args:
         config: the model's shape.
-        stored: name in our layout -> the tensor in our layout, (out, in) for linear layers.
+        stored: the tensors by their names in the file.
         source: the file or folder, for error messages.
         dtype: dtype to compute in.
+        family: how the model's tensors are stored; None: as `config.family` says.
 
     Raises:
         NanoinferError: a tensor is missing or unexpected, or has a wrong shape or an unsupported dtype; or a tied head
             differs from the embedding.
     """
-    _check_sizes(config, stored, source)
-    wanted = shapes(config)
-    for name, shape in wanted.items():
-        if name not in stored:
-            raise NanoinferError(f"{source}: tensor {name} {list(shape)} is missing")
-        if stored[name].shape != shape:
-            raise NanoinferError(
-                f"{source}: tensor {name} is {list(stored[name].shape)}, but the config requires {list(shape)}"
-            )
-    head = stored.get("lm_head.weight") if config.tie_word_embeddings else None
-    if extra := sorted(stored.keys() - wanted.keys() - ({"lm_head.weight"} if head else set())):
+    family = FAMILIES[config.family] if family is None else family
+    stored = {name: tensor for name, tensor in stored.items() if not name.endswith(family.ignored)}
+    _check_layers(config, stored, source, family)
+    tensors: Tensors = {}
+    used: set[str] = set()
+    for name, shape in shapes(config).items():
+        recipe = family.recipe(config, name, shape[0])
+        tensors[name] = _assemble(recipe, shape, stored, source)
+        used.update(theirs for theirs, _ in recipe.parts)
+    head_name = family.recipe(config, "lm_head.weight", config.vocab_size).parts[0][0]
+    head = stored.get(head_name) if config.tie_word_embeddings else None
+    if extra := sorted(stored.keys() - used - ({head_name} if head else set())):
         names = ", ".join(f"{name!r:.80}" for name in extra[:3])
         raise NanoinferError(f"{source}: {len(extra)} tensors are not part of the model: {names}")
     for name, tensor in stored.items():
@@ -79,14 +85,32 @@ def check(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, 
             found = escaped(tensor.dtype, 40)
             where = escaped(tensor.file.path)
             raise NanoinferError(f"{where}: tensor {name} is {found}: weights must be one of {', '.join(ITEM_BYTES)}")
-    if head is not None and not _equal(head, stored["transformer.wte.weight"]):
+    if head is not None and not _equal(head, tensors["transformer.wte.weight"]):
         raise NanoinferError(
-            f"{source}: tie_word_embeddings=True, but lm_head.weight differs from wte.weight: set it to false"
+            f"{source}: tie_word_embeddings=True, but {head_name} differs from the embedding: set it to false"
         )
-    return Weights(config, dtype, lambda: ((name, stored[name].read()) for name in wanted))
+    return Weights(config, dtype, lambda: ((name, tensor.read()) for name, tensor in tensors.items()))
 
 
-def _equal(a: StoredTensor, b: StoredTensor) -> bool:
+def _assemble(
+    recipe: Recipe, shape: tuple[int, ...], stored: Mapping[str, StoredTensor], source: str
+) -> StoredTensor | JoinedTensor:
+    """Return one of our tensors, made of the stored ones. Shapes are compared, and nothing is read."""
+    parts = []
+    for name, rows in recipe.parts:
+        wanted = (rows, *shape[1:])
+        wanted = wanted[::-1] if recipe.transposed else wanted
+        if name not in stored:
+            raise NanoinferError(f"{source}: tensor {name} {list(wanted)} is missing")
+        if stored[name].shape != wanted:
+            raise NanoinferError(
+                f"{source}: tensor {name} is {list(stored[name].shape)}, but the config requires {list(wanted)}"
+            )
+        parts.append(stored[name].t() if recipe.transposed else stored[name])
+    return parts[0] if len(parts) == 1 and recipe.order is None else JoinedTensor(tuple(parts), recipe.order)
+
+
+def _equal(a: StoredTensor, b: StoredTensor | JoinedTensor) -> bool:
     """Return whether two tensors have equal values; torch.save stores a tied head once, under both names."""
     if a == b or a.shape != b.shape:
         return a == b
@@ -94,15 +118,9 @@ def _equal(a: StoredTensor, b: StoredTensor) -> bool:
     return np.array_equal(a.read().to(values.dtype).values, values.values)
 
 
-def _check_sizes(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str) -> None:
-    """Compare the numbers in the config that determine memory use with the tensors in the file."""
-    layers = {int(m.group(1)) for name in stored if (m := LAYER.match(name))}
+def _check_layers(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, family: Family) -> None:
+    """Compare the config's number of layers with the file's, before the shapes of as many layers are listed."""
+    pattern = re.compile(re.escape(family.layer).replace(r"\{\}", r"([0-9]{1,9})"))
+    layers = {int(m.group(1)) for name in stored if (m := pattern.match(name))}
     if len(layers) != config.n_layer:
         raise NanoinferError(f"{source}: n_layer={config.n_layer}, but the weights have {len(layers)} layers")
-    for name, rows in (("wte", config.vocab_size), ("wpe", config.block_size)):
-        tensor = stored.get(f"transformer.{name}.weight")
-        if tensor is None or tensor.shape != (rows, config.n_embd):
-            found = "missing" if tensor is None else str(list(tensor.shape))
-            raise NanoinferError(
-                f"{source}: tensor {name}.weight is {found}, but the config requires {[rows, config.n_embd]}"
-            )

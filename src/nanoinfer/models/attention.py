@@ -1,0 +1,82 @@
+"""Attention over dense keys and values in PyTorch, as the layers of a model ask for it.
+
+The engines in PyTorch differ in where keys and values are, and all call `scaled_attention`. Shapes: see gpt.py;
+K = number of heads of keys and values, S = number of keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanoinfer.config import ModelConfig
+
+
+class Masking(NamedTuple):
+    """Which keys each query attends to."""
+
+    mask: Tensor | None
+    """Bool, or added to the scores; broadcastable to (..., H, T, S). None: all keys, or those up to the query's own."""
+    is_causal: bool = False
+    """Query t attends to the keys up to t, and there is no mask."""
+
+
+def masking(num_new: int, length: int, window: int | None, device: torch.device) -> Masking:
+    """Return which of `length` keys the last `num_new` queries attend to. Attention is fastest without a mask.
+
+    masking(2, 4, None, device).mask -> [[1, 1, 1, 0],     masking(2, 4, 2, device).mask -> [[0, 1, 1, 0],
+                                         [1, 1, 1, 1]]                                       [0, 0, 1, 1]]
+    """
+    if window is None or window >= length:
+        if num_new == 1 or num_new == length:
+            return Masking(None, is_causal=num_new > 1)
+        window = length
+    query = torch.arange(length - num_new, length, device=device)[:, None]
+    key = torch.arange(length, device=device)
+    return Masking((key <= query) & (key > query - window))
+
+
+def scaled_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, masking: Masking) -> Tensor:
+    """Return softmax(scale * q k^T) v with the scale, soft cap and shared heads of the model.
+
+    Args:
+        config: the model.
+        q: (..., H, T, D).
+        k: (..., K, S, D); each head is shared by H / K heads of q.
+        v: (..., K, S, D).
+        masking: which keys each query attends to.
+
+    Returns:
+        (..., H, T, D).
+    """
+    scale = config.attention_scale  # None: 1 / sqrt(D), as in PyTorch
+    mask, is_causal = masking
+    shared = config.n_head // config.n_kv_head
+    if config.attention_softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shared > 1
+        )
+    k, v = (x.repeat_interleave(shared, dim=-3) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (config.head_dim**-0.5 if scale is None else scale)
+    scores = soft_cap(scores, config.attention_softcap)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return torch.softmax(scores.float(), dim=-1).to(v.dtype) @ v
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(x / cap): values stay between -cap and cap."""
+    return cap * torch.tanh(x / cap)
+
+
+def causal_attention(config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend from (B, T, H, D) queries to the (B, T, K, D) keys of their own and earlier positions of the sequence."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
+    T = q.shape[2]
+    y = scaled_attention(config, q, k, v, masking(T, T, config.layer(layer).window, q.device))
+    return y.transpose(1, 2)  # (B, T, H, D)

@@ -1,0 +1,78 @@
+"""What other families have in place of GPT-2's layers: RMS norm, rotary positions, a gated MLP.
+
+A model that is GPT-2 uses none of this; gpt.py is complete without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoinfer.config import ModelConfig, Rotary
+from nanoinfer.models.rotary import frequencies
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine of the angles of each token, (..., 1, dim / 2) each."""
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), times the weight (Zhang and Sennrich 2019). Computed in float32.
+
+    Args:
+        config: whether there is a weight, and whether it is added to 1.
+        width: size of the last dimension.
+    """
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width)) if config.norm_weight != "none" else None
+        self.offset = 1.0 if config.norm_weight == "one_plus" else 0.0
+        self.eps = config.norm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x, (..., width), over its last dimension."""
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        if self.weight is not None:
+            y = y * (self.weight.float() + self.offset)
+        return y.to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """c_proj(activation(c_gate(x)) * c_fc(x)) (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        bias = "mlp" in config.biases
+        self.c_gate = nn.Linear(config.n_embd, config.mlp_dim, bias=bias)
+        self.c_fc = nn.Linear(config.n_embd, config.mlp_dim, bias=bias)
+        self.c_proj = nn.Linear(config.mlp_dim, config.n_embd, bias=bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP output of x, (..., C), same shape."""
+        return self.c_proj(self.activation(self.c_gate(x)) * self.c_fc(x))  # type: ignore[no-any-return]
+
+
+def rotation(rotary: Rotary, pos: Tensor, dtype: torch.dtype) -> Rotation:
+    """Return the rotation of tokens at positions `pos`, int64 of any shape."""
+    angles = pos[..., None, None].float() * torch.from_numpy(frequencies(rotary)).to(pos.device)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, by: Rotation) -> Tensor:
+    """Rotate queries or keys, (..., heads, D). Dimensions after the rotary ones stay as they are."""
+    cos, sin = by
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
