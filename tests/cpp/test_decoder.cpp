@@ -28,7 +28,9 @@ struct Case {
 };
 
 std::unique_ptr<Decoder> make_decoder(const Case& c, const std::string& isa, int threads) {
-  const DecoderShape shape{kVocab, kContext, kLayers, /*n_head=*/3, kWidth, kMlp, c.gelu_tanh(), c.tied()};
+  DecoderShape shape{kVocab, kContext, kLayers, /*n_head=*/3, kWidth, kMlp};
+  shape.activation = c.gelu_tanh() ? Epilogue::gelu_tanh : Epilogue::gelu_erf;
+  shape.tied = c.tied();
   auto d = std::make_unique<Decoder>(shape, DecoderOptions{c.weights, c.cache, 4 * kContext, 4, threads, isa});
   std::uint32_t seed = 0;
   const auto load = [&](const std::string& name, std::int64_t rows, std::int64_t columns, float scale, float shift) {

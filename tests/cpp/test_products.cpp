@@ -27,6 +27,7 @@ struct Packed {  // a matrix in memory of its own, exactly as large as the kerne
     m.depth = padded_depth(type, in);
     m.panels = (out + kPanel - 1) / kPanel;
     m.panel_bytes = panel_bytes(type, in);
+    m.prepared = prepared_bytes(type, in);
     data.resize(m.panels * m.panel_bytes);
     scale.resize(m.panels * kPanel);
     bias.resize(m.panels * kPanel);

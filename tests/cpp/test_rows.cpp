@@ -16,7 +16,7 @@ void test_layer_norm(Test& t, const Kernels& k) {
       Floats x = random(n, 1, 3.0f), y(n);
       for (float& v : x) v += shift;
       const Floats weight = random(n, 2), bias = random(n, 3);
-      k.layer_norm(x.data(), weight.data(), bias.data(), n, 1e-5f, y.data());
+      k.norm(Norm::layer, x.data(), weight.data(), bias.data(), n, 1e-5f, y.data());
       double mean = 0, variance = 0;
       for (const float v : x) mean += v / static_cast<double>(n);
       for (const float v : x) variance += (v - mean) * (v - mean) / static_cast<double>(n);
@@ -26,7 +26,7 @@ void test_layer_norm(Test& t, const Kernels& k) {
                 (long long)n, (long long)i, y[i], expected);
       }
       x[n / 2] = NAN;
-      k.layer_norm(x.data(), weight.data(), bias.data(), n, 1e-5f, y.data());
+      k.norm(Norm::layer, x.data(), weight.data(), bias.data(), n, 1e-5f, y.data());
       t.check(std::all_of(y.begin(), y.end(), [](float v) { return std::isnan(v); }),
               "%s: layer norm of %lld hides a NaN", k.name, (long long)n);
     }
@@ -56,8 +56,9 @@ struct Head {
     Floats wide(n * (D + 3), NAN), out(n * (D + 5), 7.0f), result(n * D);
     Floats scratch(kQueryTile * addresses.size() * kBlock);
     for (std::int64_t i = 0; i < n; ++i) std::copy_n(&q[(begin + i) * D], D, &wide[i * (D + 3)]);
-    kernels.attention({shape.type, D, addresses.data(), shape.offset(0, 1), begin, n, wide.data(), D + 3, out.data(),
-                       D + 5, scratch.data()});
+    kernels.attention({shape.type, D, addresses.data(), shape.offset(0, 1), begin, n, /*group=*/1,
+                       /*window=*/T, 1.0f / std::sqrt(static_cast<float>(D)), /*softcap=*/0, wide.data(), D + 3,
+                       out.data(), D + 5, scratch.data()});
     for (std::int64_t i = 0; i < n; ++i) {
       std::copy_n(&out[i * (D + 5)], D, &result[i * D]);
       t.check(std::all_of(&out[i * (D + 5) + D], &out[i * (D + 5)] + D + 5, [](float x) { return x == 7.0f; }),

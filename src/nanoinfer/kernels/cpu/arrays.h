@@ -14,6 +14,7 @@ namespace nanoinfer {
 using Floats1 = nanobind::ndarray<const float, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 using Floats2 = nanobind::ndarray<const float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 using Bytes1 = nanobind::ndarray<const std::uint8_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using Bytes2 = nanobind::ndarray<const std::uint8_t, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 using Tensor = nanobind::ndarray<nanobind::ro, nanobind::device::cpu>;  // any type, shape and strides
 
 // A tensor of a checkpoint; a vector is one row. bfloat16 values are given as uint16. Throws std::invalid_argument.

@@ -3,10 +3,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -35,22 +35,11 @@ using Writable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 struct Settings : DecoderShape, DecoderOptions {
   std::string activation = "gelu_new", norm_name = "layer", norm_weight_name = "plain", norm_placement = "before";
   std::string qk_norm = "none", weights_name, cache_name;
+  std::unordered_map<std::string, std::string> format_names;
 };
 
-// Set the fields of a shape whose values have names in nanoinfer.config.ModelConfig, and those that follow from others.
-void resolve(const Settings& given, DecoderShape& shape) {
-  if (shape.n_kv_head == 0) shape.n_kv_head = shape.n_head;
-  if (shape.head_dim == 0 && shape.n_head > 0) {
-    if (shape.n_embd % shape.n_head)
-      throw std::invalid_argument("n_embd=" + std::to_string(shape.n_embd) + " is not a multiple of n_head=" +
-                                  std::to_string(shape.n_head));
-    shape.head_dim = shape.n_embd / shape.n_head;
-  }
-  if (shape.attention_scale == 0 && shape.head_dim > 0)
-    shape.attention_scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
-  const std::int64_t layers = std::clamp<std::int64_t>(shape.n_layer, 0, 1 << 24);
-  if (shape.windows.empty()) shape.windows.assign(layers, 0);
-  if (shape.rotary.empty()) shape.rotary.assign(layers, -1);
+// Set the fields of a shape whose values have names in nanoinfer.config.ModelConfig.
+void read_names(const Settings& given, DecoderShape& shape) {
   shape.activation = by_name<Epilogue>("activation", given.activation,
                                        {{"gelu_new", Epilogue::gelu_tanh},
                                         {"gelu", Epilogue::gelu_erf},
@@ -77,6 +66,11 @@ class Guarded {
     const ReleasedGil nogil;
     const std::lock_guard lock(mutex_);
     decoder_.load(name, values);
+  }
+  void load_blocks(const std::string& name, const Bytes2& blocks) {
+    const ReleasedGil nogil;
+    const std::lock_guard lock(mutex_);
+    decoder_.load_blocks(name, blocks.data(), blocks.shape(0), blocks.shape(1));
   }
   void load_packed(const std::string& name, const Bytes1& panels, const Floats1& scales) {
     const std::lock_guard lock(mutex_);
@@ -229,6 +223,7 @@ void bind_decoder(nb::module_& m) {
       .def_rw("rotary", &Settings::rotary)
       .def_rw("frequencies", &Settings::frequencies)
       .def_rw("weights", &Settings::weights_name)
+      .def_rw("formats", &Settings::format_names)
       .def_rw("cache", &Settings::cache_name)
       .def_rw("max_num_seqs", &Settings::max_num_seqs)
       .def_rw("max_num_cached_tokens", &Settings::max_num_cached_tokens)
@@ -256,9 +251,10 @@ void bind_decoder(nb::module_& m) {
           [](Guarded* self, const Settings& given) {
             DecoderShape shape = given;
             DecoderOptions options = given;
-            resolve(given, shape);
+            read_names(given, shape);
             options.weights = weight_type(given.weights_name);
             options.cache = cache_type(given.cache_name);
+            for (const auto& [name, format] : given.format_names) options.formats[name] = weight_type(format);
             new (self) Guarded(shape, options);
           },
           "options"_a)
@@ -270,6 +266,8 @@ void bind_decoder(nb::module_& m) {
           "name"_a, "values"_a, "dtype"_a = "float32",
           "Load and pack a tensor by its name in the checkpoint. A matrix is (out, in), with any strides. dtype is"
           " float32, float16, or bfloat16, whose values are given as uint16.")
+      .def("load_blocks", &Guarded::load_blocks, "name"_a, "blocks"_a.noconvert(),
+           "Load a matrix from the rows of blocks of a GGUF file, (out, bytes of a row).")
       .def("load_packed", &Guarded::load_packed, "name"_a, "panels"_a.noconvert(), "scales"_a.noconvert(),
            "Use a matrix that `pack` has packed. The panels are kept and not copied. Needs DecoderOptions.packed.")
       .def("check_loaded", [](Guarded& d) { d.locked([](Decoder& x) { x.check_loaded(); }); },

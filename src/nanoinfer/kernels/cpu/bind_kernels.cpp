@@ -63,6 +63,7 @@ struct Packed {
     m.depth = padded_depth(type, m.in);
     m.panels = (m.out + kPanel - 1) / kPanel;
     m.panel_bytes = panel_bytes(type, m.in);
+    m.prepared = prepared_bytes(type, m.in);
     data.resize(m.panels * m.panel_bytes);
     scale.resize(m.panels * kPanel);
     bias.resize(m.panels * kPanel);
@@ -94,7 +95,7 @@ Array2 multiply(const Tensor& weights, std::optional<Floats1> bias, Floats2 x, s
   std::vector<float> to(rows * stride);
   if (y)
     for (std::int64_t r = 0; r < rows; ++r) std::copy_n(y->data() + r * w.m.out, w.m.out, to.data() + r * stride);
-  const std::size_t x_stride = prepared_bytes(w.m.type, w.m.in);
+  const std::size_t x_stride = w.m.prepared;
   std::vector<std::uint8_t> prepared(rows * x_stride);
   for (std::int64_t r = 0; r < rows; ++r)
     kernels.prepare(w.m.type, x.data() + r * w.m.in, w.m.in, w.m.depth, r, rows, x_stride, prepared.data());

@@ -2,6 +2,7 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <unordered_set>
 
@@ -23,6 +24,20 @@ void check_size(const std::string& name, std::int64_t value, std::int64_t low = 
 
 void check_float(const char* name, float value, float low, float high) {
   require(value >= low && value <= high, std::string(name) + " is out of range: " + std::to_string(value));
+}
+
+// Fill in the fields that follow from others (DecoderShape).
+void resolve(DecoderShape& s) {
+  check_size("n_layer", s.n_layer);
+  check_size("n_head", s.n_head);
+  if (s.n_kv_head == 0) s.n_kv_head = s.n_head;
+  if (s.head_dim == 0) {
+    require(s.n_embd % s.n_head == 0, "n_embd=" + str(s.n_embd) + " is not a multiple of n_head=" + str(s.n_head));
+    s.head_dim = s.n_embd / s.n_head;
+  }
+  if (s.attention_scale == 0) s.attention_scale = 1.0f / std::sqrt(static_cast<float>(s.head_dim));
+  if (s.windows.empty()) s.windows.assign(s.n_layer, 0);
+  if (s.rotary.empty()) s.rotary.assign(s.n_layer, -1);
 }
 
 DecoderShape checked(const DecoderShape& s, const DecoderOptions& o) {
@@ -68,8 +83,9 @@ std::int64_t num_blocks(const DecoderShape& s, const DecoderOptions& o) {
 
 }  // namespace
 
-Decoder::Decoder(const DecoderShape& shape, const DecoderOptions& options)
-    : kernels_(kernels_for(options.isa)),
+Decoder::Decoder(DecoderShape shape, const DecoderOptions& options)
+    : formats_((resolve(shape), options.formats)),
+      kernels_(kernels_for(options.isa)),
       cache_({options.cache, checked(shape, options).n_layer, shape.n_kv_head, shape.head_dim},
              num_blocks(shape, options)),
       threads_(ThreadPool::shared(options.threads)),
@@ -115,17 +131,22 @@ void Decoder::add_layer(const std::string& prefix, LayerWeights& layer) {
   if (s.norm_before) add_norm(prefix + "ln_2", layer.ln_2, C);
   if (s.gated_mlp) add_matrix(prefix + "mlp.c_gate", layer.c_gate, s.mlp_dim, C, /*with_bias=*/true);
   add_matrix(prefix + "mlp.c_fc", layer.c_fc, s.mlp_dim, C, /*with_bias=*/true);
+  const WeightType gate = layer.c_gate.type, fc = layer.c_fc.type;
+  require(!s.gated_mlp || gate == fc || (group_of(gate) && group_of(gate) == group_of(fc)),
+          prefix + "mlp.c_gate and c_fc share their inputs: their formats must take the same activations");
   add_matrix(prefix + "mlp.c_proj", layer.mlp_proj, C, s.mlp_dim, /*with_bias=*/true);
   if (s.norm_after) add_norm(prefix + "post_2", layer.post_2, C);
 }
 
 void Decoder::add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias) {
-  m.type = model_.type;
+  const auto format = formats_.find(name + ".weight");
+  m.type = format == formats_.end() ? model_.type : format->second;
   m.out = out;
   m.in = in;
   m.depth = padded_depth(m.type, in);
   m.panels = (out + kPanel - 1) / kPanel;
   m.panel_bytes = panel_bytes(m.type, in);
+  m.prepared = prepared_bytes(m.type, in);
   panel_bytes_ += m.panels * m.panel_bytes;
   vector_floats_ += 2 * m.panels * kPanel;
   slots_[name + ".weight"] = {&m, nullptr, out, in};
@@ -168,10 +189,24 @@ void Decoder::load(const std::string& name, const Stored& values) {
       for (std::int64_t i = 0; i < values.columns; ++i) slot.vector[i] += slot.offset;
   } else if (panels_.size()) {
     Matrix& m = *slot.matrix;
+    require(m.type != WeightType::q4_0 && m.type != WeightType::q4_1, "tensor '" + name + "' must be given as blocks");
     pack(ThreadPool::current(threads_), m.type, values, const_cast<std::uint8_t*>(m.data), const_cast<float*>(m.scale));
   } else {
     throw std::invalid_argument("tensor '" + name + "' must be packed already: use load_packed");
   }
+  slot.given = true;
+}
+
+void Decoder::load_blocks(const std::string& name, const std::uint8_t* blocks, std::int64_t rows, std::size_t bytes) {
+  Slot& slot = find(name);
+  const bool fits = slot.matrix && panels_.size() && group_of(slot.matrix->type) == kSmallGroup &&
+                    slot.columns % kSmallGroup == 0;
+  require(fits, "tensor '" + name + "' cannot be given as blocks");
+  Matrix& m = *slot.matrix;
+  require(rows == slot.rows && bytes == row_bytes(m.type, slot.columns),
+          "tensor '" + name + "' has " + str(rows) + " rows of " + str(bytes) + " bytes, must have " + str(slot.rows) +
+              " of " + str(row_bytes(m.type, slot.columns)));
+  pack_blocks(ThreadPool::current(threads_), m.type, blocks, rows, slot.columns, const_cast<std::uint8_t*>(m.data));
   slot.given = true;
 }
 

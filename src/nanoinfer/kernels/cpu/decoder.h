@@ -25,6 +25,7 @@ struct DecoderOptions {
   std::string isa;          // "": the fastest supported one
   bool huge_pages = true;
   bool packed = false;      // panels are not packed here: `load_packed` refers to them
+  std::unordered_map<std::string, WeightType> formats;  // of matrices that are not in `weights`, by their names
 };
 
 // New tokens for some sequences: nanoinfer.engines.base.StepBatch.
@@ -36,12 +37,15 @@ class Decoder {
  public:
   // Throws std::invalid_argument for sizes out of range, std::bad_alloc, and std::runtime_error if the threads cannot be
   // created.
-  Decoder(const DecoderShape& shape, const DecoderOptions& options);
+  Decoder(DecoderShape shape, const DecoderOptions& options);
 
   // Load one tensor by its name in the checkpoint ("transformer.h.0.attn.c_attn.weight"); a matrix is (out, in). It is
   // packed immediately, on all threads, and not kept. Throws std::invalid_argument if the name is unknown, the shape is
   // wrong, or the tensor is a matrix that must be packed already.
   void load(const std::string& name, const Stored& values);
+  // Load rows of blocks of a GGUF file, (out, row_bytes), into a matrix whose format is q8_0, q4_0 or q4_1. Throws
+  // std::invalid_argument as `load`.
+  void load_blocks(const std::string& name, const std::uint8_t* blocks, std::int64_t rows, std::size_t bytes);
   // Use a matrix that is packed: all its panels, which are not copied and must outlive the decoder, and for int8 its
   // scales, which are copied. Throws std::invalid_argument for a wrong name, size or alignment, and without
   // DecoderOptions::packed.
@@ -81,6 +85,7 @@ class Decoder {
   void place(Matrix& m);
   Slot& find(const std::string& name);
 
+  std::unordered_map<std::string, WeightType> formats_;
   ModelWeights model_;
   const Kernels& kernels_;
   std::unordered_map<std::string, Slot> slots_;

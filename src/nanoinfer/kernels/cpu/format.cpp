@@ -249,6 +249,45 @@ void pack8(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* pane
   }
 }
 
+// The formats of GGUF. A record is a group of 32 inputs of a panel; a block is the same of one row in a file.
+struct BlockFormat {
+  std::int64_t header, numbers;  // bytes of scale and minimum, and of the numbers, in a block
+  std::int64_t record() const { return (header + numbers) * kPanel; }
+};
+BlockFormat block_format(WeightType type) {
+  return {type == WeightType::q4_1 ? 4 : 2, type == WeightType::q8_0 ? 32 : 16};
+}
+
+void pack_block(WeightType type, const std::uint8_t* block, std::int64_t o, std::uint8_t* record) {
+  const BlockFormat f = block_format(type);
+  std::memcpy(record + 2 * o, block, 2);
+  if (f.header == 4) std::memcpy(record + 2 * kPanel + 2 * o, block + 2, 2);
+  const std::uint8_t flip = type == WeightType::q8_0 ? 128 : 0;  // signed bytes become unsigned
+  for (std::int64_t j = 0; j < f.numbers; ++j)
+    record[f.header * kPanel + j / 4 * 128 + o * 4 + j % 4] = block[f.header + j] ^ flip;
+}
+
+// Round a row of floats to blocks of q8_0, scale = largest / 127, as GGUF's reference does.
+void pack_q8_0(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* panel) {
+  const BlockFormat f = block_format(WeightType::q8_0);
+  for (std::int64_t g = 0; g * kSmallGroup < in; ++g) {
+    const std::int64_t n = std::min(kSmallGroup, in - g * kSmallGroup);
+    float most = 0, check = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      most = std::max(most, std::fabs(row[g * kSmallGroup + i]));
+      check += row[g * kSmallGroup + i] * 0.0f;  // NaN if there is a NaN or an infinity
+    }
+    std::uint8_t block[2 + kSmallGroup] = {};
+    const std::uint16_t scale = to_f16(check == 0 ? most / 127.0f : NAN);
+    const float inverse = check == 0 && from_f16(scale) > 0 ? 1.0f / from_f16(scale) : 0.0f;
+    std::memcpy(block, &scale, 2);
+    for (std::int64_t i = 0; i < n && check == 0; ++i)
+      block[2 + i] = static_cast<std::uint8_t>(static_cast<std::int8_t>(
+          std::clamp(std::nearbyint(row[g * kSmallGroup + i] * inverse), -127.0f, 127.0f)));
+    pack_block(WeightType::q8_0, block, o, panel + g * f.record());
+  }
+}
+
 // Pack `count` outputs of one panel, row-major float32.
 void pack_panel(WeightType type, const float* weights, std::int64_t count, std::int64_t in, std::uint8_t* data,
                 float* scale) {
@@ -269,6 +308,9 @@ void pack_panel(WeightType type, const float* weights, std::int64_t count, std::
         break;
       case WeightType::i8: pack8(row, in, o, data, scale + o); break;
       case WeightType::i4: pack4(row, in, depth, o, data); break;
+      case WeightType::q8_0: pack_q8_0(row, in, o, data); break;
+      case WeightType::q4_0:
+      case WeightType::q4_1: break;  // only blocks of a file are packed in these formats (pack_blocks)
     }
   }
 }
@@ -278,9 +320,7 @@ void pack_panel(WeightType type, const float* weights, std::int64_t count, std::
 std::int64_t padded_depth(WeightType type, std::int64_t in) {
   switch (type) {
     case WeightType::bf16: return round_up(in, 2);
-    case WeightType::i8:
-    case WeightType::i4: return round_up(in, kGroup);
-    default: return in;
+    default: return group_of(type) ? round_up(in, group_of(type)) : in;
   }
 }
 
@@ -291,7 +331,8 @@ std::size_t panel_bytes(WeightType type, std::int64_t in) {
     case WeightType::f16:
     case WeightType::bf16: return depth * kPanel * 2;
     case WeightType::i8: return depth * kPanel;
-    default: return meta_bytes(depth) + depth * kPanel / 2;
+    case WeightType::i4: return meta_bytes(depth) + depth * kPanel / 2;
+    default: return depth / kSmallGroup * block_format(type).record();
   }
 }
 
@@ -299,9 +340,7 @@ std::size_t prepared_bytes(WeightType type, std::int64_t in) {
   const std::int64_t depth = padded_depth(type, in);
   switch (type) {
     case WeightType::bf16: return round_up(depth * 2, 64);
-    case WeightType::i8:
-    case WeightType::i4: return round_up(depth + depth / kGroup * 8, 64);
-    default: return round_up(depth * 4, 64);
+    default: return round_up(group_of(type) ? depth + depth / group_of(type) * 8 : depth * 4, 64);
   }
 }
 
@@ -320,6 +359,21 @@ void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std
     read_rows(weights, first, first + count, scratch);
     pack_panel(type, scratch, count, weights.columns, data + p * panel_bytes(type, weights.columns), scale + first);
   }
+}
+
+std::size_t row_bytes(WeightType type, std::int64_t in) {
+  const BlockFormat f = block_format(type);
+  return in / kSmallGroup * (f.header + f.numbers);
+}
+
+void pack_blocks(WeightType type, const std::uint8_t* blocks, std::int64_t rows, std::int64_t in, std::int64_t begin,
+                 std::int64_t end, std::uint8_t* data) {
+  const BlockFormat f = block_format(type);
+  const std::int64_t groups = in / kSmallGroup, block = f.header + f.numbers;
+  for (std::int64_t p = begin; p < end; ++p)
+    for (std::int64_t o = 0; o < std::min(kPanel, rows - p * kPanel); ++o)
+      for (std::int64_t g = 0; g < groups; ++g)
+        pack_block(type, blocks + ((p * kPanel + o) * groups + g) * block, o, data + (p * groups + g) * f.record());
 }
 
 void unpack_row(const Matrix& w, std::int64_t output, float* to) {
@@ -353,6 +407,23 @@ void unpack_row(const Matrix& w, std::int64_t output, float* to) {
         to[i] = from_bf16(scale) * static_cast<float>(q - meta[64 + o]);
       }
       return;
+    case WeightType::q8_0:
+    case WeightType::q4_0:
+    case WeightType::q4_1: {
+      const BlockFormat f = block_format(w.type);
+      for (std::int64_t i = 0; i < w.in; ++i) {
+        const std::uint8_t* record = panel + i / kSmallGroup * f.record();
+        const std::int64_t j = i % kSmallGroup, at = j % f.numbers;
+        const std::uint8_t byte = record[f.header * kPanel + at / 4 * 128 + o * 4 + at % 4];
+        std::uint16_t scale, minimum = 0;
+        std::memcpy(&scale, record + 2 * o, 2);
+        if (f.header == 4) std::memcpy(&minimum, record + 2 * kPanel + 2 * o, 2);
+        const int half = j < 16 ? byte & 15 : byte >> 4;
+        const int q = w.type == WeightType::q8_0 ? byte - 128 : w.type == WeightType::q4_0 ? half - 8 : half;
+        to[i] = from_f16(scale) * static_cast<float>(q) + from_f16(minimum);
+      }
+      return;
+    }
   }
 }
 

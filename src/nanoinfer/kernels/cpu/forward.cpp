@@ -28,12 +28,11 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
     angle_at_.push_back(angle_stride_);
     angle_stride_ += 2 * padded(f.size());
   }
-  for (const std::int64_t in : {s.n_embd, s.attn_dim(), s.mlp_dim})
-    prepared_stride_ = std::max(prepared_stride_, prepared_bytes(model.type, in));
-  head_stride_ = prepared_bytes(model.type, s.n_embd);
+  for (const std::int64_t in : {s.n_embd, s.attn_dim(), s.mlp_dim})  // float32 takes the most bytes
+    prepared_bytes_ = std::max(prepared_bytes_, prepared_bytes(WeightType::f32, in));
   const std::int64_t floats = kMaxRows * (x_stride_ + qkv_stride_ + attended_stride_ + hidden_stride_ + angle_stride_) +
                               num_threads * scratch_stride_;
-  memory_ = Buffer(floats * sizeof(float) + kMaxRows * prepared_stride_);
+  memory_ = Buffer(floats * sizeof(float) + kMaxRows * prepared_bytes_);
   float* at = reinterpret_cast<float*>(memory_.data());
   const auto take = [&at](std::int64_t n) { return std::exchange(at, at + n); };
   x_ = take(kMaxRows * x_stride_);
@@ -50,7 +49,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
   threads_ = &threads;
   const std::int64_t total = static_cast<std::int64_t>(rows.size());
   num_logits_ = std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.logit >= 0; });
-  head_rows_.resize(num_logits_ * head_stride_);
+  head_rows_.resize(num_logits_ * model_.lm_head.prepared);
   final_hidden_.resize(num_logits_ * model_.shape.n_embd);
   for (std::int64_t row = 0; row < total; row += kMaxRows) {
     select(rows.data() + row, std::min(kMaxRows, total - row));
@@ -63,7 +62,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
       if (last && num_logits_) {
         const Matrix& w = model_.lm_head;
         const float cap = model_.shape.logits_softcap;
-        const MatmulTask task{&w, head_rows_.data(), head_stride_, num_logits_, logits, logits_stride,
+        const MatmulTask task{&w, head_rows_.data(), w.prepared, num_logits_, logits, logits_stride,
                               cap > 0 ? Epilogue::soft_cap : Epilogue::store, cap};
         const Range mine = range(w.panels, rank);
         kernels_.matmul(task, mine.begin, mine.end);
@@ -198,18 +197,18 @@ void ForwardPass::prepare_input(const NormWeights& weights, const Matrix& next, 
   const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r) {
     norm(weights, x_ + r * x_stride_, C, y);
-    kernels_.prepare(next.type, y, C, next.depth, r, num_rows_, prepared_stride_, prepared_);
+    kernels_.prepare(next.type, y, C, next.depth, r, num_rows_, next.prepared, prepared_);
   }
 }
 
 void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& next, int rank) {
   const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r)
-    kernels_.prepare(next.type, from + r * stride, next.in, next.depth, r, num_rows_, prepared_stride_, prepared_);
+    kernels_.prepare(next.type, from + r * stride, next.in, next.depth, r, num_rows_, next.prepared, prepared_);
 }
 
 void ForwardPass::multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, int rank) {
-  const MatmulTask task{&w, prepared_, prepared_stride_, num_rows_, y, stride, epilogue};
+  const MatmulTask task{&w, prepared_, w.prepared, num_rows_, y, stride, epilogue};
   const Range mine = range(w.panels, rank);
   kernels_.matmul(task, mine.begin, mine.end);
 }
@@ -274,7 +273,7 @@ void ForwardPass::finish(int rank) {
     if (rows_[r].logit >= 0) {
       float* y = final_hidden_.data() + rows_[r].logit * C;
       norm(model_.ln_f, x_ + r * x_stride_, C, y);
-      kernels_.prepare(w.type, y, C, w.depth, rows_[r].logit, num_logits_, head_stride_, head_rows_.data());
+      kernels_.prepare(w.type, y, C, w.depth, rows_[r].logit, num_logits_, w.prepared, head_rows_.data());
     }
   timed_barrier(&PartSeconds::others, rank);
 }

@@ -17,7 +17,9 @@ namespace nanoinfer {
 
 // nanoinfer.config.ModelConfig; the defaults are GPT-2's.
 struct DecoderShape {
-  std::int64_t vocab_size = 0, block_size = 0, n_layer = 0, n_head = 0, n_kv_head = 0, head_dim = 0, n_embd = 0, mlp_dim = 0;
+  std::int64_t vocab_size = 0, block_size = 0, n_layer = 0, n_head = 0, n_embd = 0, mlp_dim = 0;
+  std::int64_t n_kv_head = 0;         // 0: n_head
+  std::int64_t head_dim = 0;          // 0: n_embd / n_head
   Epilogue activation = Epilogue::gelu_tanh;
   Norm norm = Norm::layer;
   float epsilon = 1e-5f;
@@ -30,11 +32,11 @@ struct DecoderShape {
   bool parallel_residual = false;
   bool gated_mlp = false;
   bool tied = true;                   // the output head shares the token embedding's weights
-  float attention_scale = 0;          // of the scores
+  float attention_scale = 0;          // of the scores; 0: 1 / sqrt(head_dim)
   float attention_softcap = 0, logits_softcap = 0;  // 0: none
   float embedding_scale = 1;
-  std::vector<std::int64_t> windows;  // of each layer, 0: none
-  std::vector<std::int64_t> rotary;   // index in `frequencies` for each layer, -1: none
+  std::vector<std::int64_t> windows;  // of each layer, 0: none; empty: no layer has one
+  std::vector<std::int64_t> rotary;   // index in `frequencies` for each layer, -1: none; empty: no layer has one
   std::vector<std::vector<float>> frequencies;  // radians a position of each pair of dimensions
 
   std::int64_t attn_dim() const { return n_head * head_dim; }
@@ -113,13 +115,13 @@ class ForwardPass {
   Cache& cache_;
   ThreadPool* threads_ = nullptr;  // during `run`
   std::int64_t x_stride_, qkv_stride_, attended_stride_, hidden_stride_, scratch_stride_, angle_stride_;  // in floats
-  std::size_t prepared_stride_ = 0, head_stride_;                            // in bytes
+  std::size_t prepared_bytes_ = 0;  // of one row, at most
   Buffer memory_;
   float *x_, *qkv_, *attended_, *hidden_, *scratch_;  // (kMaxRows, stride); scratch_: (num_threads, stride)
   float* angles_;  // (kMaxRows, stride): the cosines and sines of each of `frequencies` at the row's position
   std::vector<std::int64_t> angle_at_;                // where each of `frequencies` starts in a row
-  std::uint8_t* prepared_;                            // (kMaxRows, prepared_stride_)
-  std::vector<std::uint8_t> head_rows_;               // (num_logits_, head_stride_), prepared
+  std::uint8_t* prepared_;                            // rows for the next product
+  std::vector<std::uint8_t> head_rows_;               // num_logits_ prepared rows for the output head
   std::vector<float> final_hidden_;                   // (num_logits_, n_embd)
   const Row* rows_ = nullptr;
   std::int64_t num_rows_ = 0, num_logits_ = 0;

@@ -18,10 +18,23 @@ namespace nanoinfer {
 constexpr std::int64_t kLanes = 16;   // floats that one kernel operation processes, on every instruction set
 constexpr std::int64_t kPanel = 32;   // two vectors of outputs: two independent sums hide the latency of additions
 constexpr std::int64_t kGroup = 64;
+constexpr std::int64_t kSmallGroup = 32;  // the same for the formats of GGUF files
 constexpr std::int64_t kBlock = 16;   // one vector of positions
 constexpr std::int64_t kQueryTile = 8;  // queries, of one or several heads, that share a pass over a sequence's keys
 
-enum class WeightType : int { f32, f16, bf16, i8, i4 };
+enum class WeightType : int { f32, f16, bf16, i8, i4, q8_0, q4_0, q4_1 };  // q: as in GGUF files
+
+// Inputs that share a scale of their 8-bit activations; 0: activations are not quantized.
+constexpr std::int64_t group_of(WeightType type) {
+  switch (type) {
+    case WeightType::i8:
+    case WeightType::i4: return kGroup;
+    case WeightType::q8_0:
+    case WeightType::q4_0:
+    case WeightType::q4_1: return kSmallGroup;
+    default: return 0;
+  }
+}
 enum class CacheType : int { f32, bf16, i8 };
 enum class Norm : int { layer, rms };
 // add: to the output (the residual). multiply: with the output (gated MLPs). soft_cap: cap * tanh(y / cap).
@@ -34,6 +47,7 @@ struct Matrix {
   std::int64_t out, in;
   std::int64_t depth;        // `in`, padded as the type requires
   std::int64_t panels;       // ceil(out / kPanel)
+  std::size_t prepared;      // bytes of one row of inputs in the form that the products take
   std::size_t panel_bytes;
   const std::uint8_t* data;  // (panels, panel_bytes), 64-byte aligned
   const float* scale;        // (panels * kPanel), scale of each int8 output; unused for other types
@@ -42,7 +56,7 @@ struct Matrix {
 
 // Prepared rows: activations in the form that a product with a weight type needs. Each is a list of 4-byte units:
 //   f32, f16: float[depth]     bf16: bfloat16[depth]
-//   i8, i4:   int8[depth], float scale[depth / kGroup], int32 sum[depth / kGroup]   (sum of a group's int8)
+//   others:   int8[depth], float scale[depth / g], int32 sum[depth / g]   (g = group_of(type); sum of a group's int8)
 // Units of rows that are multiplied together are interleaved (products.h, Tile), so the layout of a row depends on the
 // number of rows; the result does not.
 struct MatmulTask {

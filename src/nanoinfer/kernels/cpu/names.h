@@ -27,7 +27,10 @@ inline WeightType weight_type(const std::string& name) {
                               {"float16", WeightType::f16},
                               {"bfloat16", WeightType::bf16},
                               {"int8", WeightType::i8},
-                              {"int4", WeightType::i4}});
+                              {"int4", WeightType::i4},
+                              {"q8_0", WeightType::q8_0},
+                              {"q4_0", WeightType::q4_0},
+                              {"q4_1", WeightType::q4_1}});
 }
 
 inline CacheType cache_type(const std::string& name) {

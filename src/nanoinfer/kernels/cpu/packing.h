@@ -18,4 +18,13 @@ inline void pack(ThreadPool& threads, WeightType type, const Stored& weights, st
   });
 }
 
+// The same for rows of blocks of a GGUF file.
+inline void pack_blocks(ThreadPool& threads, WeightType type, const std::uint8_t* blocks, std::int64_t rows,
+                        std::int64_t in, std::uint8_t* data) {
+  threads.run([&](int rank) {
+    const Range mine = range_of((rows + kPanel - 1) / kPanel, rank, threads.size());
+    pack_blocks(type, blocks, rows, in, mine.begin, mine.end, data);
+  });
+}
+
 }  // namespace nanoinfer

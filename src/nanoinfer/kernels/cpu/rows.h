@@ -11,16 +11,19 @@ NI_INLINE i32x16 round(f32x16 x) {
   return r;
 }
 
-// Up to kGroup floats quantized to int8 with scale = largest / 127, so that the largest becomes +-127. A group with a
+// Up to G floats quantized to int8 with scale = largest / 127, so that the largest becomes +-127. A group with a
 // NaN or an infinity gets a NaN scale, which reaches the logits.
+template <std::int64_t G>
 struct Int8Group {
-  std::int8_t q[kGroup];
+  std::int8_t q[G];
   float scale;
   std::int32_t sum;
 };
-NI_INLINE Int8Group quantize_group(const float* x, std::int64_t n) {
-  f32x16 v[4], top = broadcast(0.0f), check = broadcast(0.0f);
-  for (int i = 0; i < 4; ++i) {
+template <std::int64_t G>
+NI_INLINE Int8Group<G> quantize_group(const float* x, std::int64_t n) {
+  constexpr int kVectors = G / 16;
+  f32x16 v[kVectors], top = broadcast(0.0f), check = broadcast(0.0f);
+  for (int i = 0; i < kVectors; ++i) {
     v[i] = n > 16 * i ? load_first(x + 16 * i, n - 16 * i) : broadcast(0.0f);
     top = max(top, abs(v[i]));
     check = check + v[i] * broadcast(0.0f);
@@ -28,10 +31,10 @@ NI_INLINE Int8Group quantize_group(const float* x, std::int64_t n) {
   const float most = largest(top), bad = sum(check);  // bad is 0 or NaN
   const bool usable = most > 1e-30f && bad == 0;
   const f32x16 inverse = broadcast(usable ? 127.0f / most : 0.0f);
-  Int8Group g;
+  Int8Group<G> g;
   g.scale = most / 127.0f + bad;
   i32x16 total = broadcast(0);
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kVectors; ++i) {
     const i32x16 r = usable ? round(v[i] * inverse) : broadcast(0);
     NI_EACH total.v[i] += r.v[i];
     store_i8(g.q + 16 * i, r);
@@ -40,9 +43,22 @@ NI_INLINE Int8Group quantize_group(const float* x, std::int64_t n) {
   return g;
 }
 
+// Write a row as int8 units, then its scales and sums (Int8Units in products.h).
+template <std::int64_t G>
+NI_INLINE void prepare_int8(const float* x, std::int64_t n, std::int64_t depth, std::int64_t height, std::uint32_t* to) {
+  for (std::int64_t g = 0; g < depth / G; ++g) {
+    const Int8Group<G> group = quantize_group<G>(x + g * G, n - g * G);
+    std::uint32_t quads[G / 4];
+    __builtin_memcpy(quads, group.q, sizeof quads);
+    for (std::int64_t j = 0; j < G / 4; ++j) to[(g * (G / 4) + j) * height] = quads[j];
+    to[(depth / 4 + g) * height] = bits<std::uint32_t>(group.scale);
+    to[(depth / 4 + depth / G + g) * height] = (std::uint32_t)group.sum;
+  }
+}
+
 void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
              std::size_t stride, std::uint8_t* out) {
-  const Tiling tiling(rows, type == WeightType::i8 || type == WeightType::i4 ? kRowsInt : kRowsFloat);
+  const Tiling tiling(rows, group_of(type) ? kRowsInt : kRowsFloat);
   const std::int64_t tile = tiling.tile_of(row), from = tiling.begin(tile), height = tiling.begin(tile + 1) - from;
   std::uint32_t* to = (std::uint32_t*)(out + from * stride) + (row - from);  // unit u of this row: to[u * height]
   switch (type) {
@@ -58,16 +74,10 @@ void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth
       }
       return;
     case WeightType::i8:
-    case WeightType::i4:
-      for (std::int64_t g = 0; g < depth / kGroup; ++g) {
-        const Int8Group group = quantize_group(x + g * kGroup, n - g * kGroup);
-        std::uint32_t quads[kGroup / 4];
-        __builtin_memcpy(quads, group.q, sizeof quads);
-        for (std::int64_t j = 0; j < kGroup / 4; ++j) to[(g * (kGroup / 4) + j) * height] = quads[j];
-        to[(depth / 4 + g) * height] = bits<std::uint32_t>(group.scale);
-        to[(depth / 4 + depth / kGroup + g) * height] = (std::uint32_t)group.sum;
-      }
-      return;
+    case WeightType::i4: return prepare_int8<kGroup>(x, n, depth, height, to);
+    case WeightType::q8_0:
+    case WeightType::q4_0:
+    case WeightType::q4_1: return prepare_int8<kSmallGroup>(x, n, depth, height, to);
   }
 }
 
