@@ -51,7 +51,7 @@ struct Packed {  // a matrix in memory of its own, exactly as large as the kerne
 Floats multiply(const Kernels& k, const Packed& w, const float* x, std::int64_t rows,
                 Epilogue epilogue = Epilogue::store, Floats y = {}) {
   const std::size_t bytes = prepared_bytes(w.m.type, w.m.in);
-  std::vector<std::uint8_t> prepared(rows * bytes);
+  std::vector<std::uint8_t> prepared(padded_rows(rows) * bytes);
   for (std::int64_t r = 0; r < rows; ++r)
     k.prepare(w.m.type, x + r * w.m.in, w.m.in, w.m.depth, r, rows, bytes, prepared.data());
   y.resize(rows * w.stride());

@@ -49,7 +49,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
   threads_ = &threads;
   const std::int64_t total = static_cast<std::int64_t>(rows.size());
   num_logits_ = std::count_if(rows.begin(), rows.end(), [](const Row& r) { return r.logit >= 0; });
-  head_rows_.resize(num_logits_ * model_.lm_head.prepared);
+  head_rows_.resize(padded_rows(num_logits_) * model_.lm_head.prepared);
   final_hidden_.resize(num_logits_ * model_.shape.n_embd);
   for (std::int64_t row = 0; row < total; row += kMaxRows) {
     select(rows.data() + row, std::min(kMaxRows, total - row));

@@ -1,5 +1,10 @@
 #include "isa.h"
 
+#if defined(NANOINFER_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <stdexcept>
 
 namespace nanoinfer {
@@ -10,6 +15,9 @@ namespace scalar { extern const Kernels kKernels; }
 namespace avx2 { extern const Kernels kKernels; }
 namespace avx512 { extern const Kernels kKernels; }
 namespace avx512_vnni { extern const Kernels kKernels; }
+#if defined(NANOINFER_AMX)
+namespace amx { extern const Kernels kKernels; }
+#endif
 #elif defined(__aarch64__)
 namespace neon { extern const Kernels kKernels; }
 #endif
@@ -23,6 +31,15 @@ struct Entry {
 
 #if defined(__x86_64__)
 #define NI_NEED(feature) if (!__builtin_cpu_supports(feature)) missing += (missing.empty() ? "" : ", ") + std::string(feature)
+
+#if defined(NANOINFER_AMX)
+// Linux saves the tile registers of processes that ask for it (Documentation/arch/x86/xstate.rst).
+bool may_use_tiles() {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+#endif
 
 std::string missing_for(int level) {  // the builtin also checks that the operating system saves the registers
   std::string missing;
@@ -38,6 +55,13 @@ std::string missing_for(int level) {  // the builtin also checks that the operat
   if (level < 3) return missing;
   NI_NEED("avx512vnni");
   NI_NEED("avx512bf16");
+#if defined(NANOINFER_AMX)
+  if (level < 4) return missing;
+  NI_NEED("amx-tile");
+  NI_NEED("amx-int8");
+  NI_NEED("amx-bf16");
+  if (missing.empty() && !may_use_tiles()) missing = "permission of the operating system for AMX";
+#endif
   return missing;
 }
 #endif
@@ -47,7 +71,11 @@ std::vector<Entry> entries() {
   return {{&scalar::kKernels, ""},
           {&avx2::kKernels, missing_for(1)},
           {&avx512::kKernels, missing_for(2)},
-          {&avx512_vnni::kKernels, missing_for(3)}};
+          {&avx512_vnni::kKernels, missing_for(3)},
+#if defined(NANOINFER_AMX)
+          {&amx::kKernels, missing_for(4)},
+#endif
+  };
 #elif defined(__aarch64__)
   return {{&scalar::kKernels, ""}, {&neon::kKernels, ""}};
 #else

@@ -54,6 +54,9 @@ struct Matrix {
   const float* bias;         // (panels * kPanel), zeros if the layer has no bias
 };
 
+// Kernels may read, but do not use, prepared rows up to a multiple of 16.
+constexpr std::int64_t padded_rows(std::int64_t rows) { return (rows + 15) / 16 * 16; }
+
 // Prepared rows: activations in the form that a product with a weight type needs. Each is a list of 4-byte units:
 //   f32, f16: float[depth]     bf16: bfloat16[depth]
 //   others:   int8[depth], float scale[depth / g], int32 sum[depth / g]   (g = group_of(type); sum of a group's int8)
@@ -61,7 +64,7 @@ struct Matrix {
 // number of rows; the result does not.
 struct MatmulTask {
   const Matrix* w;
-  const std::uint8_t* x;     // all rows, prepared
+  const std::uint8_t* x;     // all rows, prepared, in memory for padded_rows(rows)
   std::size_t x_stride;      // bytes of one prepared row
   std::int64_t rows;
   float* y;                  // (rows, y_stride), y_stride >= panels * kPanel

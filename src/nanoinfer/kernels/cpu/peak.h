@@ -68,6 +68,9 @@ std::int64_t peak(WeightType type, std::int64_t steps, float* sink) {
     *sink = peak_f32<kRowsFloat>((const float*)x, steps);
     return steps * kRowsFloat * kPanel * 2;
   }
+#if defined(__AMX_TILE__)
+  return peak_amx(type, steps, x, sink);
+#endif
   if (type == WeightType::bf16) {
     *sink = peak_bf16<kRowsFloat>((const std::int32_t*)x, steps);
     return steps * kRowsFloat * kPanel * 2 * 2;

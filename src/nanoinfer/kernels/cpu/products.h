@@ -288,7 +288,16 @@ void matmul_as(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
   }
 }
 
+#if defined(__AMX_TILE__)
+#include "amx.h"
+#else
+NI_INLINE bool uses_amx(WeightType, std::int64_t) { return false; }
+#endif
+
 void matmul(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+#if defined(__AMX_TILE__)
+  if (uses_amx(task.w->type, task.rows)) return matmul_amx(task, begin, end);
+#endif
   switch (task.w->type) {
     case WeightType::f32: return matmul_as<TilesFor<WeightType::f32, kRowsFloat>>(task, begin, end);
     case WeightType::f16: return matmul_as<TilesFor<WeightType::f16, kRowsFloat>>(task, begin, end);

@@ -58,7 +58,7 @@ NI_INLINE void prepare_int8(const float* x, std::int64_t n, std::int64_t depth, 
 
 void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
              std::size_t stride, std::uint8_t* out) {
-  const Tiling tiling(rows, group_of(type) ? kRowsInt : kRowsFloat);
+  const Tiling tiling(rows, uses_amx(type, rows) ? 1 : group_of(type) ? kRowsInt : kRowsFloat);
   const std::int64_t tile = tiling.tile_of(row), from = tiling.begin(tile), height = tiling.begin(tile + 1) - from;
   std::uint32_t* to = (std::uint32_t*)(out + from * stride) + (row - from);  // unit u of this row: to[u * height]
   switch (type) {
@@ -72,6 +72,8 @@ void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth
         store_bf16((std::uint16_t*)pairs, load_first(x + k, n - k));
         for (std::int64_t j = 0; j < 8 && k + 2 * j < depth; ++j) to[(k / 2 + j) * height] = pairs[j];
       }
+      if (uses_amx(type, rows))  // a tile is read to its end
+        for (std::int64_t pair = depth / 2; pair % 16; ++pair) to[pair] = 0;
       return;
     case WeightType::i8:
     case WeightType::i4: return prepare_int8<kGroup>(x, n, depth, height, to);

@@ -39,6 +39,10 @@ function(add_cpu_sources target)
     add_kernels(${target} avx2 ${AVX2})
     add_kernels(${target} avx512 ${AVX512})
     add_kernels(${target} avx512_vnni ${AVX512} -mavx512vnni -mavx512bf16)
+    if(CMAKE_SYSTEM_NAME STREQUAL "Linux")  # whose system call gives permission to use AMX
+      add_kernels(${target} amx ${AVX512} -mavx512vnni -mavx512bf16 -mamx-tile -mamx-int8 -mamx-bf16)
+      target_compile_definitions(${target} PRIVATE NANOINFER_AMX)
+    endif()
   elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64")
     add_kernels(${target} neon -DNANOINFER_NEON)  # every such CPU has NEON: no flag tells `neon` from `scalar`
   endif()
