@@ -18,10 +18,11 @@ namespace nanoinfer::test {
 
 using Floats = std::vector<float>;
 
-constexpr WeightType kTypes[] = {WeightType::f32, WeightType::f16, WeightType::bf16, WeightType::i8, WeightType::i4};
+constexpr WeightType kTypes[] = {WeightType::f32, WeightType::f16, WeightType::bf16,
+                                 WeightType::i8,  WeightType::i4,  WeightType::q8_0};
 constexpr CacheType kCaches[] = {CacheType::f32, CacheType::bf16, CacheType::i8};
 inline const char* name_of(WeightType t) {
-  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "int8", "int4"};
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "int8", "int4", "q8_0", "q4_0", "q4_1"};
   return kNames[static_cast<int>(t)];
 }
 inline const char* name_of(CacheType t) {

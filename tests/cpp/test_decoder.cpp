@@ -28,10 +28,23 @@ struct Case {
 };
 
 std::unique_ptr<Decoder> make_decoder(const Case& c, const std::string& isa, int threads) {
-  DecoderShape shape{kVocab, kContext, kLayers, /*n_head=*/3, kWidth, kMlp};
+  DecoderShape shape;
+  shape.vocab_size = kVocab;
+  shape.block_size = kContext;
+  shape.n_layer = kLayers;
+  shape.n_head = 3;
+  shape.n_embd = kWidth;
+  shape.mlp_dim = kMlp;
   shape.activation = c.gelu_tanh() ? Epilogue::gelu_tanh : Epilogue::gelu_erf;
   shape.tied = c.tied();
-  auto d = std::make_unique<Decoder>(shape, DecoderOptions{c.weights, c.cache, 4 * kContext, 4, threads, isa});
+  DecoderOptions options;
+  options.weights = c.weights;
+  options.cache = c.cache;
+  options.max_num_cached_tokens = 4 * kContext;
+  options.max_num_seqs = 4;
+  options.threads = threads;
+  options.isa = isa;
+  auto d = std::make_unique<Decoder>(shape, options);
   std::uint32_t seed = 0;
   const auto load = [&](const std::string& name, std::int64_t rows, std::int64_t columns, float scale, float shift) {
     Floats x = random(rows * columns, ++seed, scale);

@@ -19,8 +19,17 @@ struct Packed {  // a matrix in memory of its own, exactly as large as the kerne
   std::vector<std::uint8_t> data;
   Floats scale, bias;
 
-  Packed(WeightType type, const Floats& weights, std::int64_t in, const Floats& b = {}) {
-    const std::int64_t out = static_cast<std::int64_t>(weights.size()) / in;
+  Packed(WeightType type, const Floats& weights, std::int64_t in, const Floats& b = {})
+      : Packed(type, static_cast<std::int64_t>(weights.size()) / in, in, b) {
+    Floats scratch(kPanel * in);
+    pack_panels(type, {weights.data(), ValueType::f32, m.out, in, in, 1}, 0, m.panels, data.data(), scale.data(),
+                scratch.data());
+  }
+  Packed(WeightType type, const std::vector<std::uint8_t>& blocks, std::int64_t out, std::int64_t in)
+      : Packed(type, out, in, Floats{}) {
+    pack_blocks(type, blocks.data(), out, in, 0, m.panels, data.data());
+  }
+  Packed(WeightType type, std::int64_t out, std::int64_t in, const Floats& b) {
     m.type = type;
     m.out = out;
     m.in = in;
@@ -32,9 +41,6 @@ struct Packed {  // a matrix in memory of its own, exactly as large as the kerne
     scale.resize(m.panels * kPanel);
     bias.resize(m.panels * kPanel);
     std::copy(b.begin(), b.end(), bias.begin());
-    Floats scratch(kPanel * in);
-    pack_panels(type, {weights.data(), ValueType::f32, out, in, in, 1}, 0, m.panels, data.data(), scale.data(),
-                scratch.data());
     m.data = data.data();
     m.scale = scale.data();
     m.bias = bias.data();
@@ -66,9 +72,9 @@ std::vector<double> activations(WeightType type, const float* x, std::int64_t n)
   std::vector<double> a(x, x + n);
   if (type == WeightType::bf16)
     for (double& v : a) v = as_bf16(static_cast<float>(v));
-  if (type == WeightType::i8 || type == WeightType::i4)
-    for (std::int64_t g = 0; g < n; g += kGroup) {
-      const std::int64_t size = std::min(kGroup, n - g);
+  if (const std::int64_t group = group_of(type))
+    for (std::int64_t g = 0; g < n; g += group) {
+      const std::int64_t size = std::min(group, n - g);
       const float most = largest(x + g, size), inverse = 127.0f / most, scale = most / 127.0f;
       for (std::int64_t i = g; i < g + size; ++i) a[i] = std::nearbyint(x[i] * inverse) * static_cast<double>(scale);
     }
@@ -106,6 +112,41 @@ void test_products(Test& t, const Kernels& k, WeightType type) {
                 (long long)in, (long long)rows);
       }
     }
+}
+
+// Blocks of a GGUF file: scale, for q4_1 a minimum (both float16), and 32 numbers.
+void test_blocks(Test& t, const Kernels& k, WeightType type) {
+  const std::int64_t out = 70, in = 96, header = type == WeightType::q4_1 ? 4 : 2;
+  const std::int64_t numbers = type == WeightType::q8_0 ? 32 : 16, count = out * in / kSmallGroup;
+  const std::uint16_t halves[] = {0x2800, 0xa400, 0x2c66, 0x0000};  // 2^-5, -2^-6, 0.0687, 0
+  const double values[] = {0x1p-5, -0x1p-6, 0.06872558593750, 0};
+  std::mt19937 random_bytes(13);
+  std::vector<std::uint8_t> blocks(count * (header + numbers));
+  for (std::uint8_t& byte : blocks) byte = static_cast<std::uint8_t>(random_bytes());
+  for (std::int64_t b = 0; b < count; ++b)
+    for (std::int64_t i = 0; i < header / 2; ++i)
+      std::memcpy(&blocks[b * (header + numbers) + 2 * i], &halves[(b + i) % 4], 2);
+  const Packed w(type, blocks, out, in);
+  for (std::int64_t b = 0; b < count; ++b) {
+    const std::uint8_t* q = &blocks[b * (header + numbers) + header];
+    const Floats got = w.row(b * kSmallGroup / in);
+    for (std::int64_t i = 0; i < kSmallGroup; ++i) {
+      const int half = i < 16 ? q[i % 16] & 15 : q[i % 16] >> 4;
+      const double level = type == WeightType::q8_0   ? static_cast<std::int8_t>(q[i])
+                           : type == WeightType::q4_0 ? half - 8
+                                                      : half;
+      const double expected = values[b % 4] * level + (header == 4 ? values[(b + 1) % 4] : 0);
+      t.check(is_near(got[b * kSmallGroup % in + i], expected, 1e-6, 0), "%s: number %lld of block %lld is %g, not %g",
+              name_of(type), (long long)i, (long long)b, got[b * kSmallGroup % in + i], expected);
+    }
+  }
+  const Floats x = random(kMaxRows * in, 14), all = multiply(k, w, x.data(), kMaxRows);
+  for (std::int64_t r = 0; r < kMaxRows; ++r) {
+    const Floats alone = multiply(k, w, &x[r * in], 1);
+    check_row(t, k, w, &x[r * in], alone.data());
+    t.check(same_bits(alone.data(), &all[r * w.stride()], w.stride()), "%s %s: row %lld of many is not what it is alone",
+            k.name, name_of(type), (long long)r);
+  }
 }
 
 // So many prepared rows that they are worked on in several parts.
@@ -191,8 +232,9 @@ void test_packing(Test& t, WeightType type) {
   t.bits(std::string("packed ") + name_of(type), w.data.data(), w.data.size());
   for (std::int64_t o = 0; o < out; ++o) {
     const Floats got = w.row(o);
-    for (std::int64_t g = 0; g < in; g += kGroup) {
-      const std::int64_t size = std::min(kGroup, in - g);
+    const std::int64_t group = type == WeightType::q8_0 ? kSmallGroup : kGroup;
+    for (std::int64_t g = 0; g < in; g += group) {
+      const std::int64_t size = std::min(group, in - g);
       const float* from = &weights[o * in + g];
       const auto [low, high] = std::minmax_element(from, from + size);
       double error = 0, allowed = 0;
@@ -201,6 +243,7 @@ void test_packing(Test& t, WeightType type) {
                             : type == WeightType::f16 ? std::fmax(std::fabs(from[i]) * 0x1p-10, 0x1p-24)
                             : type == WeightType::bf16 ? std::fabs(from[i]) * 0x1p-7
                             : type == WeightType::i8 ? largest(&weights[o * in], in) / 127
+                            : type == WeightType::q8_0 ? largest(from, size) / 127 * 1.125  // the scale is rounded too
                                                      : (std::fmax(*high, 0.0f) - std::fmin(*low, 0.0f)) / 15;
         error += std::pow(got[g + i] - from[i], 2);
         allowed += step * step / 4 * 1.01;  // each number: at most half a step
@@ -222,6 +265,7 @@ int main(int argc, char** argv) {
       test_epilogues(t, *k, type);
       test_nan_and_infinity(t, *k, type);
     }
+    for (const WeightType type : {WeightType::q8_0, WeightType::q4_0, WeightType::q4_1}) test_blocks(t, *k, type);
     test_gelu_range(t, *k);
     test_fused(t, *k);
     std::printf("products on %s\n", k->name);
