@@ -310,8 +310,12 @@ def test_the_loops_on_registers_count_what_a_tile_does(isa: str) -> None:
     }
     rows = {"scalar": 2, "neon": 2, "avx2": 3}.get(isa, 12)
     assert one["float32"] == 10 * rows * 32 * 2
-    assert one["bfloat16"] == 2 * one["float32"]
-    assert one["int8"] == one["int4"] == 4 * one["float32"]
+    if isa == "amx":  # four tiles of 16 rows and 16 outputs, of 32 bfloat16 or 64 int8
+        assert one["bfloat16"] == 10 * 4 * 16 * 16 * 32 * 2
+        assert one["int8"] == one["int4"] == 2 * one["bfloat16"]
+    else:
+        assert one["bfloat16"] == 2 * one["float32"]
+        assert one["int8"] == one["int4"] == 4 * one["float32"]
     assert _native.compute(format="int8", steps=10, threads=3, isa=isa) == 3 * one["int8"]
 
 

@@ -83,18 +83,6 @@ inline void amx_bf16(const MatmulTask& task, std::int64_t panel, std::int64_t ro
   }
 }
 
-// The scales, and sums of int8, of the groups of one prepared row.
-struct RowGroups {
-  const float* scale;
-  const std::int32_t* sum;
-
-  RowGroups(const MatmulTask& task, std::int64_t row) {
-    const std::uint8_t* x = task.x + row * task.x_stride;
-    scale = (const float*)(x + task.w->depth);
-    sum = (const std::int32_t*)(x + task.w->depth) + task.w->depth / kGroup;
-  }
-};
-
 // Up to 16 rows times half a panel. A group of 64 inputs is one tile; its exact sums are scaled and added to a vector
 // for each row, as in tile_i8 and tile_i4.
 template <WeightType type>
@@ -105,8 +93,8 @@ inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::i
   constexpr std::int64_t kBytes = kGroup * kPanel / (kInt4 ? 2 : 1);  // of a group of a panel
   const std::uint8_t *meta = m.data + panel * m.panel_bytes, *w = meta, *x = task.x + row * task.x_stride;
   if (kInt4) w += (groups * 96 + 63) & ~std::int64_t{63};
-  const float* scales[kTileRows];
-  for (std::int64_t r = 0; r < kTileRows; ++r) scales[r] = RowGroups(task, row + (r < rows ? r : 0)).scale;
+  const float* scales = (const float*)(x + m.depth);  // of the first row; its shifts follow
+  const std::int64_t next = task.x_stride / sizeof(float);
   f32x16 acc[kTileRows];
   _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) acc[r] = broadcast(0.0f);
   alignas(64) std::int32_t dots[2][kTileRows][16];  // alternating, so that a store does not wait for the last loads
@@ -132,16 +120,17 @@ inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::i
     if constexpr (kInt4) {
       const f32x16 scale = load_bf16((const std::uint16_t*)meta + 16 * half), zero = load_u8(meta + 64 + 16 * half);
       _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) {
-        const std::int32_t total = ((const std::int32_t*)scales[r])[groups + g];
-        const f32x16 sum = fma(zero, broadcast(-(float)total), to_float(load_ints(dot[r])));
-        acc[r] = fma(sum, scale * broadcast(scales[r][g]), acc[r]);
+        const float* of_row = scales + r * next + g;
+        const f32x16 sum = fma(zero, broadcast(of_row[groups]), to_float(load_ints(dot[r])));
+        acc[r] = fma(sum, scale * broadcast(*of_row), acc[r]);
       }
     } else {
       _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) {
-        const i32x16 shift = broadcast(128 * ((const std::int32_t*)scales[r])[groups + g]);
+        const float* of_row = scales + r * next + g;
+        const i32x16 shift = broadcast(((const std::int32_t*)of_row)[groups]);
         i32x16 sum = load_ints(dot[r]);
-        NI_EACH sum.v[i] -= shift.v[i];
-        acc[r] = fma(to_float(sum), broadcast(scales[r][g]), acc[r]);
+        NI_EACH sum.v[i] += shift.v[i];
+        acc[r] = fma(to_float(sum), broadcast(*of_row), acc[r]);
       }
     }
   }

@@ -59,7 +59,9 @@ constexpr std::int64_t padded_rows(std::int64_t rows) { return (rows + 15) / 16 
 
 // Prepared rows: activations in the form that a product with a weight type needs. Each is a list of 4-byte units:
 //   f32, f16: float[depth]     bf16: bfloat16[depth]
-//   others:   int8[depth], float scale[depth / g], int32 sum[depth / g]   (g = group_of(type); sum of a group's int8)
+//   others:   int8[depth], float scale[depth / g], shift[depth / g]   (g = group_of(type))
+// A shift is what the sum s of a group's int8 contributes to its products, ready to be added: i8, q8_0: int32 -128 s;
+// q4_0: int32 -8 s; i4: float -s, times a zero point; q4_1: float s, times a minimum.
 // Units of rows that are multiplied together are interleaved (products.h, Tile), so the layout of a row depends on the
 // number of rows; the result does not.
 struct MatmulTask {

@@ -74,11 +74,12 @@ NI_INLINE void tile_bf16(const Tile& t, Acc<M>& acc) {  // two inputs in each st
   }
 }
 
-// The units of a row with 8-bit activations: depth / 4 units of four int8, then the scale and then the sum of each group.
+// The units of a row with 8-bit activations: depth / 4 units of four int8, then the scale and then the shift of each group.
 struct Int8Units {
   const std::int32_t* x;
   const float* scale;
-  const std::int32_t* sum;
+  const std::int32_t* shift;  // or float (kernels.h)
+  float float_shift(int m) const { return ((const float*)shift)[m]; }
 };
 template <int M, std::int64_t G>
 NI_INLINE Int8Units int8_units(const Tile& t) {
@@ -86,14 +87,14 @@ NI_INLINE Int8Units int8_units(const Tile& t) {
   return {t.units<std::int32_t>(0, M), t.units<float>(quads, M), t.units<std::int32_t>(quads + groups, M)};
 }
 
-// Weights are stored as w + 128, unsigned. sum (w + 128) a - 128 sum a = sum w a, so a group's sum starts at -128 sum a.
+// Weights are stored as w + 128, unsigned. sum (w + 128) a - 128 sum a = sum w a, so a group's sum starts at the shift.
 template <int M>
 NI_INLINE void tile_i8(const Tile& t, Acc<M>& acc) {
   const std::uint8_t* w = t.w;
   Int8Units u = int8_units<M, kGroup>(t);
-  for (std::int64_t g = 0; g < t.depth / kGroup; ++g, u.scale += M, u.sum += M) {
+  for (std::int64_t g = 0; g < t.depth / kGroup; ++g, u.scale += M, u.shift += M) {
     i32x16 dot[M][2];
-    NI_ROWS NI_HALVES dot[m][h] = broadcast(-128 * u.sum[m]);
+    NI_ROWS NI_HALVES dot[m][h] = broadcast(u.shift[m]);
     for (int k = 0; k < kGroup / 4; ++k, w += 128, u.x += M) {
       prefetch(w + kPrefetch);
       prefetch(w + kPrefetch + 64);
@@ -116,7 +117,7 @@ NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
   const std::uint8_t* meta = t.w;
   const std::uint8_t* w = t.w + ((groups * 96 + 63) & ~std::int64_t{63});
   Int8Units u = int8_units<M, kGroup>(t);
-  for (std::int64_t g = 0; g < groups; ++g, meta += 96, u.x += M * (kGroup / 8), u.scale += M, u.sum += M) {
+  for (std::int64_t g = 0; g < groups; ++g, meta += 96, u.x += M * (kGroup / 8), u.scale += M, u.shift += M) {
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(0);
     for (int k = 0; k < kGroup / 8; ++k, w += 128, u.x += M) {
@@ -137,7 +138,7 @@ NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
     NI_HALVES {
       const f32x16 scale = load_bf16((const std::uint16_t*)meta + 16 * h), zero = load_u8(meta + 64 + 16 * h);
       NI_ROWS {
-        const f32x16 sum = fma(zero, broadcast(-(float)u.sum[m]), to_float(dot[m][h]));
+        const f32x16 sum = fma(zero, broadcast(u.float_shift(m)), to_float(dot[m][h]));
         acc.v[m][h] = fma(sum, scale * broadcast(u.scale[m]), acc.v[m][h]);
       }
     }
@@ -150,12 +151,12 @@ template <int M>
 NI_INLINE void tile_q8_0(const Tile& t, Acc<M>& acc) {
   const std::uint8_t* w = t.w;
   Int8Units u = int8_units<M, kSmallGroup>(t);
-  for (std::int64_t g = 0; g < t.depth / kSmallGroup; ++g, u.scale += M, u.sum += M) {
+  for (std::int64_t g = 0; g < t.depth / kSmallGroup; ++g, u.scale += M, u.shift += M) {
     prefetch(w + kPrefetch);
     const f32x16 scale[2] = {load_f16((const std::uint16_t*)w), load_f16((const std::uint16_t*)w + 16)};
     w += 64;
     i32x16 dot[M][2];
-    NI_ROWS NI_HALVES dot[m][h] = broadcast(-128 * u.sum[m]);
+    NI_ROWS NI_HALVES dot[m][h] = broadcast(u.shift[m]);
     for (int k = 0; k < kSmallGroup / 4; ++k, w += 128, u.x += M) {
       prefetch(w + kPrefetch);
       prefetch(w + kPrefetch + 64);
@@ -175,13 +176,13 @@ NI_INLINE void tile_q4(const Tile& t, Acc<M>& acc) {
   constexpr int kQuads = kSmallGroup / 8;  // of the low halves; the high halves are 16 inputs later
   const std::uint8_t* w = t.w;
   Int8Units u = int8_units<M, kSmallGroup>(t);
-  for (std::int64_t g = 0; g < t.depth / kSmallGroup; ++g, u.x += M * kQuads, u.scale += M, u.sum += M) {
+  for (std::int64_t g = 0; g < t.depth / kSmallGroup; ++g, u.x += M * kQuads, u.scale += M, u.shift += M) {
     const std::uint16_t* meta = (const std::uint16_t*)w;
     prefetch(w + kPrefetch);
     if (with_minimum) prefetch(w + kPrefetch + 64);
     w += with_minimum ? 128 : 64;
     i32x16 dot[M][2];
-    NI_ROWS NI_HALVES dot[m][h] = broadcast(with_minimum ? 0 : -8 * u.sum[m]);
+    NI_ROWS NI_HALVES dot[m][h] = broadcast(with_minimum ? 0 : u.shift[m]);
     for (int k = 0; k < kQuads; ++k, w += 128, u.x += M) {
       prefetch(w + kPrefetch);
       prefetch(w + kPrefetch + 64);
@@ -203,7 +204,7 @@ NI_INLINE void tile_q4(const Tile& t, Acc<M>& acc) {
       if constexpr (with_minimum) minimum = load_f16(meta + 32 + 16 * h);
       NI_ROWS {
         f32x16 sum = to_float(dot[m][h]) * scale;
-        if constexpr (with_minimum) sum = fma(minimum, broadcast((float)u.sum[m]), sum);
+        if constexpr (with_minimum) sum = fma(minimum, broadcast(u.float_shift(m)), sum);
         acc.v[m][h] = fma(sum, broadcast(u.scale[m]), acc.v[m][h]);
       }
     }

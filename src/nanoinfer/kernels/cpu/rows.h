@@ -43,16 +43,25 @@ NI_INLINE Int8Group<G> quantize_group(const float* x, std::int64_t n) {
   return g;
 }
 
-// Write a row as int8 units, then its scales and sums (Int8Units in products.h).
+NI_INLINE std::uint32_t shift_of(WeightType type, std::int32_t sum) {
+  switch (type) {
+    case WeightType::i4: return bits<std::uint32_t>(-(float)sum);
+    case WeightType::q4_1: return bits<std::uint32_t>((float)sum);
+    case WeightType::q4_0: return (std::uint32_t)(-8 * sum);
+    default: return (std::uint32_t)(-128 * sum);
+  }
+}
+
+// Write a row as int8 units, then its scales and shifts (Int8Units in products.h).
 template <std::int64_t G>
-NI_INLINE void prepare_int8(const float* x, std::int64_t n, std::int64_t depth, std::int64_t height, std::uint32_t* to) {
+NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t height, std::uint32_t* to) {
   for (std::int64_t g = 0; g < depth / G; ++g) {
     const Int8Group<G> group = quantize_group<G>(x + g * G, n - g * G);
     std::uint32_t quads[G / 4];
     __builtin_memcpy(quads, group.q, sizeof quads);
     for (std::int64_t j = 0; j < G / 4; ++j) to[(g * (G / 4) + j) * height] = quads[j];
     to[(depth / 4 + g) * height] = bits<std::uint32_t>(group.scale);
-    to[(depth / 4 + depth / G + g) * height] = (std::uint32_t)group.sum;
+    to[(depth / 4 + depth / G + g) * height] = shift_of(type, group.sum);
   }
 }
 
@@ -76,10 +85,10 @@ void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth
         for (std::int64_t pair = depth / 2; pair % 16; ++pair) to[pair] = 0;
       return;
     case WeightType::i8:
-    case WeightType::i4: return prepare_int8<kGroup>(x, n, depth, height, to);
+    case WeightType::i4: return prepare_int8<kGroup>(type, x, n, depth, height, to);
     case WeightType::q8_0:
     case WeightType::q4_0:
-    case WeightType::q4_1: return prepare_int8<kSmallGroup>(x, n, depth, height, to);
+    case WeightType::q4_1: return prepare_int8<kSmallGroup>(type, x, n, depth, height, to);
   }
 }
 
