@@ -78,7 +78,8 @@ def build_core(config: LLMConfig) -> BuiltCore:
 
 def _log_dtype(weights: Weights, dtype: str, device: str) -> None:
     """Log the dtype of `auto`, and for a CPU how many times fewer bytes of weights a token reads when quantized."""
-    chosen = f"dtype=auto: using {dtype} (the checkpoint is {weights.stored_dtype})"
+    other = weights.stored_dtype != dtype
+    chosen = f"dtype=auto: using {dtype}{f' (the checkpoint is {weights.stored_dtype})' if other else ''}"
     if device != "cpu":
         log.info("%s", chosen)
         return
