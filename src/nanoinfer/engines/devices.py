@@ -82,15 +82,27 @@ def supported_dtypes(device: str) -> tuple[str, ...]:
     return ("float32", "bfloat16", "float16")
 
 
-def resolve_dtype(name: str, device: str) -> str:
-    """Return the dtype for a name; auto is float32 on a CPU, and 16 bits on a GPU.
+def resolve_dtype(name: str, device: str, stored: str = "float32") -> str:
+    """Return the dtype for a name; auto is that of the checkpoint, where computing in it is fast.
+
+    A CPU computes in bfloat16 or float32: for `auto`, float16 becomes float32, because it would not be faster. A GPU
+    computes in 16 bits: float32 becomes bfloat16 if the GPU supports it, else float16.
+
+    Args:
+        name: float32, bfloat16, float16 or auto.
+        device: "cpu" or "cuda:N".
+        stored: dtype of the checkpoint.
 
     Raises:
         NanoinferError: the device does not support the dtype.
     """
     have = supported_dtypes(device)
     if name == "auto":
-        name = "float32" if device == "cpu" else "bfloat16" if "bfloat16" in have else "float16"
+        if device == "cpu":
+            name = "bfloat16" if stored == "bfloat16" else "float32"
+        else:
+            half = "bfloat16" if "bfloat16" in have else "float16"
+            name = stored if stored in have and stored != "float32" else half
     if name not in have:
         raise NanoinferError(f"dtype={name!r} is not supported on {device}: use one of {', '.join(have)}")
     return name

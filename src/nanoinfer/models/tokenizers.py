@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from nanoinfer.models.tokenizer_limits import MAX_VOCAB_SIZE, check_growth
 if TYPE_CHECKING:
     import tokenizers
 
+log = logging.getLogger("nanoinfer")
+
 MAX_TOKENIZER_BYTES = 128 << 20  # GPT-2's tokenizer.json has 1.3 MB, the largest known one 60 MB
 
 
@@ -34,9 +37,11 @@ class Tokenizer(Protocol):
     """Text to token ids and back."""
 
     vocab_size: int
+    bos_token_id: int | None
+    """Token that begins each prompt which is given as text; None: there is none. `encode` does not add it."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`. Raises NanoinferError for text that cannot be tokenized."""
+        """Return the token ids of `text` alone. Raises NanoinferError for text that cannot be tokenized."""
         ...
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
@@ -74,7 +79,7 @@ class ByteLevelTokenizer:
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         self.core = core
-        self.vocab_size = _table_size(core)
+        self.vocab_size, self.bos_token_id = _table_size(core), _start_token(core)
         self._bytes: dict[int, bytes] = {}
         self._alphabet = _byte_alphabet()
         self._special = {i: t.content for i, t in core.get_added_tokens_decoder().items()}
@@ -117,6 +122,7 @@ class CharTokenizer:
             raise NanoinferError(f"the vocabulary holds {lone[0]!r}, a lone surrogate, which is not a character")
         self.chars = list(chars)
         self.vocab_size = len(self.chars)
+        self.bos_token_id: int | None = None
         self._ids = {c: i for i, c in enumerate(self.chars)}
 
     def encode(self, text: str) -> list[int]:
@@ -139,7 +145,7 @@ class GenericTokenizer:
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         self.core = core
-        self.vocab_size = _table_size(core)
+        self.vocab_size, self.bos_token_id = _table_size(core), _start_token(core)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
@@ -160,18 +166,31 @@ def _table_size(core: tokenizers.Tokenizer) -> int:
     return size
 
 
+def _start_token(core: tokenizers.Tokenizer) -> int | None:
+    """Return the token that the post-processor of a tokenizer.json adds before a text, or None.
+
+    As in transformers and vLLM, the post-processor decides, not `add_bos_token` in tokenizer_config.json.
+    """
+    encoded = core.encode("a")
+    mask: list[int] = encoded.special_tokens_mask
+    before = mask.index(0) if 0 in mask else len(mask)
+    if any(mask[before:]) or before > 1:
+        log.warning("the tokenizer adds special tokens other than one start token to a text: they are left out")
+    return encoded.ids[0] if before == 1 else None
+
+
 def _encode(core: tokenizers.Tokenizer, text: str) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as e:  # lone surrogates, which stand for bytes that were not valid UTF-8
         raise NanoinferError(f"the text is not valid Unicode ({e}): give UTF-8 text") from None
-    with _explained("the text cannot be encoded"):
+    with explained("the text cannot be encoded"):
         ids: list[int] = core.encode(text, add_special_tokens=False).ids
     return ids
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Convert errors of the tokenizers library to NanoinferError: it raises bare Exception, and Rust code may panic."""
     try:
         yield
@@ -195,16 +214,21 @@ def from_json(text: str, source: str) -> Tokenizer:
     """
     import tokenizers
 
-    with _explained(f"{escaped(source)} is not a readable tokenizer.json"):
+    with explained(f"{escaped(source)} is not a readable tokenizer.json"):
         core = tokenizers.Tokenizer.from_str(text)  # the vocabulary is parsed once, by the library
         spec = {name: _spec(getattr(core, name)) for name in ("normalizer", "pre_tokenizer", "decoder")}
         check_growth(spec)
         core.no_truncation()
         core.no_padding()
-        decoder = (spec["decoder"] or {}).get("type")
-        if decoder == "Fuse" and (chars := _chars(core)) is not None:
-            return CharTokenizer(chars)
-        return ByteLevelTokenizer(core) if decoder == "ByteLevel" else GenericTokenizer(core)
+        return from_core(core)
+
+
+def from_core(core: tokenizers.Tokenizer) -> Tokenizer:
+    """Return the tokenizer around one of the tokenizers library, of the class that fits its decoder."""
+    decoder = (_spec(core.decoder) or {}).get("type")
+    if decoder == "Fuse" and (chars := _chars(core)) is not None:
+        return CharTokenizer(chars)
+    return ByteLevelTokenizer(core) if decoder == "ByteLevel" else GenericTokenizer(core)
 
 
 def _spec(part: Any) -> Any:
@@ -250,7 +274,7 @@ def from_folder(folder: Path) -> Tokenizer | None:
     complaint = f"{escaped(vocab)} and {escaped(merges)} are not BPE tables"
     ids = parse_json(read_limited(vocab, MAX_TOKENIZER_BYTES, "a vocabulary"), complaint)
     raw = read_limited(merges, MAX_TOKENIZER_BYTES, "a table of merges")
-    with _explained(complaint):
+    with explained(complaint):
         lines = [line for line in raw.decode().split("\n") if line and not line.startswith("#version")]
         pairs = [(left, right) for left, right in (line.rstrip("\r").split(" ") for line in lines)]
         core = tokenizers.Tokenizer(models.BPE(ids, pairs))

@@ -1,4 +1,4 @@
-"""Load a model by name: built in, random, widened, a local folder or file, or a Hub repository.
+"""Load a model by name: built in, random, widened, a local folder or file (ckpt.pt, GGUF), or a Hub repository.
 
 A name is resolved in this order: `wide:<model>:<preset>`; `shakespeare` and the other built-in models;
 `random:<preset>`; an existing path; a Hub repository id. `./shakespeare` is the folder of that name. The path of a
@@ -24,7 +24,8 @@ from nanoinfer.config import PRESETS, EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
 from nanoinfer.models import tokenizers
-from nanoinfer.models.checkpoints import huggingface, nanogpt, packed
+from nanoinfer.models.checkpoints import gguf, gguf_tokenizer, huggingface, nanogpt, packed
+from nanoinfer.models.checkpoints.gguf_file import read_gguf
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
 
@@ -49,6 +50,8 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     no_tokenizer_reason: str = ""
     """Why `tokenizer` is None, with the remedy."""
+    chat_template: str | None = None
+    """The model's own Jinja template of conversations, from the metadata of a GGUF file."""
 
     @cached_property
     def gpt(self) -> GPT:
@@ -92,9 +95,11 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
     if str(name).startswith("wide:"):
         return _widened(str(name), dtype, seed, tokenizer)
     name, path = str(name), _model_place(name)
-    dataset = None
+    dataset, metadata = None, None
     if name.startswith("random:"):
         weights = _random(name, dtype, seed)
+    elif is_gguf(path):
+        weights, metadata = gguf.open_file(path, dtype)
     elif path.exists() and not path.is_dir():
         weights, dataset = nanogpt.open_checkpoint(path, dtype)
     else:
@@ -103,8 +108,14 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
     config = weights.config
     loaded = LoadedModel(name, weights, config, None)
     del weights  # see LoadedModel.take
+    loaded.chat_template = gguf_tokenizer.chat_template(metadata) if metadata is not None else None
     try:
-        loaded.tokenizer = load_tokenizer(tokenizer) if tokenizer else _own_tokenizer(name, path, config, dataset)
+        if tokenizer:
+            loaded.tokenizer = load_tokenizer(tokenizer)
+        elif metadata is not None:
+            loaded.tokenizer = gguf_tokenizer.read_tokenizer(metadata, escaped(path))
+        else:
+            loaded.tokenizer = _own_tokenizer(name, path, config, dataset)
     except NanoinferError as e:
         if tokenizer:
             raise
@@ -138,6 +149,11 @@ def _place(name: str | Path) -> Path:
     return path
 
 
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is that of a GGUF file, by its name."""
+    return path.suffix.lower() == ".gguf" and path.exists() and not path.is_dir()
+
+
 def _model_place(name: str | Path) -> Path:
     """Return the path for a model's name; for a weight file in the Hugging Face layout, its folder.
 
@@ -145,11 +161,6 @@ def _model_place(name: str | Path) -> Path:
         NanoinferError: the file has an unsupported format, or is one of several weight files.
     """
     path = packed.folder_of(_place(name))
-    if path.suffix.lower() == ".gguf" and not path.is_dir():
-        raise NanoinferError(
-            f"model {show(str(name))}: GGUF is not supported yet: give a folder with config.json and model.safetensors,"
-            " a nanoGPT ckpt.pt, or a Hub repository that has these"
-        )
     if path.is_file() and (path.suffix == ".safetensors" or path.name == huggingface.PICKLED):
         if not (path.parent / "config.json").is_file() or huggingface.weight_files(path.parent) != [path]:
             raise NanoinferError(
@@ -199,7 +210,11 @@ def _hub_folder(name: str) -> Path:
     """Return the local folder of a Hub repository. Raises NanoinferError if `name` is not a repository id."""
     parts = name.split("/")
     local = len(parts) > 2 or (len(parts) == 2 and os.path.exists(parts[0]))  # False for a name that is too long
-    if local or name.startswith((".", "/", "~")) or name.endswith((".pt", ".bin", ".safetensors", "/")):
+    if (
+        local
+        or name.startswith((".", "/", "~"))
+        or name.endswith((".pt", ".bin", ".safetensors", ".gguf", ".GGUF", "/"))
+    ):
         raise NanoinferError(f"model {show(name)}: there is no such file or folder")
     if not all(re.fullmatch(r"[\w][\w.-]*", part) for part in parts):
         raise NanoinferError(
@@ -210,8 +225,10 @@ def _hub_folder(name: str) -> Path:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of a built-in model, a folder, a tokenizer.json or meta.pkl, or a Hub repository."""
+    """Return the tokenizer of a built-in model, a folder, a tokenizer.json, meta.pkl or GGUF file, or a repository."""
     name, path = str(name), _place(name)
+    if is_gguf(path):
+        return gguf_tokenizer.read_tokenizer(read_gguf(path).metadata, escaped(path))
     if path.is_file() and path.suffix == ".pkl":
         return nanogpt.load_meta(path)
     if path.is_file():

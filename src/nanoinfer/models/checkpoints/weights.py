@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -32,6 +34,8 @@ class Weights:
     read: Callable[[], Iterator[tuple[str, HostTensor]]]
     """Return an iterator over the names and tensors of `parameters.shapes`, in its order and in any dtype. A tensor is
     read when it is yielded: release it before taking the next one."""
+    stored_dtype: str = field(default="float32", kw_only=True)
+    """Dtype of most values in the checkpoint; float32 for quantized ones and where there is no checkpoint."""
 
     def watched(self, update: Callable[[int, int], None]) -> Weights:
         """Return the same weights; `update(layer, n_layer)` is called as each tensor of a layer is read."""
@@ -89,7 +93,17 @@ def check(
         raise NanoinferError(
             f"{source}: tie_word_embeddings=True, but {head_name} differs from the embedding: set it to false"
         )
-    return Weights(config, dtype, lambda: ((name, tensor.read()) for name, tensor in tensors.items()))
+    read = lambda: ((name, tensor.read()) for name, tensor in tensors.items())  # noqa: E731
+    return Weights(config, dtype, read, stored_dtype=_main_dtype(stored))
+
+
+def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
+    """Return the dtype of most values, as float32 if it is float64, which is read as float32."""
+    counts: Counter[str] = Counter()
+    for tensor in stored.values():
+        counts[tensor.dtype] += math.prod(tensor.shape)
+    dtype = max(counts, key=lambda name: counts[name])
+    return "float32" if dtype == "float64" else dtype
 
 
 def _assemble(

@@ -1,0 +1,243 @@
+"""Read the container of a GGUF file: metadata, and the places of tensors.
+
+Files are untrusted. Counts, lengths, shapes and offsets are compared with the file's size before anything is allocated,
+and the file is read, not mapped. A tensor's bytes are read on demand.
+
+The format: magic, version, number of tensors and of metadata entries; the entries (key, type, value); the names,
+dimensions, types and offsets of the tensors; padding; the values of the tensors. All numbers are little-endian.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.arrays import HostTensor
+from nanoinfer.checks import show
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import RegularFile, escaped
+from nanoinfer.models.checkpoints.gguf_formats import FORMATS, UNSUPPORTED, Format
+from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
+
+Value = int | float | bool | str | list[str] | NDArray[np.generic]
+"""A value of the metadata. Arrays of strings are lists, arrays of numbers are NumPy arrays."""
+
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 128 << 20  # that of a vocabulary of 262,144 tokens has 15 MB
+MAX_KEY_BYTES = 65535  # of a key or a tensor's name, as the format limits keys
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 16
+_CHUNK = 1 << 20
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8",
+            12: "<f8"}  # fmt: skip
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+
+
+@dataclass(frozen=True)
+class BlockTensor(StoredTensor):
+    """A tensor whose rows are stored as blocks of quantized values. Its dtype is that of the values that are read."""
+
+    format: Format
+
+    def read_blocks(self) -> NDArray[np.uint8]:
+        """Return the stored blocks, (num_blocks, bytes of a block). A row has consecutive blocks."""
+        count = math.prod(self.shape) // self.format.block_size
+        blocks = np.empty((count, self.format.block_bytes), np.uint8)
+        self.file.read_into(self.start, blocks.reshape(-1).data)
+        return blocks
+
+    def read(self) -> HostTensor:
+        """Read the tensor and compute its values in float32. Raises as `StoredTensor.read`."""
+        values = self.format.dequantize(self.read_blocks())
+        strides = [n * values.itemsize for n in self.strides]
+        return HostTensor(np.lib.stride_tricks.as_strided(values, self.shape, strides), "float32")
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The content of a GGUF file, which stays open as long as one of the tensors exists."""
+
+    metadata: dict[str, Value]
+    tensors: dict[str, StoredTensor]
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Return the metadata and the tensors of a GGUF file.
+
+    Raises:
+        NanoinferError: the file is missing, is not a valid GGUF file of version 2 or 3, or has tensors of an
+            unsupported format.
+    """
+    file = RegularFile(path, "GGUF")
+    header = _Header(file)
+    _check_version(header)
+    num_tensors, num_entries = header.count("tensors", 24), header.count("metadata entries", 13)
+    metadata: dict[str, Value] = {}
+    for _ in range(num_entries):
+        key = header.name("a metadata key")
+        if key in metadata:
+            raise header.error(f"the key {show(key)} is duplicated")
+        metadata[key] = _value(header, key)
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise header.error(f"general.alignment={show(alignment)} is not a power of two in [1, {MAX_ALIGNMENT}]")
+    entries = dict(_tensor_entries(header, num_tensors))
+    data = -(-header.position // alignment) * alignment
+    places: list[tuple[int, int, str]] = []
+    tensors = {}
+    for name, (shape, kind, offset) in entries.items():
+        tensors[name], num_bytes = _tensor(header, name, shape, kind, data + offset)
+        if offset % alignment:
+            raise header.error(f"tensor {show(name)} has offset {offset}, which is not a multiple of {alignment}")
+        places.append((data + offset, data + offset + num_bytes, name))
+    end, before = data, "the header"
+    for start, stop, name in sorted(places):
+        if start < end:
+            raise header.error(f"tensor {show(name)} overlaps {show(before)}")
+        end, before = stop, name
+    return GGUFFile(metadata, tensors)
+
+
+class _Header:
+    """The beginning of a file, read in order and in chunks, up to MAX_HEADER_BYTES."""
+
+    def __init__(self, file: RegularFile) -> None:
+        self.file, self.position = file, 0
+        self._buffer, self._start = b"", 0  # bytes of the file from _start on
+        self._end = min(file.size, MAX_HEADER_BYTES)
+
+    @property
+    def left(self) -> int:
+        """Number of bytes that have not been read."""
+        return self._end - self.position
+
+    def error(self, what: str) -> NanoinferError:
+        """Return an error about this file."""
+        return NanoinferError(f"{escaped(self.file.path)} is not a valid GGUF file: {what}")
+
+    def take(self, num_bytes: int, what: str) -> bytes:
+        """Return the next bytes."""
+        if num_bytes > self.left:
+            if self._end < self.file.size:
+                raise self.error(f"{what} is beyond the first {MAX_HEADER_BYTES} bytes, the limit of the header")
+            raise self.error(f"{what} at byte {self.position} has {num_bytes} bytes, but the file has {self.file.size}")
+        at = self.position - self._start
+        if at + num_bytes > len(self._buffer):
+            self._start, at = self.position, 0
+            self._buffer = self.file.read(self.position, min(self.left, max(num_bytes, _CHUNK)))
+        self.position += num_bytes
+        return self._buffer[at : at + num_bytes]
+
+    def integer(self, num_bytes: int, what: str) -> int:
+        """Return the next unsigned integer."""
+        return int.from_bytes(self.take(num_bytes, what), "little")
+
+    def count(self, what: str, min_bytes: int) -> int:
+        """Return a number of things of at least `min_bytes` bytes each, which must fit into the rest of the file."""
+        number = self.integer(8, f"the number of {what}")
+        if number > self.left // min_bytes:
+            raise self.error(f"it claims to have {number} {what}, which do not fit into its {self.file.size} bytes")
+        return number
+
+    def string(self, what: str, limit: int = MAX_HEADER_BYTES) -> str:
+        """Return the next string: its length, and UTF-8."""
+        length = self.integer(8, f"the length of {what}")
+        if length > limit:
+            raise self.error(f"{what} has {length} bytes; the limit is {limit}")
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError as e:
+            raise self.error(f"{what} is not UTF-8 (byte {e.start}: {e.reason})") from None
+
+    def name(self, what: str) -> str:
+        """Return the next string if it is short enough to be a name."""
+        return self.string(what, MAX_KEY_BYTES)
+
+
+def _check_version(header: _Header) -> None:
+    if header.take(4, "the magic number") != b"GGUF":
+        raise header.error("it does not begin with GGUF")
+    version = header.integer(4, "the version")
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        if swapped in VERSIONS:
+            raise header.error(f"it is big-endian (version {swapped}): convert it to little-endian")
+        raise header.error(f"its version is {version}, but only 2 and 3 are supported: convert the model again")
+
+
+def _value(header: _Header, key: str) -> Value:
+    """Return the value of a metadata key."""
+    what = f"the value of {show(key)}"
+    kind = header.integer(4, f"the type of {show(key)}")
+    if kind == _STRING:
+        return header.string(what)
+    if kind != _ARRAY:
+        scalar: int | float | bool = _numbers(header, kind, 1, what)[0].item()
+        return scalar
+    kind = header.integer(4, f"the type of {show(key)}")
+    if kind == _ARRAY:
+        raise header.error(f"{what} is an array of arrays, which is not supported")
+    if kind == _STRING:
+        return [header.string(what) for _ in range(header.count(f"strings in {show(key)}", 8))]
+    if kind not in _NUMBERS:
+        raise header.error(f"{what} has the unknown type {kind}")
+    return _numbers(header, kind, header.count(f"numbers in {show(key)}", np.dtype(_NUMBERS[kind]).itemsize), what)
+
+
+def _numbers(header: _Header, kind: int, count: int, what: str) -> NDArray[np.generic]:
+    if kind not in _NUMBERS:
+        raise header.error(f"{what} has the unknown type {kind}")
+    dtype = np.dtype(_NUMBERS[kind])
+    values = np.frombuffer(header.take(count * dtype.itemsize, what), dtype)
+    if kind != _BOOL:
+        return values
+    if (values > 1).any():
+        raise header.error(f"{what} is a bool, but is neither 0 nor 1")
+    return values.astype(bool)
+
+
+def _tensor_entries(header: _Header, count: int) -> Iterator[tuple[str, tuple[tuple[int, ...], int, int]]]:
+    """Yield the name, and the shape, type and offset of each tensor."""
+    names: set[str] = set()
+    for _ in range(count):
+        name = header.name("a tensor's name")
+        if name in names:
+            raise header.error(f"the tensor {show(name)} is duplicated")
+        names.add(name)
+        dimensions = header.integer(4, f"the dimensions of {show(name)}")
+        if not 1 <= dimensions <= MAX_DIMENSIONS:
+            raise header.error(f"tensor {show(name)} has {dimensions} dimensions, but must have 1 to {MAX_DIMENSIONS}")
+        sizes = [header.integer(8, f"the shape of {show(name)}") for _ in range(dimensions)]
+        kind, offset = header.integer(4, f"the type of {show(name)}"), header.integer(8, f"the offset of {show(name)}")
+        yield name, (tuple(reversed(sizes)), kind, offset)  # the file has the innermost dimension first
+
+
+def _tensor(header: _Header, name: str, shape: tuple[int, ...], kind: int, start: int) -> tuple[StoredTensor, int]:
+    """Return a tensor and its number of bytes, after comparing its place with the file's size."""
+    if (format := FORMATS.get(kind)) is None:
+        supported = ", ".join(f.name for f in FORMATS.values())
+        raise NanoinferError(
+            f"{escaped(header.file.path)}: tensor {show(name)} has the format {UNSUPPORTED.get(kind, kind)}, which is"
+            f" not supported: use one of {supported}"
+        )
+    if not all(0 < n < 2**63 for n in shape) or shape[-1] % format.block_size:
+        raise header.error(
+            f"tensor {show(name)} is {list(shape)}, but its sizes must be positive, and the last one a multiple of"
+            f" {format.block_size} ({format.name})"
+        )
+    num_bytes = math.prod(shape) // format.block_size * format.block_bytes
+    if start + num_bytes > header.file.size:
+        raise header.error(
+            f"tensor {show(name)} ends at byte {start + num_bytes}, but the file has {header.file.size} bytes: download"
+            " it again"
+        )
+    if dtype := _DTYPES.get(format.name):
+        return StoredTensor(header.file, start, dtype, shape, contiguous(shape)), num_bytes
+    return BlockTensor(header.file, start, "float32", shape, contiguous(shape), format), num_bytes

@@ -1,0 +1,165 @@
+"""The formats of quantized tensors in GGUF files, and their values in float32.
+
+A row of a tensor is a sequence of blocks; a block has scales (float16) and small integers. The layout of each format is
+that of the structs in ggml (ggml-common.h), and the values are those of its `dequantize_row_*` (ggml-quants.c).
+https://github.com/ggml-org/ggml/tree/master/src
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+"""Blocks, or a field of each block: (num_blocks, bytes)."""
+Floats = NDArray[np.float32]
+
+_CHUNK = 1 << 20  # values that are computed at a time, which limits the memory of intermediate results
+_K = 256  # values in a block of the K formats
+_IQ4_NL = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
+
+
+@dataclass(frozen=True)
+class Format:
+    """How values are stored."""
+
+    name: str
+    block_size: int
+    """Values in a block."""
+    block_bytes: int
+    """Bytes of a block."""
+    compute: Callable[[Bytes], Floats] | None = None
+    """Return the values of blocks, (num_blocks, block_size); None: the format is not quantized."""
+
+    def dequantize(self, blocks: Bytes) -> Floats:
+        """Return the values of blocks (num_blocks, block_bytes), as one dimension."""
+        assert self.compute is not None
+        values = np.empty((len(blocks), self.block_size), np.float32)
+        step = max(1, _CHUNK // self.block_size)
+        with np.errstate(invalid="ignore", over="ignore"):  # a scale may be infinite or NaN
+            for start in range(0, len(blocks), step):
+                values[start : start + step] = self.compute(blocks[start : start + step])
+        return values.reshape(-1)
+
+
+def _half(field: Bytes) -> Floats:
+    """Return float16 fields of 2 bytes as (num_blocks, fields) float32."""
+    return np.ascontiguousarray(field).view("<f2").astype(np.float32)
+
+
+def _bits(field: Bytes, width: int, group: int) -> Bytes:
+    """Return integers of `width` bits: the lowest bits of `group` bytes, then their next bits, and so on.
+
+    With width 4 and group 2, the bytes 0x21 0x43 are the integers 1, 3, 2, 4.
+    """
+    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+    parts: Bytes = field.reshape(len(field), -1, 1, group) >> shifts & np.uint8((1 << width) - 1)
+    return parts.reshape(len(field), -1)
+
+
+def _grouped(scales: Floats, values: NDArray[np.generic]) -> Floats:
+    """Return values multiplied by the scales of their groups, which are equally large: (num_blocks, groups) each."""
+    count = values.shape[1] // scales.shape[1]
+    products: Floats = np.repeat(scales, count, axis=1) * values.astype(np.float32)
+    return products
+
+
+def _q4_0(b: Bytes) -> Floats:
+    return _half(b[:, :2]) * (_bits(b[:, 2:], 4, 16).astype(np.float32) - 8)
+
+
+def _q4_1(b: Bytes) -> Floats:
+    return _half(b[:, :2]) * _bits(b[:, 4:], 4, 16).astype(np.float32) + _half(b[:, 2:4])
+
+
+def _five_bits(high: Bytes, low: Bytes) -> Floats:
+    """Return integers of 5 bits: the fifth bits are those of `high`, in order."""
+    values: Bytes = _bits(low, 4, 16) | np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
+    return values.astype(np.float32)
+
+
+def _q5_0(b: Bytes) -> Floats:
+    return _half(b[:, :2]) * (_five_bits(b[:, 2:6], b[:, 6:]) - 16)
+
+
+def _q5_1(b: Bytes) -> Floats:
+    return _half(b[:, :2]) * _five_bits(b[:, 4:8], b[:, 8:]) + _half(b[:, 2:4])
+
+
+def _q8_0(b: Bytes) -> Floats:
+    return _half(b[:, :2]) * b[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _iq4_nl(b: Bytes) -> Floats:
+    return _half(b[:, :2]) * _IQ4_NL[_bits(b[:, 2:], 4, 16)]
+
+
+def _q2_k(b: Bytes) -> Floats:
+    scales, values, d, minimum = b[:, :16], _bits(b[:, 16:80], 2, 32), _half(b[:, 80:82]), _half(b[:, 82:84])
+    products = _grouped(d * (scales & 15).astype(np.float32), values)
+    return products - np.repeat(minimum * (scales >> 4).astype(np.float32), 16, axis=1)
+
+
+def _q3_k(b: Bytes) -> Floats:
+    high, low = _bits(b[:, :32], 1, 32), _bits(b[:, 32:96], 2, 32)
+    scales = _bits(b[:, 96:104], 4, 8) | _bits(b[:, 104:108], 2, 4) << np.uint8(4)
+    values = low.astype(np.int8) - ((1 - high) << np.uint8(2)).astype(np.int8)  # the high bit says not to subtract 4
+    return _grouped(_half(b[:, 108:110]) * (scales.astype(np.float32) - 32), values)
+
+
+def _scales_and_minima(b: Bytes) -> tuple[Floats, Floats]:
+    """Return the 8 scales and the 8 minima of blocks of Q4_K and Q5_K, which begin with two factors, then 12 bytes.
+
+    Of each, the first four are the low 6 bits of a byte; the last four have 4 bits in the last 4 bytes, and their 2
+    highest bits are those of the first ones' bytes.
+    """
+    s, m, last = b[:, 4:8], b[:, 8:12], b[:, 12:16]
+    scales = np.concatenate([s & 63, last & 15 | s >> 6 << 4], axis=1).astype(np.float32)
+    minima = np.concatenate([m & 63, last >> 4 | m >> 6 << 4], axis=1).astype(np.float32)
+    return _half(b[:, :2]) * scales, _half(b[:, 2:4]) * minima
+
+
+def _q4_k(b: Bytes) -> Floats:
+    scales, minima = _scales_and_minima(b)
+    return _grouped(scales, _bits(b[:, 16:], 4, 32)) - np.repeat(minima, 32, axis=1)
+
+
+def _q5_k(b: Bytes) -> Floats:
+    scales, minima = _scales_and_minima(b)
+    values = _bits(b[:, 48:], 4, 32) | _bits(b[:, 16:48], 1, 32) << np.uint8(4)
+    return _grouped(scales, values) - np.repeat(minima, 32, axis=1)
+
+
+def _q6_k(b: Bytes) -> Floats:
+    values = _bits(b[:, :128], 4, 64) | _bits(b[:, 128:192], 2, 32) << np.uint8(4)
+    scales = _half(b[:, 208:210]) * b[:, 192:208].view(np.int8).astype(np.float32)
+    return _grouped(scales, values.astype(np.float32) - 32)
+
+
+FORMATS: dict[int, Format] = {
+    0: Format("F32", 1, 4),
+    1: Format("F16", 1, 2),
+    2: Format("Q4_0", 32, 18, _q4_0),
+    3: Format("Q4_1", 32, 20, _q4_1),
+    6: Format("Q5_0", 32, 22, _q5_0),
+    7: Format("Q5_1", 32, 24, _q5_1),
+    8: Format("Q8_0", 32, 34, _q8_0),
+    10: Format("Q2_K", _K, 84, _q2_k),
+    11: Format("Q3_K", _K, 110, _q3_k),
+    12: Format("Q4_K", _K, 144, _q4_k),
+    13: Format("Q5_K", _K, 176, _q5_k),
+    14: Format("Q6_K", _K, 210, _q6_k),
+    20: Format("IQ4_NL", 32, 18, _iq4_nl),
+    28: Format("F64", 1, 8),
+    30: Format("BF16", 1, 2),
+}
+"""By ggml's number of the type."""
+
+UNSUPPORTED = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+"""Names of other types, for messages."""

@@ -1,0 +1,279 @@
+"""The tokenizer in a GGUF file's metadata.
+
+Covered: `gpt2` (byte-level BPE with merges; `tokenizer.ggml.pre` names how text is split) and `llama` (SentencePiece's
+BPE: scores instead of merges, and byte tokens for what the vocabulary lacks). Not covered: bert, t5, rwkv and others.
+
+A SentencePiece vocabulary becomes a BPE with merges in the order of the scores, as in transformers'
+convert_slow_tokenizer.py (`generate_merges`, `LlamaConverter`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoinfer.checks import require_int, show
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.tokenizers import Tokenizer, explained, from_core
+
+log = logging.getLogger("nanoinfer")
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from nanoinfer.models.checkpoints.gguf_file import Value
+
+_PREFIX = "tokenizer.ggml."
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+MAX_MERGE_WORK = 1 << 30  # sum of the squares of the tokens' lengths; Gemma's is 30 million
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How text is split before BPE: each pattern splits the pieces of the one before."""
+
+    patterns: tuple[str, ...]
+    add_bos: bool = False
+    """Whether prompts begin with the start token if the file does not say it."""
+    whole_words: bool = False
+    """Whether a piece that is a token stays whole, even if merges do not lead to it."""
+    compose: bool = False
+    """Whether text is normalized to NFC."""
+
+
+_SPLITS = {
+    "gpt-2": _Split((_GPT2,)),
+    "olmo": _Split((_GPT2,)),
+    "smollm": _Split((r"\p{N}", _GPT2)),
+    "llama-bpe": _Split((_LLAMA3,), add_bos=True, whole_words=True),
+    "smaug-bpe": _Split((_LLAMA3,)),
+    "dbrx": _Split((_LLAMA3,)),
+    "qwen2": _Split((_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),), compose=True),
+    # What llama.cpp uses for files of before May 2024, which do not say how text is split.
+    "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+}
+"""By tokenizer.ggml.pre. Source: llama.cpp, src/llama-vocab.cpp, where each has the original pattern in a comment."""
+_SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+
+_TURN_ENDS = frozenset((
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
+))  # fmt: skip
+"""Control tokens that end a sequence also in files that do not list them, as in llama.cpp."""
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The tokens of a file."""
+
+    metadata: Mapping[str, Value]
+    tokens: list[str]
+    kinds: list[int]
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Return a string of the metadata."""
+        value = self.metadata.get(_PREFIX + name, default)
+        if not isinstance(value, str):
+            raise NanoinferError(f"{_PREFIX}{name}={show(value)} is not a string")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a bool of the metadata."""
+        value = self.metadata.get(_PREFIX + name, default)
+        if not isinstance(value, bool):
+            raise NanoinferError(f"{_PREFIX}{name}={show(value)} is neither true nor false")
+        return value
+
+    def special(self, name: str, default: int | None = None) -> int | None:
+        """Return the id of a special token."""
+        key = f"{_PREFIX}{name}_token_id"
+        if key not in self.metadata:
+            return default if default is not None and default < len(self.tokens) else None
+        return require_int(key, self.metadata[key], 0, len(self.tokens) - 1)
+
+
+def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
+    """Return the tokenizer of a GGUF file.
+
+    Args:
+        metadata: of the file.
+        where: the file's name, for error messages.
+
+    Raises:
+        NanoinferError: there is none, it is malformed, or of a kind that is not supported.
+    """
+    if (kind := metadata.get(f"{_PREFIX}model")) is None:
+        raise NanoinferError(f"{where} has no tokenizer ({_PREFIX}model): give token ids, or tokenizer= a file")
+    with explained(f"{where}: the tokenizer cannot be read"):
+        if kind not in ("gpt2", "llama"):
+            raise NanoinferError(f"{_PREFIX}model={show(kind)} is not supported: only gpt2 and llama are")
+        vocabulary = _read_vocabulary(metadata)
+        core, add_bos = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
+        _add_special(core, vocabulary)
+        bos = vocabulary.special("bos", 1 if kind == "llama" else None)
+        if vocabulary.flag("add_bos_token", add_bos):
+            if bos is None:
+                raise NanoinferError(f"{_PREFIX}add_bos_token is true, but there is no {_PREFIX}bos_token_id")
+            _prepend(core, vocabulary.tokens[bos], bos)
+        if vocabulary.flag("add_eos_token", False):
+            log.warning("%s: %sadd_eos_token is ignored: prompts do not end with the end token", where, _PREFIX)
+        return from_core(core)
+
+
+def end_tokens(metadata: Mapping[str, Value], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
+    """Return the start token and the tokens that end a sequence: of a document, of a turn, of a message.
+
+    Raises:
+        NanoinferError: an id is not in the vocabulary.
+    """
+    found = []
+    for name in ("bos", "eos", "eot", "eom"):
+        if (value := metadata.get(f"{_PREFIX}{name}_token_id")) is not None:
+            found.append((name, require_int(f"{_PREFIX}{name}_token_id", value, 0, vocab_size - 1)))
+    tokens, kinds = metadata.get(f"{_PREFIX}tokens"), metadata.get(f"{_PREFIX}token_type")
+    ends = [token_id for name, token_id in found if name != "bos"]
+    if isinstance(tokens, list) and isinstance(kinds, np.ndarray) and len(tokens) == len(kinds) <= vocab_size:
+        ends += [int(i) for i in np.flatnonzero(kinds == _CONTROL) if tokens[i] in _TURN_ENDS]
+    return dict(found).get("bos"), tuple(dict.fromkeys(ends))
+
+
+def chat_template(metadata: Mapping[str, Value]) -> str | None:
+    """Return the chat template of a GGUF file, a Jinja template, or None."""
+    template = metadata.get("tokenizer.chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _read_vocabulary(metadata: Mapping[str, Value]) -> _Vocabulary:
+    tokens = metadata.get(f"{_PREFIX}tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise NanoinferError(f"{_PREFIX}tokens is not a list of one or more tokens")
+    kinds = metadata.get(f"{_PREFIX}token_type", np.full(len(tokens), _NORMAL, np.int32))
+    if not isinstance(kinds, np.ndarray) or kinds.dtype.kind not in "iu" or len(kinds) != len(tokens):
+        raise NanoinferError(f"{_PREFIX}token_type is not a list of {len(tokens)} integers, one for each token")
+    count = len(tokens)  # converters fill the vocabulary up to the rows of the embedding; these are never sampled
+    while count > 1 and kinds[count - 1] == _UNUSED and tokens[count - 1] == f"[PAD{count - 1}]":
+        count -= 1
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens[:count])]
+    if len(set(tokens)) < count:
+        (twice, _), *_ = (Counter(tokens) - Counter(set(tokens))).items()
+        raise NanoinferError(f"{_PREFIX}tokens has the token {show(twice)} twice")
+    return _Vocabulary(metadata, tokens, kinds[:count].tolist())
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return a byte-level BPE, and whether its kind begins prompts with the start token."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    name = vocabulary.text("pre", "default")
+    if (split := _SPLITS.get(_SAME.get(name, name))) is None:
+        known = ", ".join(_SPLITS)
+        raise NanoinferError(f"{_PREFIX}pre={show(name)} is not supported: only {known} are")
+    core = tokenizers.Tokenizer(
+        models.BPE(_ids(vocabulary), _merges(vocabulary), ignore_merges=split.whole_words, fuse_unk=False)
+    )
+    if split.compose:
+        core.normalizer = normalizers.NFC()
+    steps = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in split.patterns]
+    core.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    core.decoder = decoders.ByteLevel()
+    return core, split.add_bos
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return a BPE with byte fallback, and that prompts begin with the start token."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+
+    unknown = vocabulary.special("unknown", 0)
+    core = tokenizers.Tokenizer(
+        models.BPE(
+            _ids(vocabulary),
+            _merges(vocabulary) if f"{_PREFIX}merges" in vocabulary.metadata else _merges_of_scores(vocabulary),
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = vocabulary.flag("add_space_prefix", True)
+    core.normalizer = normalizers.Sequence(
+        [*([normalizers.Prepend("▁")] if prefix else []), normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence([*steps, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
+    return core, True
+
+
+def _ids(vocabulary: _Vocabulary) -> dict[str, int]:
+    return {token: i for i, token in enumerate(vocabulary.tokens)}
+
+
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return the merges of the file, in order: ["Ġ t", ...] -> [("Ġ", "t"), ...]."""
+    lines = vocabulary.metadata.get(f"{_PREFIX}merges")
+    if not isinstance(lines, list):
+        raise NanoinferError(f"{_PREFIX}merges is not a list of merges")
+    merges = []
+    for line in lines:
+        left, space, right = line[1:].partition(" ")  # a token may begin with a space
+        if not space or not right:
+            raise NanoinferError(f"{_PREFIX}merges has {show(line)}, which is not two tokens")
+        merges.append((line[0] + left, right))
+    return merges
+
+
+def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that make a token, those of the largest score first."""
+    scores = vocabulary.metadata.get(f"{_PREFIX}scores")
+    count = len(vocabulary.tokens)
+    if not isinstance(scores, np.ndarray) or scores.dtype.kind not in "fiu" or len(scores) < count:
+        raise NanoinferError(f"{_PREFIX}scores is not a list of {count} numbers, one for each token")
+    if not np.isfinite(scores).all():
+        raise NanoinferError(f"{_PREFIX}scores has values that are not finite")
+    if sum(len(token) ** 2 for token in vocabulary.tokens) > MAX_MERGE_WORK:
+        raise NanoinferError(f"{_PREFIX}tokens has tokens that are too long to find their merges")
+    made_of = (_NORMAL, _USER_DEFINED, _UNUSED)  # the others are no parts of text
+    ids = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.kinds[i] in made_of}
+    found = []
+    for token, i in ids.items():
+        score = float(scores[i])
+        for at in range(len(token) - 1, 0, -1):
+            left, right = token[:at], token[at:]
+            if left in ids and right in ids:
+                found.append((-score, -len(left), -len(right), left, right))
+    found.sort(key=lambda merge: merge[:3])
+    return [(left, right) for *_, left, right in found]
+
+
+def _add_special(core: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Make the tokens that stand for themselves in a text: control tokens, and those that a user defined."""
+    from tokenizers import AddedToken
+
+    kinds = dict(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
+    for name in ("bos", "eos"):
+        if (token_id := vocabulary.special(name)) is not None and f"{_PREFIX}token_type" not in vocabulary.metadata:
+            kinds[vocabulary.tokens[token_id]] = _CONTROL  # files of 2023 have no types
+    special = [token for token, kind in kinds.items() if kind in (_CONTROL, _UNKNOWN)]
+    core.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    defined = [token for token, kind in kinds.items() if kind == _USER_DEFINED]
+    core.add_tokens([AddedToken(token, normalized=False) for token in defined])
+
+
+def _prepend(core: tokenizers.Tokenizer, token: str, token_id: int) -> None:
+    """Let prompts begin with a token. A tokenizer.json that is saved says the same."""
+    from tokenizers import processors
+
+    special: Any = {"id": "bos", "ids": [token_id], "tokens": [token]}
+    core.post_processor = processors.TemplateProcessing(
+        single=["bos:0", "$A:0"], pair=["bos:0", "$A:0", "$B:0"], special_tokens=[special]
+    )

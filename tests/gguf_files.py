@@ -1,0 +1,182 @@
+"""Write GGUF files for tests, independently of the package: the container, tokenizers, and transformers' models.
+
+The names of tensors, the order of rows and the keys are those of llama.cpp's convert_hf_to_gguf.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+STRING, ARRAY = 8, 9
+KINDS = {"uint8": 0, "int8": 1, "uint16": 2, "int16": 3, "uint32": 4, "int32": 5, "float32": 6, "bool": 7, "uint64": 10,
+         "int64": 11, "float64": 12}  # fmt: skip
+F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
+
+
+class Stored(NamedTuple):
+    """A tensor as it is stored."""
+
+    shape: tuple[int, ...]
+    kind: int
+    content: bytes
+
+
+def as_f32(values: Any) -> Stored:
+    array = np.ascontiguousarray(values, np.float32)
+    return Stored(array.shape, F32, array.tobytes())
+
+
+def as_f16(values: Any) -> Stored:
+    array = np.ascontiguousarray(values, np.float16)
+    return Stored(array.shape, F16, array.tobytes())
+
+
+def as_q8_0(values: Any) -> Stored:
+    """Quantize with ggml's rule: the largest magnitude of 32 values is 127."""
+    array = np.asarray(values, np.float32)
+    blocks = array.reshape(-1, 32)
+    scale = (np.abs(blocks).max(1, keepdims=True) / 127).astype(np.float16)
+    q = np.round(blocks / np.where(scale == 0, 1, scale.astype(np.float32))).astype(np.int8)
+    return Stored(array.shape, Q8_0, np.concatenate([scale.view(np.uint8), q.view(np.uint8)], 1).tobytes())
+
+
+def string(text: str | bytes) -> bytes:
+    raw = text.encode() if isinstance(text, str) else text
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def value(item: Any) -> bytes:
+    """Return a typed value: strings, lists of strings, NumPy scalars and arrays; int is uint32, float is float32."""
+    if isinstance(item, bytes):  # as it is, for hostile files
+        return item
+    if isinstance(item, str):
+        return struct.pack("<I", STRING) + string(item)
+    if isinstance(item, list):
+        return struct.pack("<IIQ", ARRAY, STRING, len(item)) + b"".join(map(string, item))
+    if isinstance(item, np.ndarray):
+        return struct.pack("<IIQ", ARRAY, KINDS[str(item.dtype)], len(item)) + item.tobytes()
+    scalar = {bool: np.bool_, int: np.uint32, float: np.float32}.get(type(item), lambda x: x)(item)
+    return struct.pack("<I", KINDS[str(scalar.dtype)]) + scalar.tobytes()
+
+
+def gguf_bytes(metadata: dict[str, Any], tensors: dict[str, Stored], *, version: int = 3, alignment: int = 32) -> bytes:
+    """Return the content of a GGUF file."""
+    out = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
+    out += b"".join(string(key) + value(item) for key, item in metadata.items())
+    data = b""
+    for name, t in tensors.items():
+        data += bytes(-len(data) % alignment)
+        dims = t.shape[::-1]
+        out += string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, t.kind, len(data))
+        data += t.content
+    return out + bytes(-len(out) % alignment) + data
+
+
+def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, Stored], **options: Any) -> Path:
+    path.write_bytes(gguf_bytes(metadata, tensors, **options))
+    return path
+
+
+# Models of transformers -----------------------------------------------------------------------------------------
+
+ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistral": "llama", "qwen2": "qwen2",
+                 "qwen3": "qwen3", "gemma3_text": "gemma3", "olmo2": "olmo2", "smollm3": "smollm3"}  # fmt: skip
+NAMES = {
+    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "embed_out": "output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "ln_1": "attn_norm", "ln_2": "ffn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
+    "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output", "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
+    "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+
+
+def permute(rows: np.ndarray, n_head: int) -> np.ndarray:
+    """Reorder the rows of queries or keys as llama.cpp's converter does for Llama."""
+    return rows.reshape(n_head, 2, rows.shape[0] // n_head // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def tensor_of(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
+    """Return the name and the values of a tensor of transformers' in a GGUF file."""
+    base, _, suffix = name.rpartition(".")
+    prefix, kind = "", config.model_type
+    if ".layers." in base or ".h." in base:
+        _, _, rest = base.partition(".layers." if ".layers." in base else ".h.")
+        layer, _, base = rest.partition(".")
+        prefix = f"blk.{layer}."
+    if base == "post_attention_layernorm":
+        theirs = "post_attention_norm" if kind in ("gemma3_text", "olmo2") else "ffn_norm"
+    else:
+        theirs = NAMES[base]
+    if kind == "gpt2" and prefix and values.ndim == 2:
+        values = values.T
+    if kind in ("llama", "mistral", "smollm3") and theirs in ("attn_q", "attn_k"):
+        values = permute(values, config.num_attention_heads if theirs == "attn_q" else config.num_key_value_heads)
+    if kind == "gemma3_text" and theirs.endswith("norm"):
+        values = values + np.float32(1)
+    if kind == "gpt_neox" and theirs == "attn_qkv":  # of each head its queries, keys and values -> all queries, ...
+        values = (
+            values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+        )
+    return f"{prefix}{theirs}.{suffix}", values
+
+
+def metadata_of(config: Any) -> dict[str, Any]:
+    """Return the metadata that llama.cpp's converter writes for a config of transformers'."""
+    arch, kind = ARCHITECTURES[config.model_type], config.model_type
+    n_head, rope = config.num_attention_heads, getattr(config, "rope_parameters", None) or {}
+    width = getattr(config, "head_dim", None) or config.hidden_size // n_head
+    found: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "attention.head_count": n_head,
+    }
+    if kind in ("gpt2", "gpt_neox"):
+        epsilon = config.layer_norm_epsilon if kind == "gpt2" else config.layer_norm_eps
+        found["attention.layer_norm_epsilon"] = float(epsilon)
+    else:
+        found |= {
+            "attention.head_count_kv": config.num_key_value_heads,
+            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            "vocab_size": config.vocab_size,
+            "attention.key_length": width,
+            "attention.value_length": width,
+        }
+    if kind == "gpt_neox":
+        found["use_parallel_residual"] = config.use_parallel_residual
+        found["rope.dimension_count"] = int(width * rope["partial_rotary_factor"])
+    elif kind in ("llama", "mistral"):
+        found["rope.dimension_count"] = width
+    if kind == "gemma3_text":
+        found["attention.sliding_window"] = config.sliding_window
+        rope = rope["full_attention"]
+    elif getattr(config, "sliding_window", None) is not None and kind == "mistral":
+        found["attention.sliding_window"] = config.sliding_window
+    if kind != "gpt2":
+        found["rope.freq_base"] = float(rope["rope_theta"])
+    if rope.get("rope_type") == "linear":
+        found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    return {"general.architecture": arch} | {f"{arch}.{name}": item for name, item in found.items()}
+
+
+def convert(model: Any, path: Path, store: Any = as_f32, **extra: Any) -> Path:
+    """Write a model of transformers' as a GGUF file; matrices are stored by `store`, vectors in float32."""
+    tensors = {}
+    tied = model.config.tie_word_embeddings
+    for name, p in model.state_dict().items():
+        if (tied and name in ("lm_head.weight", "embed_out.weight")) or name.endswith((".attn.bias", "inv_freq")):
+            continue
+        theirs, values = tensor_of(name, p.detach().float().numpy(), model.config)
+        tensors[theirs] = store(values) if values.ndim == 2 else as_f32(values)
+    extra_tensors = extra.pop("tensors", {})
+    return write_gguf(path, metadata_of(model.config) | extra, tensors | extra_tensors)

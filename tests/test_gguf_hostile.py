@@ -1,0 +1,165 @@
+"""GGUF files that are damaged or made to do harm: each is refused by one line, before memory is allocated for it."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import refuses
+from gguf_files import ARRAY, F32, Q4_0, STRING, Stored, as_f32, gguf_bytes, string, value, write_gguf
+from nanoinfer.models.checkpoints.gguf_file import MAX_HEADER_BYTES, read_gguf
+from nanoinfer.models.checkpoints.load import load_model
+
+GOOD = gguf_bytes({"general.architecture": "llama", "a": 1}, {"t": as_f32(np.ones((2, 3))), "u": as_f32(np.ones(4))})
+
+
+def header(num_tensors: int, num_entries: int, rest: bytes = b"", version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_entries) + rest
+
+
+def entry(name: str, dims: tuple[int, ...], kind: int = F32, offset: int = 0) -> bytes:
+    return string(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+
+
+def tensors(*entries: bytes, data: int = 256) -> bytes:
+    out = header(len(entries), 0, b"".join(entries))
+    return out + bytes(-len(out) % 32) + bytes(data)
+
+
+def array(kind: int, count: int, content: bytes = b"") -> bytes:
+    return struct.pack("<IIQ", ARRAY, kind, count) + content
+
+
+CASES: dict[str, tuple[bytes, list[str]]] = {
+    "empty": (b"", ["magic"]),
+    "no magic": (b"GGML" + GOOD[4:], ["does not begin with GGUF"]),
+    "version 1": (header(0, 0, version=1), ["version is 1", "2 and 3"]),
+    "version 4": (header(0, 0, version=4), ["version is 4"]),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), ["big-endian"]),
+    "2**63 tensors": (header(2**63, 0), ["9223372036854775808 tensors"]),
+    "more tensors than fit": (header(3, 0, bytes(48)), ["3 tensors", "do not fit"]),
+    "2**64 - 1 entries": (header(0, 2**64 - 1), ["18446744073709551615 metadata entries"]),
+    "a key of 2**63 bytes": (header(0, 1, struct.pack("<Q", 2**63) + bytes(99)), ["9223372036854775808 bytes"]),
+    "a string of 2**63 bytes": (
+        header(0, 1, string("k") + struct.pack("<IQ", STRING, 2**63) + bytes(99)),
+        ["'k'", "9223372036854775808 bytes"],
+    ),
+    "a string beyond the end": (header(0, 1, string("k") + struct.pack("<IQ", STRING, 999)), ["'k'", "999 bytes"]),
+    "a key that is not UTF-8": (header(0, 1, string(b"\xff\xfe") + value(1)), ["UTF-8"]),
+    "a string that is not UTF-8": (header(0, 1, string("k") + struct.pack("<I", STRING) + string(b"a\xc3")), ["UTF-8"]),
+    "an unknown type": (header(0, 1, string("k") + struct.pack("<I", 13) + bytes(9)), ["'k'", "unknown type 13"]),
+    "an array of an unknown type": (header(0, 1, string("k") + array(77, 1, bytes(9))), ["'k'", "unknown type 77"]),
+    "an array of arrays": (header(0, 1, string("k") + array(ARRAY, 1) + array(4, 1)), ["'k'", "array of arrays"]),
+    "2**61 numbers": (header(0, 1, string("k") + array(10, 2**61, bytes(64))), ["2305843009213693952 numbers"]),
+    "2**60 strings": (header(0, 1, string("k") + array(STRING, 2**60, bytes(64))), ["1152921504606846976 strings"]),
+    "a bool of 2": (header(0, 1, string("k") + struct.pack("<IB", 7, 2)), ["'k'", "neither 0 nor 1"]),
+    "a key twice": (header(0, 2, (string("k") + value(1)) * 2), ["'k' is duplicated"]),
+    "a tensor twice": (tensors(entry("t", (4,)), entry("t", (4,), offset=32)), ["'t' is duplicated"]),
+    "no dimensions": (tensors(string("t") + struct.pack("<IIQ", 0, F32, 0), data=64), ["0 dimensions"]),
+    "5 dimensions": (tensors(entry("t", (1,) * 5)), ["5 dimensions"]),
+    "2**32 - 1 dimensions": (tensors(string("t") + struct.pack("<I", 2**32 - 1) + bytes(64)), ["4294967295 dim"]),
+    "an empty tensor": (tensors(entry("t", (4, 0))), ["'t' is [0, 4]"]),
+    "2**63 rows": (tensors(entry("t", (1, 2**63))), ["9223372036854775808"]),
+    "a product of 2**64": (tensors(entry("t", (2**32, 2**32))), ["'t' ends at byte 73786976294838206"]),
+    "half a block": (tensors(entry("t", (48, 2), Q4_0)), ["[2, 48]", "a multiple of 32 (Q4_0)"]),
+    "beyond the end": (tensors(entry("t", (65,))), ["'t' ends at byte", "download it again"]),
+    "an offset beyond the end": (tensors(entry("t", (4,), offset=1 << 40)), ["'t' ends at byte"]),
+    "an offset of 2**64 - 32": (tensors(entry("t", (4,), offset=2**64 - 32)), ["'t' ends at byte"]),
+    "an offset that is not aligned": (tensors(entry("t", (4,), offset=8)), ["offset 8", "multiple of 32"]),
+    "overlapping tensors": (tensors(entry("t", (9,)), entry("u", (4,), offset=32)), ["'u' overlaps 't'"]),
+    "one tensor in another": (tensors(entry("t", (60,)), entry("u", (4,), offset=64)), ["'u' overlaps 't'"]),
+    "IQ4_XS": (tensors(entry("t", (256,), 23)), ["'t' has the format IQ4_XS", "Q4_0"]),
+    "a type of no format": (tensors(entry("t", (256,), 4)), ["'t' has the format 4"]),
+    "an alignment of 0": (gguf_bytes({"general.alignment": 0}, {}), ["general.alignment=0"]),
+    "an alignment of 24": (gguf_bytes({"general.alignment": 24}, {}), ["general.alignment=24"]),
+    "an alignment of 2**31": (gguf_bytes({"general.alignment": 2**31}, {}), ["general.alignment=2147483648"]),
+    "an alignment in words": (gguf_bytes({"general.alignment": "32"}, {}), ["general.alignment='32'"]),
+    "escape sequences": (header(0, 2, (string("\x1b[31m\n") + value(1)) * 2), ["\\x1b[31m\\n"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_file_is_refused(name: str, tmp_path: Path) -> None:
+    content, words = CASES[name]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    tracemalloc.start()
+    try:
+        refuses(lambda: read_gguf(path), "model.gguf", *words)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(GOOD)
+    assert read_gguf(path).metadata == {"general.architecture": "llama", "a": 1}
+    for length in range(len(GOOD)):
+        path.write_bytes(GOOD[:length])
+        refuses(lambda: read_gguf(path), "model.gguf is not a valid GGUF file")
+
+
+def test_a_header_beyond_its_limit_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    with open(path, "wb") as f:
+        f.write(header(0, 1, string("k") + array(0, MAX_HEADER_BYTES)))
+        f.truncate(3 * MAX_HEADER_BYTES)
+    refuses(lambda: read_gguf(path), str(MAX_HEADER_BYTES))
+    with open(path, "wb") as f:
+        f.write(header(0, 2, string("k") + array(0, MAX_HEADER_BYTES - 50)))
+        f.truncate(3 * MAX_HEADER_BYTES)
+    refuses(lambda: read_gguf(path), f"beyond the first {MAX_HEADER_BYTES} bytes")
+
+
+def test_every_type_of_value(tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {
+        "u8": np.uint8(255), "i8": np.int8(-1), "u16": np.uint16(65535), "i16": np.int16(-2), "u32": 2**32 - 1,
+        "i32": np.int32(-3), "u64": np.uint64(2**64 - 1), "i64": np.int64(-(2**63)), "f32": 0.5,
+        "f64": np.float64(0.1), "yes": True, "no": False, "text": "é\n", "": "", "texts": ["a", "", "ü"],
+        "numbers": np.array([1, 2, 3], np.int32), "bools": np.array([True, False]), "none": np.array([], np.float32),
+    }  # fmt: skip
+    found = read_gguf(write_gguf(tmp_path / "a.gguf", metadata, {}, version=2)).metadata
+    assert found.keys() == metadata.keys()
+    for key, expected in metadata.items():
+        got = found[key]
+        if isinstance(expected, np.ndarray):
+            assert isinstance(got, np.ndarray)
+            assert (got.dtype, got.tolist()) == (expected.dtype, expected.tolist())
+        else:
+            assert (type(got), got) == (type(expected if isinstance(expected, (str, list)) else got), expected)
+            assert not isinstance(got, np.generic)
+
+
+def test_tensors_are_found_at_their_offsets(tmp_path: Path) -> None:
+    a, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(5, dtype=np.float32)
+    stored = {"a": as_f32(a), "b": as_f32(b), "d": Stored((2,), 28, np.array([0.5, 2.0]).tobytes())}
+    for alignment in (1, 8, 32, 256):
+        metadata = {"general.alignment": alignment}
+        found = read_gguf(write_gguf(tmp_path / "a.gguf", metadata, stored, alignment=alignment)).tensors
+        np.testing.assert_array_equal(found["a"].read().values, a)
+        np.testing.assert_array_equal(found["b"].read().values, b)
+        np.testing.assert_array_equal(found["d"].read().values, [0.5, 2.0])
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", {}, {"t": as_f32(np.ones((64, 64)))})
+    tensor = read_gguf(path).tensors["t"]
+    path.write_bytes(path.read_bytes()[:-4])
+    refuses(tensor.read, "was changed while it was read")
+
+
+@pytest.mark.parametrize("make", ["mkfifo", "mkdir"])
+def test_what_is_no_file_is_refused_at_once(make: str, tmp_path: Path) -> None:
+    import os
+
+    path = tmp_path / "model.gguf"
+    act: Callable[[Path], None] = getattr(os, make)
+    act(path)
+    refuses(lambda: load_model(str(path)), "model.gguf", "pipe" if make == "mkfifo" else "config.json")

