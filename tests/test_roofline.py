@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import TINY, make_limits, make_model, refuses
-from nanoinfer.config import PRESETS, ModelConfig
+from nanoinfer.config import ModelConfig
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.environment import num_cpus
 from nanoinfer.models.gpt import GPT
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.arithmetic import Poly, StepCost, decode, extend, kv_cache_layer, prefill
 from nanoinfer.roofline.ceilings import DEVICES, Ceiling, find_device
 from nanoinfer.roofline.formats import FORMATS

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoinfer.checks import require_int, show
-from nanoinfer.config import PRESETS, EngineConfig, ModelConfig
+from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import huggingface, nanogpt, packed
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
+from nanoinfer.models.presets import PRESETS, REPOSITORIES
 
 if TYPE_CHECKING:
     from nanoinfer.models.gpt import GPT
@@ -175,10 +176,11 @@ def split_wide(name: str) -> tuple[str, ModelConfig]:
         NanoinferError: a part is missing, or the preset is unknown.
     """
     source, _, preset = name.removeprefix("wide:").rpartition(":")
-    if not source or preset not in PRESETS or source.startswith("wide:wide:"):
+    presets = [name for name, config in PRESETS.items() if config.is_gpt2]
+    if not source or preset not in presets or source.startswith("wide:wide:"):
         raise NanoinferError(
             f"model {show(name)}: a widened model is named wide:<model>:<preset>, is widened at most twice, and its"
-            f" preset is one of {', '.join(PRESETS)}"
+            f" preset is one of {', '.join(presets)}"
         )
     return source, PRESETS[preset]
 
@@ -206,7 +208,7 @@ def _hub_folder(name: str) -> Path:
             f"model {show(name)} is neither built in ({', '.join(builtin_names())}), nor random:<preset>, nor"
             " wide:<model>:<preset>, nor a path that exists, nor a Hub repository id"
         )
-    return huggingface.download(f"openai-community/{name}" if name in PRESETS else name)
+    return huggingface.download(REPOSITORIES.get(name, name))
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -231,7 +233,7 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
     folder = path if path.is_dir() else path.parent
     if not name.startswith("random:") and (found := tokenizers.from_folder(folder)):
         return found
-    if config.vocab_size in GPT2_VOCABULARIES:
+    if config.family == "gpt2" and config.vocab_size in GPT2_VOCABULARIES:
         try:
             return load_tokenizer(GPT2_TOKENIZER_REPO)
         except NanoinferError:
@@ -242,7 +244,7 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
             ) from None
     raise NanoinferError(
         f"model {show(name)} has no tokenizer: its vocabulary of {config.vocab_size} tokens is not GPT-2's, and there"
-        " is no tokenizer.json or meta.pkl in its folder: give token ids, or tokenizer= a file"
+        " is no tokenizer.json or meta.pkl in its folder: give token ids, or tokenizer= a file or folder"
     )
 
 
