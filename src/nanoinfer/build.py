@@ -38,7 +38,15 @@ def build_core(config: LLMConfig) -> BuiltCore:
     dtype = resolve_dtype(options.dtype, device)
     spec = registry.resolve(options, device, dtype)
     sampler = choose_sampler(device, options.sampler)
-    loaded = load_model(config.model, dtype=dtype, seed=config.seed, tokenizer=config.tokenizer)
+    loaded = load_model(
+        config.model,
+        dtype=dtype,
+        seed=config.seed,
+        tokenizer=config.tokenizer,
+        max_model_len=options.max_model_len,
+    )
+    if spec.gpt2_only and not loaded.config.is_gpt2:
+        spec = registry.resolve(options, device, dtype, loaded.config)
     vocab_size = loaded.config.vocab_size
     if loaded.tokenizer is not None:
         vocab_size = min(vocab_size, loaded.tokenizer.vocab_size)

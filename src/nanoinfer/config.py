@@ -266,6 +266,8 @@ class EngineConfig:
     """Dtype of the weights: float32, bfloat16 or float16; auto is float32 on a CPU, 16 bits on a GPU."""
     quantization: str | None = None
     """Weight format: int8 or int4, on engines that have it (default: the dtype)."""
+    max_model_len: int | None = None
+    """Context length in tokens, at most the model's (default: the model's)."""
     max_num_seqs: int | None = None
     """Maximum number of concurrent sequences (default: as many as kv_cache_memory holds, up to 64)."""
     kv_cache_memory: int | None = None
@@ -284,6 +286,7 @@ class EngineConfig:
         require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *CACHE_DTYPES))
         require_choice("sampler", self.sampler, SAMPLERS)
         keep_int(self, "threads", 1, 1024, optional=True)
+        keep_int(self, "max_model_len", 1, optional=True)
         keep_int(self, "max_num_seqs", 1, 65536, optional=True)
         keep_int(self, "kv_cache_memory", 1, optional=True)
         keep_int(self, "graph_memory", 0, optional=True)

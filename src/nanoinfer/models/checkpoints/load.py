@@ -74,7 +74,9 @@ def builtin_names() -> list[str]:
     return sorted(p.parent.name for p in BUILTIN.glob("*/config.json"))
 
 
-def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: str | None = None) -> LoadedModel:
+def load_model(
+    name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: str | None = None, max_model_len: int | None = None
+) -> LoadedModel:
     """Load a model by name.
 
     Args:
@@ -83,6 +85,7 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
         seed: of random weights.
         tokenizer: where to load the tokenizer from, if not from the model: a built-in model, a folder, a
             tokenizer.json, a meta.pkl, or a Hub repository.
+        max_model_len: context length; None: the model's.
 
     Raises:
         NanoinferError: the model does not exist, or one of its files is malformed or unsupported.
@@ -91,7 +94,7 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
         raise NanoinferError(f"model={show(name)} is not a name or a path")
     require_int("seed", seed, 0, 2**64 - 1)
     if str(name).startswith("wide:"):
-        return _widened(str(name), dtype, seed, tokenizer)
+        return _widened(str(name), dtype, seed, tokenizer, max_model_len)
     name, path = str(name), _model_place(name)
     dataset = None
     if name.startswith("random:"):
@@ -101,6 +104,7 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
     else:
         path = path if path.is_dir() else _hub_folder(name)
         weights = packed.open_folder(path) if packed.is_packed(path) else huggingface.open_folder(path, dtype)
+    weights = weights.shortened(max_model_len)
     config = weights.config
     loaded = LoadedModel(name, weights, config, None)
     del weights  # see LoadedModel.take
@@ -185,11 +189,11 @@ def split_wide(name: str) -> tuple[str, ModelConfig]:
     return source, PRESETS[preset]
 
 
-def _widened(name: str, dtype: str, seed: int, tokenizer: str | None) -> LoadedModel:
+def _widened(name: str, dtype: str, seed: int, tokenizer: str | None, max_model_len: int | None) -> LoadedModel:
     from nanoinfer.models.widen import widen
 
     source, shape = split_wide(name)
-    loaded = load_model(source, dtype=dtype, seed=seed, tokenizer=tokenizer)
+    loaded = load_model(source, dtype=dtype, seed=seed, tokenizer=tokenizer, max_model_len=max_model_len)
     try:
         weights = widen(loaded.take(), n_embd=shape.n_embd, n_layer=shape.n_layer)
     except NanoinferError as e:
