@@ -40,7 +40,9 @@ def rotary(config: ModelConfig) -> Rotary:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_missing_field_has_the_default_of_transformers(model_type: str, tmp_path: Path) -> None:
+def test_a_missing_field_has_the_default_of_transformers(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     transformers = pytest.importorskip("transformers")
     shape = {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"}
     if model_type in ("gpt2", "gpt_neox"):
@@ -55,6 +57,7 @@ def test_a_missing_field_has_the_default_of_transformers(model_type: str, tmp_pa
     assert replace(found, head_size=found.head_dim, num_kv_heads=found.n_kv_head) == replace(
         expected, head_size=expected.head_dim, num_kv_heads=expected.n_kv_head
     )
+    assert not caplog.records  # no field that transformers writes is unknown
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

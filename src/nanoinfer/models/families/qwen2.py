@@ -13,8 +13,8 @@ from nanoinfer.models.families.fields import Fields, rotated, window_fields
 def read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
     """Return the layers: with use_sliding_window, those from max_window_layers on have a window."""
     used, first = f.flag("use_sliding_window", False), f.integer("max_window_layers", 28, 0)
-    width = f.window("sliding_window", 4096) if used else None
-    return rotated(f, config, f.windows(config.n_layer, width, lambda i: used and i >= first))
+    width = f.window("sliding_window", 4096)
+    return rotated(f, config, f.windows(config.n_layer, width if used else None, lambda i: used and i >= first))
 
 
 FAMILY = Family(

@@ -18,7 +18,8 @@ def read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
         turns = [int((i + 1) % interval != 0) for i in range(n_layer)]
     if not isinstance(turns, list) or len(turns) != n_layer or any(r not in (0, 1) for r in turns):
         raise f.error("no_rope_layers", f"is not a list of 0 and 1 for {n_layer} layers")
-    window = f.window("sliding_window", None) if f.flag("use_sliding_window", False) else None
+    used, window = f.flag("use_sliding_window", False), f.window("sliding_window", None)
+    window = window if used else None
     windows = f.windows(n_layer, window, lambda i: window is not None and not turns[i])
     rotary = f.rotary(config, 2000000.0)
     return {"layers": tuple(LayerKind(w, rotary if turn else None) for w, turn in zip(windows, turns, strict=True))}
