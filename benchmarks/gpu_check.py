@@ -42,8 +42,8 @@ from gpu_targets import judge  # noqa: E402
 
 from nanoinfer.bench import machine, results  # noqa: E402
 from nanoinfer.bench.suites import SUITES  # noqa: E402
-from nanoinfer.config import PRESETS  # noqa: E402
 from nanoinfer.files import read_json, write_atomically  # noqa: E402
+from nanoinfer.models.presets import PRESETS  # noqa: E402
 
 SCHEMA = "nanoinfer-gpu-check/1"
 LIMITS_SEC = {"tests": 420.0, "sampler": 180.0, "kernels": 240.0, "bench": 1800.0}  # of a part, if time remains

@@ -184,7 +184,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: these kernels can only be timed on one", file=sys.stderr)
         return 2
-    from nanoinfer.config import PRESETS
+    from nanoinfer.models.presets import PRESETS
 
     rows = []
     for C in arguments.width:

@@ -30,10 +30,10 @@ from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import GPU_LARGE, SUITES, Options
 from nanoinfer.bench.verify_cost import verify_ratio
-from nanoinfer.config import PRESETS
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.profiling import launches
 from nanoinfer.roofline import measure as measuring
 from nanoinfer.roofline.ceilings import Ceiling

@@ -25,9 +25,9 @@ from nanoinfer.bench.model_folders import shared_folder
 from nanoinfer.bench.process import WorkerProcess
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.suites import SUITES
-from nanoinfer.config import PRESETS
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.presets import PRESETS
 from test_cli import one_thread
 
 pytestmark = pytest.mark.usefixtures("quick_ceiling")

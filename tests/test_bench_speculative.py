@@ -18,8 +18,8 @@ from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import SUITES
 from nanoinfer.bench.table import shape_name
-from nanoinfer.config import PRESETS
 from nanoinfer.engines.registry import ENGINES
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.ceilings import Ceiling
 
 CEILING = Ceiling("here", 50e9, {"float32": 0.25e12, "bfloat16": 1e12}, "test")

@@ -16,7 +16,7 @@ from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.stats import Figures, RunTimes, by_position, is_steady, naive_token_times, summarize
-from nanoinfer.config import PRESETS
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.ceilings import Ceiling
 
 CEILING = Ceiling("here", 50e9, {"float32": 0.25e12, "bfloat16": 1e12}, "a test")

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nanoinfer
-from conftest import INTERPRETED, TINY, make_folder, make_limits, make_model, submit, weights_of
+from conftest import INTERPRETED, TINY, make_folder, make_limits, make_model, refuses, submit, weights_of
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
@@ -477,3 +477,25 @@ def test_few_frames_from_a_step_to_what_computes(name: str, monkeypatch: pytest.
         monkeypatch.setattr(torch.nn.functional, "linear", counted(torch.nn.functional.linear))
     core.step()
     assert max(depths) == FRAMES[name]
+
+
+def test_an_engine_for_gpt2_refuses_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = replace(TINY, family="llama", norm="rms")
+    every = {name: replace(spec, gpt2_only=name != "dynamic") for name, spec in registry.ENGINES.items()}
+    monkeypatch.setattr(registry, "ENGINES", every)
+    options = EngineConfig(engine="static")
+    assert registry.resolve(options, "cpu", "float32", TINY).name == "static"
+    assert registry.resolve(options, "cpu", "float32").name == "static"
+    refuses(
+        lambda: registry.resolve(options, "cpu", "float32", llama),
+        "engine='static' cannot run: it runs only gpt2 models, and this is a llama model: use engine=dynamic",
+    )
+    assert registry.resolve(EngineConfig(), "cpu", "float32", llama).name == "dynamic"
+    refuses(
+        lambda: registry.resolve(EngineConfig(quantization="int8"), "cpu", "float32", llama),
+        "no engine supports a model of family llama and quantization='int8' with dtype=float32 on cpu",
+    )
+
+
+def test_only_triton_is_for_gpt2_alone() -> None:
+    assert [spec.name for spec in registry.ENGINES.values() if spec.gpt2_only] == ["triton"]

@@ -69,6 +69,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3Config",
         {"use_sliding_window": True, "sliding_window": 9, "no_rope_layers": [1, 0, 0, 1]},
     ),
+    "starcoder2": ("Starcoder2Config", {}),
+    "starcoder2-window": ("Starcoder2Config", {"sliding_window": 6, "use_bias": False, "num_key_value_heads": 1}),
     "nanochat": ("NanoChatConfig", {}),
     "nanochat-all-heads": ("NanoChatConfig", {"num_key_value_heads": 4, "final_logit_softcapping": None}),
 }

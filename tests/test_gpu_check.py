@@ -20,7 +20,7 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.stats import Figures, RunTimes, summarize
 from nanoinfer.bench.suites import GPU_LARGE, SUITES
-from nanoinfer.config import PRESETS
+from nanoinfer.models.presets import PRESETS
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # as when it is run as a script: its parts lie beside it

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import CHARS, TINY, make_folder, make_model, make_weights, refuses
-from nanoinfer.config import PRESETS
 from nanoinfer.models.checkpoints import load
 from nanoinfer.models.checkpoints.huggingface import save
 from nanoinfer.models.checkpoints.load import builtin_names, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.tokenizers import CharTokenizer, char_to_json
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])

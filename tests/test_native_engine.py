@@ -21,9 +21,9 @@ import torch
 
 from conftest import TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.config import PRESETS
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.parameters import num_parameters
+from nanoinfer.models.presets import PRESETS
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 

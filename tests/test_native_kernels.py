@@ -127,6 +127,37 @@ def test_epilogues(isa: str, fmt: str) -> None:
         np.testing.assert_allclose(got, gelu(plain.astype(np.float64), name), atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_epilogues_of_other_families(isa: str, fmt: str) -> None:
+    w, x, b, y = random((40, 65), 0, 0.3), random((7, 65), 1), random((40,), 2), random((7, 40), 3)
+    plain = multiply(w, x, fmt, isa, b)
+    wide = plain.astype(np.float64)
+    for name, expected in {
+        "silu": wide / (1 + np.exp(-wide)),
+        "relu2": np.maximum(wide, 0) ** 2,
+        "multiply": y * wide,
+        "soft_cap": 2 * np.tanh(wide / 2),  # the binding's cap is 2
+    }.items():
+        got = multiply(w, x, fmt, isa, b, y=y, epilogue=name)
+        np.testing.assert_allclose(got, expected, atol=2e-6, rtol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_epilogues_over_their_whole_range(isa: str) -> None:
+    x = np.concatenate([np.linspace(-100, 100, 4001), [1e-30, -1e-30, 1e4, -1e4, 1e30, -1e30]]).astype(np.float32)
+    one = np.ones((1, 1), np.float32)
+    wide = x.astype(np.float64)
+    with np.errstate(over="ignore"):
+        for name, expected in {
+            "silu": wide / (1 + np.exp(-wide)),
+            "relu2": np.float32(np.maximum(wide, 0) ** 2),
+            "soft_cap": 2 * np.tanh(wide / 2),
+        }.items():
+            got = multiply(one, x[:, None], "float32", isa, epilogue=name)[:, 0]
+            np.testing.assert_allclose(got, expected, atol=1e-6, rtol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("name", ["gelu_tanh", "gelu_erf"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_gelu_over_its_whole_range(isa: str, name: str) -> None:
@@ -225,6 +256,34 @@ def test_layer_norm(isa: str, n: int) -> None:
     assert np.isfinite(np.delete(got, 3, axis=0)).all()
 
 
+@pytest.mark.parametrize("n", [1, 7, 16, 17, 768])
+@pytest.mark.parametrize("isa", ISAS)
+def test_rms_norm(isa: str, n: int) -> None:
+    x, w, b = random((6, n), 0, 3.0), random((n,), 1), random((n,), 2)
+    x[1], x[2] = 5.0, 1e-4  # all the same; small against eps
+    x[4] *= 1e15
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * w + b
+    got = _native.norm(kind="rms", x=x, weight=w, bias=b, eps=1e-5, isa=isa)
+    np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-5)
+    x[3, 0] = math.nan
+    got = _native.norm(kind="rms", x=x, weight=w, bias=b, eps=1e-5, isa=isa)
+    assert np.isnan(got[3]).all()
+    assert np.isfinite(np.delete(got, 3, axis=0)).all()
+
+
+@pytest.mark.parametrize("half, n", [(1, 2), (1, 5), (4, 8), (8, 24), (16, 32), (17, 40), (32, 64), (64, 128)])
+@pytest.mark.parametrize("isa", ISAS)
+def test_rotate(isa: str, half: int, n: int) -> None:
+    x, angles = random((3, n), 0), random((half,), 1, 3.0)
+    cos, sin = np.cos(angles), np.sin(angles)
+    a, b, rest = np.split(x, [half, 2 * half], axis=1)
+    expected = np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=1)
+    got = _native.rotate(x=x, cos=cos, sin=sin, isa=isa)
+    np.testing.assert_allclose(got, expected, atol=1e-6, rtol=1e-6)
+    assert np.array_equal(got[:, 2 * half :], rest)
+
+
 def cached(x: Array, cache: str) -> Array:
     """What the cache stores of rows (T, D)."""
     if cache == "float32":
@@ -257,6 +316,35 @@ def test_attention(isa: str, cache: str, D: int) -> None:
                 assert np.array_equal(part, got[start:end]), (T, start, end)
 
 
+@pytest.mark.parametrize("D", [1, 10, 64])
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_attention_with_groups_windows_scale_and_soft_cap(isa: str, cache: str, group: int, D: int) -> None:
+    """Keys before a query's window are NaN in the blocks, so reading one shows."""
+    T = 53
+    q, k, v = random((T, group * D), 1, 2.0), random((T, D), 2), random((T, D), 3)
+    ks, vs = cached(k, cache), cached(v, cache)
+    for window, scale, softcap in (
+        (0, 0.0, 0.0),
+        (1, 0.3, 0.0),
+        (7, 0.0, 1.5),
+        (16, 2.0, 0.0),
+        (17, 0.1, 0.5),
+        (99, 1.0, 4.0),
+    ):
+        options = {"k": k, "v": v, "cache": cache, "group": group, "window": window, "scale": scale, "softcap": softcap}
+        scores = np.einsum("tgd,sd->gts", q.astype(np.float64).reshape(T, group, D), ks) * (scale or D**-0.5)
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        behind = np.arange(T)[:, None] - np.arange(T)
+        scores[:, (behind < 0) | (behind >= (window or T))] = -math.inf
+        share = np.exp(scores - scores.max(-1, keepdims=True))
+        expected = np.einsum("gts,sd->tgd", share / share.sum(-1, keepdims=True), vs).reshape(T, group * D)
+        for start, end in ((0, T), (0, 1), (5, 6), (20, 21), (52, 53), (15, 40), (33, 53)):
+            got = _native.attention(q=q[start:end], start=start, isa=isa, **options)
+            np.testing.assert_allclose(got, expected[start:end], atol=1e-4, rtol=1e-4, err_msg=str((options, start)))
+
+
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("isa", ISAS)
@@ -274,7 +362,7 @@ def test_every_nan_stays_nan(isa: str, bits: int) -> None:
     """A file may contain NaN with any bits; exp computes with the bits."""
     nan = np.array([bits], np.uint32).view(np.float32)
     one = np.ones((1, 1), np.float32)
-    for epilogue in ("store", "gelu_tanh", "gelu_erf"):
+    for epilogue in ("store", "gelu_tanh", "gelu_erf", "silu", "relu2", "soft_cap"):
         assert np.isnan(multiply(one, nan[None], "float32", isa, epilogue=epilogue)).all(), epilogue
         assert np.isnan(multiply(nan[None], one, "float32", isa, epilogue=epilogue)).all(), epilogue
     rows = {name: random((20, 24), i) for i, name in enumerate("qkv")}

@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import TINY, make_limits, make_model, refuses
-from nanoinfer.config import PRESETS, ModelConfig
+from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.environment import num_cpus
 from nanoinfer.models.gpt import GPT
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.arithmetic import Poly, StepCost, decode, extend, kv_cache_layer, prefill
 from nanoinfer.roofline.ceilings import DEVICES, Ceiling, find_device
 from nanoinfer.roofline.formats import FORMATS
@@ -37,13 +38,38 @@ from nanoinfer.roofline.predict import generation, predict
 from nanoinfer.roofline.report import Question, answer
 
 FP32 = FORMATS["float32"]
+RMS = replace(TINY, bias=False, norm="rms", gated_mlp=True, activation="silu", learned_positions=False, n_inner=40)
+WIDE = 64  # a window that holds every sequence of these tests
+FAMILIES = {
+    "llama": replace(RMS, family="llama", num_kv_heads=1, head_size=6, layers=(LayerKind(None, Rotary(6)),) * 2),
+    "qwen3": replace(
+        RMS, family="qwen3", num_kv_heads=1, head_size=10, qk_norm="head", bias=("qkv",), tie_word_embeddings=False,
+        layers=(LayerKind(WIDE, Rotary(10)),) * 2,
+    ),
+    "gemma3": replace(
+        RMS, family="gemma3_text", qk_norm="head", norm_placement="both", norm_weight="one_plus", embedding_scale=4.0,
+        n_layer=3, layers=(LayerKind(WIDE, Rotary(8)), LayerKind(None, Rotary(8)), LayerKind(WIDE)),
+    ),
+    "olmo2": replace(RMS, family="olmo2", norm_placement="after", qk_norm="whole", num_kv_heads=1),
+    "gpt_neox": replace(
+        TINY, family="gpt_neox", learned_positions=False, parallel_residual=True, bias=("norm", "mlp"),
+        layers=(LayerKind(None, Rotary(2)),) * 2,
+    ),
+    "nanochat": replace(
+        RMS, family="nanochat", gated_mlp=False, norm_weight="none", embedding_norm=True, qk_norm="head",
+        logits_softcap=5.0, activation="relu2",
+    ),
+}  # fmt: skip
 CONFIGS = {
     "plain": TINY,
     "no bias, one head": replace(TINY, bias=False, n_head=1, n_layer=1),
     "narrow MLP, untied head": replace(TINY, n_inner=24, tie_word_embeddings=False, n_layer=3),
 }
 SIZES = [(1, 1), (1, 9), (3, 2), (4, 32)]  # B, N
-EVERY = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+GPT2 = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+ALL = CONFIGS | FAMILIES
+EVERY = pytest.mark.parametrize("config", ALL.values(), ids=ALL.keys())
+OTHERS = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES.keys())
 AT = pytest.mark.parametrize("B,N", SIZES)
 
 
@@ -187,7 +213,7 @@ def test_causal_counts_what_decoding_token_by_token_does(config: ModelConfig, nu
 # Bytes -----------------------------------------------------------------------------------------------------
 
 
-@EVERY
+@GPT2
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("B,before,num_new", [(1, 0, 1), (1, 8, 1), (3, 31, 1), (2, 0, 9), (2, 5, 4)])
 def test_bytes_are_those_of_the_tensors_that_a_step_reads(
@@ -205,6 +231,39 @@ def test_bytes_are_those_of_the_tensors_that_a_step_reads(
     unread = {p.data_ptr() for p in model.parameters()} - log.weights.keys()
     assert unread <= log.lookups
     assert len(unread) == (1 if config.tie_word_embeddings else 2)
+
+
+@OTHERS
+@pytest.mark.parametrize("B,before,num_new", [(1, 0, 1), (1, 8, 1), (3, 31, 1), (2, 0, 9), (2, 5, 4)])
+def test_bytes_of_other_families(config: ModelConfig, B: int, before: int, num_new: int) -> None:
+    """Heads that share keys and values read them once, and every weight of every norm is read."""
+    model, N = make_model(config), before + num_new
+    whole = num_new > 1 and before == 0
+    cost = prefill(config, FP32) if whole else extend(config, FP32, num_new)
+    log = touched(model, B, before, num_new, num_logits=1 if whole else num_new)
+    assert sum(log.weights.values()) + log.kv == cost.model.bytes(B, N)
+    assert log.kv == (kv_cache_layer(config, FP32) * config.n_layer)(B, N)
+    assert len({p.data_ptr() for p in model.parameters()} - log.weights.keys()) == (not config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("num_new", [1, 3, 8])
+def test_windows_bound_what_a_step_reads(num_new: int) -> None:
+    """Against a loop over the layers, the new tokens and the keys of each."""
+    windows = (4, None, 4, 9)
+    config = replace(FAMILIES["llama"], n_layer=4, layers=tuple(LayerKind(w, Rotary(6)) for w in windows))
+    full = replace(config, layers=())
+    for N in range(num_new, 30):
+        reads = [range(max(0, N - num_new + 1 - (w or N)), N) for w in windows]
+        pairs = [min(t + 1, w or N) for w in windows for t in range(N - num_new, N)]
+        cost, causal = extend(config, FP32, num_new), extend(config, FP32, num_new, causal=True)
+        outside = extend(full, FP32, num_new).model.flops(1, N) - num_new * 4 * N * 4 * config.attn_dim
+        assert cost.model.bytes(1, N) == cost.model.bytes(1, 0) + sum(map(len, reads)) * 2 * config.kv_dim * 4
+        assert cost.model.flops(1, N) == outside + sum(map(len, reads)) * num_new * 4 * config.attn_dim
+        assert causal.model.flops(1, N) == outside + sum(pairs) * 4 * config.attn_dim
+        if num_new == N:
+            layers = prefill(config, FP32, causal=True).model.flops(1, N) - prefill(full, FP32).model.flops(1, N)
+            assert layers == (sum(pairs) - 4 * N * N) * 4 * config.attn_dim
+        assert cost.attention.flops(1, N) == extend(full, FP32, num_new).attention.flops(1, N)  # the one without
 
 
 @EVERY
@@ -264,6 +323,9 @@ def test_polynomials_print_as_formulas() -> None:
     assert str(p + p * -1) == "0"
     assert str(Poly.of({(0, 0): -2})) == "-2"
     assert p(3, 10) == 4000 * 300 + 30 - 100
+    some = Poly.of({(1, 1): 2, (0, 0): 1}, window=5) + Poly.of({(1, 1): 3})
+    assert str(some) == "3 B N + 2 B min(N, 5) + 1"
+    assert (some(2, 4), some(2, 9)) == (41, 75)
     assert p + Poly() == p == Poly.of({(0, 0): -100, (1, 1): 1, (1, 2): 4000})
 
 

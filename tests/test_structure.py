@@ -59,8 +59,9 @@ def test_levels_do_not_leak(level: str) -> None:
 TORCH = {
     "bench/peers", "engines/compiled.py", "engines/dynamic.py", "engines/graphs.py",
     "engines/recompute.py", "engines/static.py", "engines/static_shapes.py", "engines/torch_engine.py",
-    "engines/transfers.py", "engines/triton_engine.py", "kernels/triton", "kv/slots.py", "models/attention.py", "models/gpt.py", "models/layers.py",
-    "models/gpt_loading.py", "models/torch_ops.py", "sampling/flashinfer.py", "sampling/triton.py", "training",
+    "engines/transfers.py", "engines/triton_engine.py", "kernels/triton", "kv/slots.py", "models/attention.py",
+    "models/gpt.py", "models/layers.py", "models/gpt_loading.py", "models/torch_ops.py", "sampling/flashinfer.py",
+    "sampling/triton.py", "training",
 }  # fmt: skip
 
 

@@ -10,10 +10,11 @@ import torch
 
 from conftest import CHARS, TINY, load_gpt, make_folder, make_model, refuses, weights_of
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.config import PRESETS, ModelConfig
+from nanoinfer.config import ModelConfig
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.gpt import GPT
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.widen import widen as widen_weights
 from nanoinfer.models.widen import widened
 from nanoinfer.roofline.shapes import find_shape

@@ -42,9 +42,9 @@ def build_core(config: LLMConfig) -> BuiltCore:
     options, speculation = fit_engine(config.model, config.engine), config.speculation
     device = resolve_device(options.device)
     sampler = choose_sampler(device, options.sampler)
-    loaded = load_model(config.model, seed=config.seed, tokenizer=config.tokenizer)
+    loaded = load_model(config.model, seed=config.seed, tokenizer=config.tokenizer, max_model_len=options.max_model_len)
     dtype = resolve_dtype(options.dtype, device, loaded.weights.stored_dtype)
-    spec = registry.resolve(options, device, dtype)
+    spec = registry.resolve(options, device, dtype, loaded.config)
     vocab_size = loaded.config.vocab_size
     if loaded.tokenizer is not None:
         vocab_size = min(vocab_size, loaded.tokenizer.vocab_size)

@@ -1,4 +1,4 @@
-"""The configuration of models, engines, speculation and the scheduler, as frozen dataclasses; the GPT-2 presets.
+"""The configuration of models, engines, speculation and the scheduler, as frozen dataclasses.
 
 The line under each field is its `--help` text. This module does not import PyTorch, because the scheduler and the
 command line's help use it.
@@ -153,11 +153,9 @@ class ModelConfig:
         if self.n_inner is not None:
             require_int("n_inner", self.n_inner, 1, 2**31 - 1)
         self._check_heads()
-        if not isinstance(self.bias, tuple):
-            require_bool("bias", self.bias)
-        for name in (*CHOICES, "bias"):
-            for value in self.biases if name == "bias" else (getattr(self, name),):
-                require_choice(name, value, BIASES if name == "bias" else CHOICES[name])
+        self._check_biases()
+        for name, choices in CHOICES.items():
+            require_choice(name, getattr(self, name), choices)
         for name in _FLAGS:
             require_bool(name, getattr(self, name))
         require_float("norm_epsilon", self.norm_epsilon, 0.0, 1.0)
@@ -172,13 +170,23 @@ class ModelConfig:
         for token_id in self.eos_token_ids:
             require_int("eos_token_ids", token_id, 0, self.vocab_size - 1)
 
+    def _check_biases(self) -> None:
+        """Check `bias`, and make equal places equal values: ("qkv", "norm") -> ("norm", "qkv"), all of them -> True."""
+        if not isinstance(self.bias, tuple):
+            return require_bool("bias", self.bias)
+        for part in self.bias:
+            require_choice("bias", part, BIASES)
+        parts = tuple(part for part in BIASES if part in self.bias)
+        object.__setattr__(self, "bias", parts if 0 < len(parts) < len(BIASES) else bool(parts))
+        return None
+
     def _check_heads(self) -> None:
         if self.head_size is None and self.n_embd % self.n_head:
             raise NanoinferError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
         require_int("head_dim", self.head_dim, 1, 2**16)
-        require_int("n_kv_head", self.n_kv_head, 1, self.n_head)
+        require_int("num_kv_heads", self.n_kv_head, 1, self.n_head)
         if self.n_head % self.n_kv_head:
-            raise NanoinferError(f"n_head={self.n_head} is not a multiple of n_kv_head={self.n_kv_head}")
+            raise NanoinferError(f"n_head={self.n_head} is not a multiple of num_kv_heads={self.n_kv_head}")
 
     def _check_layers(self) -> None:
         if self.layers and len(self.layers) != self.n_layer:
@@ -246,18 +254,6 @@ _GPT2_FIELDS = (
 _FLAGS = ("tie_word_embeddings", "learned_positions", "parallel_residual", "gated_mlp", "embedding_norm")
 
 
-def _gpt2(n_layer: int, n_head: int, n_embd: int) -> ModelConfig:
-    return ModelConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd, bos_token_id=50256, eos_token_ids=(50256,))
-
-
-PRESETS: dict[str, ModelConfig] = {
-    "gpt2": _gpt2(n_layer=12, n_head=12, n_embd=768),  # 124M parameters
-    "gpt2-medium": _gpt2(n_layer=24, n_head=16, n_embd=1024),  # 355M
-    "gpt2-large": _gpt2(n_layer=36, n_head=20, n_embd=1280),  # 774M
-    "gpt2-xl": _gpt2(n_layer=48, n_head=25, n_embd=1600),  # 1,558M
-}
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """Options of the engine and the sampler. "auto" and None are resolved when the engine is built."""
@@ -270,6 +266,8 @@ class EngineConfig:
     """Dtype of the weights: float32, bfloat16 or float16; auto: the checkpoint's, without float16 on CPUs."""
     quantization: str | None = None
     """Weight format: int8 or int4, on engines that have it (default: the dtype)."""
+    max_model_len: int | None = None
+    """Context length in tokens, at most the model's (default: the model's)."""
     max_num_seqs: int | None = None
     """Maximum number of concurrent sequences (default: as many as kv_cache_memory holds, up to 64)."""
     kv_cache_memory: int | None = None
@@ -288,6 +286,7 @@ class EngineConfig:
         require_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", *CACHE_DTYPES))
         require_choice("sampler", self.sampler, SAMPLERS)
         keep_int(self, "threads", 1, 1024, optional=True)
+        keep_int(self, "max_model_len", 1, optional=True)
         keep_int(self, "max_num_seqs", 1, 65536, optional=True)
         keep_int(self, "kv_cache_memory", 1, optional=True)
         keep_int(self, "graph_memory", 0, optional=True)

@@ -18,8 +18,8 @@ _SAMPLING = {
     "Sampling": "temperature top_k top_p min_p presence_penalty frequency_penalty repetition_penalty seed n sampler",
 }
 _ENGINE = {
-    "Engine and memory": "engine device dtype quantization threads max_num_seqs kv_cache_memory kv_cache_dtype"
-    " graph_memory",
+    "Engine and memory": "engine device dtype quantization threads max_model_len max_num_seqs kv_cache_memory"
+    " kv_cache_dtype graph_memory",
 }
 _OUTPUT = {
     "Output length": "max_tokens min_tokens stop stop_token_ids ignore_eos overflow slide_stride",

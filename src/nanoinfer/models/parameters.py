@@ -71,7 +71,10 @@ def num_parameters(config: ModelConfig) -> int:
 def initialize(config: ModelConfig, seed: int) -> Iterator[tuple[str, HostTensor]]:
     """Yield the parameters of an untrained model in float32. A parameter depends on the seed and its name alone."""
     for name, shape in shapes(config).items():
-        yield name, HostTensor(initial(name, shape, config.n_layer, seed), "float32")
+        values = initial(name, shape, config.n_layer, seed)
+        if len(shape) == 1 and name.endswith(".weight") and config.norm_weight == "one_plus":
+            values -= 1
+        yield name, HostTensor(values, "float32")
 
 
 def initial(name: str, shape: tuple[int, ...], n_layer: int, seed: int) -> NDArray[np.float32]:

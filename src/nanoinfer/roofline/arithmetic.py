@@ -1,31 +1,37 @@
-"""FLOPs and bytes of one step of a GPT, as polynomials in B and N.
+"""FLOPs and bytes of one step of a model, as polynomials in B and N.
 
     B sequences   N tokens that the newest token attends to, including itself   m new tokens of each sequence
     C = n_embd    F = width of the MLP    V = vocab_size    L = n_layer    s = bytes of a key or value
+    A = width of all heads of queries     K = width of all heads of keys   w = a layer's window
+    G = 3 matrices of a gated MLP, else 2
 
 Every step is the same operation, extend by m tokens, so one count covers all of them:
 
     step                      m        logits for        FLOPs of one layer
-    prefill                   N        the last token    B N (8 C^2 + 4 C F) + 4 B N^2 C
-    cached decoding           1        that token        B (8 C^2 + 4 C F)   + 4 B N C
-    verifying k drafts        k + 1    all m             B m (8 C^2 + 4 C F) + 4 B m N C
+    prefill                   N        the last token    B N (4 C (A + K) + 2 G C F) + 4 B N^2 A
+    cached decoding           1        that token        B (4 C (A + K) + 2 G C F)   + 4 B N A
+    verifying k drafts        k + 1    all m             B m (4 C (A + K) + 2 G C F) + 4 B m N A
 
-FLOPs include matrix products with 2 FLOPs per multiply-add, as torch's FLOP counter does. They exclude biases, layer
-norm, softmax, GELU and residuals, whose cost is hidden behind memory traffic. Attention scores are counted as the whole
-m x N rectangle, which an engine with a mask computes; `causal=True` counts only the m N - m (m - 1) / 2 scores that the
-mask keeps, the minimum for a kernel that skips masked blocks.
+In GPT-2, A = K = C and G = 2. With a window, the new tokens of a step read the keys of min(N, w + m - 1) tokens.
 
-Bytes include the reads of a step: all weights once, a tied output head once, and the keys and values of the N tokens of
-each sequence in their stored format. They exclude `wpe` and the looked-up rows of `wte`; writes of m new keys and
-values (1/N of the reads in decoding); and activations, which stay in the caches of a fused engine.
-`StepCost.activations` is the traffic of activations in an engine that fuses only attention. Attention is counted as
-fused: scores are not written to memory.
+FLOPs include matrix products with 2 FLOPs per multiply-add, as torch's FLOP counter does. They exclude biases, norms,
+softmax, activations, rotations, gates and residuals, whose cost is hidden behind memory traffic. Attention scores are
+counted as the whole rectangle of the new tokens and the keys that they read, which an engine with a mask computes;
+`causal=True` counts only the scores that the mask keeps, the minimum for a kernel that skips masked blocks.
+
+Bytes include the reads of a step: all weights once, a tied output head once, and the keys and values that the new
+tokens attend to in their stored format; heads of queries that share keys read them once. They exclude `wpe` and the
+looked-up rows of `wte`; writes of m new keys and values (1/N of the reads in decoding); and activations, which stay in
+the caches of a fused engine. `StepCost.activations` is the traffic of activations in an engine that fuses only
+attention. Attention is counted as fused: scores are not written to memory.
 
 tests/test_roofline.py compares these formulas with counts of the real model. docs/inference-math.md derives them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -36,43 +42,46 @@ from nanoinfer.roofline.formats import WeightFormat
 
 @dataclass(frozen=True)
 class Poly:
-    """A polynomial in B and N with integer coefficients.
+    """A polynomial in B, N and min(N, window) with integer coefficients.
 
     str(Poly.of({(1, 2): 4, (0, 0): 100}))  ->  "4 B N^2 + 100"
+    str(Poly.of({(1, 1): 4}, window=512))   ->  "4 B min(N, 512)"
     """
 
-    terms: tuple[tuple[int, int, int], ...] = ()
-    """(power of B, power of N, coefficient), highest powers first, without zeros or duplicate powers."""
+    terms: tuple[tuple[int, int, int, int], ...] = ()
+    """(power of B, power of N, window, coefficient), highest powers first, without zeros or duplicate powers. With a
+    window above 0, N stands for min(N, window)."""
 
     @staticmethod
-    def of(coefficients: dict[tuple[int, int], int]) -> Poly:
-        """Return the polynomial with these coefficients of B^i N^j, keyed by (i, j)."""
-        return _collect([(i, j, c) for (i, j), c in coefficients.items()])
+    def of(coefficients: dict[tuple[int, int], int], window: int = 0) -> Poly:
+        """Return the polynomial with these coefficients of B^i N^j, keyed by (i, j); N is min(N, window) if given."""
+        return _collect([(i, j, window if j else 0, c) for (i, j), c in coefficients.items()])
 
     def __add__(self, other: Poly) -> Poly:
         return _collect([*self.terms, *other.terms])
 
     def __mul__(self, factor: int) -> Poly:
-        return _collect([(i, j, c * factor) for i, j, c in self.terms])
+        return _collect([(i, j, window, c * factor) for i, j, window, c in self.terms])
 
     def __call__(self, B: int, N: int) -> int:
         """Return the exact value at B sequences and N tokens."""
-        return sum(c * B**i * N**j for i, j, c in self.terms)
+        return sum(c * B**i * (min(N, window) if window else N) ** j for i, j, window, c in self.terms)
 
     def __str__(self) -> str:
         parts = []
-        for i, j, c in self.terms:
-            powers = [f"{x}^{p}" if p > 1 else x for x, p in (("B", i), ("N", j)) if p]
+        for i, j, window, c in self.terms:
+            N = f"min(N, {window:,})" if window else "N"
+            powers = [f"{x}^{p}" if p > 1 else x for x, p in (("B", i), (N, j)) if p]
             parts.append((" - " if c < 0 else " + ") + " ".join([f"{abs(c):,}", *powers]))
         text = "".join(parts) or " + 0"
         return text[3:] if text.startswith(" + ") else f"-{text[3:]}"
 
 
-def _collect(terms: list[tuple[int, int, int]]) -> Poly:
+def _collect(terms: list[tuple[int, int, int, int]]) -> Poly:
     """Return the sum of terms, in canonical form."""
-    terms = sorted(terms, reverse=True)
-    sums = [(i, j, sum(c for *_, c in group)) for (i, j), group in groupby(terms, key=lambda t: t[:2])]
-    return Poly(tuple(t for t in sums if t[2]))
+    terms = sorted(terms, key=lambda t: (t[0], t[1], -t[2]), reverse=True)
+    sums = [(*key, sum(c for *_, c in group)) for key, group in groupby(terms, key=lambda t: t[:3])]
+    return Poly(tuple(t for t in sums if t[3]))
 
 
 @dataclass(frozen=True)
@@ -93,25 +102,33 @@ class Cost:
 class StepCost:
     """Cost of one step, by part of the model."""
 
-    attention: Cost
-    """One layer's attention with the layer norm before it."""
+    attentions: tuple[tuple[Cost, int], ...]
+    """For each window that layers have, the widest first: one layer's attention with its norms, and the number of such
+    layers."""
     mlp: Cost
-    """One layer's MLP with the layer norm before it."""
+    """One layer's MLP with its norms."""
     head: Cost
-    """The final layer norm and the output head."""
-    n_layer: int
+    """The final norm and the output head, and the norm of the embedding if there is one."""
     activations: Poly
     """Bytes of activations in an engine that fuses only attention; not part of any total."""
 
     @property
+    def attention(self) -> Cost:
+        """Cost of one layer's attention with its norms, with the widest window."""
+        return self.attentions[0][0]
+
+    @property
     def layer(self) -> Cost:
-        """Cost of one layer."""
+        """Cost of one layer, with the widest window."""
         return self.attention + self.mlp
 
     @property
     def model(self) -> Cost:
         """Cost of the whole model."""
-        return self.layer * self.n_layer + self.head
+        total = self.head
+        for attention, num_layers in self.attentions:
+            total += (attention + self.mlp) * num_layers
+        return total
 
 
 def prefill(config: ModelConfig, fmt: WeightFormat, *, causal: bool = False) -> StepCost:
@@ -119,8 +136,15 @@ def prefill(config: ModelConfig, fmt: WeightFormat, *, causal: bool = False) -> 
 
     It is also the cost of decoding one token in an engine without a KV cache.
     """
-    products = Poly.of({(1, 2): 1, (1, 1): 1}) if causal else Poly.of({(1, 2): 2})
-    return _step(config, fmt, Poly.of({(1, 1): 1}), products, Poly.of({(1, 0): 1}))
+
+    def products(w: int) -> Poly:
+        if not causal:
+            return Poly.of({(1, 2): 2})
+        if not w:
+            return Poly.of({(1, 2): 1, (1, 1): 1})
+        return Poly.of({(1, 2): 1, (1, 1): 1 - 2 * w}, window=w) + Poly.of({(1, 1): 2 * w})
+
+    return _step(config, fmt, Poly.of({(1, 1): 1}), products, lambda w: 0, Poly.of({(1, 0): 1}))
 
 
 def decode(config: ModelConfig, fmt: WeightFormat) -> StepCost:
@@ -137,41 +161,83 @@ def extend(config: ModelConfig, fmt: WeightFormat, num_new: int, *, causal: bool
     if num_new < 1:
         raise NanoinferError(f"num_new={num_new} is less than 1, the fewest new tokens of each sequence in a step")
     tokens = Poly.of({(1, 0): num_new})
-    masked = num_new * (num_new - 1) if causal else 0
-    products = Poly.of({(1, 1): 2 * num_new, (1, 0): -masked})
-    return _step(config, fmt, tokens, products, tokens)
+
+    def reach(w: int) -> int:
+        return w + num_new - 1 if w else 0
+
+    def products(w: int) -> Poly:
+        if not causal:
+            return Poly.of({(1, 1): 2 * num_new}, window=reach(w))
+        total = Poly.of({(1, 0): -num_new * (num_new - 1)})
+        for i in range(num_new):  # the token i before the newest attends to min(N - i, w) = min(N, w + i) - i tokens
+            total += Poly.of({(1, 1): 2}, window=w + i if w else 0)
+        return total
+
+    return _step(config, fmt, tokens, products, reach, tokens)
 
 
-def _step(config: ModelConfig, fmt: WeightFormat, tokens: Poly, products: Poly, logits: Poly) -> StepCost:
+def _step(
+    config: ModelConfig, fmt: WeightFormat, tokens: Poly, products: Callable[[int], Poly], reach: Callable[[int], int],
+    logits: Poly,
+) -> StepCost:  # fmt: skip
     """Return the cost of a step.
 
     Args:
         config: the model's shape.
         fmt: weight format.
         tokens: new tokens of all sequences.
-        products: twice the number of (query, key) pairs of all sequences.
+        products: window (0: none) -> twice the number of (query, key) pairs of all sequences.
+        reach: window -> the window of the new tokens together.
         logits: rows of logits.
     """
     C, F, V, s = config.n_embd, config.mlp_dim, config.vocab_size, fmt.vector_bytes
-    bias = int(bool(config.biases))
-    norm = (1 + bias) * C * s
-    attn_weights = fmt.matrix_bytes(3 * C, C) + fmt.matrix_bytes(C, C) + bias * 4 * C * s + norm
-    mlp_weights = fmt.matrix_bytes(F, C) + fmt.matrix_bytes(C, F) + bias * (F + C) * s + norm
-    attention = Cost(
-        tokens * (2 * 4 * C * C) + products * (2 * C),  # q k^T and scores v: 2 products of C over all heads
-        Poly.of({(0, 0): attn_weights}) + kv_cache_layer(config, fmt),
+    A, K = config.attn_dim, config.kv_dim
+    up = 2 * F if config.gated_mlp else F
+    norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
+    norms = 2 if config.norm_placement == "both" else 1  # of attention, and of the MLP
+    qk_norm = {"none": 0, "head": 2 * config.head_dim, "whole": A + K}[config.qk_norm]
+    qkv, proj, mlp_bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
+    vectors = qkv * (A + 2 * K) + proj * C + norm * (norms * C + qk_norm)
+    attn_weights = fmt.matrix_bytes(A + 2 * K, C) + fmt.matrix_bytes(C, A) + vectors * s
+    mlp_weights = fmt.matrix_bytes(up, C) + fmt.matrix_bytes(C, F) + (mlp_bias * (up + C) + norm * norms * C) * s
+    windows = Counter(config.layer(i).window or 0 for i in range(config.n_layer))
+    attentions = tuple(
+        (
+            Cost(
+                tokens * (4 * C * (A + K))
+                + products(w) * (2 * A),  # q k^T and scores v: 2 products of A over all heads
+                Poly.of({(0, 0): attn_weights}) + kv_cache_layer(config, fmt, reach(w)),
+            ),
+            windows[w],
+        )
+        for w in sorted(windows, key=lambda w: (w == 0, w), reverse=True)
     )
-    mlp = Cost(tokens * (2 * 2 * C * F), Poly.of({(0, 0): mlp_weights}))
-    head = Cost(logits * (2 * C * V), Poly.of({(0, 0): fmt.matrix_bytes(V, C) + norm}))
-    # Values that each operation reads and writes besides weights and KV cache, per token and layer: ln_1 2C, c_attn 4C,
-    # writing k and v 4C, attention 2C, c_proj 2C, add 3C, ln_2 2C, c_fc C + F, GELU 2F, c_proj F + C, add 3C. Per
-    # token: wte + wpe 3C, ln_f 2C. Per row of logits: output head C + V.
-    a_token = config.n_layer * (24 * C + 4 * F) + 5 * C
-    activations = tokens * (a_token * s) + logits * ((C + V) * s)
-    return StepCost(attention, mlp, head, config.n_layer, activations)
+    mlp = Cost(tokens * (2 * C * (up + F)), Poly.of({(0, 0): mlp_weights}))
+    head_norms = 2 if config.embedding_norm else 1
+    head = Cost(logits * (2 * C * V), Poly.of({(0, 0): fmt.matrix_bytes(V, C) + head_norms * norm * C * s}))
+    activations = tokens * (_token_activations(config) * s) + logits * ((C + V) * s)
+    return StepCost(attentions, mlp, head, activations)
 
 
-def kv_cache_layer(config: ModelConfig, fmt: WeightFormat) -> Poly:
-    """Return the bytes of one layer's KV cache for B sequences of N tokens."""
+def _token_activations(config: ModelConfig) -> int:
+    """Return the number of values that operations read and write for a token, beside weights, KV cache and logits."""
+    C, F, A, K = config.n_embd, config.mlp_dim, config.attn_dim, config.kv_dim
+    norms = 4 if config.norm_placement == "both" else 2
+    # Norms 2C each, c_attn C + A + 2K, writing k and v 4K, attention 2A, c_proj A + C, adds 3C each, c_fc C + F,
+    # activation 2F, c_proj F + C.
+    layer = 2 * norms * C + 10 * C + 4 * A + 6 * K + 4 * F
+    if config.gated_mlp:  # c_gate C + F, product 3F
+        layer += C + 4 * F
+    if config.qk_norm != "none":
+        layer += 2 * (A + K)
+    rotated = 2 * (A + K) * sum(config.layer(i).rotary is not None for i in range(config.n_layer))
+    # wte + wpe 3C, scaling 2C, ln_e 2C, ln_f 2C.
+    top = 3 * config.learned_positions + 2 * (config.embedding_scale is not None) + 2 * config.embedding_norm + 2
+    return config.n_layer * layer + rotated + top * C
+
+
+def kv_cache_layer(config: ModelConfig, fmt: WeightFormat, window: int = 0) -> Poly:
+    """Return the bytes of one layer's KV cache for B sequences of N tokens, or of their last `window` tokens."""
     a_value = fmt.vector_bytes if fmt.cache_bytes is None else fmt.cache_bytes
-    return Poly.of({(1, 1): 2 * (config.n_embd * a_value + config.n_head * fmt.cache_scale_bytes)})
+    per_token = 2 * (config.kv_dim * a_value + config.n_kv_head * fmt.cache_scale_bytes)
+    return Poly.of({(1, 1): per_token}, window=window)

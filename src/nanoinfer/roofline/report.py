@@ -167,7 +167,8 @@ def _memory(setting: _Setting) -> dict[str, Any]:
     config, fmt = setting.config, setting.fmt
     layer = kv_cache_layer(config, fmt)
     # In memory but not read by a step: the lookup tables wpe and, with an untied head, wte, in vector_bytes.
-    lookups = config.block_size + (0 if config.tie_word_embeddings else config.vocab_size)
+    positions = config.block_size if config.learned_positions else 0
+    lookups = positions + (0 if config.tie_word_embeddings else config.vocab_size)
     weights = setting.decode.model.bytes(0, 0) + lookups * config.n_embd * fmt.vector_bytes
     cache = (layer * config.n_layer)(setting.B, setting.N)
     limit = setting.ceiling.memory_bytes

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanoinfer.config import PRESETS, ModelConfig
+from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config, nanogpt
 from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, split_wide
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.widen import widened
 
 

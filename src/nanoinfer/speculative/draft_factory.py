@@ -137,7 +137,7 @@ class DraftFactory:
         target = self._target
         weights, quantization = self._loaded.pop(name) if name in self._loaded else self._load(name)
         config = EngineConfig(quantization=quantization)
-        spec = registry.resolve(config, target.device, target.dtype)
+        spec = registry.resolve(config, target.device, target.dtype, weights.config)
         if "threads" in spec.options:
             config = replace(config, threads=self._config.threads)
         block_size = weights.config.block_size
@@ -150,6 +150,12 @@ class DraftFactory:
         return DraftModel(name, engine, choose_sampler(target.device), target.vocab_size, times)
 
     def _load(self, name: str) -> tuple[Weights, str | None]:
+        """Return the weights of a draft, with the target's context length if that is shortened; and a quantization."""
+        weights, quantization = self._open(name)
+        longest = self._config.max_model_len
+        return weights.shortened(longest and min(longest, weights.config.block_size)), quantization
+
+    def _open(self, name: str) -> tuple[Weights, str | None]:
         target, native = self._target, registry.ENGINES["native"]
         if not name.startswith("self:"):
             loaded = load_model(name, dtype=target.dtype, seed=target.seed)

@@ -43,7 +43,8 @@ def load_target(name: str, block_size: int, option: str = "distill") -> LoadedMo
     """Return the target in float32; `option` is the name of the option, for error messages.
 
     Raises:
-        NanoinferError: the model does not exist, has no tokenizer, or its context is shorter than block_size tokens.
+        NanoinferError: the model does not exist, has no tokenizer or a soft cap of its logits, or its context is
+            shorter than block_size tokens.
     """
     target = load_model(name)
     if target.tokenizer is None:
@@ -51,6 +52,11 @@ def load_target(name: str, block_size: int, option: str = "distill") -> LoadedMo
     if block_size > target.config.block_size:
         raise NanoinferError(
             f"block_size={block_size} is more than the {target.config.block_size} of {option}={name!r}"
+        )
+    if target.config.logits_softcap is not None:
+        raise NanoinferError(
+            f"{option}={name!r}: a target with logits_softcap={target.config.logits_softcap} is not supported, because"
+            " logits are computed from stored hidden states: use another target"
         )
     return target
 

@@ -10,7 +10,6 @@ it. The result is a Hugging Face folder.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -214,10 +213,9 @@ def _start_from(config: TrainConfig) -> tuple[GPT, tokenizers.Tokenizer, str]:
         raise NanoinferError(
             f"block_size={config.block_size} is more than the {loaded.config.block_size} of init={config.init!r}"
         )
-    model = GPT(dataclasses.replace(loaded.config, block_size=config.block_size), config.dropout)
-    weights = loaded.gpt.state_dict()
-    weights["transformer.wpe.weight"] = weights["transformer.wpe.weight"][: config.block_size]
-    model.load_state_dict(weights)
+    start = load_gpt(loaded.weights.shortened(config.block_size))
+    model = GPT(start.config, config.dropout)
+    model.load_state_dict(start.state_dict())
     return model, loaded.tokenizer, tokenizers.to_json(loaded.tokenizer)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench.case import SAMPLERS, Case
+from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import reason
 from nanoinfer.sampling_params import SamplingParams
@@ -65,6 +66,12 @@ def require_case(
         raise NanoinferError(
             f"{name} has no {', '.join(missing)}, which sampler={case.sampler!r} needs: use another sampler"
         )
+
+
+def require_gpt2(name: str, config: ModelConfig) -> None:
+    """Raise NanoinferError unless a model is a GPT-2, the only family that is exported for a backend."""
+    if not config.is_gpt2:
+        raise NanoinferError(f"{name} gets only gpt2 models here, and this is a {config.family} model: leave it out")
 
 
 def require_room(name: str, num_tokens: int, limit: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.bench.case import SAMPLERS, Case, Requests
-from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
+from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_gpt2, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import DTYPES
 from nanoinfer.environment import num_cpus
@@ -131,6 +131,7 @@ def _spec(weights: Path) -> Any:
     """Return CTranslate2's description of the model in a folder, which holds its weights."""
     opened, specs = open_folder(weights), require_module("ctranslate2").specs
     config = opened.config
+    require_gpt2("ctranslate2", config)
     tensors = {name: np.ascontiguousarray(tensor.float32()) for name, tensor in opened.read()}
     activation = specs.Activation.GELUTanh if config.activation == "gelu_new" else specs.Activation.GELU
     spec = specs.TransformerDecoderModelSpec.from_config(

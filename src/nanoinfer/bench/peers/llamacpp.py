@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.bench.case import Case, Requests, make_requests
-from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
+from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_gpt2, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
@@ -200,6 +200,7 @@ def export_gguf(weights: Path, folder: Path, kind: str) -> Path:
             read or written.
     """
     config = hf_config.read(weights / "config.json")
+    require_gpt2("llama.cpp", config)
     if config.activation != "gelu_new":
         raise NanoinferError(
             f"{weights}: activation={config.activation!r} cannot be exported: llama.cpp's GPT-2 has gelu_new only"

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: GPT2LMHeadModel.generate with its growing cache, or with its static one.
+"""Hugging Face transformers: `generate` with its growing cache, or with its static one.
 
 Prompts of unequal length are padded on the left, as its documentation says. A batch runs until its longest
 request has its tokens, because that is what `generate` does; each sequence is counted with the tokens
@@ -45,7 +45,7 @@ class _Clock:
 
 
 class Transformers:
-    """GPT2LMHeadModel with its default cache, or with its static one (on a GPU it compiles the model).
+    """The model with its default cache, or with its static one (on a GPU it compiles the model).
 
     Raises:
         NanoinferError: quantization, a sampler or a device that transformers does not have.
@@ -57,7 +57,7 @@ class Transformers:
         transformers.utils.logging.disable_progress_bar()
         self._device = resolve_device(case.device)
         dtype = getattr(torch, resolve_dtype(case.dtype, self._device))
-        model = transformers.GPT2LMHeadModel.from_pretrained(str(weights), dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(weights), dtype=dtype)
         self._model: Any = model.to(self._device).eval()
         for config in (model.config, model.generation_config):
             config.eos_token_id = None  # nothing ends a sequence early, and min_new_tokens bans no token

@@ -16,7 +16,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, read_json
 from nanoinfer.models.families import FAMILIES
-from nanoinfer.models.families.base import Fields
+from nanoinfer.models.families.fields import Fields
 
 log = logging.getLogger("nanoinfer")
 
@@ -36,10 +36,10 @@ def read(path: Path) -> ModelConfig:
         raise NanoinferError(f"{where} has no model_type: add it, one of {known}")
     if not isinstance(raw["model_type"], str) or (family := FAMILIES.get(raw["model_type"])) is None:
         raise NanoinferError(f"{where}: model_type={show(raw['model_type'])} is not supported: only {known} are")
-    fields = Fields(raw, where)
-    fields.only("is_encoder_decoder", False, None)
-    fields.only("quantization_config", None)
+    fields = Fields(raw)
     try:
+        fields.only("is_encoder_decoder", False, None)
+        fields.only("quantization_config", None)
         config = family.read(fields)
         tokens: dict[str, Any] = {
             "bos_token_id": next(iter(_token_ids("bos_token_id", _special(raw, "bos_token_id"), raw)), None),
@@ -47,7 +47,7 @@ def read(path: Path) -> ModelConfig:
         }
         config = replace(config, **tokens)
     except NanoinferError as e:
-        raise NanoinferError(str(e) if str(e).startswith(where) else f"{where}: {e}") from None
+        raise NanoinferError(f"{where}: {e}") from None
     if unknown := sorted(raw.keys() - fields.known):
         log.warning("%s: unknown fields are ignored: %s", where, escaped(", ".join(unknown)))
     return config

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanoinfer.checks import require_int, show
-from nanoinfer.config import PRESETS, EngineConfig, ModelConfig
+from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
 from nanoinfer.models import tokenizers
@@ -28,6 +28,7 @@ from nanoinfer.models.checkpoints import gguf, gguf_tokenizer, huggingface, nano
 from nanoinfer.models.checkpoints.gguf_file import read_gguf
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
+from nanoinfer.models.presets import PRESETS, REPOSITORIES
 
 if TYPE_CHECKING:
     from nanoinfer.models.gpt import GPT
@@ -76,7 +77,9 @@ def builtin_names() -> list[str]:
     return sorted(p.parent.name for p in BUILTIN.glob("*/config.json"))
 
 
-def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: str | None = None) -> LoadedModel:
+def load_model(
+    name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: str | None = None, max_model_len: int | None = None
+) -> LoadedModel:
     """Load a model by name.
 
     Args:
@@ -85,6 +88,7 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
         seed: of random weights.
         tokenizer: where to load the tokenizer from, if not from the model: a built-in model, a folder, a
             tokenizer.json, a meta.pkl, or a Hub repository.
+        max_model_len: context length; None: the model's.
 
     Raises:
         NanoinferError: the model does not exist, or one of its files is malformed or unsupported.
@@ -93,7 +97,7 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
         raise NanoinferError(f"model={show(name)} is not a name or a path")
     require_int("seed", seed, 0, 2**64 - 1)
     if str(name).startswith("wide:"):
-        return _widened(str(name), dtype, seed, tokenizer)
+        return _widened(str(name), dtype, seed, tokenizer, max_model_len)
     name, path = str(name), _model_place(name)
     dataset, metadata = None, None
     if name.startswith("random:"):
@@ -105,6 +109,7 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
     else:
         path = path if path.is_dir() else _hub_folder(name)
         weights = packed.open_folder(path) if packed.is_packed(path) else huggingface.open_folder(path, dtype)
+    weights = weights.shortened(max_model_len)
     config = weights.config
     loaded = LoadedModel(name, weights, config, None)
     del weights  # see LoadedModel.take
@@ -186,19 +191,20 @@ def split_wide(name: str) -> tuple[str, ModelConfig]:
         NanoinferError: a part is missing, or the preset is unknown.
     """
     source, _, preset = name.removeprefix("wide:").rpartition(":")
-    if not source or preset not in PRESETS or source.startswith("wide:wide:"):
+    presets = [name for name, config in PRESETS.items() if config.is_gpt2]
+    if not source or preset not in presets or source.startswith("wide:wide:"):
         raise NanoinferError(
             f"model {show(name)}: a widened model is named wide:<model>:<preset>, is widened at most twice, and its"
-            f" preset is one of {', '.join(PRESETS)}"
+            f" preset is one of {', '.join(presets)}"
         )
     return source, PRESETS[preset]
 
 
-def _widened(name: str, dtype: str, seed: int, tokenizer: str | None) -> LoadedModel:
+def _widened(name: str, dtype: str, seed: int, tokenizer: str | None, max_model_len: int | None) -> LoadedModel:
     from nanoinfer.models.widen import widen
 
     source, shape = split_wide(name)
-    loaded = load_model(source, dtype=dtype, seed=seed, tokenizer=tokenizer)
+    loaded = load_model(source, dtype=dtype, seed=seed, tokenizer=tokenizer, max_model_len=max_model_len)
     try:
         weights = widen(loaded.take(), n_embd=shape.n_embd, n_layer=shape.n_layer)
     except NanoinferError as e:
@@ -221,7 +227,7 @@ def _hub_folder(name: str) -> Path:
             f"model {show(name)} is neither built in ({', '.join(builtin_names())}), nor random:<preset>, nor"
             " wide:<model>:<preset>, nor a path that exists, nor a Hub repository id"
         )
-    return huggingface.download(f"openai-community/{name}" if name in PRESETS else name)
+    return huggingface.download(REPOSITORIES.get(name, name))
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -248,7 +254,7 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
     folder = path if path.is_dir() else path.parent
     if not name.startswith("random:") and (found := tokenizers.from_folder(folder)):
         return found
-    if config.vocab_size in GPT2_VOCABULARIES:
+    if config.family == "gpt2" and config.vocab_size in GPT2_VOCABULARIES:
         try:
             return load_tokenizer(GPT2_TOKENIZER_REPO)
         except NanoinferError:
@@ -259,7 +265,7 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
             ) from None
     raise NanoinferError(
         f"model {show(name)} has no tokenizer: its vocabulary of {config.vocab_size} tokens is not GPT-2's, and there"
-        " is no tokenizer.json or meta.pkl in its folder: give token ids, or tokenizer= a file"
+        " is no tokenizer.json or meta.pkl in its folder: give token ids, or tokenizer= a file or folder"
     )
 
 

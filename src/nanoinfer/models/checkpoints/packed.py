@@ -30,7 +30,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, reason, replacing, write_atomically
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, make_header, read_with_metadata
-from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.checkpoints.weights import POSITIONS, Weights
 from nanoinfer.models.parameters import LAYER, shapes
 
 FILE = "packed.safetensors"
@@ -70,6 +70,15 @@ class PackedWeights(Weights):
         """The format if it is a quantization, else None."""
         return self.format if self.format in QUANTIZATIONS else None
 
+    def shortened(self, max_model_len: int | None) -> PackedWeights:
+        """Return the same weights with a shorter context length; see `Weights.shortened`."""
+        weights = super().shortened(max_model_len)
+        assert isinstance(weights, PackedWeights)
+        arrays = dict(self.arrays)
+        if POSITIONS in arrays:
+            arrays[POSITIONS] = arrays[POSITIONS][: weights.config.block_size]
+        return replace(weights, arrays=arrays)
+
     def matrices(self) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.float32]]]:
         """Yield the name, panels and scales of each matrix of `config`."""
         for name in pieces(self.config, self.format):
@@ -92,7 +101,7 @@ def pieces(config: ModelConfig, format: str) -> dict[str, Piece]:
     packed_size = _extension().packed_size
     panels, rest = {}, {}
     for name, shape in shapes(replace(config, bias=True)).items():
-        if len(shape) == 1 or name == "transformer.wpe.weight":
+        if len(shape) == 1 or name == POSITIONS:
             rest[name] = Piece("float32", shape)
             continue
         try:

@@ -48,7 +48,28 @@ class Weights:
 
         return replace(self, read=read)
 
+    def shortened(self, max_model_len: int | None) -> Weights:
+        """Return the same weights with a shorter context length; None: unchanged.
 
+        Raises:
+            NanoinferError: max_model_len is more than the context length.
+        """
+        if max_model_len is None:
+            return self
+        if max_model_len > self.config.block_size:
+            raise NanoinferError(
+                f"max_model_len={max_model_len} is more than the model's context length of {self.config.block_size}"
+                " tokens: lower it, or leave it out"
+            )
+
+        def read() -> Iterator[tuple[str, HostTensor]]:
+            for name, tensor in self.read():
+                yield name, HostTensor(tensor.values[:max_model_len], tensor.dtype) if name == POSITIONS else tensor
+
+        return replace(self, config=replace(self.config, block_size=max_model_len), read=read)
+
+
+POSITIONS = "transformer.wpe.weight"
 Tensors = dict[str, StoredTensor | JoinedTensor]
 
 

@@ -13,11 +13,12 @@ from nanoinfer.models.families import (
     qwen2,
     qwen3,
     smollm3,
+    starcoder2,
 )  # fmt: skip
 from nanoinfer.models.families.base import Family
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
-    for module in (gpt2, gpt_neox, llama, mistral, qwen2, qwen3, gemma3, olmo2, smollm3, nanochat)
+    for module in (gpt2, gpt_neox, llama, mistral, qwen2, qwen3, gemma3, olmo2, smollm3, nanochat, starcoder2)
 }
 """By model_type."""

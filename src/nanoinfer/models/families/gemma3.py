@@ -9,58 +9,54 @@ from typing import Any
 
 from nanoinfer.config import LayerKind, ModelConfig
 from nanoinfer.models.families import llama
-from nanoinfer.models.families.base import Family, Fields, rope_fields
-from nanoinfer.models.families.qwen2 import window_fields
+from nanoinfer.models.families.base import Family
+from nanoinfer.models.families.fields import Fields, window_fields
 
-NAMES = llama.NAMES | {
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
-    "post_1": "post_attention_layernorm",
-    "ln_2": "pre_feedforward_layernorm",
-    "post_2": "post_feedforward_layernorm",
-}
+_FIELDS = {theirs: ours for theirs, ours in llama.FIELDS.items() if theirs != "hidden_act"}
 
 
-def _read(f: Fields) -> ModelConfig:
-    f.only("use_bidirectional_attention", False, None)
-    n_layer, width = f.integer("num_hidden_layers"), llama.head_dim(f, 256)
+def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
     pattern = f.integer("sliding_window_pattern", f.integer("_sliding_window_pattern", 6))
-    windows = f.windows(n_layer, f.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0)
-    everywhere = f.rotary(width, 1000000.0, kind="full_attention")
-    nearby = f.rotary(width, 10000.0, kind="sliding_attention", theta_field="rope_local_base_freq", scaled=False)
-    shape = llama.shape(f, tied=True)
-    scale = f.number("query_pre_attn_scalar", 256.0)
-    assert scale is not None
-    return ModelConfig(
-        family="gemma3_text",
-        head_size=width,
-        layers=tuple(LayerKind(w, everywhere if w is None else nearby) for w in windows),
-        norm_weight="one_plus",
-        norm_placement="both",
-        qk_norm="head",
-        attention_scale=scale**-0.5,
-        attention_softcap=f.number("attn_logit_softcapping", None),
-        logits_softcap=f.number("final_logit_softcapping", None),
-        embedding_scale=shape["n_embd"] ** 0.5,
-        **shape | {"activation": f.activation("hidden_activation", "gelu_pytorch_tanh")},
-    )
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    kinds = [config.layer(i) for i in range(config.n_layer)]
-    everywhere = next((k.rotary for k in kinds if k.window is None), None)
-    nearby = next((k.rotary for k in kinds if k.window is not None), None)
-    assert config.attention_scale is not None
-    fields = llama.shape_fields(config) | window_fields(config)
-    fields["hidden_activation"] = fields.pop("hidden_act")
-    fields["query_pre_attn_scalar"] = round(config.attention_scale**-2)
-    fields |= {
-        "attn_logit_softcapping": config.attention_softcap,
-        "final_logit_softcapping": config.logits_softcap,
+    windows = f.windows(config.n_layer, f.integer("sliding_window", 4096), lambda i: (i + 1) % pattern != 0)
+    everywhere = f.rotary(config, 1000000.0, kind="full_attention")
+    nearby = f.rotary(config, 10000.0, kind="sliding_attention", theta_field="rope_local_base_freq", scaled=False)
+    return {
+        "layers": tuple(LayerKind(w, everywhere if w is None else nearby) for w in windows),
+        "attention_scale": f.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "embedding_scale": config.n_embd**0.5,
     }
-    if everywhere is not None:
-        fields |= rope_fields(everywhere)
-    return fields | ({} if nearby is None else {"rope_local_base_freq": nearby.base})
 
 
-FAMILY = Family("gemma3_text", "Gemma3ForCausalLM", _read, _write, NAMES)
+def _write_layers(config: ModelConfig) -> dict[str, Any]:
+    assert config.attention_scale is not None
+    scalar = round(config.attention_scale**-2, 9)
+    fields = window_fields(config) | {"query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar}
+    nearby = next((kind.rotary for kind in config.layers if kind.window is not None), None)
+    return fields if nearby is None else fields | {"rope_local_base_freq": nearby.base}
+
+
+FAMILY = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    _FIELDS
+    | {
+        "num_key_value_heads": ("num_kv_heads", 4),
+        "head_dim": ("head_size", 256),
+        "hidden_activation": ("activation", "gelu_pytorch_tanh"),
+        "tie_word_embeddings": ("tie_word_embeddings", True),
+        "attn_logit_softcapping": ("attention_softcap", None),
+        "final_logit_softcapping": ("logits_softcap", None),
+    },
+    llama.NAMES
+    | llama.QK_NORM
+    | {
+        "post_1": "post_attention_layernorm",
+        "ln_2": "pre_feedforward_layernorm",
+        "post_2": "post_feedforward_layernorm",
+    },
+    llama.FIXED | {"norm_weight": "one_plus", "norm_placement": "both", "qk_norm": "head"},
+    biases=llama.ATTENTION_BIAS,
+    only={"use_bidirectional_attention": (False, None)},
+    read_layers=_read_layers,
+    write_layers=_write_layers,
+)

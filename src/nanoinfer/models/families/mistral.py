@@ -1,4 +1,4 @@
-"""Mistral 7B and models of its shape. Source: transformers, models/mistral."""
+"""Mistral 7B and models of its shape: Llama with a window. Source: transformers, models/mistral."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from typing import Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.models.families import llama
-from nanoinfer.models.families.base import Family, Fields, kinds, rope_fields
+from nanoinfer.models.families.base import Family
+from nanoinfer.models.families.fields import Fields, rope_fields, rotated
 
 
-def _read(f: Fields) -> ModelConfig:
-    window = None if f.get("sliding_window", 4096) is None else f.integer("sliding_window", 4096)
-    width, n_layer = llama.head_dim(f), f.integer("num_hidden_layers")
-    return ModelConfig(
-        family="mistral", head_size=width, layers=kinds([window] * n_layer, f.rotary(width)), **llama.shape(f)
-    )
+def read_layers(f: Fields, config: ModelConfig, default: int | None = 4096) -> dict[str, Any]:
+    """Return the layers: all have the window `sliding_window`, or none if that is null."""
+    return rotated(f, config, [f.window("sliding_window", default)] * config.n_layer)
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    kind = config.layer(0)
-    assert kind.rotary is not None
-    return llama.shape_fields(config) | rope_fields(kind.rotary) | {"sliding_window": kind.window}
+def write_layers(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that `read_layers` reads."""
+    return rope_fields(config) | {"sliding_window": config.layer(0).window}
 
 
-FAMILY = Family("mistral", "MistralForCausalLM", _read, _write, llama.NAMES)
+FAMILY = Family(
+    "mistral",
+    "MistralForCausalLM",
+    llama.FIELDS | {"num_key_value_heads": ("num_kv_heads", 8)},
+    llama.NAMES,
+    llama.FIXED,
+    read_layers=read_layers,
+    write_layers=write_layers,
+)

@@ -6,42 +6,15 @@ of queries and keys makes that the usual rotation, and does not change the score
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.models.families import llama
-from nanoinfer.models.families.base import Family, Fields, kinds, rope_fields
+from nanoinfer.models.families.base import Family
 
-NAMES = {name: theirs for name, theirs in llama.NAMES.items() if not name.startswith("mlp.")} | {
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-}
-
-
-def _read(f: Fields) -> ModelConfig:
-    width, n_layer = f.integer("hidden_size") // f.integer("num_attention_heads"), f.integer("num_hidden_layers")
-    shape = llama.shape(f) | {"activation": f.activation("hidden_act", "relu2"), "gated_mlp": False}
-    return ModelConfig(
-        family="nanochat",
-        head_size=width,
-        layers=kinds([None] * n_layer, f.rotary(width)),
-        norm_weight="none",
-        embedding_norm=True,
-        qk_norm="head",
-        logits_softcap=f.number("final_logit_softcapping", None if "final_logit_softcapping" in f.raw else 15.0),
-        **shape,
-    )
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    rotary = config.layer(0).rotary
-    assert rotary is not None
-    fields = llama.shape_fields(config) | rope_fields(rotary)
-    del fields["head_dim"], fields["mlp_bias"]
-    return fields | {"final_logit_softcapping": config.logits_softcap}
+_FIELDS = {theirs: ours for theirs, ours in llama.FIELDS.items() if theirs != "head_dim"}
+_NAMES = {ours: theirs for ours, theirs in llama.NAMES.items() if not ours.startswith("mlp.")}
 
 
 def _order(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
@@ -54,4 +27,12 @@ def _order(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
     return np.concatenate((heads[:, ::-1].reshape(-1), rows[turned:]))
 
 
-FAMILY = Family("nanochat", "NanoChatForCausalLM", _read, _write, NAMES, order=_order)
+FAMILY = Family(
+    "nanochat",
+    "NanoChatForCausalLM",
+    _FIELDS | {"hidden_act": ("activation", "relu2"), "final_logit_softcapping": ("logits_softcap", 15.0)},
+    _NAMES | {"mlp.c_fc": "mlp.fc1", "mlp.c_proj": "mlp.fc2"},
+    llama.FIXED | {"gated_mlp": False, "norm_weight": "none", "embedding_norm": True, "qk_norm": "head"},
+    biases=llama.ATTENTION_BIAS,
+    order=_order,
+)

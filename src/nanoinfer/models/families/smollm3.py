@@ -6,38 +6,37 @@ from typing import Any
 
 from nanoinfer.config import LayerKind, ModelConfig
 from nanoinfer.models.families import llama
-from nanoinfer.models.families.base import Family, Fields, rope_fields
-from nanoinfer.models.families.qwen2 import window_fields
+from nanoinfer.models.families.base import Family
+from nanoinfer.models.families.fields import Fields, window_fields
 
 
-def _read(f: Fields) -> ModelConfig:
-    n_layer, width = f.integer("num_hidden_layers"), llama.head_dim(f)
-    interval = f.integer("no_rope_layer_interval", 4)
-    rotated = f.get("no_rope_layers")
-    if rotated is None:
-        rotated = [int((i + 1) % interval != 0) for i in range(n_layer)]
-    if not isinstance(rotated, list) or len(rotated) < n_layer or any(r not in (0, 1) for r in rotated):
+def read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Return the layers: those with a 0 in no_rope_layers have no positions, and a window if there is one."""
+    n_layer, interval = config.n_layer, f.integer("no_rope_layer_interval", 4)
+    turns = f.get("no_rope_layers")
+    if turns is None:
+        turns = [int((i + 1) % interval != 0) for i in range(n_layer)]
+    if not isinstance(turns, list) or len(turns) != n_layer or any(r not in (0, 1) for r in turns):
         raise f.error("no_rope_layers", f"is not a list of 0 and 1 for {n_layer} layers")
-    used, window = f.flag("use_sliding_window", False), f.get("sliding_window")
-    width_of_window = f.integer("sliding_window") if used and window is not None else None
-    windows = f.windows(n_layer, width_of_window, lambda i: width_of_window is not None and not rotated[i])
-    rotary = f.rotary(width, 2000000.0)
-    return ModelConfig(
-        family="smollm3",
-        head_size=width,
-        layers=tuple(
-            LayerKind(window, rotary if turns else None) for window, turns in zip(windows, rotated, strict=False)
-        ),
-        **llama.shape(f, tied=True),
-    )
+    used, window = f.flag("use_sliding_window", False), f.window("sliding_window", None)
+    window = window if used else None
+    windows = f.windows(n_layer, window, lambda i: window is not None and not turns[i])
+    rotary = f.rotary(config, 2000000.0)
+    return {"layers": tuple(LayerKind(w, rotary if turn else None) for w, turn in zip(windows, turns, strict=True))}
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    rotaries = [config.layer(i).rotary for i in range(config.n_layer)]
-    rotary = next((r for r in rotaries if r is not None), None)
-    fields = llama.shape_fields(config) | window_fields(config)
-    fields["no_rope_layers"] = [int(r is not None) for r in rotaries]
-    return fields if rotary is None else fields | rope_fields(rotary)
+def write_layers(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that `read_layers` reads."""
+    return window_fields(config) | {"no_rope_layers": [int(kind.rotary is not None) for kind in config.layers]}
 
 
-FAMILY = Family("smollm3", "SmolLM3ForCausalLM", _read, _write, llama.NAMES)
+FAMILY = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    llama.FIELDS | {"num_key_value_heads": ("num_kv_heads", 4), "tie_word_embeddings": ("tie_word_embeddings", True)},
+    llama.NAMES,
+    llama.FIXED,
+    biases=llama.BIASES,
+    read_layers=read_layers,
+    write_layers=write_layers,
+)

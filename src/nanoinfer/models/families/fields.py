@@ -1,0 +1,208 @@
+"""The fields of a config.json: checked as they are read, and written back.
+
+What several families share is here: rotary embeddings in the forms of transformers 4 and 5, and windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanoinfer.checks import require_float, require_int, show
+from nanoinfer.config import LayerKind, ModelConfig, Rotary
+from nanoinfer.errors import NanoinferError
+
+# Fields of any config.json that do not change the logits of a plain forward pass.
+HARMLESS = frozenset(
+    "architectures torch_dtype dtype transformers_version _name_or_path name_or_path initializer_range use_cache"
+    " return_dict output_hidden_states output_attentions gradient_checkpointing id2label label2id problem_type"
+    " num_labels is_decoder pad_token_id tokenizer_class prefix finetuning_task torchscript use_bfloat16 tf_legacy_loss"
+    " bos_token_id eos_token_id cross_attention_hidden_size task_specific_params chunk_size_feed_forward"
+    " attention_dropout model_type _attn_implementation auto_map cache_implementation".split()
+)
+ACTIVATIONS = {
+    "gelu_new": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "gelu": "gelu", "silu": "silu", "swish": "silu",
+    "relu2": "relu2",
+}  # fmt: skip
+_LLAMA3 = {
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_context": "original_max_position_embeddings",
+}
+_ROPE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", *_LLAMA3.values()}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class Fields:
+    """The fields of a config.json. Reading one checks it; an error names the field, and the caller adds the file.
+
+    Args:
+        raw: the content of the file.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self.known: set[str] = set(HARMLESS)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a field without checking it; the default if it is missing."""
+        self.known.add(name)
+        return self.raw.get(name, default)
+
+    def required(self, name: str) -> Any:
+        """Return a field without checking it. Raise NanoinferError if it is missing or null."""
+        if (value := self.get(name)) is None:
+            raise NanoinferError(f"{name} is missing: add it")
+        return value
+
+    def error(self, name: str, reason: str) -> NanoinferError:
+        """Return an error about a field."""
+        return NanoinferError(f"{name}={show(self.raw.get(name))} {reason}")
+
+    def integer(self, name: str, default: int, low: int = 1) -> int:
+        """Return an integer of at least `low`; the default if the field is missing."""
+        return require_int(name, self.get(name, default), low, 2**31 - 1)
+
+    def window(self, name: str, default: int | None) -> int | None:
+        """Return the width of a window, or None for null; the default if the field is missing."""
+        value = self.get(name, default)
+        return None if value is None else require_int(name, value, 1, 2**31 - 1)
+
+    def number(self, name: str, default: float) -> float:
+        """Return a positive number; the default if the field is missing."""
+        return require_float(name, self.get(name, default), 1e-12, 1e12)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a boolean; the default if the field is missing."""
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "is neither true nor false")
+        return value
+
+    def only(self, name: str, *values: Any) -> None:
+        """Raise NanoinferError if a field is there and has none of these values."""
+        if self.get(name, values[0]) not in values:
+            raise self.error(name, f"is not supported: only {show(values[0])} is")
+
+    def activation(self, name: str, default: str) -> str:
+        """Return our name of an activation."""
+        value = self.get(name, default)
+        if not isinstance(value, str) or value not in ACTIVATIONS:
+            raise self.error(name, f"is not supported: use one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[value]
+
+    def rotary(
+        self,
+        config: ModelConfig,
+        theta: float = 10000.0,
+        *,
+        share: tuple[str, float] | None = None,
+        kind: str | None = None,
+        theta_field: str = "rope_theta",
+        scaled: bool = True,
+    ) -> Rotary:
+        """Return the rotary embedding that `rope_parameters`, or `rope_theta` and `rope_scaling`, describe.
+
+        Args:
+            config: the model, without its layers.
+            theta: default of the base.
+            share: field with the share of a head that is rotated, and its default; None: only whole heads.
+            kind: key of `rope_parameters` if it has one entry for each type of layer.
+            theta_field: field of the base in configs without `rope_parameters`.
+            scaled: whether `rope_scaling` applies to these layers.
+        """
+        given = self._rope(kind, scaled)
+        scaling = given.get("rope_type", given.get("type", "default"))
+        if scaling not in ("default", "linear", "llama3"):
+            raise NanoinferError(f"rope_type={show(scaling)} is not supported: use default, linear or llama3")
+        base = self.get(theta_field, theta)
+        values: dict[str, Any] = {"base": given.get("rope_theta", base)}
+        if scaling != "default":
+            values |= {"scaling": scaling, "factor": given.get("factor")}
+        if scaling == "llama3":
+            values |= {ours: given.get(theirs) for ours, theirs in _LLAMA3.items()}
+            context = "original_max_position_embeddings"  # transformers reads the field outside the object first
+            values["original_context"] = self.get(context, given.get(context, config.block_size))
+        return Rotary(self._rotary_dim(config.head_dim, given, share), **values)
+
+    def _rope(self, kind: str | None, scaled: bool) -> dict[str, Any]:
+        """Return the object with the rotary parameters of a type of layer; empty if there is none."""
+        given, old = self.get("rope_parameters"), self.get("rope_scaling")
+        name = "rope_scaling" if given is None else "rope_parameters"
+        if given is None:
+            given = old if scaled and old is not None else {}
+        if isinstance(given, dict) and kind is not None and kind in given:
+            given = {} if given[kind] is None else given[kind]
+        if not isinstance(given, dict):
+            raise self.error(name, "is not an object")
+        allowed = _ROPE | (set(_LAYER_TYPES) if kind is not None else set())
+        if unknown := sorted(given.keys() - allowed):
+            raise NanoinferError(f"the field {show(unknown[0])} in {name} is not supported")
+        return given
+
+    def _rotary_dim(self, head_dim: int, given: dict[str, Any], share: tuple[str, float] | None) -> int:
+        name, default = ("partial_rotary_factor", 1.0) if share is None else share
+        part = require_float(name, given.get("partial_rotary_factor", self.get(name, default)), 1e-6, 1.0)
+        if share is None and part != 1.0:
+            raise NanoinferError(f"partial_rotary_factor={part} is not supported: only 1.0 is")
+        if (dim := int(head_dim * part)) % 2 or dim < 2:
+            raise NanoinferError(
+                f"{name}={part} of head_dim={head_dim} is {dim} rotary dimensions: an even number >= 2 is needed"
+            )
+        return dim
+
+    def windows(self, n_layer: int, window: int | None, sliding: Callable[[int], bool]) -> list[int | None]:
+        """Return the window of each layer from `layer_types`, or from a rule for configs without it.
+
+        Args:
+            n_layer: number of layers.
+            window: width of the windows; None: no layer has one.
+            sliding: whether layer i has a window.
+        """
+        types = self.get("layer_types")
+        if types is None:
+            types = [_LAYER_TYPES[sliding(i)] for i in range(n_layer)]
+        if not isinstance(types, list) or len(types) != n_layer:
+            raise self.error("layer_types", f"is not a list of {n_layer} types, one for each layer")
+        for found in types:
+            if found not in _LAYER_TYPES:
+                raise NanoinferError(f"layer_types has {show(found)}: only {' and '.join(_LAYER_TYPES)} are supported")
+        return [window if found == "sliding_attention" else None for found in types]
+
+
+def rotated(f: Fields, config: ModelConfig, windows: list[int | None] | None = None, **options: Any) -> dict[str, Any]:
+    """Return the layers of a model, all with the same rotary embedding.
+
+    Args:
+        f: the fields of config.json.
+        config: the model, without its layers.
+        windows: of each layer; None: no layer has one.
+        options: of `Fields.rotary`.
+    """
+    rotary = f.rotary(config, **options)
+    return {"layers": tuple(LayerKind(w, rotary) for w in windows or [None] * config.n_layer)}
+
+
+def rope_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return `rope_theta` and `rope_scaling`, which all versions of transformers read: of the layers without window."""
+    kinds = sorted((k for k in config.layers if k.rotary is not None), key=lambda k: k.window is not None)
+    if not kinds or (rotary := kinds[0].rotary) is None:
+        return {}
+    scaling: dict[str, Any] | None = None
+    if rotary.scaling != "none":
+        scaling = {"rope_type": rotary.scaling, "factor": rotary.factor}
+        if rotary.scaling == "llama3":
+            scaling |= {theirs: getattr(rotary, ours) for ours, theirs in _LLAMA3.items()}
+    return {"rope_theta": rotary.base, "rope_scaling": scaling}
+
+
+def window_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of models whose layers differ in their windows, and `rope_fields`."""
+    windows = [config.layer(i).window for i in range(config.n_layer)]
+    width = max((w for w in windows if w is not None), default=None)
+    types = [_LAYER_TYPES[w is not None] for w in windows]
+    return rope_fields(config) | {
+        "use_sliding_window": width is not None,
+        "sliding_window": width,
+        "layer_types": types,
+    }

@@ -1,0 +1,182 @@
+"""config.json of the families: defaults of transformers, forms of rotary parameters, and bad fields."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoinfer.config import LayerKind, ModelConfig, Rotary
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.families import FAMILIES
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 96,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+DESCENDANTS = sorted(FAMILIES.keys() - {"gpt2", "gpt_neox"})
+
+
+def read(folder: Path, model_type: str, **fields: Any) -> ModelConfig:
+    shape = {} if model_type == "gpt2" else SHAPE
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **shape, **fields}))
+    return hf_config.read(folder / "config.json")
+
+
+def rotary(config: ModelConfig) -> Rotary:
+    (found,) = {kind.rotary for kind in config.layers}
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_missing_field_has_the_default_of_transformers(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {k: v for k, v in SHAPE.items() if k != "num_key_value_heads"}
+    if model_type in ("gpt2", "gpt_neox"):
+        shape = {} if model_type == "gpt2" else shape
+    else:
+        shape |= {"hidden_size": 64, "num_attention_heads": 32}  # a multiple of every default of num_key_value_heads
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    full = transformers.AutoConfig.for_model(model_type, **shape, **special).to_dict()
+    (tmp_path / "full.json").write_text(json.dumps(full))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **shape, **special}))
+    found, expected = (hf_config.read(tmp_path / name) for name in ("config.json", "full.json"))
+    assert replace(found, head_size=found.head_dim, num_kv_heads=found.n_kv_head) == replace(
+        expected, head_size=expected.head_dim, num_kv_heads=expected.n_kv_head
+    )
+    assert not caplog.records  # no field that transformers writes is unknown
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_written_config_reads_as_the_same(model_type: str, tmp_path: Path) -> None:
+    config = read(tmp_path, model_type, bos_token_id=1, eos_token_id=[2, 3])
+    (tmp_path / "config.json").write_text(json.dumps(hf_config.to_dict(config, "float32")))
+    assert hf_config.read(tmp_path / "config.json") == config
+    assert config.family == model_type
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text"])
+def test_rotary_parameters_have_the_forms_of_transformers_4_and_5(model_type: str, tmp_path: Path) -> None:
+    new = LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 32}
+    given = {"full_attention": new, "sliding_attention": {"rope_theta": 10000.0}} if "gemma" in model_type else new
+    wanted = read(tmp_path, model_type, rope_parameters=given)
+    scaling = LLAMA3 | {"original_max_position_embeddings": 32}
+    old = read(tmp_path, model_type, rope_theta=5e5, rope_scaling=scaling)
+    assert old == wanted
+    last = wanted.layers[-1].rotary if model_type != "gemma3_text" else None  # the 4 layers of gemma3 are local
+    assert last is None or (last.base, last.scaling, last.factor, last.original_context) == (5e5, "llama3", 8.0, 32)
+    assert read(tmp_path, model_type, rope_theta=5e5, rope_scaling=LLAMA3, original_max_position_embeddings=32) == old
+    named = {"type" if k == "rope_type" else k: v for k, v in scaling.items()}
+    assert read(tmp_path, model_type, rope_theta=5e5, rope_scaling=named) == old
+    assert read(tmp_path, model_type, rope_parameters=None, rope_scaling=None) == read(tmp_path, model_type)
+
+
+def test_the_layers_of_gemma3_have_their_own_rotary_parameters(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 4.0}
+    local, everywhere = Rotary(256, 1e4), Rotary(256, 1e6, "linear", 4.0)
+    for fields in (
+        {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": linear},
+        {"rope_parameters": {"full_attention": linear | {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+        {"rope_parameters": {"full_attention": linear, "sliding_attention": None}},
+    ):
+        config = read(tmp_path, "gemma3_text", sliding_window=8, sliding_window_pattern=2, **fields)
+        assert config.layers == (LayerKind(8, local), LayerKind(None, everywhere)) * 2
+
+
+def test_the_context_before_scaling_is_the_context_length_if_it_is_missing(tmp_path: Path) -> None:
+    assert rotary(read(tmp_path, "llama", rope_scaling=LLAMA3)).original_context == 96
+
+
+def test_the_share_of_a_head_that_is_rotated(tmp_path: Path) -> None:
+    assert rotary(read(tmp_path, "gpt_neox", rotary_pct=0.5)).dim == 4
+    assert rotary(read(tmp_path, "gpt_neox", rope_parameters={"partial_rotary_factor": 1.0})).dim == 8
+    assert rotary(read(tmp_path, "gpt_neox")).dim == 2
+    assert rotary(read(tmp_path, "llama", partial_rotary_factor=1.0)).dim == 8
+
+
+def test_null_is_the_default_where_transformers_allows_it(tmp_path: Path) -> None:
+    config = read(tmp_path, "llama", num_key_value_heads=None, head_dim=None, rope_scaling=None)
+    assert (config.n_kv_head, config.head_dim) == (6, 8)
+    assert read(tmp_path, "mistral", sliding_window=None).windows == {None}
+    assert read(tmp_path, "nanochat", final_logit_softcapping=None).logits_softcap is None
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"hidden_size": 50}, "hidden_size=50 is not a multiple of num_attention_heads=6"),
+    ("llama", {"num_key_value_heads": 4}, "num_attention_heads=6 is not a multiple of num_key_value_heads=4"),
+    ("llama", {"num_key_value_heads": 12}, "num_key_value_heads=12 is not an integer in [1, 6]"),
+    ("llama", {"hidden_size": None}, "hidden_size is missing: add it"),
+    ("llama", {"hidden_size": True}, "hidden_size=True is not an integer in [1, 2147483647]"),
+    ("llama", {"hidden_size": 48.0}, "hidden_size=48.0 is not an integer in [1, 2147483647]"),
+    ("llama", {"intermediate_size": 2**31}, "intermediate_size=2147483648 is not an integer in [1, 2147483647]"),
+    ("llama", {"head_dim": 0}, "head_dim=0 is not an integer in [1, 65536]"),
+    ("llama", {"head_dim": 7}, "partial_rotary_factor=1.0 of head_dim=7 is 7 rotary dimensions"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not a finite number in [0, 1]"),
+    ("llama", {"rms_norm_eps": True}, "rms_norm_eps=True is not a finite number"),
+    ("llama", {"rms_norm_eps": None}, "rms_norm_eps=None is not a finite number"),
+    ("llama", {"tie_word_embeddings": 1}, "tie_word_embeddings=1 is not a bool"),
+    ("llama", {"attention_bias": None}, "attention_bias=None is neither true nor false"),
+    ("llama", {"hidden_act": "relu"}, "hidden_act='relu' is not supported: use one of gelu_new"),
+    ("llama", {"hidden_act": ["silu"]}, "hidden_act=['silu'] is not supported"),
+    ("llama", {"pretraining_tp": 2}, "pretraining_tp=2 is not supported: only 1 is"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported: only 1.0 is"),
+    ("llama", {"rope_theta": float("inf")}, "rope_theta=inf is not a finite number"),
+    ("llama", {"rope_theta": 10**400}, "rope_theta=1000"),
+    ("llama", {"rope_scaling": []}, "rope_scaling=[] is not an object"),
+    ("llama", {"rope_parameters": "x"}, "rope_parameters='x' is not an object"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is not supported"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope factor=None is not a finite number"),
+    ("llama", {"rope_scaling": LLAMA3 | {"beta_fast": 1}}, "the field 'beta_fast' in rope_scaling is not supported"),
+    ("llama", {"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor=4.0 is not less than"),
+    ("llama", {"rope_parameters": {"full_attention": {}}}, "the field 'full_attention' in rope_parameters"),
+    ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 0}, "original_max_position_embeddings=0 is"),
+    ("llama", {"quantization_config": {}}, "quantization_config={} is not supported: only None is"),
+    ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder=True is not supported: only False is"),
+    ("gpt_neox", {"rotary_pct": 0.4}, "rotary_pct=0.4 of head_dim=8 is 3 rotary dimensions"),
+    ("gpt_neox", {"rotary_pct": 0.1}, "rotary_pct=0.1 of head_dim=8 is 0 rotary dimensions"),
+    ("gpt_neox", {"rotary_pct": 1.5}, "rotary_pct=1.5 is not a finite number in [1e-06, 1]"),
+    ("mistral", {"sliding_window": 0}, "sliding_window=0 is not an integer"),
+    ("mistral", {"sliding_window": [4]}, "sliding_window=[4] is not an integer"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types=['full_attention'] is not a list of 4 types"),
+    ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention': only full_attention and"),
+    ("gemma3_text", {"sliding_window": None}, "sliding_window=None is not an integer"),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 is not a finite number"),
+    ("gemma3_text", {"final_logit_softcapping": -1.0}, "final_logit_softcapping=-1.0 is not a finite number"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0] is not a list of 0 and 1 for 4 layers"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True is not supported"),
+    ("gpt2", {"n_positions": 0}, "n_positions=0 is not an integer"),
+    ("mamba", {}, "model_type='mamba' is not supported: only gpt2, gpt_neox, llama"),
+    ("gemma3", {}, "model_type='gemma3' is not supported: only gpt2"),
+]
+
+
+@pytest.mark.parametrize("model_type, fields, message", BAD, ids=[f"{m}-{'-'.join(f)}" for m, f, _ in BAD])
+def test_a_bad_field_is_named_in_one_line(
+    model_type: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(NanoinferError) as e:
+        read(tmp_path, model_type, **fields)
+    assert str(e.value).startswith(f"{tmp_path / 'config.json'}: {message}")
+    assert "\n" not in str(e.value)
+    assert len(str(e.value)) < 500
+
+
+def test_fields_that_do_not_change_the_logits_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for model_type in FAMILIES:
+        harmless = dict.fromkeys(FAMILIES[model_type].harmless, 0.1)
+        assert read(tmp_path, model_type, attention_dropout=0.1, **harmless) == read(tmp_path, model_type)
+    assert {record.args[1] for record in caplog.records if record.args} <= {"num_key_value_heads"}  # gpt_neox has none
