@@ -6,6 +6,7 @@ slices rows, which both support; code that computes on the host calls `to_numpy`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +51,10 @@ class HostTensor:
         """Sizes of the dimensions."""
         return self.values.shape
 
+    def dense(self) -> HostTensor:
+        """Return a tensor whose `values` are numbers: the tensor itself, unless it is a `BlockMatrix`."""
+        return self
+
     def t(self) -> HostTensor:
         """Return the transpose of a matrix, with the same memory."""
         return HostTensor(self.values.T, self.dtype)
@@ -69,6 +74,40 @@ class HostTensor:
             return HostTensor(_bfloat16_bits(values), dtype)
         with np.errstate(over="ignore"):  # to infinity, as PyTorch does
             return HostTensor(values.astype(dtype), dtype)
+
+
+BLOCK_FORMATS = ("q8_0", "q4_0", "q4_1")
+"""Formats of GGUF files that engine `native` computes with as they are."""
+
+
+@dataclass(frozen=True)
+class BlockMatrix(HostTensor):
+    """A matrix whose rows are blocks of quantized values, as in a GGUF file. Its dtype is one of BLOCK_FORMATS."""
+
+    columns: int
+    dequantize: Callable[[NDArray[np.uint8]], NDArray[np.float32]]
+    """Return the values of blocks as one dimension. `values` are the blocks: (rows, bytes of a row) uint8."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return (len(self.values), self.columns)
+
+    def dense(self) -> HostTensor:
+        """Return the values in float32."""
+        return HostTensor(self.float32(), "float32")
+
+    def t(self) -> HostTensor:
+        """Return the transpose, in float32."""
+        return self.dense().t()
+
+    def float32(self) -> NDArray[np.float32]:
+        """Return the values as float32."""
+        return self.dequantize(self.values).reshape(self.shape)
+
+    def to(self, dtype: str) -> HostTensor:
+        """Return the matrix in another dtype, rounded to nearest; the matrix itself if it has the dtype."""
+        return self if dtype == self.dtype else self.dense().to(dtype)
 
 
 def _bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:

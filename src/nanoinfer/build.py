@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from nanoinfer.config import LLMConfig, SchedulerConfig
@@ -61,7 +62,12 @@ def build_core(config: LLMConfig) -> BuiltCore:
         seed=config.seed,
     )
     if options.dtype == "auto" and options.quantization is None:
-        _log_dtype(loaded.weights, dtype, device)
+        formats = Counter(loaded.weights.block_formats.values()) if spec.native else None
+        if formats:
+            named = ", ".join(f"{count} in {name}" for name, count in formats.most_common())
+            log.info("dtype=auto: computing with the file's own blocks (matrices: %s)", named)
+        else:
+            _log_dtype(loaded.weights, dtype, device)
     drafts = DraftFactory(model, options)
     if speculation.draft is not None:
         options = drafts.leave_room(speculation.draft)

@@ -18,6 +18,8 @@ residual stream are float32.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -58,8 +60,9 @@ class NativeEngine(Sequences):
 
         super().__init__(weights.config, limits)
         try:
-            self._decoder = Decoder(decoder_options(weights, limits, config))
-            self._load(weights)
+            options = decoder_options(weights, limits, config)
+            self._decoder = Decoder(options)
+            self._load(weights, options.formats)
         except (ValueError, RuntimeError) as e:  # RuntimeError: threads cannot be created
             raise NanoinferError(f"engine=native: {e}") from None
         except MemoryError:
@@ -71,7 +74,7 @@ class NativeEngine(Sequences):
         self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
         self._num_logits = 0  # of the last step
 
-    def _load(self, weights: Weights) -> None:
+    def _load(self, weights: Weights, formats: Mapping[str, str]) -> None:
         if isinstance(weights, PackedWeights):
             for name, panels, scales in weights.matrices():
                 self._decoder.load_packed(name, panels, scales)
@@ -79,7 +82,11 @@ class NativeEngine(Sequences):
                 self._decoder.load(name, values)
         else:
             for name, tensor in weights.read():
-                self._decoder.load(name, tensor.values, tensor.dtype)
+                if tensor.dtype == formats.get(name):
+                    self._decoder.load_blocks(name, tensor.values)
+                else:
+                    dense = tensor.dense()
+                    self._decoder.load(name, dense.values, dense.dtype)
         self._decoder.check_loaded()
 
     @property
@@ -141,6 +148,13 @@ class NativeEngine(Sequences):
         self._handles.clear()
 
 
+def _same_activations(formats: Mapping[str, str]) -> dict[str, str]:
+    """Return the formats with both of c_gate and c_fc, which share their inputs, in blocks if one of them is."""
+    other = {"c_gate": "c_fc", "c_fc": "c_gate"}
+    pairs = [re.sub("c_gate|c_fc", lambda m: other[m[0]], name) for name in formats if ".mlp.c_" in name]
+    return dict.fromkeys(pairs, "q8_0") | dict(formats)
+
+
 def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig) -> Any:
     """Return the options of the C++ decoder. Setting an attribute that they do not have is an AttributeError."""
     from nanoinfer._native import DecoderOptions
@@ -165,6 +179,8 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
             )
         quantization, options.packed = weights.quantization, True
     options.weights = quantization or dtype
+    if quantization is None:
+        options.formats = _same_activations(weights.block_formats)
     options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     options.max_num_seqs, options.max_num_cached_tokens = limits.max_num_seqs, limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()

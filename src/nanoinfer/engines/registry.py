@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer import processes
@@ -204,6 +204,8 @@ def build(
             " start the process with multiprocessing's method spawn, or use engine=native",
             spec.name,
         )
+    if spec.native and weights.block_formats and config.quantization is None and config.kv_cache_dtype == "auto":
+        config = replace(config, kv_cache_dtype="int8")  # as with int8 weights
     module, _, name = spec.target.partition(":")
     if limits is None:
         limits = plan_limits(weights.config, config, spec.memory, weights.dtype, free_memory(device))

@@ -163,7 +163,7 @@ def target_embeddings(config: DraftHeadConfig, weights: Weights, name: str) -> T
     found: dict[str, NDArray[np.float32]] = {}
     for key, tensor in weights.read():
         if key in names:
-            values = tensor.values
+            values = tensor.dense().values
             if not all(np.array_equal(values[:, :C], values[:, i * C : (i + 1) * C]) for i in range(1, r)):
                 raise NanoinferError(
                     f"the draft head of {config.target!r} has n_embd={C}, the target {name!r} n_embd={theirs.n_embd},"

@@ -45,6 +45,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def to_torch(tensor: HostTensor) -> Tensor:
     """Return a tensor with the same memory."""
+    tensor = tensor.dense()
     if tensor.dtype == "bfloat16":  # PyTorch's uint16 has no view as bfloat16 before 2.3
         return torch.from_numpy(tensor.values.view("int16")).view(torch.bfloat16)
     return torch.from_numpy(tensor.values)

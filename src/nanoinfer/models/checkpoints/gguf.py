@@ -26,7 +26,7 @@ from nanoinfer.models.checkpoints.gguf_tokenizer import end_tokens
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
-from nanoinfer.models.families.base import Fields
+from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.rotary import frequencies
 
 log = logging.getLogger("nanoinfer")
@@ -69,11 +69,11 @@ class Architecture:
 class _Metadata(Fields):
     """The metadata of one architecture; the prefix of its keys is added here."""
 
-    def __init__(self, raw: Mapping[str, Value], where: str, arch: str, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, raw: Mapping[str, Value], arch: str, tensors: Mapping[str, StoredTensor]) -> None:
         ours = {k: plain(v) for k, v in raw.items() if k.startswith(f"{arch}.")}
         if long := next((k for k, v in ours.items() if isinstance(v, (str, list)) and len(v) > _MAX_LENGTH), None):
-            raise NanoinferError(f"{where}: {show(long)} has more than {_MAX_LENGTH} values")
-        super().__init__(ours, where)
+            raise NanoinferError(f"{show(long)} has more than {_MAX_LENGTH} values")
+        super().__init__(ours)
         self.arch, self.tensors = arch, tensors
 
     def key(self, name: str) -> str:
@@ -86,11 +86,16 @@ class _Metadata(Fields):
 
     def int_(self, name: str, default: int | None = None) -> int:
         """Return a positive integer."""
-        return self.integer(self.key(name), default)
+        if default is None:
+            self.required(self.key(name))
+        return self.integer(self.key(name), default or 1)
 
     def float_(self, name: str, default: float | None) -> float | None:
         """Return a positive number."""
-        return self.number(self.key(name), default)
+        if not self.has(name):
+            self.get(self.key(name))
+            return default
+        return self.number(self.key(name), 1.0)
 
     def check_known(self) -> None:
         """Raise NanoinferError if the architecture has a key that was not read."""
@@ -131,7 +136,7 @@ def _num_layers(m: _Metadata) -> int:
 def _vocab_size(m: _Metadata) -> int:
     m.get(m.key("vocab_size"))  # some converters wrote the tokenizer's, which is smaller than the embedding
     if (embedding := m.tensors.get("token_embd.weight")) is None:
-        raise NanoinferError(f"{m.where}: tensor token_embd.weight is missing")
+        raise NanoinferError("tensor token_embd.weight is missing")
     return embedding.shape[0]
 
 
@@ -250,29 +255,29 @@ def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Va
 
 
 def _read_config(file: GGUFFile, where: str, arch: str, layout: Architecture) -> ModelConfig:
-    m = _Metadata(file.metadata, where, arch, file.tensors)
-    fields = {"model_type": layout.family} | layout.fields(m)
-    m.only(m.key("attention.causal"), True)
-    m.get(m.key("rope.dimension_count"))
-    m.check_known()
-    config = FAMILIES[fields["model_type"]].read(Fields(fields, where))
-    if (stored := file.tensors.get(_FREQUENCIES)) is not None:
-        config = _with_frequencies(config, stored, where)
     try:
+        m = _Metadata(file.metadata, arch, file.tensors)
+        fields = {"model_type": layout.family} | layout.fields(m)
+        m.only(m.key("attention.causal"), True)
+        m.get(m.key("rope.dimension_count"))
+        m.check_known()
+        config = FAMILIES[fields["model_type"]].read(Fields(fields))
+        if (stored := file.tensors.get(_FREQUENCIES)) is not None:
+            config = _with_frequencies(config, stored)
         bos, ends = end_tokens(file.metadata, config.vocab_size)
         return replace(config, bos_token_id=bos, eos_token_ids=ends)
     except NanoinferError as e:
         raise NanoinferError(str(e) if str(e).startswith(where) else f"{where}: {e}") from None
 
 
-def _with_frequencies(config: ModelConfig, stored: StoredTensor, where: str) -> ModelConfig:
+def _with_frequencies(config: ModelConfig, stored: StoredTensor) -> ModelConfig:
     """Return a config whose rotary embedding has the stored divisors of the frequencies.
 
     They are those of Llama 3.1 and later: the largest is its `factor`, and the other parameters are the same in all.
     """
     rotary = next((kind.rotary for kind in config.layers if kind.rotary is not None), None)
     if rotary is None or rotary.scaling != "none" or stored.shape != (rotary.dim // 2,):
-        raise NanoinferError(f"{where}: tensor {_FREQUENCIES} {list(stored.shape)} does not fit the rotary embedding")
+        raise NanoinferError(f"tensor {_FREQUENCIES} {list(stored.shape)} does not fit the rotary embedding")
     divisors = stored.read().float32()
     if (divisors == 1).all():
         return config
@@ -284,7 +289,7 @@ def _with_frequencies(config: ModelConfig, stored: StoredTensor, where: str) -> 
             layers = tuple(replace(k, rotary=None if k.rotary is None else scaled) for k in config.layers)
             return replace(config, layers=layers)
     raise NanoinferError(
-        f"{where}: tensor {_FREQUENCIES} has other divisors than Llama 3's scaling (low 1, high 4, context"
+        f"tensor {_FREQUENCIES} has other divisors than Llama 3's scaling (low 1, high 4, context"
         f" {_LLAMA3_CONTEXT}), which is not supported"
     )
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import HostTensor
+from nanoinfer.arrays import BLOCK_FORMATS, BlockMatrix, HostTensor
 from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import RegularFile, escaped
@@ -53,9 +53,25 @@ class BlockTensor(StoredTensor):
         self.file.read_into(self.start, blocks.reshape(-1).data)
         return blocks
 
+    @property
+    def block_format(self) -> str | None:
+        """As `StoredTensor.block_format`: other formats are rounded to Q8_0."""
+        return self._name if self._name in BLOCK_FORMATS else "q8_0"
+
+    @property
+    def _name(self) -> str:
+        return self.format.name.lower()
+
+    def dequantize(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return the values of blocks as one dimension."""
+        return self.format.dequantize(blocks.reshape(-1, self.format.block_bytes))
+
     def read(self) -> HostTensor:
-        """Read the tensor and compute its values in float32. Raises as `StoredTensor.read`."""
-        values = self.format.dequantize(self.read_blocks())
+        """Read a matrix in one of BLOCK_FORMATS as it is, others in float32. Raises as `StoredTensor.read`."""
+        blocks = self.read_blocks()
+        if self._name in BLOCK_FORMATS and len(self.shape) == 2 and self.strides == contiguous(self.shape):
+            return BlockMatrix(blocks.reshape(self.shape[0], -1), self._name, self.shape[1], self.dequantize)
+        values = self.dequantize(blocks)
         strides = [n * values.itemsize for n in self.strides]
         return HostTensor(np.lib.stride_tricks.as_strided(values, self.shape, strides), "float32")
 

@@ -315,6 +315,7 @@ def _write_pieces(
         if wanted[name].dtype == "float32":
             put(name, tensor.float32())
             continue
+        tensor = tensor.dense()
         panels, scales = _extension().pack(values=tensor.values, dtype=tensor.dtype, format=format, threads=threads)
         put(name, panels)
         if scales.size:

@@ -50,6 +50,11 @@ class StoredTensor:
         """Bytes of the elements in memory; with strides of 0, more than in the file."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    @property
+    def block_format(self) -> str | None:
+        """The format of arrays.BLOCK_FORMATS to compute in if the tensor is stored in blocks of quantized values."""
+        return None
+
     def t(self) -> StoredTensor:
         """Return the transpose of a matrix."""
         return replace(self, shape=self.shape[::-1], strides=self.strides[::-1])
@@ -82,12 +87,19 @@ class JoinedTensor:
         """Sizes of the dimensions."""
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
+    @property
+    def block_format(self) -> str | None:
+        """As `StoredTensor.block_format`: that of the parts; of parts that differ, the one with the most bits."""
+        formats = {part.block_format for part in self.parts}
+        return formats.pop() if len(formats) == 1 else "q8_0"
+
     def read(self) -> HostTensor:
         """Read the parts into new memory, in their dtype, or in float32 if they differ."""
         tensors = [part.read() for part in self.parts]
         dtype = tensors[0].dtype if len({t.dtype for t in tensors}) == 1 else "float32"
-        joined = np.concatenate([t.to(dtype).values for t in tensors])
-        return HostTensor(joined if self.order is None else joined[self.order], dtype)
+        tensors = [t.to(dtype) for t in tensors]
+        joined = np.concatenate([t.values for t in tensors])
+        return replace(tensors[0], values=joined if self.order is None else joined[self.order])
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

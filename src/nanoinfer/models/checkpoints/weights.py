@@ -37,6 +37,9 @@ class Weights:
     stored_dtype: str = field(default="float32", kw_only=True)
     """Dtype of most values in the checkpoint; float32 for quantized ones and where there is no checkpoint."""
 
+    block_formats: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    """Matrices that are stored in blocks of quantized values -> the format of arrays.BLOCK_FORMATS to compute in."""
+
     def watched(self, update: Callable[[int, int], None]) -> Weights:
         """Return the same weights; `update(layer, n_layer)` is called as each tensor of a layer is read."""
 
@@ -64,7 +67,7 @@ class Weights:
 
         def read() -> Iterator[tuple[str, HostTensor]]:
             for name, tensor in self.read():
-                yield name, HostTensor(tensor.values[:max_model_len], tensor.dtype) if name == POSITIONS else tensor
+                yield name, replace(tensor, values=tensor.values[:max_model_len]) if name == POSITIONS else tensor
 
         return replace(self, config=replace(self.config, block_size=max_model_len), read=read)
 
@@ -115,7 +118,9 @@ def check(
             f"{source}: tie_word_embeddings=True, but {head_name} differs from the embedding: set it to false"
         )
     read = lambda: ((name, tensor.read()) for name, tensor in tensors.items())  # noqa: E731
-    return Weights(config, dtype, read, stored_dtype=_main_dtype(stored))
+    formats = {name: tensor.block_format for name, tensor in tensors.items() if len(tensor.shape) == 2}
+    blocks = {name: found for name, found in formats.items() if found is not None and name != POSITIONS}
+    return Weights(config, dtype, read, stored_dtype=_main_dtype(stored), block_formats=blocks)
 
 
 def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
