@@ -139,6 +139,6 @@ def test_what_auto_chooses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         LLM(str(FILES[0]), engine="native", max_num_seqs=1, kv_cache_memory=1 << 30)
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("dtype=auto")]
     assert line == (
-        "dtype=auto: using float32; quantization=int8 reads 4.0 times and int4 7.3 times fewer bytes of weights for each"
-        " token"
+        "dtype=auto: using float32; quantization=int8 reads 4.0 times and int4 7.3 times fewer bytes of weights for"
+        " each token"
     )
