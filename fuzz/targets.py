@@ -209,6 +209,11 @@ FILES = {
                   lambda: {"merges.txt": b"#version: 0.2\nb a\n"}),
     "merges": File("merges.txt", lambda: [b"#version: 0.2\nb a\n"], mutate_bytes, lambda p: load_tokenizer(str(p.parent)),
                    use_tokenizer, lambda: {"vocab.json": b'{"a": 0, "b": 1, "ba": 2}'}),
+    "tokenizer-config": File(
+        "tokenizer_config.json", lambda: [b'{"add_bos_token": true, "bos_token": "a"}', b'{"bos_token": {"content": "b"}}'],
+        mutate_json, lambda p: load_tokenizer(str(p.parent)), use_tokenizer,
+        lambda: {"vocab.json": b'{"a": 0, "b": 1, "ba": 2}', "merges.txt": b"#version: 0.2\nb a\n"},
+    ),
     "head-config": File("draft_head.json", lambda: [make_head()["draft_head.json"]], mutate_json,
                         lambda p: draft_head.load(p.parent), others=make_head),
     "head-weights": File("draft_head.safetensors", lambda: [make_head()["draft_head.safetensors"]], mutate_safetensors,

@@ -67,6 +67,7 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     weights, _ = gguf.open_file(convert(model, tmp_path / "model.gguf"))
     ours, theirs = weights.config, open_folder(tmp_path / "hf").config
     assert (ours.layers, ours.n_kv_head, ours.biases) == (theirs.layers, theirs.n_kv_head, theirs.biases)
+    assert ours.norm_epsilon == theirs.norm_epsilon
     assert ours.family == ("llama" if case == "mistral-no-window" else theirs.family)
     idx = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(0))
     expected = model(idx).logits

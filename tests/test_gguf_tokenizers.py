@@ -310,6 +310,24 @@ def test_start_tokens_are_those_of_transformers(name: str, field: bool | None, t
         assert start + ours.encode(text) == fast(text).input_ids, text
 
 
+@pytest.mark.parametrize("field", [None, True, False])
+@pytest.mark.parametrize("as_object", [True, False])
+def test_start_tokens_of_folders_without_a_tokenizer_json(field: bool | None, as_object: bool, tmp_path: Path) -> None:
+    model = json.loads(train_byte_level(PRE["gpt-2"]).to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in model["merges"])]))
+    bos = {"content": "<s>", "__type": "AddedToken"} if as_object else "<s>"
+    config = {"tokenizer_class": "GPT2Tokenizer", "bos_token": bos} | (
+        {} if field is None else {"add_bos_token": field}
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, fast = load_tokenizer(str(tmp_path)), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.bos_token_id == (1 if field else None)
+    start = [] if ours.bos_token_id is None else [ours.bos_token_id]
+    for text in ("", "the cat", "it's 12  hats\n"):
+        assert start + ours.encode(text) == fast(text).input_ids, text
+
+
 def test_other_special_tokens_are_left_out_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     core = train_byte_level(PRE["gpt-2"])
     core.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])

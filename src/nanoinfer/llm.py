@@ -32,8 +32,8 @@ class LLM:
     """A loaded model on an engine. Thread-safe: a lock serializes the steps of several threads.
 
     Args:
-        model: a built-in model (shakespeare), random:<preset>, a Hugging Face folder, a nanoGPT ckpt.pt, a Hub
-            repository (gpt2, gpt2-xl, name/repo), or wide:<model>:<preset>, the model widened to a preset's size.
+        model: a built-in model (shakespeare), random:<preset>, a Hugging Face folder, a GGUF file, a nanoGPT ckpt.pt, a
+            Hub repository (gpt2, gpt2-xl, name/repo), or wide:<model>:<preset>, the model widened to a preset's size.
         tokenizer: where to load the tokenizer from, if not from the model.
         seed: of random:<preset> weights.
         options: fields of `EngineConfig` (engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, threads,
@@ -153,6 +153,8 @@ class LLM:
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids; for an empty prompt, the model's start token.
+
+        A text begins with the start token if the tokenizer says so (`tokenizer.bos_token_id`).
 
         Raises:
             NanoinferError: the prompt is text and the model has no tokenizer, an id is outside the vocabulary, or the

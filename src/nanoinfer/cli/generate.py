@@ -31,7 +31,7 @@ ModelFlag = Annotated[
         "--model",
         "-m",
         metavar="NAME",
-        help="A built-in model, a folder, a ckpt.pt, a Hub repository, random:PRESET or wide:MODEL:PRESET.",
+        help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET, wide:MODEL:PRESET.",
     ),
 ]
 TokenizerFlag = Annotated[

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, parse_json, read_limited, reason
+from nanoinfer.files import escaped, parse_json, read_json, read_limited, reason
 from nanoinfer.models.text_streams import MISSING, CharStream, DecodeStream, SuffixStream, Utf8Stream, spelled
 from nanoinfer.models.tokenizer_limits import MAX_VOCAB_SIZE, check_growth
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("nanoinfer")
 
+MAX_CONFIG_BYTES = 16 << 20  # tokenizer_config.json; some list all added tokens
 MAX_TOKENIZER_BYTES = 128 << 20  # GPT-2's tokenizer.json has 1.3 MB, the largest known one 60 MB
 
 
@@ -179,6 +180,16 @@ def _start_token(core: tokenizers.Tokenizer) -> int | None:
     return encoded.ids[0] if before == 1 else None
 
 
+def prepend(core: tokenizers.Tokenizer, token: str, token_id: int) -> None:
+    """Let prompts begin with a token. A tokenizer.json that is saved says the same."""
+    from tokenizers import processors
+
+    special: Any = {"id": "bos", "ids": [token_id], "tokens": [token]}
+    core.post_processor = processors.TemplateProcessing(
+        single=["bos:0", "$A:0"], pair=["bos:0", "$A:0", "$B:0"], special_tokens=[special]
+    )
+
+
 def _encode(core: tokenizers.Tokenizer, text: str) -> list[int]:
     try:
         text.encode()
@@ -282,7 +293,22 @@ def from_folder(folder: Path) -> Tokenizer | None:
         core.decoder = decoders.ByteLevel()
         if (eot := core.token_to_id("<|endoftext|>")) is not None:
             core.add_special_tokens([core.id_to_token(eot)])
+        if (bos := _configured_start(folder)) is not None and (token_id := core.token_to_id(bos)) is not None:
+            core.add_special_tokens([bos])
+            prepend(core, bos, token_id)
         return ByteLevelTokenizer(core)
+
+
+def _configured_start(folder: Path) -> str | None:
+    """Return the start token that tokenizer_config.json asks for by `add_bos_token`, or None."""
+    if not (path := folder / "tokenizer_config.json").is_file():
+        return None
+    raw = read_json(path, MAX_CONFIG_BYTES, "a tokenizer config")
+    if not isinstance(raw, dict) or raw.get("add_bos_token") is not True:
+        return None
+    bos = raw.get("bos_token")
+    bos = bos.get("content") if isinstance(bos, dict) else bos
+    return bos if isinstance(bos, str) else None
 
 
 def to_json(tokenizer: Tokenizer) -> str:

@@ -195,8 +195,9 @@ def _value(header: _Header, key: str) -> Value:
     if kind == _STRING:
         return header.string(what)
     if kind != _ARRAY:
-        scalar: int | float | bool = _numbers(header, kind, 1, what)[0].item()
-        return scalar
+        scalar = _numbers(header, kind, 1, what)[0]
+        plain: int | float | bool = scalar.item()
+        return float(str(scalar)) if scalar.dtype == np.float32 else plain  # 1e-05, not 9.999999747378752e-06
     kind = header.integer(4, f"the type of {show(key)}")
     if kind == _ARRAY:
         raise header.error(f"{what} is an array of arrays, which is not supported")

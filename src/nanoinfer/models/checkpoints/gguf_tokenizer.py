@@ -13,13 +13,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanoinfer.checks import require_int, show
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.tokenizers import Tokenizer, explained, from_core
+from nanoinfer.models.tokenizers import Tokenizer, explained, from_core, prepend
 
 log = logging.getLogger("nanoinfer")
 
@@ -124,7 +124,7 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
         if vocabulary.flag("add_bos_token", add_bos):
             if bos is None:
                 raise NanoinferError(f"{_PREFIX}add_bos_token is true, but there is no {_PREFIX}bos_token_id")
-            _prepend(core, vocabulary.tokens[bos], bos)
+            prepend(core, vocabulary.tokens[bos], bos)
         if vocabulary.flag("add_eos_token", False):
             log.warning("%s: %sadd_eos_token is ignored: prompts do not end with the end token", where, _PREFIX)
         return from_core(core)
@@ -267,13 +267,3 @@ def _add_special(core: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     core.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     defined = [token for token, kind in kinds.items() if kind == _USER_DEFINED]
     core.add_tokens([AddedToken(token, normalized=False) for token in defined])
-
-
-def _prepend(core: tokenizers.Tokenizer, token: str, token_id: int) -> None:
-    """Let prompts begin with a token. A tokenizer.json that is saved says the same."""
-    from tokenizers import processors
-
-    special: Any = {"id": "bos", "ids": [token_id], "tokens": [token]}
-    core.post_processor = processors.TemplateProcessing(
-        single=["bos:0", "$A:0"], pair=["bos:0", "$A:0", "$B:0"], special_tokens=[special]
-    )
