@@ -135,10 +135,21 @@ def test_perplexity_is_that_of_a_trained_model() -> None:
 
 
 def test_what_auto_chooses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "nanoinfer"):
-        LLM(str(FILES[0]), engine="native", max_num_seqs=1, kv_cache_memory=1 << 30)
-    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("dtype=auto")]
-    assert line == (
+    for engine in ("native", "static"):
+        with caplog.at_level(logging.INFO, "nanoinfer"):
+            LLM(str(FILES[0]), engine=engine, max_num_seqs=1, kv_cache_memory=1 << 30)
+    assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("dtype=auto")] == [
+        "dtype=auto: computing with the file's own blocks (matrices: 150 in q4_1, 1 in q8_0)",
         "dtype=auto: using float32; quantization=int8 reads 4.0 times and int4 7.3 times fewer bytes of weights for"
-        " each token"
-    )
+        " each token",
+    ]
+
+
+def test_the_blocks_of_the_file_are_used_as_they_are() -> None:
+    blocks = LLM(str(FILES[0]), engine="native", max_num_seqs=4, kv_cache_memory=1 << 30, kv_cache_dtype="float32")
+    text = "The quick brown fox jumps over the lazy dog. Paris is the capital of France."
+    for llm, expected in ((blocks, 24.403), (model(), 24.456)):  # only activations are rounded
+        assert llm.perplexity(text)[0].perplexity == pytest.approx(expected, abs=0.01)
+    together = [o.outputs[0].token_ids for o in blocks.generate(PROMPTS, GREEDY)]
+    assert together == [blocks.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
+    assert blocks.engine._decoder.weight_bytes < 1.1 * FILES[0].stat().st_size

@@ -46,6 +46,8 @@ def build_core(config: LLMConfig) -> BuiltCore:
     loaded = load_model(config.model, seed=config.seed, tokenizer=config.tokenizer, max_model_len=options.max_model_len)
     dtype = resolve_dtype(options.dtype, device, loaded.weights.stored_dtype)
     spec = registry.resolve(options, device, dtype, loaded.config)
+    if options.dtype != "auto":  # a dtype is asked for instead of the file's blocks
+        loaded.weights = replace(loaded.weights, block_formats={})
     vocab_size = loaded.config.vocab_size
     if loaded.tokenizer is not None:
         vocab_size = min(vocab_size, loaded.tokenizer.vocab_size)
