@@ -212,6 +212,18 @@ def test_packed_weights_are_the_same_model(case: str, folder_of: Callable[[str],
     assert tokens(llm, PROMPTS, GREEDY) == tokens(LLM(str(folder), quantization="int8"), PROMPTS, GREEDY)
 
 
+def test_a_step_copies_nothing_from_the_host(gpt_of: Callable[[str], GPT], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph cannot capture such a copy: after the first step, frequencies are on the device."""
+    gpt = copy.deepcopy(gpt_of("gemma3"))
+    first = gpt(torch.tensor([[1, 2, 3]]))
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a copy from the host")
+
+    monkeypatch.setattr(torch, "from_numpy", fails)
+    assert torch.equal(gpt(torch.tensor([[1, 2, 3]])), first)
+
+
 def test_every_family_has_a_case(folder_of: Callable[[str], Path]) -> None:
     found = {open_folder(folder_of(case)).config.family for case in CASES}
     assert found == FAMILIES.keys() - {"gpt2"}  # the other tests are GPT-2's
