@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from conftest import CHARS, make_folder, make_model, refuses
+from conftest import CHARS, TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.train import _Writer
+from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.training import distill
 from nanoinfer.training.loop import TrainProgress, prepare, train, validate
@@ -183,3 +185,20 @@ def test_the_command(config: TrainConfig) -> None:
     assert done.stdout.startswith(f"best KL divergence from {config.distill} on validation text ")
     assert "generates 14 tokens after each of 36 prompts" in done.stderr
     assert "step 4/4" in done.stderr
+
+
+NANOCHAT: dict[str, Any] = {
+    "bias": False, "norm": "rms", "norm_weight": "none", "embedding_norm": True, "qk_norm": "head",
+    "activation": "relu2", "learned_positions": False, "layers": (LayerKind(None, Rotary(8)),) * TINY.n_layer,
+}  # fmt: skip
+
+
+def test_a_target_with_a_soft_cap_is_refused(tmp_path: Path) -> None:
+    capped = make_folder(
+        tmp_path / "capped", replace(TINY, family="nanochat", n_inner=40, logits_softcap=5.0, **NANOCHAT)
+    )
+    for option in ("distill", "draft_head"):
+        refuses(
+            lambda option=option: distill.load_target(str(capped), 16, option),
+            f"{option}='{capped}': a target with logits_softcap=5.0 is not supported",
+        )

@@ -96,6 +96,14 @@ def test_the_layers_of_gemma3_have_their_own_rotary_parameters(tmp_path: Path) -
         assert config.layers == (LayerKind(8, local), LayerKind(None, everywhere)) * 2
 
 
+def test_a_gemma3_without_windows_is_written_without_one(tmp_path: Path) -> None:
+    config = read(tmp_path, "gemma3_text", layer_types=["full_attention"] * 4)
+    written = hf_config.to_dict(config, "float32")
+    assert "sliding_window" not in written
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    assert hf_config.read(tmp_path / "config.json").layers == config.layers == (LayerKind(None, Rotary(256, 1e6)),) * 4
+
+
 def test_the_context_before_scaling_is_the_context_length_if_it_is_missing(tmp_path: Path) -> None:
     assert rotary(read(tmp_path, "llama", rope_scaling=LLAMA3)).original_context == 96
 

@@ -25,6 +25,7 @@ from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.registry import ENGINES
+from nanoinfer.models import draft_head
 from nanoinfer.models.checkpoints import packed
 from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.families import FAMILIES
@@ -141,6 +142,20 @@ def test_speculation_changes_no_token(engine: str, case: str, folder_of: Callabl
     assert accepted["self:int8"] > 8, accepted
 
 
+@pytest.mark.parametrize("case", ["gemma3-scaled", "olmo2", "gpt_neox", "nanochat"])
+def test_a_draft_head_changes_no_token(case: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Targets with a scaled or normalised embedding, a soft cap of the logits, and an untied head."""
+    folder, random = folder_of(case), np.random.default_rng(0)
+    shape = open_folder(folder).config
+    config = draft_head.DraftHeadConfig(case, shape.vocab_size, shape.n_embd, n_hidden=8)
+    values = {n: random.standard_normal(s).astype(np.float32) * 0.1 for n, s in draft_head.shapes(config).items()}
+    draft_head.save(draft_head.DraftHead(config, values), tmp_path / "head")
+    for engine in ("native", "static"):
+        plain = tokens(LLM(str(folder), engine=engine, dtype="float32"), PROMPTS, GREEDY)
+        llm = LLM(str(folder), engine=engine, dtype="float32", draft=str(tmp_path / "head"), speculate_k=2)
+        assert tokens(llm, PROMPTS, GREEDY) == plain
+
+
 # Format of native -> the largest distance of its logits from those of the same rounded weights in float32: root mean
 # square, in standard deviations of the logits. With int8 and int4, activations are rounded to 8 bits.
 WEIGHTS = {"float32": 1e-5, "bfloat16": 0.03, "float16": 1e-5, "int8": 0.12, "int4": 0.12}
@@ -195,6 +210,18 @@ def test_packed_weights_are_the_same_model(case: str, folder_of: Callable[[str],
     llm = LLM(str(tmp_path / "packed"))
     assert llm.config == open_folder(folder).config
     assert tokens(llm, PROMPTS, GREEDY) == tokens(LLM(str(folder), quantization="int8"), PROMPTS, GREEDY)
+
+
+def test_a_step_copies_nothing_from_the_host(gpt_of: Callable[[str], GPT], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph cannot capture such a copy: after the first step, frequencies are on the device."""
+    gpt = copy.deepcopy(gpt_of("gemma3"))
+    first = gpt(torch.tensor([[1, 2, 3]]))
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a copy from the host")
+
+    monkeypatch.setattr(torch, "from_numpy", fails)
+    assert torch.equal(gpt(torch.tensor([[1, 2, 3]])), first)
 
 
 def test_every_family_has_a_case(folder_of: Callable[[str], Path]) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from conftest import TINY, make_folder, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import main
+from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.profiling import profiler as module
@@ -92,8 +94,8 @@ def test_calls_are_those_of_the_model(llm: LLM) -> None:
         "attention": TINY.n_layer * 6,
         "output head": 6,
         "sampling": 6,
-        "layer norm": (2 * TINY.n_layer + 1) * 6,
-        "GELU and residual": TINY.n_layer * 6,
+        "norms": (2 * TINY.n_layer + 1) * 6,
+        "activation and residual": TINY.n_layer * 6,
         "embedding": 2 * 6,
         "rest of the engine": 6,
         "Python and host": 0,
@@ -101,6 +103,23 @@ def test_calls_are_those_of_the_model(llm: LLM) -> None:
     operators = {row.name: row.calls for row in p.operators}
     assert operators["aten::linear"] == (4 * TINY.n_layer + 1) * 6
     assert operators["aten::gelu"] == TINY.n_layer * 6
+
+
+def test_calls_are_those_of_another_family(tmp_path: Path) -> None:
+    """Norms on both sides and of queries and keys, a gated MLP, a norm of the embedding, and rotations."""
+    config = replace(
+        TINY, family="gemma3_text", n_inner=40, bias=False, norm="rms", norm_placement="both", qk_norm="head",
+        gated_mlp=True,
+        learned_positions=False, norm_weight="one_plus", attention_scale=0.5, embedding_scale=4.0, num_kv_heads=1,
+        layers=(LayerKind(None, Rotary(8)),) * TINY.n_layer,
+    )  # fmt: skip
+    for engine, norms in (("static", (6 * TINY.n_layer + 1) * 6), ("native", 0)):
+        p = profile(LLM(str(make_folder(tmp_path / engine, config)), engine=engine, device="cpu"), "Go", PARAMS)
+        calls = {row.name: row.calls for row in p.parts}
+        assert p.tells_apart
+        assert calls["matrix products"] == 5 * TINY.n_layer * 6
+        assert calls["attention"] == TINY.n_layer * 6
+        assert calls["norms"] == norms
 
 
 def test_decode_only_leaves_the_first_token_out(llm: LLM) -> None:

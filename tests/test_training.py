@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import make_folder
+from conftest import TINY, make_folder
 from nanoinfer import LLM, NanoinferError, SamplingParams
+from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.training import data
 from nanoinfer.training.loop import TrainProgress, learning_rate, prepare, train
 from nanoinfer.training.train_config import TrainConfig
@@ -163,3 +164,17 @@ def test_train_prints_progress_on_stderr_and_the_result_on_stdout(config: TrainC
     assert done.stdout.startswith("best validation loss")
     assert "step 2/4" in done.stderr
     assert "step 4/4" in done.stderr
+
+
+def test_a_model_of_another_family_is_trained_on(config: TrainConfig, tmp_path: Path) -> None:
+    """`init` of a Llama: the steps change it, and the result is a Llama of the shorter context."""
+    llama = replace(
+        TINY, family="llama", bias=False, norm="rms", gated_mlp=True, activation="silu", learned_positions=False,
+        n_inner=40, num_kv_heads=1, layers=(LayerKind(None, Rotary(8)),) * TINY.n_layer,
+    )  # fmt: skip
+    init = make_folder(tmp_path / "init", llama)
+    settings = replace(config, init=str(init), block_size=16, max_steps=4, eval_interval=2)
+    losses = [p.val_loss for p in run(settings) if p.val_loss is not None]
+    assert losses[-1] < losses[0]
+    assert LLM(config.out).config == replace(LLM(str(init)).config, block_size=16)
+    assert run(settings, resume=True) == []

@@ -30,9 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.config import ModelConfig
+from nanoinfer.config import ModelConfig, Rotary
 from nanoinfer.models.attention import causal_attention, soft_cap
 from nanoinfer.models.layers import ACTIVATIONS, GatedMLP, RMSNorm, Rotation, rotate, rotation
+from nanoinfer.models.rotary import frequencies
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -157,6 +158,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self._kinds = [config.layer(i) for i in range(config.n_layer)]
+        self._frequencies: dict[tuple[Rotary, torch.device], Tensor] = {}
         self.dropout = dropout
         parts = {
             "wte": _embedding(config.vocab_size, config.n_embd),
@@ -192,7 +194,8 @@ class GPT(nn.Module):
         """
         parts = self.transformer
         x = F.dropout(self._embed(idx, pos), self.dropout, self.training)
-        rotations = {r: rotation(r, pos, x.dtype) for r in {kind.rotary for kind in self._kinds} if r is not None}
+        rotaries = {kind.rotary for kind in self._kinds if kind.rotary is not None}
+        rotations = {r: rotation(self._frequency(r, pos.device), pos, x.dtype) for r in rotaries}
         for layer, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
             by = None if kind.rotary is None else rotations[kind.rotary]
             if run_block is not None:
@@ -201,10 +204,16 @@ class GPT(nn.Module):
                 x = block(x, partial(cast(Attend, attend), layer), by)
         return parts["ln_f"](x)  # type: ignore[no-any-return]
 
+    def _frequency(self, rotary: Rotary, device: torch.device) -> Tensor:
+        """Return the frequencies of a rotary embedding, kept on the device: a CUDA graph cannot capture their copy."""
+        if (rotary, device) not in self._frequencies:
+            self._frequencies[rotary, device] = torch.from_numpy(frequencies(rotary)).to(device)
+        return self._frequencies[rotary, device]
+
     def _embed(self, idx: Tensor, pos: Tensor) -> Tensor:
         x: Tensor = self.transformer["wte"](idx)
-        if self.config.embedding_scale is not None:
-            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype, device=x.device)
+        if self.config.embedding_scale is not None:  # rounded to the dtype, as in transformers
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()
         if self.config.learned_positions:
             x = x + self.transformer["wpe"](pos)
         return self.transformer["ln_e"](x) if self.config.embedding_norm else x

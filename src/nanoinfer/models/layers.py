@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.config import ModelConfig, Rotary
-from nanoinfer.models.rotary import frequencies
+from nanoinfer.config import ModelConfig
 
 Rotation = tuple[Tensor, Tensor]
 """Cosine and sine of the angles of each token, (..., 1, dim / 2) each."""
@@ -64,9 +63,9 @@ class GatedMLP(nn.Module):
         return self.c_proj(self.activation(self.c_gate(x)) * self.c_fc(x))  # type: ignore[no-any-return]
 
 
-def rotation(rotary: Rotary, pos: Tensor, dtype: torch.dtype) -> Rotation:
-    """Return the rotation of tokens at positions `pos`, int64 of any shape."""
-    angles = pos[..., None, None].float() * torch.from_numpy(frequencies(rotary)).to(pos.device)
+def rotation(frequency: Tensor, pos: Tensor, dtype: torch.dtype) -> Rotation:
+    """Return the rotation of tokens at positions `pos`, int64 of any shape, for `rotary.frequencies` on its device."""
+    angles = pos[..., None, None].float() * frequency
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

@@ -4,9 +4,9 @@
       sampler .............................................. sampling
       engine.extend ........................................ rest of the engine (token tensors, masks, lookups)
         wte, wpe ........................................... embedding
-        block, its attn and mlp ............................ GELU and residual
-          ln_1, ln_2 (and ln_f) ............................ layer norm
-          c_attn, c_proj, c_fc ............................. matrix products
+        block, its attn and mlp ............................ activation and residual (and rotation)
+          ln_1, ln_2, post_1, q_norm, ... (and ln_f) ....... norms
+          c_attn, c_proj, c_fc, c_gate ..................... matrix products
           attend, including storing keys and values ........ attention
         lm_head ............................................ output head
 
@@ -35,19 +35,20 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.profiler import record_function
 
+    from nanoinfer.config import ModelConfig
     from nanoinfer.models.gpt import LayerAttend
 
 MATRIX_PRODUCTS = "matrix products"
 ATTENTION = "attention"
 OUTPUT_HEAD = "output head"
 SAMPLING = "sampling"
-LAYER_NORM = "layer norm"
-GELU_RESIDUAL = "GELU and residual"
+NORMS = "norms"
+RESIDUAL = "activation and residual"
 EMBEDDING = "embedding"
 ENGINE = "rest of the engine"
 HOST = "Python and host"
 PARTS = (
-    MATRIX_PRODUCTS, ATTENTION, OUTPUT_HEAD, SAMPLING, LAYER_NORM, GELU_RESIDUAL, EMBEDDING, ENGINE, HOST,
+    MATRIX_PRODUCTS, ATTENTION, OUTPUT_HEAD, SAMPLING, NORMS, RESIDUAL, EMBEDDING, ENGINE, HOST,
 )  # fmt: skip
 
 _PART_OF = {  # last component of a module's name -> its part
@@ -55,9 +56,8 @@ _PART_OF = {  # last component of a module's name -> its part
     "c_proj": MATRIX_PRODUCTS,
     "c_fc": MATRIX_PRODUCTS,
     "lm_head": OUTPUT_HEAD,
-    "ln_1": LAYER_NORM,
-    "ln_2": LAYER_NORM,
-    "ln_f": LAYER_NORM,
+    "c_gate": MATRIX_PRODUCTS,
+    **dict.fromkeys(("ln_1", "ln_2", "post_1", "post_2", "q_norm", "k_norm", "ln_e", "ln_f"), NORMS),
     "wte": EMBEDDING,
     "wpe": EMBEDDING,
 }
@@ -166,7 +166,7 @@ def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterat
         yield
     steps, after = spans.calls[ENGINE], engine.part_seconds()
     for part, calls in (
-        (MATRIX_PRODUCTS, 4 * engine.config.n_layer),
+        (MATRIX_PRODUCTS, _num_products(engine.config)),
         (ATTENTION, engine.config.n_layer),
         (OUTPUT_HEAD, 1),
     ):
@@ -176,13 +176,15 @@ def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterat
 
 def _hook(model: nn.Module, spans: Spans, parts: Collection[str], hooks: ExitStack) -> None:
     """Put spans around the modules of a model, until the stack is closed."""
+    from torch import nn
+
     from nanoinfer.models.gpt import Attention, Block
 
     for name, module in model.named_modules():
-        part = GELU_RESIDUAL if isinstance(module, Block) else _PART_OF.get(name.rpartition(".")[2])
+        part = RESIDUAL if isinstance(module, Block) else _PART_OF.get(name.rpartition(".")[2])
         if isinstance(module, Attention) and ATTENTION in parts:
             hooks.callback(module.register_forward_pre_hook(_attend_hook(spans)).remove)
-        elif part is not None and part in parts:
+        elif part is not None and part in parts and not isinstance(module, nn.Identity):
             enter, leave = _hooks(spans, part)
             hooks.callback(module.register_forward_pre_hook(enter).remove)
             hooks.callback(module.register_forward_hook(leave).remove)
@@ -214,16 +216,21 @@ def _hooks(spans: Spans, part: str) -> tuple[Callable[..., None], Callable[..., 
 
 
 def _attend_hook(spans: Spans) -> Callable[..., Any]:
-    """Return a forward pre-hook of Attention.forward(x, attend) that puts a span around `attend`."""
+    """Return a forward pre-hook of Attention.forward(x, attend, rotation) that puts a span around `attend`."""
 
-    def wrap(module: nn.Module, args: tuple[Any, LayerAttend]) -> tuple[Any, LayerAttend]:
-        x, attend = args
-        return x, _around(spans, ATTENTION, attend)
+    def wrap(module: nn.Module, args: tuple[Any, LayerAttend, Any]) -> tuple[Any, LayerAttend, Any]:
+        x, attend, rotation = args
+        return x, _around(spans, ATTENTION, attend), rotation
 
     return wrap
 
 
-def tells_apart(spans: Spans, n_layer: int) -> bool:
-    """Return whether the spans include all matrix products of every step: 4 per layer, and the output head."""
+def tells_apart(spans: Spans, config: ModelConfig) -> bool:
+    """Return whether the spans include all matrix products of every step: those of the layers, and the output head."""
     steps = spans.calls[ENGINE]
-    return (spans.calls[MATRIX_PRODUCTS], spans.calls[OUTPUT_HEAD]) == (4 * n_layer * steps, steps)
+    return (spans.calls[MATRIX_PRODUCTS], spans.calls[OUTPUT_HEAD]) == (_num_products(config) * steps, steps)
+
+
+def _num_products(config: ModelConfig) -> int:
+    """Return the number of matrix products of all layers: c_attn, c_proj, c_fc, c_proj, and c_gate if there is one."""
+    return (5 if config.gated_mlp else 4) * config.n_layer

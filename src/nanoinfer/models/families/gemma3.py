@@ -32,7 +32,10 @@ def _write_layers(config: ModelConfig) -> dict[str, Any]:
     scalar = round(config.attention_scale**-2, 9)
     fields = window_fields(config) | {"query_pre_attn_scalar": int(scalar) if scalar.is_integer() else scalar}
     nearby = next((kind.rotary for kind in config.layers if kind.window is not None), None)
-    return fields if nearby is None else fields | {"rope_local_base_freq": nearby.base}
+    if nearby is None:  # null is not a window to transformers
+        del fields["sliding_window"]
+        return fields
+    return fields | {"rope_local_base_freq": nearby.base}
 
 
 FAMILY = Family(
