@@ -81,8 +81,8 @@ def tracing(interrupter: Interrupter) -> Iterator[None]:
 
 
 def check(core: Core) -> None:
-    """What is open in the engine is what the scheduler's sequences hold."""
-    owned = [s.handle for s in core.scheduler.running if s.handle is not None]
+    """What is open in the engine is what the scheduler's sequences hold, and what it keeps."""
+    owned = [s.handle for s in core.scheduler.running if s.handle is not None] + core.scheduler.kept.handles
     assert sorted(core.engine.handles) == sorted(owned)
     core.scheduler.check_integrity()
 
