@@ -53,6 +53,9 @@ def build_core(config: LLMConfig) -> BuiltCore:
         device=device,
         dtype=dtype,
         seed=config.seed,
+        chat_template=loaded.chat_template,
+        no_chat_template_reason=loaded.no_chat_template_reason,
+        special_tokens=loaded.special_tokens,
     )
     drafts = DraftFactory(model, options)
     if speculation.draft is not None:

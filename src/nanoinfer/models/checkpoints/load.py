@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from nanoinfer.config import PRESETS, EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
 from nanoinfer.models import tokenizers
-from nanoinfer.models.checkpoints import huggingface, nanogpt, packed
+from nanoinfer.models.checkpoints import chat_files, huggingface, nanogpt, packed
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
 
@@ -49,6 +49,12 @@ class LoadedModel:
     tokenizer: Tokenizer | None
     no_tokenizer_reason: str = ""
     """Why `tokenizer` is None, with the remedy."""
+    chat_template: str | None = None
+    """Jinja template of the model's file or folder."""
+    no_chat_template_reason: str = ""
+    """Why `chat_template` could not be read; empty if there is none."""
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """Variables of the template: {"bos_token": "<s>", ...}."""
 
     @cached_property
     def gpt(self) -> GPT:
@@ -111,6 +117,11 @@ def load_model(name: str, *, dtype: str = "float32", seed: int = 0, tokenizer: s
         loaded.no_tokenizer_reason = str(e)  # token ids still work; text raises this message
     if loaded.tokenizer is not None:
         _check_vocabulary(loaded.tokenizer, config, name)
+    if path.is_dir():
+        try:
+            loaded.chat_template, loaded.special_tokens = chat_files.read(path)
+        except NanoinferError as e:
+            loaded.no_chat_template_reason = str(e)  # everything but chat works; chat raises this message
     return loaded
 
 
@@ -192,7 +203,8 @@ def _widened(name: str, dtype: str, seed: int, tokenizer: str | None) -> LoadedM
         weights = widen(loaded.take(), n_embd=shape.n_embd, n_layer=shape.n_layer)
     except NanoinferError as e:
         raise NanoinferError(f"model {show(name)}: {e}") from None
-    return LoadedModel(name, weights, weights.config, loaded.tokenizer, loaded.no_tokenizer_reason)
+    loaded.name, loaded.weights, loaded.config = name, weights, weights.config
+    return loaded
 
 
 def _hub_folder(name: str) -> Path:
