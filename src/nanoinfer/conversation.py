@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanoinfer.chat import ChatFormatter, ChatOptions
+from nanoinfer.checks import show
 from nanoinfer.core import Core
 from nanoinfer.errors import NanoinferError
 from nanoinfer.messages import Message, as_conversation
@@ -140,10 +141,17 @@ class Conversation:
     def _answer(self, messages: list[dict[str, Any]], params: SamplingParams | None) -> TextStream:
         """Return the stream of the answer to `messages`, which become the conversation's."""
         params = params or SamplingParams()
-        if isinstance(params, SamplingParams) and (params.n != 1 or params.prompt_logprobs is not None):
+        if not isinstance(params, SamplingParams):
+            raise NanoinferError(f"sampling_params={show(params)} is not a SamplingParams")
+        if params.n != 1 or params.prompt_logprobs is not None:
             raise NanoinferError("a conversation has one answer and no prompt_logprobs: use chat for n and for these")
         first, text, token_ids = self._fit(messages, params)
         request = self._requests.make(token_ids, params, self._kept)
+        if first > self._first:
+            log.warning(
+                "the conversation exceeds the context length of %d tokens: its oldest %d messages are left out",
+                self._core.engine.limits.block_size, first - self._num_system,
+            )  # fmt: skip
         stream = TextStream(OutputStream(self._core, [request]))
         self._before, self._asked, self._first = self._messages, messages, first
         self._known = [(text, token_ids)]
@@ -162,11 +170,6 @@ class Conversation:
             if len(token_ids) <= limit or not turns:
                 break
             first, limit = turns.pop(0), min(limit, block_size // 2)
-        if first > self._first:
-            log.warning(
-                "the conversation exceeds the context length of %d tokens: its oldest %d messages are left out",
-                block_size, first - self._num_system,
-            )  # fmt: skip
         return first, text, token_ids
 
     def _token_ids(self, text: str) -> list[int]:
