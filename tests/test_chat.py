@@ -14,7 +14,7 @@ import pytest
 import tokenizers as hf
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from conftest import TINY, edit_config, make_folder, make_weights, refuses
+from conftest import TINY, make_folder, make_weights, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineLimits
 from nanoinfer.conversation import Conversation
@@ -470,10 +470,10 @@ def test_windows_and_learned_positions(tmp_path: Path) -> None:
 
 
 @how_often
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["static", "native"])
 def test_interrupted_at_any_line(folder: Path, engine: str, num_interrupts: int) -> None:
     llm = LLM(str(folder), engine=engine, max_num_seqs=2)
-    tokens = SamplingParams(temperature=0, max_tokens=3)
+    tokens = SamplingParams(temperature=0, max_tokens=2)
 
     def work() -> list[str]:
         conversation = llm.conversation(chat_template=CHATML)
@@ -513,4 +513,3 @@ def _no_sequence_is_lost(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect(0)
     if "llm" in request.fixturenames:
         check(request.getfixturevalue("llm").core)
-    assert edit_config is not None

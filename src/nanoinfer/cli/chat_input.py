@@ -35,7 +35,7 @@ def messages(read: Callable[[bool], str]) -> Iterator[str]:
                 line = line.removeprefix(QUOTES)
                 while not line.endswith(QUOTES):
                     line += "\n" + read(False)
-                line = line.removesuffix(QUOTES)
+                line = line.removesuffix(QUOTES).removesuffix("\n")
             else:
                 while line.endswith("\\"):
                     line = line[:-1] + "\n" + read(False)
@@ -44,7 +44,7 @@ def messages(read: Callable[[bool], str]) -> Iterator[str]:
         except KeyboardInterrupt:  # drops the lines so far
             print(file=sys.stderr)
             continue
-        yield line
+        yield line.removeprefix("\n")
 
 
 def reader() -> Callable[[bool], str]:
