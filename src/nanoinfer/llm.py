@@ -184,7 +184,7 @@ class LLM:
 
         Args:
             messages: a conversation, or a list of conversations. A conversation is a list of {"role": ..., "content":
-                ...}; a content is a string, or a list of {"type": "text", "text": ...}. Further keys go to the template.
+                ...}; a content is a string or a list of {"type": "text", "text": ...}. Other keys go to the template.
             sampling_params, use_tqdm: as for `generate`.
             chat_template: Jinja template to use instead of the model's own.
             add_generation_prompt: whether to end the prompt with the beginning of the assistant's message.

@@ -1,10 +1,10 @@
 """`nanoinfer chat`: a conversation in the terminal.
 
 Examples:
-    nanoinfer chat path/to/model                          # a model with a chat template; /help lists the commands
-    nanoinfer chat path/to/model --system "Be brief." --max-tokens 200 --temp 0.5
+    nanoinfer chat path/to/model            # /help lists the commands
+    nanoinfer chat path/to/model --system "Be brief." --temp 0.5
     nanoinfer chat shakespeare --chat-template turns.jinja --engine native
-    printf 'Hi\nAnd you?\n' | nanoinfer chat path/to/model > answers.txt
+    cat questions.txt | nanoinfer chat path/to/model    # one turn a line
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The chat template of a Hugging Face folder, and the special tokens that it may use.
 
 The template is in chat_template.jinja, else in tokenizer_config.json (a string, or a list of named templates, of which
-"default" is taken), else in chat_template.json. Special tokens are in tokenizer_config.json and special_tokens_map.json.
+"default" is taken), else in chat_template.json. Special tokens are in tokenizer_config.json, else in
+special_tokens_map.json.
 """
 
 from __future__ import annotations
