@@ -7,6 +7,9 @@ import argparse
 
 from nanoinfer import LLM, SamplingParams
 
+# The built-in model has no chat template: this one writes the messages as a play.
+TEMPLATE = "{% for m in messages %}{{ names[m.role] }}:\n{{ m.content }}\n\n{% endfor %}{{ names.assistant }}:\n"
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="shakespeare")
 parser.add_argument("--you", default="ROMEO", help="your name in the dialogue")
@@ -16,11 +19,9 @@ parser.add_argument("--seed", type=int, default=None)
 args = parser.parse_args()
 
 llm = LLM(args.model)
-# An empty line ends each turn. overflow="slide" drops the oldest tokens when the context is full.
-params = SamplingParams(
-    max_tokens=args.max_tokens, temperature=0.8, top_k=50, seed=args.seed, stop=["\n\n"], overflow="slide"
-)
-dialogue = ""
+names = {"user": args.you, "assistant": args.other}
+conversation = llm.conversation(chat_template=TEMPLATE, chat_template_kwargs={"names": names})
+params = SamplingParams(max_tokens=args.max_tokens, temperature=0.8, top_k=50, seed=args.seed, stop=["\n\n"])
 while True:
     try:
         line = input(f"{args.you}: ")
@@ -28,10 +29,7 @@ while True:
         break
     if not line:
         break
-    dialogue += f"{args.you}:\n{line}\n\n{args.other}:\n"
     print(f"{args.other}: ", end="")
-    for piece in llm.stream(dialogue, params):
+    for piece in conversation.send(line, params):  # processes the new tokens only
         print(piece, end="", flush=True)
-        dialogue += piece
     print()
-    dialogue += "\n\n"

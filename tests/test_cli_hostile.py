@@ -57,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hostile")
     make_folder(path / "tiny")
     (path / "text.txt").write_text("To be, or not to be. " * 100)
+    (path / "turns.jinja").write_text("{{ messages[-1].content }}")
     return path
 
 
@@ -66,6 +67,7 @@ def base(command: str, folder: Path, out: Path) -> list[str]:
     train = "--max-steps 1 --n-layer 1 --n-head 1 --n-embd 4 --block-size 8 --batch-size 1 --eval-tokens 8".split()
     return {
         "generate": ["Go", "--model", tiny, "--max-tokens", "2"],
+        "chat": [tiny, "--chat-template", str(folder / "turns.jinja"), "--max-tokens", "2"],
         "pack": [tiny, "--quantization", "int8", "--output", str(out / "packed")],
         "engines": [],
         "eval": [text, "--model", tiny, "--stride", "32"],

@@ -257,7 +257,26 @@ def test_long_prompt(llm: LLM) -> None:
     assert len(o.token_ids) == 50
 
 
-@row("`SamplingParams`", "`LLM(...)`", "speculative decoding", "`LLM.chat`, `LLM.beam_search`")
+CHAT = "`chat(messages, sampling_params, use_tqdm=..., chat_template=..., add_generation_prompt=..., "
+
+
+@row(CHAT + "chat_template_kwargs=...)`", "`RequestOutput.num_cached_tokens`", "`LLM.chat`")
+def test_chat(llm: LLM) -> None:
+    template = "{{ messages[0].content }}{{ end }}{{ add_generation_prompt }}"
+    message = {"role": "user", "content": [{"type": "text", "text": "Go"}]}
+    options = {"use_tqdm": False, "chat_template": template, "add_generation_prompt": False}
+    options["chat_template_kwargs"] = {"end": "!"}
+    for messages in ([message], [[message]]):
+        (output,) = llm.chat(messages, sampling_params=GREEDY, **options)  # type: ignore[arg-type]
+        assert output.outputs == llm.generate("Go!False", GREEDY)[0].outputs
+    assert output.num_cached_tokens == 0
+    table = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in PAGE.splitlines() if "|" in line}
+    for name in re.findall(r"`(\w+)`", table["`LLM.chat`"][1]):
+        with pytest.raises(TypeError, match=name):
+            llm.chat([message], **{name: None})
+
+
+@row("`SamplingParams`", "`LLM(...)`", "speculative decoding", "`LLM.beam_search`")
 @row("`LLM.encode`, `LLM.embed`, `LLM.classify`, `LLM.score`")
 def test_what_is_not_here(folder: Path, llm: LLM) -> None:
     table = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in PAGE.splitlines() if "|" in line}
@@ -271,7 +290,7 @@ def test_what_is_not_here(folder: Path, llm: LLM) -> None:
     for cell in (table["`LLM(...)`"][2], table["speculative decoding"][2]):
         assert [name in ours for name in re.findall(r"`(\w+)`", cell)].count(True) >= 3
         assert all(name in ours for name in re.findall(r"`(\w+)`", cell))
-    for name in ("encode", "embed", "classify", "score", "chat", "beam_search"):
+    for name in ("encode", "embed", "classify", "score", "beam_search"):
         assert not hasattr(LLM, name)
     assert llm.decode(llm.tokenize("To be")) == "To be"
 

@@ -67,7 +67,8 @@ def unreachable(frame: FrameType) -> bool:
     into and out of a `with` on a lock (a trace function is called on that line both times) nor at a `try`.
     """
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    return frame.f_code.co_name == "__del__" or "with self._turn()" in line or line.strip() == "try:"
+    locks = "with self._turn()" in line or "with self._lock" in line
+    return frame.f_code.co_name == "__del__" or locks or line.strip() == "try:"
 
 
 @contextmanager
@@ -81,8 +82,8 @@ def tracing(interrupter: Interrupter) -> Iterator[None]:
 
 
 def check(core: Core) -> None:
-    """What is open in the engine is what the scheduler's sequences hold."""
-    owned = [s.handle for s in core.scheduler.running if s.handle is not None]
+    """What is open in the engine is what the scheduler's sequences hold, and what it keeps."""
+    owned = [s.handle for s in core.scheduler.running if s.handle is not None] + core.scheduler.kept.handles
     assert sorted(core.engine.handles) == sorted(owned)
     core.scheduler.check_integrity()
 

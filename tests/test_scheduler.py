@@ -112,8 +112,8 @@ class World:
             s.handle = next(IDS)
             self.caches[s.handle], self.starts[s.handle] = [], 0
         start = wanted(s, self.config.block_size)
-        assert w.restart == (self.starts[s.handle] != start)
-        if w.restart:
+        assert w.truncate == (0 if self.starts[s.handle] != start else None)
+        if w.truncate == 0:
             self.caches[s.handle], self.starts[s.handle] = [], start
         cache = self.caches[s.handle]
         cache += w.token_ids

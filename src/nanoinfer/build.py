@@ -62,6 +62,9 @@ def build_core(config: LLMConfig) -> BuiltCore:
         device=device,
         dtype=dtype,
         seed=config.seed,
+        chat_template=loaded.chat_template,
+        no_chat_template_reason=loaded.no_chat_template_reason,
+        special_tokens=loaded.special_tokens,
     )
     if options.dtype == "auto" and options.quantization is None:
         formats = Counter(loaded.weights.block_formats.values()) if spec.native else None

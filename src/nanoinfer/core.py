@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from nanoinfer import isolation, processes, request_outputs
+from nanoinfer import isolation, keeping, processes, request_outputs
 from nanoinfer.arrays import Array
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
@@ -36,6 +36,7 @@ from nanoinfer.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.request_outputs import Logprobs
 from nanoinfer.sampling.sampler import Sampled, Sampler, not_finite
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.kept import KeptSequence
 from nanoinfer.scheduling.scheduler import ScheduledSequence, Scheduler, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
@@ -91,7 +92,7 @@ class Core:
         self._generation = processes.generation()
         self._waiting: set[int] = set()  # threads that wait for the lock
         self._clean = True  # engine and scheduler are consistent; False during an operation, and after an interrupt
-        self._cancelled: deque[Request] = deque()
+        self._cancelled: deque[Request | KeptSequence] = deque()
 
     # Requests --------------------------------------------------------------------------------------------
 
@@ -102,6 +103,7 @@ class Core:
         params: SamplingParams,
         seed: int,
         end_token_ids: tuple[int, ...] = (),
+        kept: KeptSequence | None = None,
     ) -> Request:
         """Return a new request. `submit` queues it.
 
@@ -111,16 +113,16 @@ class Core:
             params: sampling parameters; the caller has checked them against the model.
             seed: seed of the request's random numbers.
             end_token_ids: the model's end-of-text tokens.
+            kept: the sequence to continue, and to leave open at the end; only with n=1. See scheduling/kept.py.
 
         Raises:
             NanoinferError: the request exceeds the engine's limits (see `Scheduler.check`).
         """
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
-        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)))
+        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)), kept=kept)
         request.arrival_sec = self._clock()
         for i in range(params.n):
-            stream = self._tokenizer.stream(token_ids) if self._tokenizer else None
-            text = OutputText(stream, params.stop)
+            text = OutputText(self._tokenizer.stream(token_ids) if self._tokenizer else None, params.stop)
             request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
         request.num_dropped_tokens = request.sequences[0].wanted_start
         self.scheduler.check(request)
@@ -137,8 +139,8 @@ class Core:
                     self._overlap.add(request)
                 self.scheduler.add(request)
 
-    def cancel(self, requests: Seq[Request]) -> None:
-        """End requests before the next step. It takes no lock, so that a finalizer may call it during a step."""
+    def cancel(self, requests: Seq[Request | KeptSequence]) -> None:
+        """End requests and close kept sequences before the next step. Takes no lock: a finalizer may call it."""
         self._cancelled.extend(requests)
 
     def abort(self, *requests: Request) -> None:
@@ -174,7 +176,7 @@ class Core:
                 if self._overlap is not None and not self._speculates() and self._overlap.may_run():
                     self._in_flight = self._launch(self._overlap)
                 elif in_flight is None:
-                    for speculator, work in self._parts(self.scheduler.schedule()):
+                    for speculator, work in self._parts(self._schedule()):
                         faults: Faults = {}
                         deltas += self._finish(work, self._run(work, speculator, faults), faults)
                 if in_flight is not None:
@@ -200,10 +202,10 @@ class Core:
                 if self.scheduler.has_room(num_tokens):
                     self._clean = False
                     try:
+                        keeping.make_room(self.engine, self.scheduler, num_tokens, num_seqs=1)
                         result = use(self.engine)
                     except BaseException as e:
-                        owned = {s.handle for s in self.scheduler.running if s.handle is not None}
-                        if not isinstance(e, Exception) or set(self.engine.handles) != owned:
+                        if not isinstance(e, Exception) or set(self.engine.handles) != self.scheduler.handles:
                             self._recover(e)
                         self._clean = True
                         raise
@@ -229,9 +231,11 @@ class Core:
         self._clean = False
         try:
             while self._cancelled:
-                request = self._cancelled[0]
-                self._close(self.scheduler.abort(request))
-                request.finished_sec = request.finished_sec or self._clock()  # waiting requests have nothing to close
+                if isinstance(item := self._cancelled[0], Request):
+                    self._close(self.scheduler.abort(item))
+                    item.finished_sec = item.finished_sec or self._clock()  # waiting requests have nothing to close
+                else:
+                    keeping.release(self.engine, self.scheduler, item)
                 self._cancelled.popleft()
         except BaseException as e:
             self._recover(e)
@@ -252,6 +256,12 @@ class Core:
         if self._overlap is not None:
             self._overlap.reset()
         self._clean = True
+
+    def _schedule(self) -> list[ScheduledSequence]:
+        """Return the work of the next step, after closing the kept sequences whose room it needs."""
+        work = self.scheduler.schedule()
+        keeping.make_room(self.engine, self.scheduler)
+        return work
 
     def _speculates(self) -> bool:
         """Return whether an unfinished request has a speculator."""
@@ -274,17 +284,15 @@ class Core:
         self._close(self.scheduler.postprocess(work, tokens))
         if not self.scheduler.unfinished:
             self._in_flight = None  # all its sequences have finished: discard the in-flight step
-        deltas = []
-        for s, num_before in before:
-            deltas.append(request_outputs.delta(s, num_before))
+        deltas = [request_outputs.delta(s, num_before) for s, num_before in before]
+        for (s, _), delta in zip(before, deltas, strict=True):
             if s.request.deltas is not None:
-                s.request.deltas.append(deltas[-1])
+                s.request.deltas.append(delta)
         return deltas
 
     def _launch(self, overlap: OverlapScheduler) -> InFlightStep | None:
         """Launch the next step before the tokens of the previous one are read; None if there is nothing to run."""
-        work = self.scheduler.schedule()
-        if not work:
+        if not (work := self._schedule()):
             return None
         with self.observer.span(ENGINE):
             in_flight = overlap.launch(work, self._batch(work, SpecStep()))
@@ -293,8 +301,7 @@ class Core:
 
     def _read(self, in_flight: InFlightStep, faults: Faults) -> list[list[int]]:
         """Wait for a step's tokens and return them, none for a sequence whose logits are not finite."""
-        found = in_flight.read()
-        now = self._clock()
+        found, now = in_flight.read(), self._clock()
         for s, token in found:
             self._note_first(s, now)
             if token < 0 and s.finish_reason is None:
@@ -341,8 +348,8 @@ class Core:
             s = w.sequence
             if s.handle is None:
                 s.handle = self.engine.open()
-            if w.restart:
-                self.engine.truncate(Handle(s.handle), 0)
+            if w.truncate is not None:
+                self.engine.truncate(Handle(s.handle), w.truncate)
             if (proposal := done.proposals.get(s)) is not None:
                 drafts = proposal.token_ids
                 batch.add(Handle(s.handle), [*w.token_ids, *drafts], num_logits=1 + len(drafts))
@@ -380,7 +387,7 @@ class Core:
             if self._overlap is not None:
                 self._overlap.forget(s)
             if s.handle is not None:
-                self.engine.close(Handle(s.handle))
+                keeping.close_or_keep(self.engine, self.scheduler, s)
                 s.handle = None
             if s.request.finished:
                 s.request.finished_sec = now
@@ -389,6 +396,5 @@ class Core:
         """Return a request's output so far, between two steps; finish_reason is None for unfinished sequences."""
         with self._turn():
             self._settle()
-            speculator = self._speculators.get(request)
-            stats = speculator.stats(request) if speculator is not None else None
+            stats = speculator.stats(request) if (speculator := self._speculators.get(request)) is not None else None
             return request_outputs.output(request, self._logprobs, stats, self._clock())

@@ -5,19 +5,24 @@ llm.generate(["O Romeo,", "To be"], SamplingParams(max_tokens=100, temperature=0
 for piece in llm.stream("O Romeo,"): ...
 llm.perplexity(["To be, or not to be"])
 llm.loglikelihood("To be, or", [" not to be", " to bee"])
+llm.chat([{"role": "user", "content": "Hi"}])                # a model with a chat template
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nanoinfer import scoring
 from nanoinfer.build import build_core
+from nanoinfer.chat import ChatFormatter, ChatOptions
 from nanoinfer.checks import require_bool, show
 from nanoinfer.config import LLMConfig, SpeculationConfig, llm_signature
+from nanoinfer.conversation import Conversation
 from nanoinfer.errors import NanoinferError
+from nanoinfer.messages import Message, as_conversation, as_conversations
 from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from nanoinfer.processes import computing
@@ -62,6 +67,7 @@ class LLM:
         built = build_core(config)
         self.core, self._model, self._drafts = built.core, built.model, built.drafts
         self._requests = RequestFactory(self.core, self._model)
+        self._formatter = ChatFormatter(self._model)
         self.engine = self.core.engine
         self.model_name, self.engine_name = self._model.name, self._model.engine
         self.config, self.tokenizer = self._model.config, self._model.tokenizer
@@ -161,6 +167,80 @@ class LLM:
                 prompt is empty and the model has no start token.
         """
         return self._requests.tokenize(prompt)
+
+    # Chat ------------------------------------------------------------------------------------------------
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one or several conversations, and return the outputs in order.
+
+        The prompt is what the model's chat template makes of the messages. See `conversation` for several turns.
+
+        Args:
+            messages: a conversation, or a list of conversations. A conversation is a list of {"role": ..., "content":
+                ...}; a content is a string or a list of {"type": "text", "text": ...}. Other keys go to the template.
+            sampling_params, use_tqdm: as for `generate`.
+            chat_template: Jinja template to use instead of the model's own.
+            add_generation_prompt: whether to end the prompt with the beginning of the assistant's message.
+            chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
+
+        Raises:
+            NanoinferError: as `generate`; or the model has no chat template, a message is malformed, or the template
+                refuses the messages or exceeds a limit (docs/chat.md).
+        """
+        options = ChatOptions(chat_template, add_generation_prompt, chat_template_kwargs)
+        many = as_conversations(messages)
+        texts = []
+        for i, conversation in enumerate(many):
+            with numbered(i, len(many), "conversation"):
+                texts.append(self._formatter.render(conversation, options))
+        prompts = [{"prompt_token_ids": self._formatter.encode(text)} for text in texts]
+        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return [replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of the prompt that `chat` makes of a conversation: for `stream` and `generate`.
+
+        Raises:
+            NanoinferError: as `chat`.
+        """
+        options = ChatOptions(chat_template, add_generation_prompt, chat_template_kwargs)
+        return self._formatter.encode(self._formatter.render(as_conversation(messages), options))
+
+    def conversation(
+        self,
+        system: str | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Conversation:
+        """Return an empty conversation: it keeps the messages, and each turn processes its new tokens only.
+
+        Args:
+            system: content of the system message; None: no such message.
+            chat_template, chat_template_kwargs: as for `chat`.
+
+        Raises:
+            NanoinferError: the model has no chat template or no tokenizer.
+        """
+        self._model.require_tokenizer()
+        options = ChatOptions(chat_template, True, chat_template_kwargs)
+        return Conversation(self.core, self._requests, self._formatter, options, system)
 
     # Scoring ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanoinfer.config import ModelConfig
@@ -33,6 +34,12 @@ class ModelInfo:
     """"float32", "bfloat16" or "float16"."""
     seed: int
     """Seed of random weights."""
+    chat_template: str | None = None
+    """The model's own Jinja template."""
+    no_chat_template_reason: str = ""
+    """Why it could not be read; empty if there is none."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the template: {"bos_token": "<s>", ...}."""
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

@@ -97,6 +97,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token: token id -> Logprob, the prompt's token first; None for the first token, which has no
     context. None if not requested."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that were in the KV cache already, because the request continues a conversation."""
 
     @property
     def finished(self) -> bool:

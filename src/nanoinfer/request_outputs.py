@@ -88,6 +88,7 @@ def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: f
         request.num_dropped_tokens,
         _metrics(request, [len(o.token_ids) for o in outputs], stats, now),
         request.prompt_logprobs,
+        request.num_cached_tokens,
     )
 
 

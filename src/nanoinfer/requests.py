@@ -13,6 +13,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.model_info import ModelInfo
 from nanoinfer.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.kept import KeptSequence
 from nanoinfer.scheduling.sequence import Request
 
 log = logging.getLogger("nanoinfer")
@@ -55,15 +56,15 @@ class RequestFactory:
                     )
         return requests
 
-    def make(self, prompt: str | list[int], params: SamplingParams) -> Request:
-        """Check and return one request without queueing it."""
+    def make(self, prompt: str | list[int], params: SamplingParams, kept: KeptSequence | None = None) -> Request:
+        """Check and return one request without queueing it. `kept`: see `Core.make`."""
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={params!r} is not a SamplingParams")
         token_ids = self.tokenize(prompt)
         self._check_params(params)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         text = prompt if isinstance(prompt, str) else None
-        request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids)
+        request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids, kept)
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: the first %d tokens are dropped (overflow=slide)",

@@ -33,6 +33,12 @@ TOPICS: dict[str, dict[str, str]] = {
         "Speculative decoding": "draft speculate_k speculate_rule",
         **_ENGINE,
     },
+    "chat": {
+        "Output length": _OUTPUT["Output length"],
+        "Sampling": _SAMPLING["Sampling"],
+        "Speculative decoding": "draft speculate_k speculate_rule",
+        **_ENGINE,
+    },
     "eval": {"Engine and memory": _ENGINE["Engine and memory"] + " sampler"},
     "bench": {
         "What to measure without --suite": "engine dtype quantization sampler batch prompt_tokens output_tokens"

@@ -40,8 +40,9 @@ def pack(
     options: EngineConfig,
 ) -> None:
     """Pack weights into a folder that engine native maps into memory."""
+    from nanoinfer.files import write_folder
     from nanoinfer.models import tokenizers
-    from nanoinfer.models.checkpoints import packed
+    from nanoinfer.models.checkpoints import chat_files, packed
     from nanoinfer.models.checkpoints.load import load_model
 
     if (options.quantization is None) == (options.dtype == "auto"):
@@ -59,4 +60,5 @@ def pack(
         num_bytes = packed.write_folder(
             loaded.take(), output, format, tokenizer_json, options.threads or environment.num_cpus(), bar.update
         )
+    write_folder(output, chat_files.to_files(loaded.chat_template, loaded.special_tokens))
     print(f"{output}: {format} weights of {model}, {num_bytes:,} bytes", file=sys.stderr)

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import sys
+import unicodedata
 import warnings
 from contextlib import suppress
 from typing import Any, TextIO
@@ -23,6 +24,7 @@ MAX_MESSAGE = 1000  # characters; of a longer message the middle is left out
 # For each standard stream the mode of its stand-in. Reading a closed stdin and writing a closed stdout fail, as in
 # other programs; messages for a closed stderr are lost. The stand-in holds the descriptor, so that no file gets it.
 _STREAMS = (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY))
+_DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _STREAM_ERRORS = (errno.EBADF, errno.EIO, errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
@@ -49,6 +51,15 @@ class _OneLine(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
+
+
+def visible(text: str) -> str:
+    """Escape what a terminal would obey in generated text: controls but newlines and tabs, and changes of direction."""
+    return "".join(c if _is_visible(c) else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _is_visible(c: str) -> bool:
+    return c in "\n\t" or (c not in _DIRECTIONS and unicodedata.category(c) not in ("Cc", "Cs"))
 
 
 def complain(message: str) -> None:

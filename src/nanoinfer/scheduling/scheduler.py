@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.scheduling.kept import KeptSequences
 from nanoinfer.scheduling.sequence import Request, Sequence
 
 
@@ -32,8 +33,9 @@ class ScheduledSequence:
     sequence: Sequence
     token_ids: list[int]
     """Tokens to process."""
-    restart: bool
-    """Whether to truncate the sequence to 0 first, because its window has slid."""
+    truncate: int | None
+    """Length to truncate the sequence to first: 0 if its window has slid; the tokens that it shares with the kept
+    sequence that it continues; None: not at all."""
     draws: bool
     """Whether to sample a token: no uncached tokens are left after these."""
     forks: list[Sequence] = field(default_factory=list)
@@ -51,6 +53,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Sequence] = []
         self._step = 0
+        self.kept = KeptSequences()
 
     @property
     def unfinished(self) -> bool:
@@ -61,6 +64,11 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """The admitted sequences that are not finished."""
         return list(self._running)
+
+    @property
+    def handles(self) -> set[int]:
+        """Handles of the engine's sequences that running and kept sequences have."""
+        return {s.handle for s in self._running if s.handle is not None} | set(self.kept.handles)
 
     def add(self, request: Request) -> None:
         """Queue a request that passed `check`."""
@@ -124,13 +132,35 @@ class Scheduler:
             self._waiting.popleft()
             for sequence in request.sequences:
                 sequence.last_draw_step = self._step
+            self.kept.resume(request.sequences[0])
 
     def has_room(self, num_tokens: int, num_seqs: int = 1) -> bool:
-        """Return whether there is capacity for `num_seqs` more sequences that may grow to `num_tokens` tokens."""
+        """Return whether there is capacity for `num_seqs` more sequences that may grow to `num_tokens` tokens.
+
+        Kept sequences do not count: `evict` removes them.
+        """
         if len(self._running) + num_seqs > self.config.max_num_seqs:
             return False
-        reserved = sum(self._tokens_needed(r) for r in {s.request for s in self._running})
-        return reserved + num_tokens <= self._capacity
+        return self._num_reserved() + num_tokens <= self._capacity
+
+    def _num_reserved(self) -> int:
+        """Return the number of cached tokens that the running sequences may grow to."""
+        return sum(self._tokens_needed(r) for r in {s.request for s in self._running})
+
+    def evict(self, num_tokens: int = 0, num_seqs: int = 0) -> list[int]:
+        """Remove kept sequences until there is room for the running ones and for `num_seqs` more; return the handles.
+
+        Args:
+            num_tokens: tokens that the further sequences may grow to.
+            num_seqs: number of further sequences.
+        """
+        handles = []
+        while self.kept and (
+            len(self._running) + num_seqs + len(self.kept) > self.config.max_num_seqs
+            or self._num_reserved() + num_tokens + self.kept.num_tokens > self._capacity
+        ):
+            handles.append(self.kept.pop())
+        return handles
 
     @staticmethod
     def _awaits_fork(sequence: Sequence) -> bool:
@@ -147,9 +177,9 @@ class Scheduler:
     def _work(self, sequence: Sequence, count: int, *, draws: bool) -> ScheduledSequence:
         """Return the work that processes `count` tokens of a sequence, and count them as cached."""
         start = sequence.wanted_start
-        restart = start != sequence.start
-        if restart:
-            sequence.start, sequence.num_cached = start, 0
+        truncate, sequence.num_shared = sequence.num_shared, None
+        if start != sequence.start:
+            sequence.start, sequence.num_cached, truncate = start, 0, 0
         first = start + sequence.num_cached
         sequence.num_cached += count
         forks = []
@@ -159,7 +189,7 @@ class Scheduler:
             for fork in forks:
                 fork.start, fork.num_cached, fork.last_draw_step = start, sequence.num_cached, self._step
         token_ids = sequence.token_ids[first : first + count]
-        return ScheduledSequence(sequence, token_ids, restart, draws, forks, pending=len(token_ids) < count)
+        return ScheduledSequence(sequence, token_ids, truncate, draws, forks, pending=len(token_ids) < count)
 
     @staticmethod
     def mark_in_flight(work: list[ScheduledSequence]) -> None:
@@ -203,7 +233,11 @@ class Scheduler:
         return self.remove_finished()
 
     def abort_running(self, error: str | None = None) -> list[Sequence]:
-        """End all admitted requests, also after an exception in the middle of a call; return their sequences."""
+        """End all admitted requests, also after an exception in the middle of a call; return their sequences.
+
+        No sequence is kept.
+        """
+        self.kept.clear()
         ended = list(self._running)
         for sequence in ended:
             sequence.abort(error)
@@ -213,8 +247,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between steps. Used in tests."""
-        assert len(self._running) <= self.config.max_num_seqs
-        assert sum(self._tokens_needed(r) for r in {s.request for s in self._running}) <= self._capacity
+        assert len(self._running) + len(self.kept) <= self.config.max_num_seqs
+        assert self._num_reserved() + self.kept.num_tokens <= self._capacity
         for s in self._running:
             assert s.finish_reason is None
             assert 0 <= s.num_cached <= min(self.config.block_size, s.num_tokens - s.start)

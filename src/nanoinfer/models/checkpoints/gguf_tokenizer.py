@@ -153,6 +153,17 @@ def chat_template(metadata: Mapping[str, Value]) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def special_tokens(metadata: Mapping[str, Value]) -> dict[str, str]:
+    """Return the special tokens of a GGUF file that chat templates may use: {"bos_token": "<s>", ...}."""
+    tokens = metadata.get(f"{_PREFIX}tokens")
+    found: dict[str, str] = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"), ("sep", "seperator")):
+        token_id = as_int(metadata.get(f"{_PREFIX}{key}_token_id"))
+        if isinstance(tokens, list) and token_id is not None and 0 <= token_id < len(tokens):
+            found[f"{name}_token"] = tokens[token_id]
+    return found
+
+
 def _read_vocabulary(metadata: Mapping[str, Value]) -> _Vocabulary:
     tokens = metadata.get(f"{_PREFIX}tokens")
     if not isinstance(tokens, list) or not tokens:

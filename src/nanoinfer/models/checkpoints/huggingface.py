@@ -20,7 +20,7 @@ from nanoinfer.checks import show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, read_json, write_folder
-from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.checkpoints import chat_files, hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
@@ -36,6 +36,7 @@ _HUB_FILES = [
     "tokenizer.json",
     "vocab.json",
     "merges.txt",
+    *chat_files.FILES,
 ]
 PICKLED = "pytorch_model.bin"
 MAX_INDEX_BYTES = 16 << 20

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
 from nanoinfer.models import tokenizers
-from nanoinfer.models.checkpoints import gguf, gguf_tokenizer, huggingface, nanogpt, packed
+from nanoinfer.models.checkpoints import chat_files, gguf, gguf_tokenizer, huggingface, nanogpt, packed
 from nanoinfer.models.checkpoints.gguf_file import read_gguf
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
@@ -52,7 +52,11 @@ class LoadedModel:
     no_tokenizer_reason: str = ""
     """Why `tokenizer` is None, with the remedy."""
     chat_template: str | None = None
-    """The model's own Jinja template of conversations, from the metadata of a GGUF file."""
+    """Jinja template of the model's file or folder."""
+    no_chat_template_reason: str = ""
+    """Why `chat_template` could not be read; empty if there is none."""
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    """Variables of the template: {"bos_token": "<s>", ...}."""
 
     @cached_property
     def gpt(self) -> GPT:
@@ -113,7 +117,9 @@ def load_model(
     config = weights.config
     loaded = LoadedModel(name, weights, config, None)
     del weights  # see LoadedModel.take
-    loaded.chat_template = gguf_tokenizer.chat_template(metadata) if metadata is not None else None
+    if metadata is not None:
+        loaded.chat_template = gguf_tokenizer.chat_template(metadata)
+        loaded.special_tokens = gguf_tokenizer.special_tokens(metadata)
     try:
         if tokenizer:
             loaded.tokenizer = load_tokenizer(tokenizer)
@@ -127,6 +133,11 @@ def load_model(
         loaded.no_tokenizer_reason = str(e)  # token ids still work; text raises this message
     if loaded.tokenizer is not None:
         _check_vocabulary(loaded.tokenizer, config, name)
+    if path.is_dir():
+        try:
+            loaded.chat_template, loaded.special_tokens = chat_files.read(path)
+        except NanoinferError as e:
+            loaded.no_chat_template_reason = str(e)  # everything but chat works; chat raises this message
     return loaded
 
 
@@ -209,7 +220,8 @@ def _widened(name: str, dtype: str, seed: int, tokenizer: str | None, max_model_
         weights = widen(loaded.take(), n_embd=shape.n_embd, n_layer=shape.n_layer)
     except NanoinferError as e:
         raise NanoinferError(f"model {show(name)}: {e}") from None
-    return LoadedModel(name, weights, weights.config, loaded.tokenizer, loaded.no_tokenizer_reason)
+    loaded.name, loaded.weights, loaded.config = name, weights, weights.config
+    return loaded
 
 
 def _hub_folder(name: str) -> Path:

@@ -1,0 +1,54 @@
+"""`nanoinfer chat`: a conversation in the terminal.
+
+Examples:
+    nanoinfer chat path/to/model            # /help lists the commands
+    nanoinfer chat path/to/model --system "Be brief." --temp 0.5
+    nanoinfer chat shakespeare --chat-template turns.jinja --engine native
+    cat questions.txt | nanoinfer chat path/to/model    # one turn a line
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nanoinfer.cli.generate import DEFAULTS, TokenizerFlag
+from nanoinfer.cli.options import flags
+from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
+from nanoinfer.files import read_text
+from nanoinfer.sampling_params import SamplingParams
+
+_SKIPPED = ("n", "logprobs", "prompt_logprobs", "logit_bias")
+
+
+@flags(EngineConfig, "engine_config")
+@flags(SpeculationConfig, "speculation")
+@flags(SamplingParams, "params", skip=_SKIPPED, defaults={**DEFAULTS, "max_tokens": 1024})
+def chat(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model with a chat template: as for `generate`.")],
+    tokenizer: TokenizerFlag = None,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option("--chat-template", metavar="FILE", help="Jinja template to use instead of the model's own."),
+    ] = None,
+    *,
+    engine_config: EngineConfig,
+    speculation: SpeculationConfig,
+    params: SamplingParams,
+) -> None:
+    """Hold a conversation with a model that has a chat template."""
+    template = read_text(chat_template, "a chat template") if chat_template is not None else None
+
+    from nanoinfer.cli.chat_session import Session
+    from nanoinfer.llm import LLM
+
+    llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation))
+    session = Session(llm.conversation(system, chat_template=template), params)
+    if sys.stdin.isatty():
+        print(f"{llm.model_name} on {llm.engine_name}, {llm.dtype}. /help lists the commands.", file=sys.stderr)
+    if not session.run():
+        raise typer.Exit(1)

@@ -1,0 +1,78 @@
+"""The chat template of a Hugging Face folder, and the special tokens that it may use.
+
+The template is in chat_template.jinja, else in tokenizer_config.json (a string, or a list of named templates, of which
+"default" is taken), else in chat_template.json. Special tokens are in tokenizer_config.json, else in
+special_tokens_map.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped, parse_json, read_limited
+from nanoinfer.models.chat_template import MAX_TEMPLATE
+
+FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json", "special_tokens_map.json")
+MAX_BYTES = 16 << 20  # of tokenizer_config.json, which may list thousands of added tokens
+SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+def read(folder: Path) -> tuple[str | None, dict[str, str]]:
+    """Return the template of a folder, None if it has none, and its special tokens: {"bos_token": "<s>", ...}.
+
+    Raises:
+        NanoinferError: a file is too large or malformed.
+    """
+    tokenizer, special = _read_object(folder / FILES[1]), _read_object(folder / FILES[3])
+    tokens = {name: text for name in SPECIAL_TOKENS if (text := _text(tokenizer.get(name, special.get(name))))}
+    if (path := folder / FILES[0]).is_file():
+        raw = read_limited(path, 4 * MAX_TEMPLATE, "a chat template")
+        try:
+            return raw.decode(), tokens
+        except UnicodeDecodeError as e:
+            raise NanoinferError(f"{escaped(path)} is not UTF-8 (byte {e.start}: {e.reason})") from None
+    for path, found in ((folder / FILES[1], tokenizer), (folder / FILES[2], _read_object(folder / FILES[2]))):
+        if (template := found.get("chat_template")) is not None:
+            return _default(template, path), tokens
+    return None, tokens
+
+
+def to_files(template: str | None, special_tokens: Mapping[str, str]) -> dict[str, bytes]:
+    """Return the files that `read` reads a template and its special tokens from; none without a template."""
+    if template is None:
+        return {}
+    return {FILES[0]: template.encode(), FILES[3]: json.dumps(dict(special_tokens), indent=2).encode() + b"\n"}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    found = parse_json(read_limited(path, MAX_BYTES, "a JSON file"), f"{escaped(path)} cannot be read")
+    if not isinstance(found, dict):
+        raise NanoinferError(f"{escaped(path)} is not a JSON object")
+    return found
+
+
+def _text(token: Any) -> str | None:
+    """Return the text of a special token: "<s>", or {"content": "<s>", ...}; None for anything else."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _default(template: Any, path: Path) -> str | None:
+    """Return a template, or the one named "default" of a list of {"name": ..., "template": ...}."""
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict) and _text(t.get("name"))}
+        if "default" not in named:
+            names = ", ".join(str(name) for name in named) or "none"
+            raise NanoinferError(
+                f"{escaped(path)} has no chat template named default (it has: {escaped(names)}): give chat_template="
+            )
+        template = named["default"]
+    if not isinstance(template, str):
+        raise NanoinferError(f"{escaped(path)}: chat_template is not a string")
+    return template
