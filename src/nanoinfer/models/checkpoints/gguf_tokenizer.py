@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nanoinfer.checks import require_int, show
+from nanoinfer.checks import as_int, require_int, show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.tokenizers import Tokenizer, explained, from_core, prepend
 
