@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,17 @@ import pytest
 import tokenizers as hf
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from conftest import TINY, make_folder, make_weights, refuses
+from conftest import TINY, make_folder, make_model, make_weights, refuses, submit
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineLimits
 from nanoinfer.conversation import Conversation
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.models.checkpoints import hf_config, huggingface
 from nanoinfer.models.checkpoints.load import load_model
+from nanoinfer.scheduling.kept import KeptSequence
 from test_chat_template import CHATML, TEMPLATES
 from test_interrupts import ENGINES, check, how_often, interrupt_everywhere
+from test_overlap import make_core, naive_greedy, prompt
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "hidden_act": "silu",
@@ -513,3 +516,38 @@ def _no_sequence_is_lost(request: pytest.FixtureRequest) -> Iterator[None]:
     gc.collect(0)
     if "llm" in request.fixturenames:
         check(request.getfixturevalue("llm").core)
+
+
+@pytest.mark.parametrize("end", ["token", "length", "abort"])
+def test_a_sequence_is_kept_while_a_step_is_in_flight(end: str) -> None:
+    """The engine may have a token after the end, which is not kept; another sequence runs beside it."""
+    gpt = make_model()
+    core = make_core(gpt)
+    first, other = prompt(9), submit(core, None, prompt(5, 1), replace(GREEDY, max_tokens=20), 0)
+    tokens = naive_greedy(gpt, first, 6)
+    kept = KeptSequence()
+    stop = (tokens[3],) if end == "token" else ()
+    params = replace(GREEDY, max_tokens=20 if end == "abort" else 6, stop_token_ids=stop)
+    request = submit(core, None, first, params, 0, kept=kept)
+    while not request.finished:
+        core.step()
+        if end == "abort" and request.sequences[0].num_output_tokens == 3:
+            core.abort(request)
+    made = request.sequences[0].token_ids
+    assert made == first + tokens[: len(made) - len(first)]
+    assert kept.token_ids in (made, made[:-1])
+    check(core)
+    for extra in (4, 7):  # continues the sequence, once during the other's steps and once after them
+        longer = made + prompt(extra, 2)
+        again = submit(core, None, longer, replace(GREEDY, max_tokens=5), 0, kept=kept)
+        while not again.finished:
+            core.step()
+        assert list(again.sequences[0].output_token_ids) == naive_greedy(gpt, longer, 5)
+        assert again.num_cached_tokens >= len(made) - 1
+        check(core)
+        while not other.finished:
+            core.step()
+    assert list(other.sequences[0].output_token_ids) == naive_greedy(gpt, prompt(5, 1), 20)
+    core.cancel([kept])
+    assert not core.unfinished
+    assert len(core.engine.handles) == 0

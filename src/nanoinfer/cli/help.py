@@ -35,7 +35,7 @@ TOPICS: dict[str, dict[str, str]] = {
     },
     "chat": {
         "Output length": _OUTPUT["Output length"],
-        "Sampling": _SAMPLING["Sampling"],
+        "Sampling": _SAMPLING["Sampling"].replace(" n ", " "),  # one answer
         "Speculative decoding": "draft speculate_k speculate_rule",
         **_ENGINE,
     },
