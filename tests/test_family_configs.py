@@ -130,6 +130,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_size": True}, "hidden_size=True is not an integer in [1, 2147483647]"),
     ("llama", {"hidden_size": 48.0}, "hidden_size=48.0 is not an integer in [1, 2147483647]"),
     ("llama", {"intermediate_size": 2**31}, "intermediate_size=2147483648 is not an integer in [1, 2147483647]"),
+    ("llama", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers=2147483647 is not an integer in [1, 10000]"),
     ("llama", {"head_dim": 0}, "head_dim=0 is not an integer in [1, 65536]"),
     ("llama", {"head_dim": 7}, "partial_rotary_factor=1.0 of head_dim=7 is 7 rotary dimensions"),
     ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not a finite number in [0, 1]"),
@@ -188,3 +189,34 @@ def test_fields_that_do_not_change_the_logits_are_ignored(tmp_path: Path, caplog
         harmless = dict.fromkeys(FAMILIES[model_type].harmless, 0.1)
         assert read(tmp_path, model_type, attention_dropout=0.1, **harmless) == read(tmp_path, model_type)
     assert {record.args[1] for record in caplog.records if record.args} <= {"num_key_value_heads"}  # gpt_neox has none
+
+
+ODD = [
+    None, True, -1, 0, 1, 3, 1.5, -0.0, 2**31 - 1, 2**31, 10**400, float("nan"), float("inf"), "x", "", [], {}, [None],
+    [[1]], {"full_attention": 3}, {"rope_type": "llama3"}, {"rope_type": ["x"]}, {"type": {}}, {"rope_theta": "x"},
+    {"rope_type": "linear", "factor": True}, ["full_attention"] * 4, ["sliding_attention"] * 4, [{}] * 4, [1, 0, 1, 1],
+    LLAMA3 | {"original_max_position_embeddings": 1.5}, {"partial_rotary_factor": 10**400}, {3: 4},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.slow_if(lambda model_type: model_type not in ("gemma3_text", "smollm3", "gpt_neox"))
+def test_an_odd_value_of_any_field_is_read_or_an_error_of_one_line(model_type: str, tmp_path: Path) -> None:
+    family = FAMILIES[model_type]
+    fields = {*hf_config.to_dict(read(tmp_path, model_type), "float32"), *family.biases, *family.only, *ALWAYS}
+    for name in sorted(fields - {"model_type"}):
+        for value in ODD:
+            message = ""
+            try:
+                read(tmp_path, model_type, **{name: value})
+            except NanoinferError as e:
+                message = str(e)
+            assert "\n" not in message
+            assert len(message) < 1000
+
+
+ALWAYS = (
+    "rope_scaling", "rope_parameters", "rope_theta", "sliding_window", "layer_types", "use_sliding_window",
+    "max_window_layers", "no_rope_layers", "no_rope_layer_interval", "sliding_window_pattern", "rotary_pct",
+    "partial_rotary_factor", "original_max_position_embeddings", "quantization_config", "head_dim",
+)  # fmt: skip

@@ -30,6 +30,8 @@ CACHE_DTYPES = ("float32", "bfloat16", "int8")
 RULES = ("reproduce", "reject")
 SAMPLERS = ("auto", "reference", "flashinfer")
 MIB = 1 << 20
+MAX_LAYERS = 10_000
+"""Each layer of a config is described, before the weights are compared with their number."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,9 @@ class ModelConfig:
     """Logits l become softcap * tanh(l / softcap)."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+        for name in ("vocab_size", "block_size", "n_head", "n_embd"):
             require_int(name, getattr(self, name), 1, 2**31 - 1)
+        require_int("n_layer", self.n_layer, 1, MAX_LAYERS)
         if self.n_inner is not None:
             require_int("n_inner", self.n_inner, 1, 2**31 - 1)
         self._check_heads()
