@@ -138,7 +138,7 @@ def profile(
         operator_calls_per_token=sum(row.calls for row in operators) / run.num_tokens,
         kernel_launches_per_token=None if on_cpu else launches / run.num_tokens,
         launches=made,
-        tells_apart=sp.tells_apart(ranges, llm.config.n_layer),
+        tells_apart=sp.tells_apart(ranges, llm.config),
     )
 
 
@@ -174,7 +174,7 @@ def breakdown_percent(
         plain = job.run(None, None)
         recorder, spans, _ = job.recorded()
         seconds = _kernel_seconds(list(recorder.events()), plain.seconds)
-    if not sp.tells_apart(spans, llm.config.n_layer):
+    if not sp.tells_apart(spans, llm.config):
         raise NanoinferError(
             f"engine={llm.engine_name!r} runs the model in one call, so its time cannot be divided into parts: use"
             " another engine"

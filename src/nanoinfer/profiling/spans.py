@@ -5,8 +5,8 @@
       engine.extend ........................................ rest of the engine (token tensors, masks, lookups)
         wte, wpe ........................................... embedding
         block, its attn and mlp ............................ GELU and residual
-          ln_1, ln_2 (and ln_f) ............................ layer norm
-          c_attn, c_proj, c_fc ............................. matrix products
+          ln_1, ln_2 (and ln_f, post_*, q_norm, k_norm) .... layer norm
+          c_attn, c_proj, c_fc (and c_gate) ................ matrix products
           attend, including storing keys and values ........ attention
         lm_head ............................................ output head
 
@@ -28,14 +28,13 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer import observer
+from nanoinfer.config import ModelConfig
 from nanoinfer.core import Core
 from nanoinfer.observer import NoObserver
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.profiler import record_function
-
-    from nanoinfer.models.gpt import LayerAttend
 
 MATRIX_PRODUCTS = "matrix products"
 ATTENTION = "attention"
@@ -54,10 +53,9 @@ _PART_OF = {  # last component of a module's name -> its part
     "c_attn": MATRIX_PRODUCTS,
     "c_proj": MATRIX_PRODUCTS,
     "c_fc": MATRIX_PRODUCTS,
+    "c_gate": MATRIX_PRODUCTS,
     "lm_head": OUTPUT_HEAD,
-    "ln_1": LAYER_NORM,
-    "ln_2": LAYER_NORM,
-    "ln_f": LAYER_NORM,
+    **dict.fromkeys(("ln_1", "ln_2", "ln_f", "post_1", "post_2", "q_norm", "k_norm"), LAYER_NORM),
     "wte": EMBEDDING,
     "wpe": EMBEDDING,
 }
@@ -166,7 +164,7 @@ def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterat
         yield
     steps, after = spans.calls[ENGINE], engine.part_seconds()
     for part, calls in (
-        (MATRIX_PRODUCTS, 4 * engine.config.n_layer),
+        (MATRIX_PRODUCTS, num_products(engine.config)),
         (ATTENTION, engine.config.n_layer),
         (OUTPUT_HEAD, 1),
     ):
@@ -176,9 +174,13 @@ def attached(core: Core, spans: Spans, parts: Collection[str] = PARTS) -> Iterat
 
 def _hook(model: nn.Module, spans: Spans, parts: Collection[str], hooks: ExitStack) -> None:
     """Put spans around the modules of a model, until the stack is closed."""
+    from torch.nn import Identity
+
     from nanoinfer.models.gpt import Attention, Block
 
     for name, module in model.named_modules():
+        if isinstance(module, Identity):  # in the place of a norm that the family does not have
+            continue
         part = GELU_RESIDUAL if isinstance(module, Block) else _PART_OF.get(name.rpartition(".")[2])
         if isinstance(module, Attention) and ATTENTION in parts:
             hooks.callback(module.register_forward_pre_hook(_attend_hook(spans)).remove)
@@ -214,16 +216,21 @@ def _hooks(spans: Spans, part: str) -> tuple[Callable[..., None], Callable[..., 
 
 
 def _attend_hook(spans: Spans) -> Callable[..., Any]:
-    """Return a forward pre-hook of Attention.forward(x, attend) that puts a span around `attend`."""
+    """Return a forward pre-hook of Attention.forward(x, attend, ...) that puts a span around `attend`."""
 
-    def wrap(module: nn.Module, args: tuple[Any, LayerAttend]) -> tuple[Any, LayerAttend]:
-        x, attend = args
-        return x, _around(spans, ATTENTION, attend)
+    def wrap(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, attend, *rest = args
+        return x, _around(spans, ATTENTION, attend), *rest
 
     return wrap
 
 
-def tells_apart(spans: Spans, n_layer: int) -> bool:
-    """Return whether the spans include all matrix products of every step: 4 per layer, and the output head."""
+def num_products(config: ModelConfig) -> int:
+    """Return the matrix products of a step without the output head: c_attn, c_fc, two c_proj and maybe c_gate a layer."""
+    return (5 if config.gated_mlp else 4) * config.n_layer
+
+
+def tells_apart(spans: Spans, config: ModelConfig) -> bool:
+    """Return whether the spans include all matrix products of every step."""
     steps = spans.calls[ENGINE]
-    return (spans.calls[MATRIX_PRODUCTS], spans.calls[OUTPUT_HEAD]) == (4 * n_layer * steps, steps)
+    return (spans.calls[MATRIX_PRODUCTS], spans.calls[OUTPUT_HEAD]) == (num_products(config) * steps, steps)
