@@ -495,7 +495,7 @@ def shown(made: results.Results) -> str:
     return out.getvalue()
 
 
-def test_counts_are_in_table_file_csv_and_report() -> None:
+def test_counts_are_in_table_file_and_report() -> None:
     made = gpu_results()
     text = shown(made)
     assert "ceiling of H100: copies 3,000 GB/s, read and written" in text
@@ -512,9 +512,6 @@ def test_counts_are_in_table_file_csv_and_report() -> None:
     again = results.from_json(results.to_json(made), "here")
     assert [r.case for r in again.rows] == [r.case for r in made.rows]
     assert (again.rows[0].kernels_per_step, again.rows[0].verify_ratio) == (63.0, 1.25)
-    header, first, second = results.to_csv(made).splitlines()
-    at = header.split(",").index("kernels_per_step")
-    assert (first.split(",")[at], second.split(",")[at]) == ("63.0", "")
     heads = page.table(made.rows)[0]
     assert {"kernels a step", "launches a step", "verifying 5 tokens, decodes"} <= set(heads)
     assert "reserved, MB" not in heads  # no row has it

@@ -61,7 +61,7 @@ def test_peak_memory_is_the_workers_own(tiny_folder: Path) -> None:
 def test_a_run_checks_times_and_compares(tiny_folder: Path, tmp_path: Path) -> None:
     plan = Plan(
         model=str(tiny_folder), engine=("recompute", "static", "nanogpt"), batch=(2,), prompt_tokens=(8,),
-        output_tokens=(6,), rounds=2, output=tmp_path / "r.json", csv=tmp_path / "r.csv",
+        output_tokens=(6,), rounds=2, output=tmp_path / "r.json",
     )  # fmt: skip
     (made,), interrupted = run(plan, "test", log=quiet)
     assert not interrupted
@@ -79,7 +79,6 @@ def test_a_run_checks_times_and_compares(tiny_folder: Path, tmp_path: Path) -> N
         assert row.mbu_percent is not None
     assert made.rows[0].speedup == 1.0
     assert results.to_json(results.read(tmp_path / "r.json")) == results.to_json(made)
-    assert len((tmp_path / "r.csv").read_text().splitlines()) == 4
 
 
 def test_what_cannot_run_is_a_row_and_the_rest_goes_on(tiny_folder: Path) -> None:
@@ -299,8 +298,7 @@ def test_results_that_cannot_be_written_are_refused_before_measuring(tiny_folder
     (tmp_path / "file").write_text("x")
     inside, long = tmp_path / "file" / "r.json", tmp_path / ("x" * 255)
     for path in (tmp_path, Path("/dev/null"), inside, long):
-        for option in ("output", "csv"):
-            plan = Plan(model=str(tiny_folder), engine=("static",), **{option: path})  # type: ignore[arg-type]
-            refuses(lambda p=plan: run(p, "test", log=say), str(path), "cannot be written")  # type: ignore[misc]
+        plan = Plan(model=str(tiny_folder), engine=("static",), output=path)
+        refuses(lambda p=plan: run(p, "test", log=say), str(path), "cannot be written")  # type: ignore[misc]
     plan = Plan(model=str(tiny_folder), engine=("static",), report=inside)
     refuses(lambda: run(plan, "test", log=say), str(inside), "cannot be written")

@@ -205,14 +205,6 @@ def test_positions_are_medians_without_the_first_token() -> None:
     assert rising[1] == [49, 59.5]
 
 
-def test_csv_has_a_row_a_case() -> None:
-    header, first, second = results.to_csv(example()).splitlines()
-    columns = header.split(",")
-    assert {"backend", "dtype", "ttft_sec", "peak_memory_bytes", "error"} <= set(columns)
-    assert first.split(",")[columns.index("ttft_sec")] == "0.6"
-    assert second.split(",")[columns.index("backend")] == "llama.cpp"
-
-
 def broken(**changes: object) -> str:
     return json.dumps(json.loads(results.to_json(example())) | changes)
 

@@ -1,4 +1,4 @@
-"""The results file: one JSON document, checked when it is read; and the same as CSV.
+"""The results file: one JSON document, checked when it is read.
 
     {
       "schema": "nanoinfer-bench/2",      another value is refused
@@ -19,9 +19,7 @@ Fields with their default value are left out, and so are those that reading the 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 import types
 import typing
@@ -170,19 +168,6 @@ def _compact(value: Any) -> Any:
     if isinstance(value, list):
         return [_compact(own) for own in value]
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value
-
-
-def to_csv(results: Results) -> str:
-    """Return the rows as CSV: a column for each number of case, figures and row; lists are left out."""
-    lists = ("case", "figures", "per_position_sec", "round_sec", "breakdown_percent")
-    own = [f.name for f in dataclasses.fields(Row) if f.name not in lists]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, [*(f.name for kind in (Case, Figures) for f in dataclasses.fields(kind)), *own])
-    writer.writeheader()
-    for row in results.rows:
-        figures = {} if row.figures is None else dataclasses.asdict(row.figures)
-        writer.writerow(dataclasses.asdict(row.case) | figures | {name: getattr(row, name) for name in own})
-    return out.getvalue()
 
 
 def from_json(text: str | bytes, source: str) -> Results:

@@ -78,8 +78,6 @@ class Plan:
     """Start no case after this many minutes; --resume continues."""
     output: Path | None = None
     """Write the JSON document here, after each shape."""
-    csv: Path | None = None
-    """Write the rows as CSV here."""
     resume: Path | None = None
     """Continue this JSON document: cases in it are not run again."""
     load: tuple[Path, ...] = ()
@@ -103,8 +101,8 @@ class Plan:
             )
         if self.text is not None and not self.text.is_file():
             raise NanoinferError(f"--text {self.text}: there is no such file")
-        if len(self.suite) > 1 and (self.output or self.csv or self.resume):
-            raise NanoinferError(f"--output, --csv and --resume hold one suite, and {len(self.suite)} are given")
+        if len(self.suite) > 1 and (self.output or self.resume):
+            raise NanoinferError(f"--output and --resume hold one suite, and {len(self.suite)} are given")
 
     def model_of(self, suite: str) -> str:
         """Return the model that a suite measures."""
@@ -198,7 +196,7 @@ def _jobs(plan: Plan, engines: list[str], device: str) -> list[tuple[str, list[C
     for name in filter(None, (*plan.engine, plan.baseline)):
         require_choice("engine", name, (*ENGINES, *PEERS))
     jobs = [(name, _cases(plan, name, config, engines, device)) for name in plan.suite or (CUSTOM,)]
-    for path in filter(None, (plan.output or plan.resume, plan.csv)):
+    if path := plan.output or plan.resume:
         _check_writable(path.parent, path.name)
     return jobs
 
@@ -257,8 +255,6 @@ def _measure_suite(
         add_speedups(results.rows, results.baseline)
         if target := plan.output or plan.resume:
             write_atomically(target, files.to_json(results).encode() + b"\n")
-        if plan.csv is not None:
-            write_atomically(plan.csv, files.to_csv(results).encode())
 
     if results.rows:
         keep([])  # what --resume brought, also if nothing is added

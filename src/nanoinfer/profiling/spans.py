@@ -226,7 +226,7 @@ def _attend_hook(spans: Spans) -> Callable[..., Any]:
 
 
 def num_products(config: ModelConfig) -> int:
-    """Return the matrix products of a step without the output head: c_attn, c_fc, two c_proj and maybe c_gate a layer."""
+    """Return the matrix products of a step, output head apart: c_attn, c_fc, two c_proj and maybe c_gate a layer."""
     return (5 if config.gated_mlp else 4) * config.n_layer
 
 
