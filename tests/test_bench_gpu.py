@@ -351,20 +351,13 @@ class FakeProcesses:
     log: list[tuple[str, Any]]
 
     def __init__(self, weights: Path) -> None:
-        self._cases: set[Case] = set()
+        pass
 
     def __enter__(self) -> FakeProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
-
-    def load_together(self, cases: list[Case], warm: Any, at_once: int) -> None:
-        self.log.append(("load", [c.backend for c in cases if warm(c)]))
-        self._cases |= {c.plain for c in cases}
-
-    def knows(self, case: Case) -> bool:
-        return case.plain in self._cases
 
     def worker(self, case: Case) -> FakeHandle:
         return FakeHandle(case, self.log)
@@ -376,7 +369,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     FakeProcesses.log = []
     monkeypatch.setattr("nanoinfer.bench.harness.Processes", FakeProcesses)
     monkeypatch.setattr("nanoinfer.bench.harness.free_memory", lambda device: 60 << 30)
-    monkeypatch.setattr("nanoinfer.bench.harness.num_cpus", lambda: 4)
     return FakeProcesses.log
 
 
@@ -401,18 +393,11 @@ def test_on_a_gpu_warm_ups_are_as_long_as_what_is_timed(tmp_path: Path, log: lis
     case = replace(ON_GPU, output_tokens=40)
     harness(tmp_path, Options(rounds=1)).run([case], lambda rows: None)
     runs = [shape for what, shape in log if what == "run"]
-    assert runs == [{"output_tokens": 16}, {}, {}, {}]  # the check, two equal warm-ups, one round
+    assert runs == [{}, {"output_tokens": 16}, {}, {}, {}]  # compilation, the check, two equal warm-ups, one round
     log.clear()
     harness(tmp_path, Options(rounds=1)).run([replace(case, device="cpu")], lambda rows: None)
     runs = [shape for what, shape in log if what == "run"]
     assert runs == [{"output_tokens": 16}, {"output_tokens": 16}, {}]
-
-
-def test_workers_on_a_gpu_load_some_at_a_time(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
-    names = ("static", "dynamic", "recompute", "transformers-dynamic")
-    harness(tmp_path, Options(rounds=1)).run([replace(ON_GPU, backend=n) for n in names], lambda rows: None)
-    loads = [who for what, who in log if what == "load"]
-    assert loads == [["static", "dynamic"], ["transformers-dynamic"]]  # two for four CPUs; the naive are not run
 
 
 def test_when_the_time_is_over_nothing_new_begins(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
@@ -432,13 +417,12 @@ def test_when_the_time_is_over_nothing_new_begins(tmp_path: Path, log: list[tupl
     assert none == []
 
 
-def test_loading_together_keeps_each_failure_for_its_worker(tiny_folder: Path) -> None:
+def test_a_process_that_cannot_be_loaded_raises_its_reason_each_time(tiny_folder: Path) -> None:
     good, bad = Case("static", "m", output_tokens=4, prompt_tokens=4), Case("warp", "m")
     with Processes(tiny_folder) as processes:
-        processes.load_together([good, bad, good], warm=lambda case: True, at_once=2)
-        assert processes.knows(good)
         assert len(processes.worker(good).run().tokens[0]) == 4
-        refuses(lambda: processes.worker(bad), "engine='warp' is unknown")
+        for _ in range(2):
+            refuses(lambda: processes.worker(bad), "engine='warp' is unknown")
 
 
 def test_a_worker_that_hangs_on_a_gpu_is_ended(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:

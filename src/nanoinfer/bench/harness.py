@@ -12,7 +12,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, takewhile
 from pathlib import Path
 
 from nanoinfer.bench.backends import prepare
@@ -26,7 +26,6 @@ from nanoinfer.bench.suites import Options
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
@@ -35,7 +34,6 @@ from nanoinfer.roofline.formats import FORMATS
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
 CHECK_TOKENS_SHORTENED = 2  # the same where each needs a forward pass over everything
 WARM_UP_SEC = 5.0  # of untimed runs, after which a backend counts as warm
-LOAD_AT_ONCE = 8  # workers on a GPU that load at the same time, at most one for two CPUs
 NUM_LENGTHS = 7  # that an extrapolated run is measured at
 NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
 
@@ -114,7 +112,13 @@ class Harness:
         runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
         spent = dict.fromkeys(cases, 0.0)
         with Processes(self._weights) as processes:
-            workers = self._load(cases, rows, processes)
+            workers = {}
+            for case in takewhile(lambda _: not self._late, cases):
+                with self._step(rows[case], "load"):
+                    prepare(case, self._weights)
+                    workers[case] = processes.worker(case)
+                    if case.device != "cpu" and case.backend not in NAIVE:
+                        workers[case].run(case)  # compiles its code: the time of that is no part of the warm-up
             checked_sec = self._check(workers, rows, reference)
             for case, worker in workers.items():
                 if rows[case].error is None and not self._shortened(case):
@@ -144,27 +148,6 @@ class Harness:
         if row.case.batch == 1 and row.case.workload == "uniform":
             row.per_position_sec = by_position(runs, row.case.prompt_tokens) or None
         fill_in(row, self._config, self._ceiling)
-
-    def _load(self, cases: list[Case], rows: dict[Case, Row], processes: Processes) -> dict[Case, WorkerProcess]:
-        """Return the backends that could be loaded; the rows of the others get the reason.
-
-        On a GPU several load at a time, and those that compile run once, so that compilation is not part of the check.
-        """
-        for case in cases:
-            with self._step(rows[case], "load"):
-                prepare(case, self._weights)
-        together = [case for case in cases if rows[case].error is None and case.device != "cpu"]
-        at_once = min(LOAD_AT_ONCE, max(1, num_cpus() // 2))
-        for first in range(0, len(together), at_once):
-            if not self._late:
-                some = together[first : first + at_once]
-                processes.load_together(some, lambda case: case.backend not in NAIVE, at_once)
-        workers: dict[Case, WorkerProcess] = {}
-        for case in cases:
-            if rows[case].error is None and (processes.knows(case) or not self._late):
-                with self._step(rows[case], "load"):
-                    workers[case] = processes.worker(case)
-        return workers
 
     def _measure_more(self, worker: WorkerProcess, row: Row, *, quick: bool) -> None:
         """Measure what is not part of the timing; what an engine does not support stays unknown."""

@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,48 +109,15 @@ class Processes(contextlib.ExitStack):
         self._weights = weights
         self._processes: dict[Case, WorkerProcess | NanoinferError] = {}
 
-    def _load(self, case: Case, process: WorkerProcess, *, warm: bool = False) -> None:
-        try:
-            process.load(self._weights)
-            if warm:
-                process.run()
-        except NanoinferError as e:
-            self._processes[case] = e
-
-    def _start(self, case: Case) -> WorkerProcess:
-        self._processes[case] = process = self.enter_context(WorkerProcess(case))
-        return process
-
-    def load_together(self, cases: Sequence[Case], warm: Callable[[Case], bool], at_once: int) -> None:
-        """Load the processes of some cases, several at a time; `worker` raises their failures.
-
-        On a machine with a GPU most of the time before the first measurement is imports, reading weights, and
-        compilers, which use one core each.
-
-        Args:
-            cases: those whose process has been started are skipped.
-            warm: which are also run once in full, so that their code is compiled here.
-            at_once: processes that load at the same time.
-        """
-        new = [case for case in dict.fromkeys(c.plain for c in cases) if case not in self._processes]
-        with ThreadPoolExecutor(at_once) as pool:
-            try:
-                started = [(case, self._start(case)) for case in new]
-                for future in [pool.submit(self._load, *each, warm=warm(each[0])) for each in started]:
-                    future.result()
-            except BaseException:  # Ctrl-C: the pool would wait for processes that are still loading
-                self.close()
-                raise
-
-    def knows(self, case: Case) -> bool:
-        """Return whether a case's process was started, loaded or failed."""
-        return case.plain in self._processes
-
     def worker(self, case: Case) -> WorkerProcess:
         """Return a case's process, loaded if necessary. Raises NanoinferError if that failed."""
         if case.plain not in self._processes:
-            self._load(case.plain, self._start(case.plain))
-        process = self._processes[case.plain]
-        if isinstance(process, NanoinferError):
-            raise process
-        return process
+            self._processes[case.plain] = process = self.enter_context(WorkerProcess(case.plain))
+            try:
+                process.load(self._weights)
+            except NanoinferError as e:
+                self._processes[case.plain] = e
+        found = self._processes[case.plain]
+        if isinstance(found, NanoinferError):
+            raise found
+        return found
