@@ -18,7 +18,7 @@ from rich.console import Console
 
 from conftest import TINY, make_folder, make_limits, make_model, refuses
 from nanoinfer import LLM
-from nanoinfer.bench import machine, memory_plan, process, prompts, results, table, worker
+from nanoinfer.bench import machine, process, prompts, results, table, worker
 from nanoinfer.bench import run as running
 from nanoinfer.bench.backends.nanoinfer import NanoinferBackend
 from nanoinfer.bench.case import Case
@@ -190,20 +190,25 @@ def test_engines_say_what_their_cache_reserves(tiny_folder: Path) -> None:
     assert reserved("dynamic") is None
 
 
-def test_parts_fit_the_gpus_memory_too() -> None:
-    config, weights = PRESETS["gpt2"], 4 * 124_439_808
+def test_parts_fit_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PRESETS["gpt2"]
+    made = Harness(tmp_path, config, CEILING, Options(), lambda *progress: None)
     large = replace(ON_GPU, model="random:gpt2", batch=512, prompt_tokens=32, output_tokens=64)
     group = [replace(large, backend=name) for name in ("static", "nanogpt", "transformers-dynamic")]
-    (_, static), (_, loop), _ = (memory_plan.needs(c, config, weights) for c in group)
-    cache = 512 * 1025 * 36_864
-    assert cache < static < cache + (3 << 30)  # a slot is a whole text
-    assert loop < static / 4  # 96 tokens of each
-    everything = [100 << 30, 100 << 30]
-    assert memory_plan.split(group, config, weights, everything) == [group]
-    assert memory_plan.split(group, config, weights, [100 << 30, static + 1]) == [group[:1], group[1:]]
-    assert memory_plan.split(group, config, weights, [100 << 30, 1]) == [[c] for c in group]
+    group.append(replace(group[-1], draft="prompt-lookup"))
+    cache = 512 * 1024 * 36_864  # whole slots in bfloat16
+    free = {"cpu": 100 << 30, "cuda:0": 100 << 30}
+    monkeypatch.setattr("nanoinfer.bench.harness.free_memory", free.__getitem__)
+    assert cache < made._memory_bytes(large) < cache + (2 << 30)
+    assert made._parts(group) == [group]
+    free["cuda:0"] = 3 * cache  # 5/6 of it hold two
+    assert made._parts(group) == [group[:2], group[2:]]
+    free["cpu"] = 1  # each too large: a part of its own, with its drafts
+    assert made._parts(group) == [group[:1], group[1:2], group[2:]]
     on_cpu = [replace(c, device="cpu") for c in group]
-    assert memory_plan.split(on_cpu, config, weights, [100 << 30]) == [on_cpu]
+    assert made._memory_bytes(on_cpu[0]) < (1 << 30) + 512 * 96 * 2 * 36_864  # 96 tokens of each sequence
+    free["cpu"] = 20 << 30
+    assert made._parts(on_cpu) == [on_cpu]
 
 
 # Devices ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from pathlib import Path
 from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
-from nanoinfer.bench.memory_plan import split
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.stats import RunTimes, by_position, is_steady, naive_token_times, summarize
@@ -34,6 +33,7 @@ from nanoinfer.roofline.formats import FORMATS
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
 CHECK_TOKENS_SHORTENED = 2  # the same where each needs a forward pass over everything
 WARM_UP_SEC = 5.0  # of untimed runs, after which a backend counts as warm
+PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights; twice that with a GPU's context
 NUM_LENGTHS = 7  # that an extrapolated run is measured at
 NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
 
@@ -93,12 +93,31 @@ class Harness:
         return budget is not None and self._clock() - self._started >= budget
 
     def _parts(self, group: list[Case]) -> list[list[Case]]:
-        """Split the backends of a shape so that each part fits two thirds of the free memory (of a GPU's 5/6)."""
+        """Split the backends of a shape, in their order, into parts that fit 2/3 of the free memory and 5/6 of a GPU's."""
+        device = group[0].device
+        room = free_memory("cpu") * 2 // 3
+        if device != "cpu":
+            room = min(room, free_memory(device) * 5 // 6)
+        parts: list[list[Case]] = [[]]
+        used = 0
+        for case in group:
+            if not any(c.plain == case.plain for c in parts[-1]):  # those that differ in their draft share a process
+                need = self._memory_bytes(case)
+                if used and used + need > room:
+                    parts.append([])
+                    used = 0
+                used += need
+            parts[-1].append(case)
+        return parts
+
+    def _memory_bytes(self, case: Case) -> int:
+        """Return about how many bytes a backend takes, of the main memory or of a GPU's."""
         weights = sum(f.stat().st_size for f in self._weights.glob("*.safetensors"))
-        room = [free_memory("cpu") * 2 // 3]
-        if (device := group[0].device) != "cpu":
-            room.append(free_memory(device) * 5 // 6)
-        return split(group, self._config, weights, room)
+        on_gpu, tokens = case.device != "cpu", self._config.block_size  # a GPU's engines reserve whole slots
+        if not on_gpu:
+            tokens = min(tokens, case.prompt_tokens + case.output_tokens)
+        cache = self._config.kv_bytes_per_token(2 if on_gpu and case.dtype != "float32" else 4)
+        return (1 + on_gpu) * PROCESS_BYTES + 2 * weights + case.batch * tokens * cache
 
     def _reference_case(self, group: list[Case]) -> Case | None:
         """Return the case whose greedy tokens are the reference: the first of our engines in float32, not shortened."""
