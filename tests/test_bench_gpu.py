@@ -413,7 +413,7 @@ def test_when_the_time_is_over_nothing_new_begins(tmp_path: Path, log: list[tupl
 
     cases = [replace(ON_GPU, batch=b) for b in (1, 2, 4, 8, 16, 32)]
     rows: list[Row] = []
-    harness(tmp_path, Options(rounds=1, budget_sec=30.0), clock).run(cases, rows.extend)
+    harness(tmp_path, Options(rounds=1, budget_sec=15.0), clock).run(cases, rows.extend)
     assert 1 <= len(rows) < 6
     assert [r.case for r in rows] == cases[: len(rows)]
     assert all(r.figures is not None for r in rows)  # what had begun was finished

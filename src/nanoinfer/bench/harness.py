@@ -38,7 +38,7 @@ NUM_LENGTHS = 7  # that an extrapolated run is measured at
 NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
 
 
-Show = Callable[[str, int, int, float | None], None]  # current step, finished cases, all cases, seconds left
+Show = Callable[[str, int, int], None]  # current step, finished cases, all cases
 
 
 class Harness:
@@ -93,7 +93,7 @@ class Harness:
         return budget is not None and self._clock() - self._started >= budget
 
     def _parts(self, group: list[Case]) -> list[list[Case]]:
-        """Split the backends of a shape, in their order, into parts that fit 2/3 of the free memory and 5/6 of a GPU's."""
+        """Split the backends of a shape, in their order, into parts that fit 2/3 of the free memory, of a GPU 5/6."""
         device = group[0].device
         room = free_memory("cpu") * 2 // 3
         if device != "cpu":
@@ -183,11 +183,9 @@ class Harness:
     @contextlib.contextmanager
     def _step(self, row: Row, what: str, unknown: str = "") -> Iterator[None]:
         """Show the current step; record its failure as the row's error, or as a note that something is unknown."""
-        spent = self._clock() - self._started
-        left = spent / self._done * (self._total - self._done) if self._done else None
         case = row.case
         shape = f"batch {case.batch}, {case.prompt_tokens} + {case.output_tokens} tokens"
-        self._show(f"{case.label}, {shape}: {what}", self._done, self._total, left)
+        self._show(f"{case.label}, {shape}: {what}", self._done, self._total)
         try:
             yield
         except NanoinferError as e:

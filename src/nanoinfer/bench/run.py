@@ -275,12 +275,11 @@ def _progress_bar(suite: str) -> Iterator[Show]:
     """Yield the function that shows the harness's progress: a bar on a terminal, a line per case elsewhere."""
     live, last = sys.stderr.isatty(), -1
 
-    def show(what: str, done: int, total: int, seconds_left: float | None) -> None:
+    def show(what: str, done: int, total: int) -> None:
         nonlocal last
-        bar.update(done, total, what, seconds_left)
+        bar.update(done, total, what)
         if not live and done != last:
-            left = "" if seconds_left is None else f"{seconds_left / 60:.1f} min left, "
-            bar.print(f"{suite} {done}/{total}: {left}{what}")
+            bar.print(f"{suite} {done}/{total}: {what}")
             last = done
 
     with ProgressBar(suite) as bar:
