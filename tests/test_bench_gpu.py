@@ -517,23 +517,16 @@ def test_on_a_cpu_nothing_of_it_is_shown() -> None:
     assert "kernels a step" not in page.table(made.rows)[0]
 
 
-def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
-    from contextlib import contextmanager
-
+def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from nanoinfer.bench import model_folders
 
     written: list[str] = []
-
-    @contextmanager
-    def fake(model: str) -> Iterator[Path]:
-        written.append(model)
-        yield Path("/nowhere") / model
-
-    monkeypatch.setattr(model_folders, "_weights", fake)
+    monkeypatch.setattr(model_folders, "_write_weights", lambda model, folder: written.append(model))
     with model_folders.ModelFolders(None, lambda _: None) as models:
-        for model in ("a", "b", "a"):
-            assert models.folder([Case("static", model)]) == Path("/nowhere") / model
+        folders = [models.folder([Case("static", model)]) for model in ("a", "b", "a")]
     assert written == ["a", "b"]
+    assert folders[0] == folders[2] != folders[1]
+    assert not any(folder.exists() for folder in folders)
 
 
 def written_figures(made: results.Results) -> list[object]:

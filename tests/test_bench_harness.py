@@ -21,7 +21,7 @@ from conftest import make_folder, refuses
 from nanoinfer.bench import results
 from nanoinfer.bench.backends import open_backend
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.model_folders import shared_folder
+from nanoinfer.bench.model_folders import temporary_folder
 from nanoinfer.bench.process import WorkerProcess
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.suites import SUITES
@@ -244,10 +244,9 @@ def test_results_are_shown_and_reported_without_measuring(tiny_folder: Path, tmp
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT], ids=lambda s: s.name)
 @pytest.mark.parametrize("late", [False, True], ids=["before any worker", "while workers run"])
 @pytest.mark.slow_if(lambda sign, late: sign != (signal.SIGKILL if late else signal.SIGTERM))
-def test_a_bench_that_is_killed_leaves_nothing(
-    tiny_folder: Path, tmp_path: Path, sign: signal.Signals, late: bool
+def test_what_a_killed_bench_leaves_is_removed_by_the_next(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: signal.Signals, late: bool
 ) -> None:
-    """Its models are in the temporary folder: they go when the last worker has seen that its harness is gone."""
     folder, output = tmp_path / "temporary", tmp_path / "r.json"
     folder.mkdir()
     child = subprocess.Popen(
@@ -261,9 +260,16 @@ def test_a_bench_that_is_killed_leaves_nothing(
     if late:
         wait_for(lambda: "nanoinfer.bench.worker" in children(child.pid))
         time.sleep(1)
-    child.send_signal(sign)
-    assert child.wait(timeout=60) != 0
-    wait_for(lambda: not any(folder.iterdir()))
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        with temporary_folder():  # what a run still uses is kept
+            assert any(folder.glob("*/model.safetensors"))
+        child.send_signal(sign)
+        assert child.wait(timeout=60) != 0
+        assert any(folder.iterdir()) == (sign != signal.SIGINT)
+        with temporary_folder() as own:
+            assert list(folder.iterdir()) == [own]
+    assert not any(folder.iterdir())
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -284,7 +290,7 @@ def test_a_bench_that_ends_leaves_nothing(tiny_folder: Path, tmp_path: Path, mon
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     for failing in (False, True):
-        with contextlib.suppress(RuntimeError), shared_folder() as folder:
+        with contextlib.suppress(RuntimeError), temporary_folder() as folder:
             (folder / "file").write_text("x")
             if failing:
                 raise RuntimeError

@@ -23,7 +23,6 @@ from typing import Any
 from nanoinfer.bench import prompts
 from nanoinfer.bench.backends import open_backend
 from nanoinfer.bench.case import Case, make_requests
-from nanoinfer.bench.model_folders import hold
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.models.checkpoints import hf_config
 
@@ -44,7 +43,6 @@ class Worker:
 
     def _load(self, case: Case, weights: str) -> None:
         folder = Path(weights)
-        hold(folder)
         self._vocab_size = hf_config.read(folder / "config.json").vocab_size
         self._passages = prompts.read(folder)
         self._backend = open_backend(case, folder)
