@@ -37,8 +37,8 @@ def require_module(name: str) -> Any:
 def require_case(
     case: Case,
     *,
-    sampling: Sequence[str],
     dtypes: Sequence[str],
+    sampling: Sequence[str] = (),
     quantizations: Sequence[str] = (),
     devices: Sequence[str] = ("cpu", "cuda"),
 ) -> None:
@@ -46,8 +46,8 @@ def require_case(
 
     Args:
         case: the case.
-        sampling: the fields of SamplingParams that the backend has, beside greedy.
         dtypes: the dtypes it computes in.
+        sampling: the fields of SamplingParams that the backend has, beside greedy.
         quantizations: its names for weight formats below 16 bits.
         devices: the kinds of device it runs on.
     """

@@ -6,15 +6,15 @@ KV cache (`kv_unified` off, the default), as many tokens long as the case's long
 
 Keys and values are float32 in a float32 case, so that its tokens can be compared; elsewhere they are float16,
 llama.cpp's default. Greedy is numpy's argmax over the logits: llama.cpp's own sampler first builds a list of all
-candidates, which takes longer. Every other sampler is a chain of llama.cpp's own, in its command line's order.
+candidates, which takes longer.
 
 The `gguf` package writes the float32 file of architecture "gpt2"; llama.cpp's own quantizer makes the other types from
 it, so that they are what its users get: Q4_0 keeps a tied embedding in 8 bits or 6 (Q8_0, Q6_K), positions and
 everything with one dimension stay float32.
 
-Supported: weights F32, BF16, Q8_0, Q4_0; tied and untied heads, any MLP width; greedy and every sampler of the
-benchmark; CPUs. Not supported: GPUs, more sequences than one context takes (256), exact GELU (llama.cpp's GPT-2 has the
-tanh approximation only), and in Q8_0 and Q4_0 widths that are no multiple of 32.
+Supported: weights F32, BF16, Q8_0, Q4_0; tied and untied heads, any MLP width; greedy; CPUs. Not supported: GPUs, more
+sequences than one context takes (256), exact GELU (llama.cpp's GPT-2 has the tanh approximation only), and in Q8_0 and
+Q4_0 widths that are no multiple of 32.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.huggingface import open_folder
 
-_SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
-)  # fmt: skip
 _TYPES = {"float32": "F32", "bfloat16": "BF16"}
 QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale
 _FILE = "model.gguf"
@@ -56,7 +53,7 @@ def file_type(case: Case) -> str:
     Raises:
         NanoinferError: llama.cpp cannot do what the case asks for.
     """
-    require_case(case, sampling=_SAMPLING, dtypes=tuple(_TYPES), quantizations=("Q8_0", "Q4_0"), devices=("cpu",))
+    require_case(case, dtypes=tuple(_TYPES), quantizations=("Q8_0", "Q4_0"), devices=("cpu",))
     return case.quantization or _TYPES[case.dtype]
 
 
@@ -71,7 +68,6 @@ class LlamaCpp:
         kind = file_type(case)
         self._lib = lib = require_module("llama_cpp")
         _silence()
-        self._params = case.params(1)
         config = hf_config.read(weights / "config.json")
         self._capacity = min(make_requests(case, 1).longest, config.block_size)
         if case.batch > (most := lib.llama_max_parallel_sequences()):
@@ -111,7 +107,6 @@ class LlamaCpp:
         require_room("llama.cpp", requests.longest, self._capacity)
         lib = self._lib
         lib.llama_memory_clear(self._memory, False)
-        chains = [] if self._params.greedy else [self._chain(prompt) for prompt in requests.prompts]
         tokens: list[list[int]] = [[] for _ in requests.prompts]
         arrivals: list[list[float]] = [[] for _ in requests.prompts]
         entries = [
@@ -122,7 +117,7 @@ class LlamaCpp:
         while entries:
             sampled: list[tuple[int, int]] = []
             for first in range(0, len(entries), self._n_batch):
-                sampled += (new := self._step(entries[first : first + self._n_batch], chains))
+                sampled += (new := self._step(entries[first : first + self._n_batch]))
                 now = time.perf_counter() - start
                 for i, token in new:
                     tokens[i].append(token)
@@ -133,11 +128,9 @@ class LlamaCpp:
                     entries.append((token, len(requests.prompts[i]) + len(tokens[i]) - 1, i, True))
                 else:
                     lib.llama_memory_seq_rm(self._memory, i, -1, -1)
-        for chain in chains:
-            lib.llama_sampler_free(chain)
         return tokens, RunTimes(sum(map(len, requests.prompts)), arrivals)
 
-    def _step(self, entries: list[_Entry], chains: list[Any]) -> list[tuple[int, int]]:
+    def _step(self, entries: list[_Entry]) -> list[tuple[int, int]]:
         """Decode one batch; return (sequence, token) for each entry whose logits are needed, in their order."""
         batch = self._batch
         batch.n_tokens = len(entries)
@@ -147,35 +140,12 @@ class LlamaCpp:
             batch.logits[j] = needed
         if code := self._lib.llama_decode(self._context, batch):
             raise NanoinferError(f"llama.cpp: llama_decode of {len(entries)} tokens returned {code}")
-        outputs = [(j, seq) for j, (_, _, seq, needed) in enumerate(entries) if needed]
+        outputs = [seq for _, _, seq, needed in entries if needed]
         if not outputs:
             return []
-        if chains:
-            sample = self._lib.llama_sampler_sample
-            return [(seq, int(sample(chains[seq], self._context, j))) for j, seq in outputs]
         shape = (len(outputs), self._n_vocab)
         logits = np.ctypeslib.as_array(self._lib.llama_get_logits(self._context), shape)  # a view: in batch order
-        return [(seq, int(token)) for (_, seq), token in zip(outputs, logits.argmax(1), strict=True)]
-
-    def _chain(self, prompt: list[int]) -> Any:
-        """Return a chain of llama.cpp's samplers for one sequence, which has seen the prompt."""
-        lib, params = self._lib, self._params
-        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        if penalties != (1.0, 0.0, 0.0):
-            last_n = self._capacity  # 0 and less would switch the penalties off
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_penalties(self._n_vocab, last_n, *penalties))
-        if params.top_k:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_k(params.top_k))
-        if params.top_p < 1:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_p(params.top_p, 1))
-        if params.min_p > 0:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_min_p(params.min_p, 1))
-        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(params.temperature))
-        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(params.seed or 0))
-        for token in prompt:
-            lib.llama_sampler_accept(chain, token)
-        return chain
+        return list(zip(outputs, logits.argmax(1).tolist(), strict=True))
 
 
 @functools.cache  # llama.cpp keeps the pointer: the callback must live as long as the process
