@@ -6,7 +6,6 @@ no field of a case is ignored, and what a system lacks is an error of one line.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.util
 import shutil
@@ -14,10 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench.case import SAMPLERS, Case
+from nanoinfer.bench.case import Case
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import reason
-from nanoinfer.sampling_params import SamplingParams
 
 FOLDER = "exports"  # inside the weights folder
 _PACKAGES = {"llama_cpp": "llama-cpp-python"}  # module -> its name on the package index, where they differ
@@ -38,16 +36,14 @@ def require_case(
     case: Case,
     *,
     dtypes: Sequence[str],
-    sampling: Sequence[str] = (),
     quantizations: Sequence[str] = (),
     devices: Sequence[str] = ("cpu", "cuda"),
 ) -> None:
     """Raise NanoinferError unless a backend supports a case.
 
     Args:
-        case: the case.
+        case: the case; peers are measured with greedy sampling only.
         dtypes: the dtypes it computes in.
-        sampling: the fields of SamplingParams that the backend has, beside greedy.
         quantizations: its names for weight formats below 16 bits.
         devices: the kinds of device it runs on.
     """
@@ -59,12 +55,8 @@ def require_case(
         raise NanoinferError(f"{name} has no quantization={case.quantization!r}: it has {known}")
     if (kind := case.device.partition(":")[0]) not in devices:
         raise NanoinferError(f"{name} does not run on device={kind!r}: use {' or '.join(devices)}")
-    neutral = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
-    requested = [field for field, value in SAMPLERS[case.sampler].items() if value not in (neutral[field], 0)]
-    if missing := [field for field in requested if field not in sampling]:
-        raise NanoinferError(
-            f"{name} has no {', '.join(missing)}, which sampler={case.sampler!r} needs: use another sampler"
-        )
+    if case.sampler != "greedy":
+        raise NanoinferError(f"{name} is measured with sampler='greedy' only, not with {case.sampler!r}")
 
 
 def require_room(name: str, num_tokens: int, limit: int) -> None:

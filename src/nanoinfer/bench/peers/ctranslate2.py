@@ -4,9 +4,8 @@ Requests of unequal length run in one batch. The callback ends each request at i
 CTranslate2 removes it from the batch. Of unequal prompts it reads the shortest one's length at once and the rest one
 token at a time, which adds to the time to first token of the longer ones.
 
-Supported: greedy, temperature, top_k, top_p, repetition_penalty. Not supported: min_p, presence and frequency
-penalties. Exported: every model that our loader reads (both kinds of GELU, tied and untied heads, any MLP width). The
-exported vocabulary is "t0", "t1", ...: prompts of a benchmark are token ids.
+Supported: greedy sampling; every GPT-2 (both kinds of GELU, tied and untied heads, any MLP width). The exported
+vocabulary is "t0", "t1", ...: prompts of a benchmark are token ids.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.bench.case import SAMPLERS, Case, Requests
+from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import DTYPES
@@ -27,9 +26,6 @@ from nanoinfer.files import reason
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.huggingface import open_folder
 
-_SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
-_NAMES = {"top_k": "sampling_topk", "top_p": "sampling_topp", "temperature": "sampling_temperature"}
-
 
 def compute_type(case: Case) -> str:
     """Return CTranslate2's name for a case's weights and arithmetic: int8 with bfloat16 -> int8_bfloat16.
@@ -37,7 +33,7 @@ def compute_type(case: Case) -> str:
     Raises:
         NanoinferError: it has no such type, or not on this device.
     """
-    require_case(case, sampling=_SAMPLING, dtypes=DTYPES, quantizations=("int8",))
+    require_case(case, dtypes=DTYPES, quantizations=("int8",))
     name = case.dtype
     if case.quantization is not None:
         name = "int8" if case.dtype == "float32" else f"int8_{case.dtype}"
@@ -71,10 +67,6 @@ class CTranslate2:
             inter_threads=1,
             intra_threads=num_cpus(),
         )
-        self._seed, self._set_seed = case.params(1).seed or 0, ctranslate2.set_random_seed
-        self._options: dict[str, Any] = {"sampling_topk": 1}
-        if case.sampler != "greedy":
-            self._options = {_NAMES.get(name, name): value for name, value in SAMPLERS[case.sampler].items()}
 
     @staticmethod
     def export(case: Case, weights: Path) -> Path:
@@ -99,7 +91,6 @@ class CTranslate2:
         """Generate; a token's arrival is its callback."""
         start = time.perf_counter()
         require_room("ctranslate2", requests.longest, self._block_size)
-        self._set_seed(self._seed)
         tokens: list[list[int]] = [[] for _ in requests.prompts]
         arrivals: list[list[float]] = [[] for _ in requests.prompts]
 
@@ -116,8 +107,8 @@ class CTranslate2:
             end_token=[],  # no token ends a sequence, and min_length bans none
             include_prompt_in_result=False,
             beam_size=1,
+            sampling_topk=1,
             callback=note,
-            **self._options,
         )
         return tokens, RunTimes(sum(map(len, requests.prompts)), arrivals)
 

@@ -4,8 +4,7 @@ Prompts of unequal length are padded on the left, as its documentation says. A b
 request has its tokens, because that is what `generate` does; each sequence is counted with the tokens
 requested for it and no more, so the padding costs time and adds no tokens.
 
-Supported: greedy, temperature, top_k, top_p, min_p, repetition_penalty. Not supported: presence and frequency
-penalties, which transformers does not have.
+Supported: greedy sampling, in every dtype and on every device.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from typing import Any
 
 import torch
 
-from nanoinfer.bench.case import SAMPLERS, Case, Requests
+from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.peers import require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class _Clock:
@@ -52,7 +49,7 @@ class Transformers:
     """
 
     def __init__(self, case: Case, weights: Path) -> None:
-        require_case(case, sampling=_SAMPLING, dtypes=DTYPES)
+        require_case(case, dtypes=DTYPES)
         transformers = require_module("transformers")
         transformers.utils.logging.disable_progress_bar()
         self._device = resolve_device(case.device)
@@ -61,19 +58,16 @@ class Transformers:
         self._model: Any = model.to(self._device).eval()
         for config in (model.config, model.generation_config):
             config.eos_token_id = None  # nothing ends a sequence early, and min_new_tokens bans no token
-        self._name, self._seed = case.backend, case.params(1).seed or 0
+        self._name = case.backend
         self._options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
         if case.backend == "transformers-static":
             self._options["cache_implementation"] = "static"
-        if case.sampler != "greedy":
-            self._options |= {"do_sample": True, "top_k": 0} | SAMPLERS[case.sampler]
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is the streamer's call with it."""
         lengths = [len(prompt) for prompt in requests.prompts]
         T, num_steps = max(lengths), max(requests.output_tokens)
         require_room(self._name, T + num_steps, self._model.config.n_positions)
-        torch.manual_seed(self._seed)
         synchronize(self._device)  # nothing of the previous run is still running
         clock = _Clock()
         idx = torch.tensor([[0] * (T - len(p)) + p for p in requests.prompts], device=self._device)  # (B, T)
