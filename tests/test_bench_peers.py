@@ -150,3 +150,16 @@ def test_nanogpt_runs_the_whole_prefix_for_every_token(small: Path, monkeypatch:
 def test_helpers() -> None:
     assert RAGGED.longest == 20
     refuses(lambda: require_module("no_such_peer"), "no_such_peer", "pip install")
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_other_families_run_or_are_refused(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers", reason="transformers makes the model")
+    from test_families import make_folder as make_family
+
+    make_family("llama", tmp_path)
+    case = make_case(name)
+    if name in ("ctranslate2", "llama.cpp"):
+        refuses(lambda: open_backend(case, tmp_path), name, "GPT-2")
+    else:
+        assert run(case, tmp_path, ONE) == run(make_case("static"), tmp_path, ONE)

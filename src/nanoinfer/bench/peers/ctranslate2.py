@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.bench.case import Case, Requests
-from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
+from nanoinfer.bench.peers import FOLDER, export_once, open_gpt2, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import DTYPES
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import reason
 from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.huggingface import open_folder
 
 
 def compute_type(case: Case) -> str:
@@ -120,7 +119,7 @@ def _token(token_id: int) -> str:
 
 def _spec(weights: Path) -> Any:
     """Return CTranslate2's description of the model in a folder, which holds its weights."""
-    opened, specs = open_folder(weights), require_module("ctranslate2").specs
+    opened, specs = open_gpt2(weights, "ctranslate2"), require_module("ctranslate2").specs
     config = opened.config
     tensors = {name: np.ascontiguousarray(tensor.float32()) for name, tensor in opened.read()}
     activation = specs.Activation.GELUTanh if config.activation == "gelu_new" else specs.Activation.GELU

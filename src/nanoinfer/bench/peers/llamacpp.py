@@ -29,12 +29,11 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.bench.case import Case, Requests, make_requests
-from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
+from nanoinfer.bench.peers import FOLDER, export_once, open_gpt2, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.huggingface import open_folder
 
 _TYPES = {"float32": "F32", "bfloat16": "BF16"}
 QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale
@@ -200,7 +199,7 @@ def gguf_name(name: str) -> str:
 def _write_f32(weights: Path, path: Path) -> None:
     """Write the float32 file."""
     gguf = require_module("gguf")
-    opened = open_folder(weights)
+    opened = open_gpt2(weights, "llama.cpp")
     config = opened.config
     out = gguf.GGUFWriter(str(path), "gpt2")
     try:

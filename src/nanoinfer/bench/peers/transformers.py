@@ -1,4 +1,4 @@
-"""Hugging Face transformers: GPT2LMHeadModel.generate with its growing cache, or with its static one.
+"""Hugging Face transformers: `generate` with its growing cache, or with its static one.
 
 Prompts of unequal length are padded on the left, as its documentation says. A batch runs until its longest
 request has its tokens, because that is what `generate` does; each sequence is counted with the tokens
@@ -42,7 +42,7 @@ class _Clock:
 
 
 class Transformers:
-    """GPT2LMHeadModel with its default cache, or with its static one (on a GPU it compiles the model).
+    """A model with its default cache, or with its static one (on a GPU it compiles the model).
 
     Raises:
         NanoinferError: quantization, a sampler or a device that transformers does not have.
@@ -54,7 +54,7 @@ class Transformers:
         transformers.utils.logging.disable_progress_bar()
         self._device = resolve_device(case.device)
         dtype = getattr(torch, resolve_dtype(case.dtype, self._device))
-        model = transformers.GPT2LMHeadModel.from_pretrained(str(weights), dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(weights), dtype=dtype)
         self._model: Any = model.to(self._device).eval()
         for config in (model.config, model.generation_config):
             config.eos_token_id = None  # nothing ends a sequence early, and min_new_tokens bans no token
@@ -67,7 +67,7 @@ class Transformers:
         """Generate; a token's arrival is the streamer's call with it."""
         lengths = [len(prompt) for prompt in requests.prompts]
         T, num_steps = max(lengths), max(requests.output_tokens)
-        require_room(self._name, T + num_steps, self._model.config.n_positions)
+        require_room(self._name, T + num_steps, self._model.config.max_position_embeddings)
         synchronize(self._device)  # nothing of the previous run is still running
         clock = _Clock()
         idx = torch.tensor([[0] * (T - len(p)) + p for p in requests.prompts], device=self._device)  # (B, T)
