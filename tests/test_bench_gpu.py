@@ -167,17 +167,15 @@ def test_memory_of_a_gpu_is_torchs_peak(monkeypatch: pytest.MonkeyPatch) -> None
         return 7 << 20
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9 << 20)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert worker.memory("cuda:1") == {"peak_memory_bytes": 7 << 20, "reserved_memory_bytes": 9 << 20}
+    assert worker.peak_memory("cuda:1") == 7 << 20
     assert asked == ["cuda:1"]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)  # CTranslate2 has its own allocator
-    assert worker.memory("cuda:0")["peak_memory_bytes"] is None
+    assert worker.peak_memory("cuda:0") is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # asking would start CUDA
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: pytest.fail("asked"))
-    assert worker.memory("cuda:0") == {"peak_memory_bytes": None, "reserved_memory_bytes": None}
-    assert worker.memory("cpu")["reserved_memory_bytes"] is None
-    assert (worker.memory("cpu")["peak_memory_bytes"] or 0) > 50 << 20
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: pytest.fail("asked"))
+    assert worker.peak_memory("cuda:0") is None
+    assert (worker.peak_memory("cpu") or 0) > 50 << 20
 
 
 def test_engines_say_what_their_cache_reserves(tiny_folder: Path) -> None:
@@ -338,7 +336,7 @@ class FakeHandle:
         self._log.append(("run", {f: getattr(case, f) for f in fields if getattr(case, f) != getattr(self.case, f)}))
         tokens = case.output_tokens
         times = RunTimes(4, [[0.1 * (i + 1) for i in range(tokens)]])
-        memory = {"peak_memory_bytes": 100, "reserved_memory_bytes": 200, "kv_cache_bytes": 30}
+        memory = {"peak_memory_bytes": 100, "kv_cache_bytes": 30}
         return RunResult([[1] * tokens], times, memory)
 
     def ask(self, what: str) -> Any:
@@ -388,7 +386,7 @@ def test_a_row_of_a_gpu_has_its_counts_and_memory(tmp_path: Path, log: list[tupl
     static, dynamic, loop = rows
     assert [r.error for r in rows] == [None] * 3
     assert (static.kernels_per_step, static.kernels_per_layer, static.launches_per_step) == (60.0, 5, 1.0)
-    assert (static.peak_memory_bytes, static.reserved_memory_bytes, static.kv_cache_bytes) == (100, 200, 30)
+    assert (static.peak_memory_bytes, static.kv_cache_bytes) == (100, 30)
     assert static.verify_ratio == 1.08
     assert (dynamic.kernels_per_step, dynamic.note) == (None, "launches unknown: torch's profiler saw no kernel")
     assert (loop.kernels_per_step, loop.verify_ratio) == (None, None)  # a peer is not asked
@@ -503,7 +501,7 @@ def test_counts_are_in_table_file_and_report() -> None:
     assert (again.rows[0].kernels_per_step, again.rows[0].verify_ratio) == (63.0, 1.25)
     heads = page.table(made.rows)[0]
     assert {"kernels a step", "launches a step", "verifying 5 tokens, decodes"} <= set(heads)
-    assert "reserved, MB" not in heads  # no row has it
+    assert "KV cache, MB" not in heads  # no row has it
 
 
 def test_on_a_cpu_nothing_of_it_is_shown() -> None:
@@ -569,7 +567,7 @@ def test_a_suite_of_two_models_runs_each_on_its_own_weights(
     here, missing, there = made.rows
     assert "engine='triton-9' is unknown" in str(missing.error)
     assert (here.weight_bytes or 0) > (there.weight_bytes or 0) > 0
-    assert (here.kernels_per_step, here.reserved_memory_bytes) == (None, None)  # on a CPU
+    assert here.kernels_per_step is None  # on a CPU
     assert (here.verify_ratio or 0) > 0.1
     assert there.verify_ratio is None
     assert there.note == "cost of verifying unknown: num_tokens=5 is not an integer in [1, 4]"  # its prompt has 4
@@ -591,7 +589,7 @@ def test_on_a_gpu_backends_say_the_same_and_report_its_memory(tiny_folder: Path,
         handle = processes.worker(case)
         made = handle.run()
         assert made.tokens == expected
-        assert 0 < (made.memory["peak_memory_bytes"] or 0) <= (made.memory["reserved_memory_bytes"] or 0) < 8 << 30
+        assert 0 < (made.memory["peak_memory_bytes"] or 0) < 8 << 30
         if name == "static":
             assert handle.ask("launches")["kernels_per_step"] > TINY.n_layer
             assert 0.1 < handle.ask("verify") < 20

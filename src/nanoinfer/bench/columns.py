@@ -47,7 +47,6 @@ COLUMNS = (
     Column("total, s", figure("total_sec")),
     Column("rounds", figure("rounds")),
     Column("peak memory, MB", figure("peak_memory_bytes", 1e-6), "MB"),
-    Column("reserved, MB", figure("reserved_memory_bytes", 1e-6)),
     Column("KV cache, MB", figure("kv_cache_bytes", 1e-6)),
     Column("weights, MB", figure("weight_bytes", 1e-6)),
     Column("MB a token", figure("bytes_per_token", 1e-6)),

@@ -53,8 +53,6 @@ class Row:
     """Whether its greedy tokens were the reference's; None where that is not required (reduced precision)."""
     peak_memory_bytes: int | None = None
     """Of the backend's own process (on a GPU: torch.cuda's peak of what was in use)."""
-    reserved_memory_bytes: int | None = None
-    """On a GPU: the most that torch's allocator took for the process, in use or not; None on a CPU."""
     kv_cache_bytes: int | None = None
     """Keys and values that one of our engines has reserved; None where they are allocated as needed."""
     weight_bytes: int | None = None

@@ -58,27 +58,24 @@ class Worker:
         return {
             "tokens": tokens,
             "times": dataclasses.asdict(times),
-            "memory": memory(case.device) | {"kv_cache_bytes": getattr(self._backend, "kv_cache_bytes", None)},
+            "memory": {
+                "peak_memory_bytes": peak_memory(case.device),
+                "kv_cache_bytes": getattr(self._backend, "kv_cache_bytes", None),
+            },
             "speculation": self._backend.speculation() if case.draft is not None else None,
         }
 
 
-def memory(device: str) -> dict[str, int | None]:
-    """Return the most memory that this process has held, in bytes: of a GPU through torch, else resident memory.
+def peak_memory(device: str) -> int | None:
+    """Return the most memory that this process has had in use, in bytes: of a GPU through torch, else resident memory.
 
-    `peak_memory_bytes` was in use; `reserved_memory_bytes` was taken from a GPU by torch's allocator, in use or not
-    (graphs keep pools). None for a process that has taken no GPU memory through torch (CTranslate2 has an allocator of
-    its own): torch's peak is then no figure of the backend.
+    None for a process that has taken no GPU memory through torch: CTranslate2 has an allocator of its own.
     """
-    if not device.startswith("cuda"):
-        return {"peak_memory_bytes": _resident_peak(), "reserved_memory_bytes": None}
-    in_use, reserved, torch = None, None, sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():  # reading a peak would start CUDA
-        in_use, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return {"peak_memory_bytes": in_use or None, "reserved_memory_bytes": reserved or None}
-
-
-def _resident_peak() -> int | None:
+    if device.startswith("cuda"):
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():  # reading a peak would start CUDA
+            return None
+        return torch.cuda.max_memory_allocated(device) or None
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):  # not getrusage: its peak includes the parent's, from before exec
