@@ -144,7 +144,7 @@ def test_the_verify_ratio_is_of_steps_at_the_same_length() -> None:
 
 def test_verifying_needs_a_text_and_a_clock() -> None:
     engine = Timed({})
-    refuses(lambda: verify_ratio(engine, [1, 2], clock=lambda: 0.0), "num_tokens=5")  # type: ignore[arg-type]
+    refuses(lambda: verify_ratio(engine, [1, 2], clock=lambda: 0.0), "prompt_tokens=2")  # type: ignore[arg-type]
     refuses(lambda: verify_ratio(engine, [1] * 7, clock=lambda: 0.0), "0.0 s by the clock")  # type: ignore[arg-type]
     assert not engine.inner._lengths
 
@@ -262,7 +262,7 @@ def test_a_gpu_is_described_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> No
 
     def smi(command: list[str], **options: Any) -> SimpleNamespace:
         commands.append(command)
-        return SimpleNamespace(stdout="580.1, 1980, 1980, 2619, 2619, 700.00, [N/A]\n")
+        return SimpleNamespace(stdout="580.1, 1980, 1980, 2619, 700.00, [N/A]\n")
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(machine.subprocess, "run", smi)
@@ -570,7 +570,7 @@ def test_a_suite_of_two_models_runs_each_on_its_own_weights(
     assert here.kernels_per_step is None  # on a CPU
     assert (here.verify_ratio or 0) > 0.1
     assert there.verify_ratio is None
-    assert there.note == "cost of verifying unknown: num_tokens=5 is not an integer in [1, 4]"  # its prompt has 4
+    assert there.note == "cost of verifying unknown: prompt_tokens=4 is not an integer >= 5"  # its prompt has 4
     again = replace(plan, output=None, resume=tmp_path / "r.json")
     (kept,), _ = run(again, "test", log=lambda _: None)
     assert written_figures(kept) == written_figures(made)

@@ -14,15 +14,10 @@ from typing import Any
 from nanoinfer.environment import num_cpus
 
 PACKAGES = ("nanoinfer", "torch", "numpy", "transformers", "ctranslate2", "llama-cpp-python", "triton")
-_GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description, with their units
-    "driver_version": "driver",
-    "clocks.sm": "sm_clock_mhz",
-    "clocks.max.sm": "max_sm_clock_mhz",
-    "clocks.mem": "memory_clock_mhz",
-    "clocks.max.mem": "max_memory_clock_mhz",
-    "power.limit": "power_limit_watt",
-    "temperature.gpu": "temperature_celsius",
-}
+_GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description
+    "driver_version": "driver", "clocks.sm": "sm_clock_mhz", "clocks.max.sm": "max_sm_clock_mhz",
+    "clocks.mem": "memory_clock_mhz", "power.limit": "power_limit_watt", "temperature.gpu": "temperature_celsius",
+}  # fmt: skip
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
