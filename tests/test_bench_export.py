@@ -132,5 +132,5 @@ def test_gguf_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     exact = make_folder(tmp_path / "exact", replace(SMALL, activation="gelu"), chars=None)
     refuses(lambda: export_gguf(exact, tmp_path, "F32"), "activation='gelu'", "gelu_new")
     odd = make_folder(tmp_path / "odd", replace(SMALL, n_embd=48), chars=None)
-    refuses(lambda: export_gguf(odd, tmp_path, "Q8_0"), "n_embd=48", str(QUANT_BLOCK))
+    refuses(lambda: export_gguf(odd, tmp_path, "Q8_0"), "a width of 48 in Q8_0", str(QUANT_BLOCK))
     refuses(lambda: prepare(Case("llama.cpp", "m", quantization="Q3_K"), odd), "quantization='Q3_K'", "Q4_0")

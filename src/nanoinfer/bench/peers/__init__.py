@@ -1,7 +1,7 @@
 """Other systems as backends: adapters, and exporters of one of our Hugging Face folders to their file formats.
 
 This module holds what the adapters share. An adapter checks its installation and the case before it loads anything:
-no field of a case is ignored, and what a system lacks is an error of one line.
+no field of a case is ignored, and what a system lacks is a NanoinferError.
 """
 
 from __future__ import annotations
@@ -41,14 +41,7 @@ def require_case(
     quantizations: Sequence[str] = (),
     devices: Sequence[str] = ("cpu", "cuda"),
 ) -> None:
-    """Raise NanoinferError unless a backend supports a case.
-
-    Args:
-        case: the case; peers are measured with greedy sampling only.
-        dtypes: the dtypes it computes in.
-        quantizations: its names for weight formats below 16 bits.
-        devices: the kinds of device it runs on.
-    """
+    """Raise NanoinferError unless a backend supports a case: its dtype, quantization, kind of device, and greedy."""
     name = case.backend
     if case.dtype not in dtypes:
         raise NanoinferError(f"{name} does not run in dtype={case.dtype!r} here: use one of {', '.join(dtypes)}")
@@ -76,11 +69,7 @@ def open_gpt2(weights: Path, name: str) -> Weights:
 
 
 def export_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Return the folder `target`, filled by `write` if it does not exist. A failure leaves no folder.
-
-    Raises:
-        NanoinferError: the folder cannot be written.
-    """
+    """Return the folder `target`, filled by `write` if it does not exist. A failure leaves no folder."""
     partial = target.with_name(f"{target.name}.tmp")
     try:
         if not target.exists():

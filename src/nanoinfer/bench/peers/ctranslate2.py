@@ -27,11 +27,7 @@ from nanoinfer.models.checkpoints import hf_config
 
 
 def compute_type(case: Case) -> str:
-    """Return CTranslate2's name for a case's weights and arithmetic: int8 with bfloat16 -> int8_bfloat16.
-
-    Raises:
-        NanoinferError: it has no such type, or not on this device.
-    """
+    """Return CTranslate2's name for a case's weights and arithmetic ; raise NanoinferError for others."""
     require_case(case, dtypes=DTYPES, quantizations=("int8",))
     name = case.dtype
     if case.quantization is not None:
@@ -48,11 +44,7 @@ def compute_type(case: Case) -> str:
 
 
 class CTranslate2:
-    """A Generator on all cores.
-
-    Raises:
-        NanoinferError: a dtype, quantization, sampler or device that CTranslate2 does not have.
-    """
+    """A Generator on all cores."""
 
     def __init__(self, case: Case, weights: Path) -> None:
         ctranslate2 = require_module("ctranslate2")
@@ -69,10 +61,7 @@ class CTranslate2:
 
     @staticmethod
     def export(case: Case, weights: Path) -> Path:
-        """Return the model folder for a case, made from `weights` if it does not exist.
-
-        Weights are converted here, so that loading them takes no more memory than running the model.
-        """
+        """Return the model folder for a case, made from `weights` if it does not exist, with converted weights."""
         kind = compute_type(case)
 
         def write(partial: Path) -> None:

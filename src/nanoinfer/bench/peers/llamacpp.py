@@ -47,21 +47,13 @@ _Entry = tuple[int, int, int, bool]  # token, position, sequence, whether its lo
 
 
 def file_type(case: Case) -> str:
-    """Return llama.cpp's name for a case's weights: its quantization, or F32 or BF16 for its dtype.
-
-    Raises:
-        NanoinferError: llama.cpp cannot do what the case asks for.
-    """
+    """Return llama.cpp's name for a case's weights, F32, BF16 or a quantization; raise NanoinferError for others."""
     require_case(case, dtypes=tuple(_TYPES), quantizations=("Q8_0", "Q4_0"), devices=("cpu",))
     return case.quantization or _TYPES[case.dtype]
 
 
 class LlamaCpp:
-    """A llama.cpp model, a context sized to the case, and one batch that every step fills; all live with the process.
-
-    Raises:
-        NanoinferError: a dtype, quantization, device or batch that llama.cpp does not have, or too little memory.
-    """
+    """A llama.cpp model, a context sized to the case, and one batch that every step fills."""
 
     def __init__(self, case: Case, weights: Path) -> None:
         kind = file_type(case)
@@ -75,10 +67,15 @@ class LlamaCpp:
         lib.llama_backend_init()
         options = lib.llama_model_default_params()
         options.n_gpu_layers = 0
-        self._model = lib.llama_model_load_from_file(bytes(path), options)
-        if not self._model:
+        if not (model := lib.llama_model_load_from_file(bytes(path), options)):
             raise NanoinferError(f"llama.cpp cannot load {path}")
-        self._context = lib.llama_init_from_model(self._model, self._context_params(case, kind))
+        params = lib.llama_context_default_params()
+        params.n_seq_max = case.batch
+        params.n_ctx = case.batch * self._capacity
+        params.n_threads = params.n_threads_batch = num_cpus()
+        if kind == "F32":
+            params.type_k = params.type_v = lib.GGML_TYPE_F32
+        self._context = lib.llama_init_from_model(model, params)
         if not self._context:
             raise NanoinferError(f"llama.cpp has no memory for {case.batch} sequences of {self._capacity} tokens")
         self._memory = lib.llama_get_memory(self._context)
@@ -90,15 +87,6 @@ class LlamaCpp:
     def export(case: Case, weights: Path) -> Path:
         """Return the GGUF file for a case, made from `weights` if it does not exist."""
         return export_gguf(weights, weights / FOLDER, file_type(case))
-
-    def _context_params(self, case: Case, kind: str) -> Any:
-        params = self._lib.llama_context_default_params()
-        params.n_seq_max = case.batch
-        params.n_ctx = case.batch * self._capacity
-        params.n_threads = params.n_threads_batch = num_cpus()
-        if kind == "F32":
-            params.type_k = params.type_v = self._lib.GGML_TYPE_F32
-        return params
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is when it has been sampled from its step's logits."""
@@ -150,34 +138,24 @@ class LlamaCpp:
 @functools.cache  # llama.cpp keeps the pointer: the callback must live as long as the process
 def _silence() -> Any:
     """Drop llama.cpp's log, which goes to stderr otherwise; return the callback. Errors are also return codes."""
-    llama_cpp = require_module("llama_cpp").llama_cpp
+    llama_cpp = require_module("llama_cpp")
     callback = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     return callback
 
 
 def export_gguf(weights: Path, folder: Path, kind: str) -> Path:
-    """Return a GGUF file, written if it does not exist.
-
-    Args:
-        weights: Hugging Face folder.
-        folder: the file is made in its sub-folder `gguf-<kind>`; all but F32 need and keep the F32 one.
-        kind: llama.cpp's name for the format of the weights: F32, BF16, Q8_0 or Q4_0.
+    """Return a GGUF file, written if it does not exist: folder/gguf-<kind>; all but F32 need and keep the F32 one.
 
     Raises:
-        NanoinferError: a model that the format cannot hold, gguf or llama_cpp is missing, or a folder cannot be
-            read or written.
+        NanoinferError: the format cannot hold the model, gguf or llama_cpp is missing, or a folder cannot be used.
     """
     config = hf_config.read(weights / "config.json")
+    odd = [w for w in (config.n_embd, config.mlp_dim) if w % QUANT_BLOCK] if kind.startswith("Q") else []
     if config.activation != "gelu_new":
-        raise NanoinferError(
-            f"{weights}: activation={config.activation!r} cannot be exported: llama.cpp's GPT-2 has gelu_new only"
-        )
-    for name, width in (("n_embd", config.n_embd), ("n_inner", config.mlp_dim)):
-        if kind.startswith("Q") and width % QUANT_BLOCK:
-            raise NanoinferError(
-                f"{weights}: {name}={width} cannot be exported as {kind}: it is no multiple of {QUANT_BLOCK}"
-            )
+        raise NanoinferError(f"llama.cpp's GPT-2 has gelu_new only, and {weights} activation={config.activation!r}")
+    if odd:
+        raise NanoinferError(f"llama.cpp cannot hold a width of {odd[0]} in {kind}: it is no multiple of {QUANT_BLOCK}")
 
     def write(partial: Path) -> None:
         if kind == "F32":
@@ -197,27 +175,22 @@ def gguf_name(name: str) -> str:
 
 
 def _write_f32(weights: Path, path: Path) -> None:
-    """Write the float32 file."""
     gguf = require_module("gguf")
     opened = open_gpt2(weights, "llama.cpp")
     config = opened.config
     out = gguf.GGUFWriter(str(path), "gpt2")
-    try:
-        out.add_file_type(int(gguf.LlamaFileType.ALL_F32))
-        out.add_block_count(config.n_layer)
-        out.add_context_length(config.block_size)
-        out.add_embedding_length(config.n_embd)
-        out.add_feed_forward_length(config.mlp_dim)
-        out.add_head_count(config.n_head)
-        out.add_layer_norm_eps(config.norm_epsilon)
+    fields = {
+        "file_type": int(gguf.LlamaFileType.ALL_F32), "block_count": config.n_layer,
+        "context_length": config.block_size, "embedding_length": config.n_embd,
+        "feed_forward_length": config.mlp_dim, "head_count": config.n_head, "layer_norm_eps": config.norm_epsilon,
         # The least that llama.cpp takes for a tokenizer, without which it loads no file: byte-level BPE with one merge.
-        out.add_tokenizer_model("gpt2")
-        out.add_tokenizer_pre("gpt-2")
-        out.add_token_list([f"t{i}" for i in range(config.vocab_size)])
-        out.add_token_merges(["t 0"])
-        out.add_bos_token_id(0)  # the default, 11, need not be in a small vocabulary
-        out.add_eos_token_id(0)
-        out.add_add_bos_token(False)
+        "tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "token_merges": ["t 0"], "add_bos_token": False,
+        "token_list": [f"t{i}" for i in range(config.vocab_size)],
+        "bos_token_id": 0, "eos_token_id": 0,  # the default, 11, need not be in a small vocabulary
+    }  # fmt: skip
+    try:
+        for name, value in fields.items():
+            getattr(out, f"add_{name}")(value)
         for name, tensor in opened.read():
             out.add_tensor(gguf_name(name), np.ascontiguousarray(tensor.float32()))
         out.write_header_to_file()
@@ -228,7 +201,6 @@ def _write_f32(weights: Path, path: Path) -> None:
 
 
 def _quantize(source: Path, path: Path, kind: str) -> None:
-    """Write a float32 file in another type."""
     llama_cpp = require_module("llama_cpp")
     _silence()
     params = llama_cpp.llama_model_quantize_default_params()

@@ -25,11 +25,7 @@ from nanoinfer.models.gpt_loading import load_gpt
 
 
 class NanoGPT:
-    """The reference model, and the loop.
-
-    Raises:
-        NanoinferError: quantization, a sampler or a device that nanoGPT does not have.
-    """
+    """The reference model, and the loop."""
 
     def __init__(self, case: Case, weights: Path) -> None:
         require_case(case, dtypes=DTYPES)

@@ -42,11 +42,7 @@ class _Clock:
 
 
 class Transformers:
-    """A model with its default cache, or with its static one (on a GPU it compiles the model).
-
-    Raises:
-        NanoinferError: quantization, a sampler or a device that transformers does not have.
-    """
+    """A model with its default cache, or with its static one (on a GPU it compiles the model)."""
 
     def __init__(self, case: Case, weights: Path) -> None:
         require_case(case, dtypes=DTYPES)
