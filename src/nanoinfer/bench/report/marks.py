@@ -125,12 +125,6 @@ def look(rows: Sequence[Row]) -> dict[str, Channel]:
     return {channel: {"scale": {"domain": list(cases), "range": values}} for channel, values in ranges.items()}
 
 
-def x_axis(places: Sequence[int], title: str) -> Channel:
-    """Return a logarithmic axis with ticks at the sizes that were swept, in rising order."""
-    scale = {"type": "log", "domain": [places[0], places[-1]], "nice": False, "padding": 8}
-    return {"scale": scale, "axis": {"values": list(places), "title": title, "format": ",~r", "labelOverlap": False}}
-
-
 def y_axis(measure: Measure, records: Sequence[Record]) -> Channel:
     """Return the axis of a measure: logarithmic with ticks at 1, 2, 5, 10, ..., or from 0."""
     if not measure.log:
