@@ -493,7 +493,7 @@ def test_counts_are_in_table_file_and_report() -> None:
     assert head[at - 1 : at + 3] == ["kernels", "launches", "verify", "a"]
     assert line[at : at + 4] == ["63.0", "2.00", "1.25", "5.00"]
     assert "of a decode step" in text
-    assert ["static", "bfloat16", "1,074", "–"] in words  # memory in every shape
+    assert "1,074" in line  # MB
     assert "gpt2-xl, batch 1, 4+4 tokens" in " ".join(text.split())
     assert ["gpt2", "gpt2-xl"] in words  # the models of the shapes
     again = results.from_json(results.to_json(made), "here")

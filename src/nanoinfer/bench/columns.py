@@ -44,7 +44,7 @@ COLUMNS = (
     Column("TPOT, ms", figure("tpot_sec", 1e3), "TPOT ms"),
     Column("p90", figure("tpot_p90_sec", 1e3)),
     Column("p99", figure("tpot_p99_sec", 1e3), "p99 ms"),
-    Column("total, s", figure("total_sec")),
+    Column("total, s", figure("total_sec"), "total s"),
     Column("rounds", figure("rounds")),
     Column("peak memory, MB", figure("peak_memory_bytes", 1e-6), "MB"),
     Column("KV cache, MB", figure("kv_cache_bytes", 1e-6)),
