@@ -131,7 +131,7 @@ class Results:
 
     @property
     def failed(self) -> list[Row]:
-        """The rows without figures."""
+        """Rows without figures."""
         return [row for row in self.rows if row.error is not None]
 
 
@@ -152,8 +152,7 @@ def _costs(row: Row, ceiling: dict[str, Any]) -> dict[str, Any]:
     config, bandwidth = installed_shape(row.case.model), ceiling.get("read_bytes_per_sec")
     if config is None or not bandwidth or row.figures is None:
         return {}
-    found: dict[str, Any] = _compact(costs(row.case, config, Ceiling("file", bandwidth, ceiling["flops_per_sec"], "")))
-    return found
+    return dict(_compact(costs(row.case, config, Ceiling("file", bandwidth, ceiling["flops_per_sec"], ""))))
 
 
 def _compact(value: Any) -> Any:
@@ -169,11 +168,7 @@ def _compact(value: Any) -> Any:
 
 
 def from_json(text: str | bytes, source: str) -> Results:
-    """Return the results in a JSON document.
-
-    Args:
-        text: the document.
-        source: its file, for error messages.
+    """Return the results in a JSON document; `source` names it in errors.
 
     Raises:
         NanoinferError: no JSON, another schema, or fields that are missing, unknown or of the wrong kind.
