@@ -37,43 +37,23 @@ PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights; tw
 NUM_LENGTHS = 7  # that an extrapolated run is measured at
 NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
 
-
 Show = Callable[[str, int, int], None]  # current step, finished cases, all cases
 
 
 class Harness:
-    """Measures cases of one model.
-
-    Args:
-        weights: Hugging Face folder with the model's weights in float32.
-        config: the model's shape.
-        ceiling: what this machine can do.
-        options: how carefully to measure.
-        show: called with the progress.
-        clock: seconds; a fake one in tests.
-    """
+    """Measures cases of one model, whose float32 weights are in a Hugging Face folder."""
 
     def __init__(
-        self,
-        weights: Path,
-        config: ModelConfig,
-        ceiling: Ceiling,
-        options: Options,
-        show: Show,
+        self, weights: Path, config: ModelConfig, ceiling: Ceiling, options: Options, show: Show,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._weights, self._config, self._ceiling, self._options = weights, config, ceiling, options
         self._show, self._clock = show, clock
         self._started = clock()
         self._done = self._total = 0
 
     def run(self, cases: Sequence[Case], keep: Callable[[list[Row]], None]) -> None:
-        """Measure the cases, shape by shape, in the order given.
-
-        Args:
-            cases: what to measure.
-            keep: called with the rows of each shape as soon as they are complete.
-        """
+        """Measure the cases, shape by shape, in the order given; call `keep` with the rows of each shape."""
         self._total = len(cases)
         for _, same_shape in groupby(cases, key=lambda c: c.shape):
             group = list(same_shape)
@@ -89,8 +69,7 @@ class Harness:
     @property
     def _late(self) -> bool:
         """Whether the time budget is spent."""
-        budget = self._options.budget_sec
-        return budget is not None and self._clock() - self._started >= budget
+        return self._clock() - self._started >= self._options.budget_sec
 
     def _parts(self, group: list[Case]) -> list[list[Case]]:
         """Split the backends of a shape, in their order, into parts that fit 2/3 of the free memory, of a GPU 5/6."""
@@ -121,12 +100,10 @@ class Harness:
 
     def _reference_case(self, group: list[Case]) -> Case | None:
         """Return the case whose greedy tokens are the reference: the first of our engines in float32, not shortened."""
-        exact = [c for c in group if c.backend in ENGINES and _is_exact(c)]
-        return min(exact, key=self._shortened) if exact else None
-
-    # One part: all of its backends are alive at once ----------------------------------------------------
+        return min((c for c in group if c.backend in ENGINES and _is_exact(c)), key=self._shortened, default=None)
 
     def _run_part(self, cases: list[Case], reference: Case | None) -> list[Row]:
+        """Return the rows of backends that are alive together."""
         rows = {case: Row(case) for case in cases}
         runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
         spent = dict.fromkeys(cases, 0.0)
@@ -153,20 +130,16 @@ class Harness:
             for case, worker in workers.items():
                 if rows[case].error is None and case.backend in ENGINES and not self._shortened(case):
                     self._measure_more(worker, rows[case], quick=spent[case] < self._options.max_case_sec)
-        done = [case for case in cases if case in workers or rows[case].error is not None]
-        for case in done:
-            self._done += 1
-            if rows[case].error is None:
-                self._finish(rows[case], runs[case])
-        return [rows[case] for case in done]
-
-    def _finish(self, row: Row, runs: list[RunTimes]) -> None:
-        """Set the figures of a row, and what follows from them."""
-        row.figures = summarize(runs)
-        row.round_sec = [run.total_sec for run in runs]
-        if row.case.batch == 1 and row.case.workload == "uniform":
-            row.per_position_sec = by_position(runs, row.case.prompt_tokens) or None
-        fill_in(row, self._config, self._ceiling)
+        done = [rows[case] for case in cases if case in workers or rows[case].error is not None]
+        self._done += len(done)
+        for row in done:
+            if row.error is None:
+                row.figures = summarize(runs[row.case])
+                row.round_sec = [run.total_sec for run in runs[row.case]]
+                if row.case.batch == 1 and row.case.workload == "uniform":
+                    row.per_position_sec = by_position(runs[row.case], row.case.prompt_tokens) or None
+                fill_in(row, self._config, self._ceiling)
+        return done
 
     def _measure_more(self, worker: WorkerProcess, row: Row, *, quick: bool) -> None:
         """Measure what is not part of the timing; what an engine does not support stays unknown."""
@@ -197,10 +170,9 @@ class Harness:
     def _check(
         self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row], reference: Case | None
     ) -> dict[Case, float]:
-        """Compare greedy float32 tokens with the reference's; a backend with other tokens is not timed.
+        """Compare greedy float32 tokens with the reference's; return the seconds of each run, the first warm-up.
 
-        Returns:
-            the seconds that each case's run took: its first warm-up.
+        A backend with other tokens is not timed.
         """
         seconds: dict[Case, float] = {}
         expected: dict[Case | None, list[list[int]]] = {}
@@ -228,15 +200,10 @@ class Harness:
         return worker.run(_shorter(case, CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS))
 
     def _warm_up(self, worker: WorkerProcess, case: Case, first_sec: float) -> None:
-        """Run until two runs agree. Short runs suffice on a CPU: caches and clocks warm up per step.
+        """Run until two runs agree. Short runs as that of the check, which took `first_sec`, suffice on a CPU.
 
         On a GPU they are as long as the timed ones: graphs are captured, and code is compiled, for sequence lengths
         that a short run does not reach.
-
-        Args:
-            worker: the backend.
-            case: what is measured.
-            first_sec: what the check took, the same short run.
         """
         seconds = [first_sec] if case.device == "cpu" else []
         shape = _shorter(case, CHECK_TOKENS) if case.device == "cpu" else case

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import sys
 import tempfile
 import time
@@ -108,21 +107,11 @@ class Plan:
         """Return the model that a suite measures."""
         return self.model or (SUITES[suite].model if suite in SUITES else "random:gpt2")
 
-    def options_of(self, suite: str) -> Options:
-        """Return how carefully a suite is measured."""
-        options = SUITES[suite].options if suite in SUITES else Options()
-        if self.quick:
-            options = replace(options, rounds=1, max_warmups=2)
-        return replace(options, rounds=self.rounds or options.rounds)
-
 
 def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -> tuple[list[Results], bool]:
-    """Measure what the plan requests.
+    """Measure what the plan requests; return one result for each suite, and whether the user interrupted.
 
     Results are written after every shape, so that an interruption loses one shape at most.
-
-    Returns:
-        one result for each suite, and whether the user interrupted.
 
     Raises:
         NanoinferError: something does not exist, or cannot be written; nothing has been measured then.
@@ -132,8 +121,7 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
         _check_writable(plan.report)
     if not plan.load:
         interrupted = _measure(plan, command, done, log or (lambda line: print(line, file=sys.stderr)))
-    with_rows = [r for r in done if r.rows]
-    if plan.report is not None and with_rows:
+    if plan.report is not None and (with_rows := [r for r in done if r.rows]):
         from nanoinfer.bench.report import write_report
 
         write_report(with_rows, plan.report)
@@ -210,9 +198,10 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
         shapes = product(
             plan.sampler or ("greedy",), plan.batch or (1,), plan.prompt_tokens or (32,), plan.output_tokens or (32,)
         )
-        wanted: list[tuple[str, str | None]] = [(d, None) for d in plan.dtype or ("auto",)]
-        wanted += [("float32", q) for q in plan.quantization]
-        formats = list(dict.fromkeys(_format(model, *w) for w in wanted))
+        wanted = [EngineConfig(dtype=d) for d in plan.dtype or ("auto",)]
+        wanted += [EngineConfig(dtype="float32", quantization=q) for q in plan.quantization]
+        fitted = [fit_engine(model, w) for w in wanted]  # a packed folder determines its own format
+        formats = list(dict.fromkeys(("float32" if f.dtype == "auto" else f.dtype, f.quantization) for f in fitted))
         backends = plan.engine or tuple(engines)
         cases = [
             Case(backend, model, dtype, quantization, *shape, plan.workload)
@@ -229,36 +218,27 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
     return [replace(c, device=device) for c in cases]
 
 
-def _format(model: str, dtype: str, quantization: str | None) -> tuple[str, str | None]:
-    """Return the dtype and the quantization that a model is measured in; a packed folder determines them."""
-    fitted = fit_engine(model, EngineConfig(dtype=dtype, quantization=quantization))
-    return "float32" if fitted.dtype == "auto" else fitted.dtype, fitted.quantization
-
-
 def _measure_suite(
-    plan: Plan,
-    results: Results,
-    cases: list[Case],
-    known: dict[Case, Row],
-    folders: ModelFolders,
-    ceiling: Ceiling,
+    plan: Plan, results: Results, cases: list[Case], known: dict[Case, Row], folders: ModelFolders, ceiling: Ceiling,
     started: float,
-) -> None:
+) -> None:  # fmt: skip
     """Run the cases that are not known yet, keeping the results file up to date."""
-    order = {case: i for i, case in enumerate(cases)}
     results.rows = [known[c] for c in cases if c in known]
     for row in results.rows:  # their shares are of this run's ceiling now
         fill_in(row, find_shape(row.case.model), ceiling)
 
     def keep(rows: list[Row]) -> None:
-        results.rows = sorted([*results.rows, *rows], key=lambda r: order[r.case])
+        results.rows = sorted([*results.rows, *rows], key=lambda r: cases.index(r.case))
         add_speedups(results.rows, results.baseline)
         if target := plan.output or plan.resume:
             write_atomically(target, files.to_json(results).encode() + b"\n")
 
     if results.rows:
         keep([])  # what --resume brought, also if nothing is added
-    options = plan.options_of(results.suite)
+    options = SUITES[results.suite].options if results.suite in SUITES else Options()
+    if plan.quick:
+        options = replace(options, rounds=1, max_warmups=2)
+    options = replace(options, rounds=plan.rounds or options.rounds)
     for model, some in groupby((c for c in cases if c not in known), key=lambda c: c.model):
         if plan.minutes is not None:
             left = 60 * plan.minutes - (time.monotonic() - started)
@@ -288,12 +268,12 @@ def _progress_bar(suite: str) -> Iterator[Show]:
 
 def _check_writable(folder: Path, name: str | None = None) -> None:
     """Fail before anything is measured, if a folder, or a file of this name in it, cannot be written."""
-    path = folder if name is None else folder / name
+    path = folder / (name or "")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f"{name or ''}."):  # not one without a name
             pass
+        if name is not None and path.exists() and not path.is_file():
+            raise IsADirectoryError(0, "it is a folder or a device")
     except OSError as e:
         raise NanoinferError(f"{path} cannot be written: {e.strerror}: choose another place") from None
-    if name is not None and os.path.exists(path) and not os.path.isfile(path):
-        raise NanoinferError(f"{path} cannot be written: it is a folder or a device; name a file")

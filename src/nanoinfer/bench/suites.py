@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,8 +31,8 @@ class Options:
     """Also profile the parts of a step: our engines, where their rounds fit max_case_sec."""
     verify: bool = False
     """Also measure the cost of verifying 5 tokens: our engines at batch 1."""
-    budget_sec: float | None = None
-    """No further backend is loaded after this time; those that are loaded finish. None: no limit."""
+    budget_sec: float = math.inf
+    """No further backend is loaded after this time; those that are loaded finish."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Suite:
 
 
 def _in_formats(shape: Case, formats: Sequence[_Format]) -> list[Case]:
-    """Return one shape for several backends and formats."""
+    """Return one shape in several formats."""
     return [replace(shape, backend=name, dtype=d, quantization=q) for name, d, q in formats]
 
 
