@@ -42,11 +42,6 @@ def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]
 
     A decode step at the mean length of the run stands for all of them. Without a cache a step reads and
     computes the whole prefix.
-
-    Args:
-        case: its weight format may be one that the roofline does not know.
-        config: the model's shape.
-        ceiling: the machine.
     """
     fmt = _FORMATS.get(case.format)
     if fmt is None:
@@ -78,14 +73,7 @@ def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
 
 
 def add_speculation(row: Row, made: dict[str, float], config: ModelConfig, ceiling: Ceiling) -> None:
-    """Set what a run proposed, and the best number of proposals at that acceptance by the roofline.
-
-    Args:
-        row: changed in place.
-        made: totals of `outputs.SpeculationMetrics` over the run's requests.
-        config: the target's shape.
-        ceiling: the machine.
-    """
+    """Set what a run proposed, `made`, and the best number of proposals at that acceptance by the roofline."""
     row.draft_share_percent = 100 * made["draft_share"]
     if judged := made["num_accepted"] + made["num_rejected"]:
         acceptance = made["num_accepted"] / judged

@@ -17,23 +17,15 @@ from nanoinfer.outputs import Delta, RequestOutput, SpeculationMetrics
 
 
 class NanoinferBackend:
-    """One of our engines, driven through the public interface.
-
-    Raises:
-        NanoinferError: the engine does not exist or does not support the case.
-    """
+    """One of our engines, driven through the public interface."""
 
     def __init__(self, case: Case, weights: Path) -> None:
         self._case = case
         self._speculation: list[SpeculationMetrics] = []
         self._llm = LLM(
-            str(weights),
-            engine=case.backend,
-            device=case.device,
-            dtype=case.dtype,
-            quantization=case.quantization,
+            str(weights), engine=case.backend, device=case.device, dtype=case.dtype, quantization=case.quantization,
             max_num_seqs=case.batch,
-        )
+        )  # fmt: skip
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is the return of the step that sampled it."""

@@ -140,13 +140,7 @@ def sweep_axis(rows: Sequence[Row]) -> str:
 
 
 def panels(rows: Sequence[Row], axis: str, *, split: bool = False) -> list[Panel]:
-    """Return the rows in panels: in each, the cases differ in backend, weight format and `axis` only.
-
-    Args:
-        rows: of one suite, in order.
-        axis: one of AXES.
-        split: whether a panel has one value of `axis` only.
-    """
+    """Return the rows in panels: in each, the cases differ in backend, weight format and, unless split, `axis` only."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         key = tuple(getattr(row.case, f) for f in _FIELDS if split or f != axis)
