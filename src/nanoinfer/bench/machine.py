@@ -21,11 +21,7 @@ _GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
-    """Return the CPU, its cores and instruction sets, threads and memory; of a measured GPU also name and details.
-
-    Args:
-        device: what is measured: cpu or cuda:N.
-    """
+    """Return the CPU, its cores and instruction sets, threads and memory; of a measured GPU also name and details."""
     gpu = None if device == "cpu" else describe_gpu(device)
     flags = (_cpuinfo("flags") or "").split()
     return {
@@ -86,13 +82,9 @@ def describe_versions() -> dict[str, str | None]:
 
 def commit() -> str | None:
     """Return the commit of the checkout that this package runs from, "+dirty" if it has changes; else None."""
+    describe = ["git", "describe", "--always", "--exclude=*", "--dirty=+dirty"]
     try:
-        head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(*arguments: str) -> str:
-    folder = Path(__file__).parent
-    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    return done.stdout.strip()

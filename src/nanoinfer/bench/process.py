@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.stats import RunTimes
@@ -64,17 +64,14 @@ class WorkerProcess:
         Raises:
             NanoinferError: what the worker answers as its error; or it died, or hangs on a GPU.
         """
-        pipes = self._process
-        assert pipes.stdin is not None
-        assert pipes.stdout is not None
-        try:
-            print(json.dumps({"do": do} | fields), file=pipes.stdin, flush=True)
-            if self._answer_sec is not None and not select.select([pipes.stdout], [], [], self._answer_sec)[0]:
-                pipes.kill()
+        stdin, stdout = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"do": do} | fields), file=stdin, flush=True)
+            if self._answer_sec is not None and not select.select([stdout], [], [], self._answer_sec)[0]:
+                self._process.kill()
                 raise NanoinferError(f"its process gave no answer in {self._answer_sec:.0f} s, and was ended")
-            line = pipes.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+            line = stdout.readline()
         if not line:
             raise NanoinferError(self._cause_of_death())
         answer = json.loads(line)

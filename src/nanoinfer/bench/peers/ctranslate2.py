@@ -33,9 +33,8 @@ def compute_type(case: Case) -> str:
     if case.quantization is not None:
         name = "int8" if case.dtype == "float32" else f"int8_{case.dtype}"
     device, _, index = case.device.partition(":")
-    ctranslate2 = require_module("ctranslate2")
     try:
-        have = ctranslate2.get_supported_compute_types(device, int(index or 0))
+        have = require_module("ctranslate2").get_supported_compute_types(device, int(index or 0))
     except (ValueError, RuntimeError) as e:  # no such device, or built without CUDA
         raise NanoinferError(f"ctranslate2 on device={case.device!r}: {reason(e)}") from None
     if name not in have:
@@ -51,13 +50,9 @@ class CTranslate2:
         device, _, index = case.device.partition(":")
         self._block_size = hf_config.read(weights / "config.json").block_size
         self._generator: Any = ctranslate2.Generator(
-            str(self.export(case, weights)),
-            device=device,
-            device_index=int(index or 0),
-            compute_type=compute_type(case),
-            inter_threads=1,
-            intra_threads=num_cpus(),
-        )
+            str(self.export(case, weights)), device=device, device_index=int(index or 0),
+            compute_type=compute_type(case), inter_threads=1, intra_threads=num_cpus(),
+        )  # fmt: skip
 
     @staticmethod
     def export(case: Case, weights: Path) -> Path:

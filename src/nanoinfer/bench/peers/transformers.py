@@ -68,14 +68,8 @@ class Transformers:
         clock = _Clock()
         idx = torch.tensor([[0] * (T - len(p)) + p for p in requests.prompts], device=self._device)  # (B, T)
         mask = torch.tensor([[0] * (T - n) + [1] * n for n in lengths], device=self._device)
-        out = self._model.generate(
-            idx,
-            attention_mask=mask,
-            max_new_tokens=num_steps,
-            min_new_tokens=num_steps,
-            streamer=clock,
-            **self._options,
-        )
+        steps = {"max_new_tokens": num_steps, "min_new_tokens": num_steps}
+        out = self._model.generate(idx, attention_mask=mask, streamer=clock, **steps, **self._options)
         rows = out[:, T:].tolist()
         tokens = [row[:n] for row, n in zip(rows, requests.output_tokens, strict=True)]
         return tokens, RunTimes(sum(lengths), [clock.times[:n] for n in requests.output_tokens])
