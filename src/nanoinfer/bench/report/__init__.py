@@ -41,16 +41,17 @@ def _files(results: list[Results]) -> dict[str, bytes]:
     """Return the content of every file of the report by its name."""
     try:
         from nanoinfer.bench.report.charts import figures
-        from nanoinfer.bench.report.page import Section, page
+        from nanoinfer.bench.report.page import page, section
     except ImportError as e:
         raise NanoinferError(f"the report cannot be written: {missing_extra(e.name or 'a package', 'bench')}") from None
     files: dict[str, bytes] = {PAGE: b""}
     sections = []
     taken: Counter[str] = Counter()
     for each in results:
-        sections.append(Section(_unique(slug(each.suite), taken), each, figures(each)))
-        for figure in sections[-1].figures:
-            files[f"{_unique(f'{sections[-1].name}-{figure.name}', taken)}.svg"] = figure.svg
+        name, drawn = _unique(slug(each.suite), taken), figures(each)
+        sections.append(section(name, each, drawn))
+        for figure in drawn:
+            files[f"{_unique(f'{name}-{figure.name}', taken)}.svg"] = figure.svg
     files[PAGE] = page(sections).encode()
     return files
 
