@@ -35,6 +35,7 @@ from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.profiling import launches
+from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline import measure as measuring
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.measure import Workload, measure
@@ -190,7 +191,7 @@ def test_engines_say_what_their_cache_reserves(tiny_folder: Path) -> None:
 
 def test_parts_fit_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = PRESETS["gpt2"]
-    made = Harness(tmp_path, config, CEILING, Options(), lambda *progress: None)
+    made = Harness(tmp_path, config, CEILING, Options(), ProgressBar("bench", False))
     large = replace(ON_GPU, model="random:gpt2", batch=512, prompt_tokens=32, output_tokens=64)
     group = [replace(large, backend=name) for name in ("static", "nanogpt", "transformers-dynamic")]
     group.append(replace(group[-1], draft="prompt-lookup"))
@@ -376,7 +377,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 
 def harness(tmp_path: Path, options: Options, clock: Any = time.perf_counter) -> Harness:
-    return Harness(tmp_path, TINY, CEILING, options, lambda *progress: None, clock)
+    return Harness(tmp_path, TINY, CEILING, options, ProgressBar("bench", False), clock)
 
 
 def test_a_row_of_a_gpu_has_its_counts_and_memory(tmp_path: Path, log: list[tuple[str, Any]]) -> None:

@@ -9,6 +9,7 @@ All backends of one shape are in memory at once if they fit; otherwise they run 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
+from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
@@ -37,18 +39,16 @@ PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights; tw
 NUM_LENGTHS = 7  # that an extrapolated run is measured at
 NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
 
-Show = Callable[[str, int, int], None]  # current step, finished cases, all cases
-
 
 class Harness:
     """Measures cases of one model, whose float32 weights are in a Hugging Face folder."""
 
     def __init__(
-        self, weights: Path, config: ModelConfig, ceiling: Ceiling, options: Options, show: Show,
+        self, weights: Path, config: ModelConfig, ceiling: Ceiling, options: Options, bar: ProgressBar,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._weights, self._config, self._ceiling, self._options = weights, config, ceiling, options
-        self._show, self._clock = show, clock
+        self._bar, self._clock = bar, clock
         self._started = clock()
         self._done = self._total = 0
 
@@ -65,6 +65,8 @@ class Harness:
                 for row in rows if len(parts) > 1 else ():
                     row.add_note("not interleaved with all of its shape: they do not fit the memory")
                 keep(rows)
+                if not sys.stderr.isatty():  # where there is no bar
+                    self._bar.print(f"{self._done} of {self._total} cases are done")
 
     @property
     def _late(self) -> bool:
@@ -158,7 +160,7 @@ class Harness:
         """Show the current step; record its failure as the row's error, or as a note that something is unknown."""
         case = row.case
         shape = f"batch {case.batch}, {case.prompt_tokens} + {case.output_tokens} tokens"
-        self._show(f"{case.label}, {shape}: {what}", self._done, self._total)
+        self._bar.update(self._done, self._total, f"{case.label}, {shape}: {what}")
         try:
             yield
         except NanoinferError as e:

@@ -22,9 +22,7 @@ PREFIX = "nanoinfer-bench-"
 class ModelFolders(ExitStack):
     """The folders of the models that a call measures, each written once, and removed at the end.
 
-    Args:
-        text: source of the prompts of the workloads text and copy; None: the model samples them.
-        log: receives a line about what takes time.
+    `text` is the source of the prompts of the workloads text and copy; without one the model samples them.
     """
 
     def __init__(self, text: Path | None, log: Callable[[str], None]) -> None:

@@ -6,8 +6,7 @@ import datetime
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
@@ -17,7 +16,7 @@ from nanoinfer.bench import results as files
 from nanoinfer.bench.backends import PEERS
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
-from nanoinfer.bench.harness import Harness, Show
+from nanoinfer.bench.harness import Harness
 from nanoinfer.bench.model_folders import ModelFolders
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.suites import SUITES, Options
@@ -246,24 +245,8 @@ def _measure_suite(
                 break
             options = replace(options, budget_sec=left)
         same = list(some)
-        with _progress_bar(results.suite) as show:
-            Harness(folders.folder(same), find_shape(model), ceiling, options, show).run(same, keep)
-
-
-@contextmanager
-def _progress_bar(suite: str) -> Iterator[Show]:
-    """Yield the function that shows the harness's progress: a bar on a terminal, a line per case elsewhere."""
-    live, last = sys.stderr.isatty(), -1
-
-    def show(what: str, done: int, total: int) -> None:
-        nonlocal last
-        bar.update(done, total, what)
-        if not live and done != last:
-            bar.print(f"{suite} {done}/{total}: {what}")
-            last = done
-
-    with ProgressBar(suite) as bar:
-        yield show
+        with ProgressBar(results.suite) as bar:
+            Harness(folders.folder(same), find_shape(model), ceiling, options, bar).run(same, keep)
 
 
 def _check_writable(folder: Path, name: str | None = None) -> None:

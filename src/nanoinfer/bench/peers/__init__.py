@@ -7,7 +7,6 @@ no field of a case is ignored, and what a system lacks is a NanoinferError.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,12 +24,10 @@ _PACKAGES = {"llama_cpp": "llama-cpp-python"}  # module -> its name on the packa
 
 def require_module(name: str) -> Any:
     """Return a peer's module. Raises NanoinferError with the command that installs it if it cannot be imported."""
-    command = f"pip install {_PACKAGES.get(name, name)}"
-    if importlib.util.find_spec(name) is None:
-        raise NanoinferError(f"{name} is not installed: {command}")
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as e:  # the last two: a shared library that does not load
+        command = f"pip install {_PACKAGES.get(name, name)}"
         raise NanoinferError(f"{name} cannot be imported ({reason(e)}): {command}") from None
 
 
