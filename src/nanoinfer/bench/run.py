@@ -95,7 +95,7 @@ class Plan:
             require_float("minutes", self.minutes, 0.01, 10_000)
         if len({self.model_of(name) for name in self.suite}) > 1:
             raise NanoinferError(
-                "--suite speculative has a model of its own: run it apart from the others, or give --model for all"
+                "--suite speculative has a model of its own: run it apart from others, or give --model"
             )
         if self.text is not None and not self.text.is_file():
             raise NanoinferError(f"--text {self.text}: there is no such file")
@@ -142,20 +142,13 @@ def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str],
     old = files.read(plan.resume).rows if plan.resume is not None else []
     log("measuring the ceiling of this machine ...")
     ceiling = measure(device=device)
+    created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    limits = {"read_bytes_per_sec": ceiling.bandwidth_bytes_per_sec, "flops_per_sec": dict(ceiling.flops_per_sec)}
     made = Results(
-        suite="",
-        baseline="",
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        commit=machine.commit(),
-        command=command,
-        machine=machine.describe_machine(device),
-        versions=machine.describe_versions(),
-        ceiling={
-            "read_bytes_per_sec": ceiling.bandwidth_bytes_per_sec,
-            "flops_per_sec": dict(ceiling.flops_per_sec),
-            "source": ceiling.source,
-        },
-    )
+        suite="", baseline="", created=created, commit=machine.commit(), command=command,
+        machine=machine.describe_machine(device), versions=machine.describe_versions(),
+        ceiling=limits | {"source": ceiling.source},
+    )  # fmt: skip
     log(headline(made))
     with ModelFolders(plan.text, log) as folders:
         for name, cases in jobs:
@@ -176,10 +169,7 @@ def _jobs(plan: Plan, engines: list[str], device: str) -> list[tuple[str, list[C
     config = find_shape(plan.model_of(plan.suite[0] if plan.suite else CUSTOM))
     for name in plan.suite:
         if SUITES[name].device not in (None, device.partition(":")[0]):
-            raise NanoinferError(
-                f"suite={name!r} measures a CUDA device, and this run is on device={device!r}: run it on a machine"
-                " that has one"
-            )
+            raise NanoinferError(f"suite={name!r} measures a CUDA device, and this run is on device={device!r}")
     for name in filter(None, (*plan.engine, plan.baseline)):
         require_choice("engine", name, (*ENGINES, *PEERS))
     jobs = [(name, _cases(plan, name, config, engines, device)) for name in plan.suite or (CUSTOM,)]
@@ -211,9 +201,8 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
             cases = [c for x in cases for c in (x, *(replace(x, draft=plan.draft, speculate_k=k) for k in ks))]
     for case in cases:
         if case.model == model and case.prompt_tokens > config.block_size:
-            raise NanoinferError(
-                f"prompt_tokens={case.prompt_tokens} is more than the context length of {model}, {config.block_size}"
-            )
+            length = f"the context length of {model}, {config.block_size}"
+            raise NanoinferError(f"prompt_tokens={case.prompt_tokens} is more than {length}")
     return [replace(c, device=device) for c in cases]
 
 

@@ -136,14 +136,8 @@ def naive_token_times(
     """Return the time of each token of a generation without a cache, from measurements at a few lengths.
 
     Without a cache a token costs one forward pass over everything before it: the time of the token after p tokens is
-    the time to first token of a prompt of p tokens. It is measured at some lengths and linear between them.
-
-    Args:
-        step_sec: measures the time of one token after this many.
-        prompt_tokens: length of the prompt.
-        output_tokens: tokens to generate.
-        block_size: longer contexts are cropped to it, so the time stays constant beyond it.
-        num_lengths: lengths to measure at, evenly spaced.
+    step_sec(p), the time to first token of a prompt of p tokens. It is measured at num_lengths lengths, evenly spaced,
+    and linear between them; beyond block_size, to which longer contexts are cropped, it is constant.
     """
     import numpy as np
 

@@ -22,18 +22,9 @@ WARM_UPS = 4  # of each step: code is compiled and graphs are captured at the fi
 
 
 def verify_ratio(
-    engine: Engine,
-    token_ids: list[int],
-    device: str = "cpu",
-    clock: Callable[[], float] = time.perf_counter,
+    engine: Engine, token_ids: list[int], device: str = "cpu", clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the median time of a step of VERIFY_TOKENS over that of a step of one token.
-
-    Args:
-        engine: with room for one more sequence.
-        token_ids: the sequence so far; its first tokens are also used as the new ones.
-        device: the engine's.
-        clock: seconds; a fake one in tests.
+    """Return the median time of a step of VERIFY_TOKENS over that of a step of one token, after `token_ids`.
 
     Raises:
         NanoinferError: the sequence is shorter than VERIFY_TOKENS, or the clock does not advance.

@@ -28,17 +28,8 @@ EXPORTED = ("ctranslate2", "llama.cpp")
 def prepare(case: Case, weights: Path) -> Path | None:
     """Export the weights to the file format of a case's backend, unless that is done; return the exported file.
 
-    This runs outside the measured process: an export holds the float32 weights, which would count as peak memory.
-
-    Args:
-        case: its backend, dtype and quantization choose the format.
-        weights: Hugging Face folder; exports go to a sub-folder.
-
-    Returns:
-        None for backends that load `weights` itself.
-
-    Raises:
-        NanoinferError: the backend is not installed, does not support the case, or the export fails.
+    None for backends that load `weights`, a Hugging Face folder, itself; exports go to a sub-folder of it. This runs
+    outside the measured process: an export holds the float32 weights, which would count as peak memory.
     """
     return _class_of(case).export(case, weights) if case.backend in EXPORTED else None
 

@@ -145,11 +145,7 @@ def _silence() -> Any:
 
 
 def export_gguf(weights: Path, folder: Path, kind: str) -> Path:
-    """Return a GGUF file, written if it does not exist: folder/gguf-<kind>; all but F32 need and keep the F32 one.
-
-    Raises:
-        NanoinferError: the format cannot hold the model, gguf or llama_cpp is missing, or a folder cannot be used.
-    """
+    """Return a GGUF file, written if it does not exist: folder/gguf-<kind>; all but F32 need and keep the F32 one."""
     config = hf_config.read(weights / "config.json")
     odd = [w for w in (config.n_embd, config.mlp_dim) if w % QUANT_BLOCK] if kind.startswith("Q") else []
     if config.activation != "gelu_new":

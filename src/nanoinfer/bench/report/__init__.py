@@ -21,11 +21,9 @@ PAGE = "index.html"
 
 
 def write_report(results: list[Results], folder: Path) -> list[Path]:
-    """Write the report of one or several suites; return the files written, the page first.
+    """Write the report of some suites, a section each; return the files written, the page first.
 
-    Args:
-        results: a section of the page each, in this order.
-        folder: made if it does not exist. Files of the same names are replaced; others are left alone.
+    Files of the same names in the folder are replaced; others are left alone.
 
     Raises:
         NanoinferError: no results, a package is not installed, or the folder cannot be written.
