@@ -20,7 +20,6 @@ from conftest import TINY, make_folder, make_limits, make_model, refuses
 from nanoinfer import LLM
 from nanoinfer.bench import machine, process, prompts, results, table, worker
 from nanoinfer.bench import run as running
-from nanoinfer.bench.backends.nanoinfer import NanoinferBackend
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.harness import Harness
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
@@ -179,16 +178,6 @@ def test_memory_of_a_gpu_is_torchs_peak(monkeypatch: pytest.MonkeyPatch) -> None
     assert (worker.peak_memory("cpu") or 0) > 50 << 20
 
 
-def test_engines_say_what_their_cache_reserves(tiny_folder: Path) -> None:
-    def reserved(engine: str) -> int | None:
-        return NanoinferBackend(Case(engine, "m", batch=3, output_tokens=2), tiny_folder).kv_cache_bytes
-
-    static = NanoinferBackend(Case("static", "m", batch=3, output_tokens=2), tiny_folder)
-    token = 2 * TINY.n_layer * TINY.n_embd * 4  # a key and a value in float32
-    assert static.kv_cache_bytes == 3 * TINY.block_size * token
-    assert reserved("dynamic") is None
-
-
 def test_parts_fit_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = PRESETS["gpt2"]
     made = Harness(tmp_path, config, CEILING, Options(), ProgressBar("bench", False))
@@ -337,8 +326,7 @@ class FakeHandle:
         self._log.append(("run", {f: getattr(case, f) for f in fields if getattr(case, f) != getattr(self.case, f)}))
         tokens = case.output_tokens
         times = RunTimes(4, [[0.1 * (i + 1) for i in range(tokens)]])
-        memory = {"peak_memory_bytes": 100, "kv_cache_bytes": 30}
-        return RunResult([[1] * tokens], times, memory)
+        return RunResult([[1] * tokens], times, peak_memory_bytes=100)
 
     def ask(self, what: str) -> Any:
         self._log.append((what, None))
@@ -387,7 +375,7 @@ def test_a_row_of_a_gpu_has_its_counts_and_memory(tmp_path: Path, log: list[tupl
     static, dynamic, loop = rows
     assert [r.error for r in rows] == [None] * 3
     assert (static.kernels_per_step, static.kernels_per_layer, static.launches_per_step) == (60.0, 5, 1.0)
-    assert (static.peak_memory_bytes, static.kv_cache_bytes) == (100, 30)
+    assert static.peak_memory_bytes == 100
     assert static.verify_ratio == 1.08
     assert (dynamic.kernels_per_step, dynamic.note) == (None, "launches unknown: torch's profiler saw no kernel")
     assert (loop.kernels_per_step, loop.verify_ratio) == (None, None)  # a peer is not asked
@@ -502,7 +490,7 @@ def test_counts_are_in_table_file_and_report() -> None:
     assert (again.rows[0].kernels_per_step, again.rows[0].verify_ratio) == (63.0, 1.25)
     heads = page.table(made.rows)[0]
     assert {"kernels a step", "launches a step", "verifying 5 tokens, decodes"} <= set(heads)
-    assert "KV cache, MB" not in heads  # no row has it
+    assert "accepted, %" not in heads  # no row has it
 
 
 def test_on_a_cpu_nothing_of_it_is_shown() -> None:
@@ -590,7 +578,7 @@ def test_on_a_gpu_backends_say_the_same_and_report_its_memory(tiny_folder: Path,
         handle = processes.worker(case)
         made = handle.run()
         assert made.tokens == expected
-        assert 0 < (made.memory["peak_memory_bytes"] or 0) < 8 << 30
+        assert 0 < (made.peak_memory_bytes or 0) < 8 << 30
         if name == "static":
             assert handle.ask("launches")["kernels_per_step"] > TINY.n_layer
             assert 0.1 < handle.ask("verify") < 20

@@ -47,7 +47,6 @@ COLUMNS = (
     Column("total, s", figure("total_sec"), "total s"),
     Column("rounds", figure("rounds")),
     Column("peak memory, MB", figure("peak_memory_bytes", 1e-6), "MB"),
-    Column("KV cache, MB", figure("kv_cache_bytes", 1e-6)),
     Column("weights, MB", figure("weight_bytes", 1e-6)),
     Column("MB a token", figure("bytes_per_token", 1e-6)),
     Column("GFLOP a token", figure("flops_per_token", 1e-9)),

@@ -217,7 +217,7 @@ class Harness:
 
         def run(shape: Case, seed: int = 0) -> RunResult:
             result = worker.run(shape, seed)
-            row.update(result.memory)
+            row.peak_memory_bytes = result.peak_memory_bytes
             return result
 
         if self._shortened(case):

@@ -26,8 +26,7 @@ class RunResult:
 
     tokens: list[list[int]]
     times: RunTimes
-    memory: dict[str, int | None] = dataclasses.field(default_factory=dict)
-    """By the memory fields of `results.Row`: bytes, None for unknown."""
+    peak_memory_bytes: int | None = None
     speculation: dict[str, float] | None = None
     """Totals of proposed and accepted tokens, of a case with a draft."""
 

@@ -53,8 +53,6 @@ class Row:
     """Whether its greedy tokens were the reference's; None where that is not required (reduced precision)."""
     peak_memory_bytes: int | None = None
     """Of the backend's own process (on a GPU: torch.cuda's peak of what was in use)."""
-    kv_cache_bytes: int | None = None
-    """Keys and values that one of our engines has reserved; None where they are allocated as needed."""
     weight_bytes: int | None = None
     """Bytes of weights that one decoding step reads."""
     bytes_per_token: float | None = None

@@ -2,7 +2,7 @@
 
     {"do": "load", "case": {...}, "weights": "folder"}     -> {"answer": null}
     {"do": "run", "case": {...}, "seed": 0}                -> {"answer": {"tokens": [[...]], "times": {...},
-                                                               "memory": {...}, "speculation": null}}
+                                                               "peak_memory_bytes": ..., "speculation": null}}
     {"do": "breakdown"}  launches, verify: our engines     -> {"answer": {"attention": ...}}
     any failure                                            -> {"error": "one line"}
 
@@ -58,10 +58,7 @@ class Worker:
         return {
             "tokens": tokens,
             "times": dataclasses.asdict(times),
-            "memory": {
-                "peak_memory_bytes": peak_memory(case.device),
-                "kv_cache_bytes": getattr(self._backend, "kv_cache_bytes", None),
-            },
+            "peak_memory_bytes": peak_memory(case.device),
             "speculation": self._backend.speculation() if case.draft is not None else None,
         }
 

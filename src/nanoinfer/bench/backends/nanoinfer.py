@@ -6,12 +6,9 @@ import dataclasses
 import time
 from pathlib import Path
 
-from nanoinfer.arrays import ITEM_BYTES
 from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize, verify_ratio
-from nanoinfer.engines.registry import ENGINES
-from nanoinfer.kv.plan import SLOTS, slot_tokens
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput, SpeculationMetrics
 
@@ -75,15 +72,6 @@ class NanoinferBackend:
         """Return the time of verifying 5 tokens after the case's first prompt, in decode steps."""
         prompt = make_requests(self._case, self._llm.config.vocab_size).prompts[0]
         return verify_ratio(self._llm.engine, prompt, device=self._llm.device)
-
-    @property
-    def kv_cache_bytes(self) -> int | None:
-        """Size of the keys and values that the engine has reserved; None where they are allocated as needed."""
-        layout, limits = ENGINES[self._llm.engine_name].memory, self._llm.engine.limits
-        if layout not in SLOTS:
-            return None
-        tokens = limits.max_num_seqs * slot_tokens(layout, limits.block_size)
-        return tokens * self._llm.config.kv_bytes_per_token(ITEM_BYTES[self._llm.dtype])
 
 
 def _spread(arrivals: list[float], now: float, num_tokens: int) -> list[float]:
