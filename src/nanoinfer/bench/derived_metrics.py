@@ -114,9 +114,8 @@ def add_speedups(rows: Sequence[Row], baseline: str) -> None:
     """
     plain = [r for r in rows if r.case.draft is None and r.figures is not None]
     alone = {r.case: r for r in plain}
-    base = {
-        (r.case.shape, r.case.dtype): r for r in plain if r.case.backend == baseline and r.case.quantization is None
-    }
+    same = [r for r in plain if r.case.backend == baseline and r.case.quantization is None]
+    base = {(r.case.shape, r.case.dtype): r for r in same}
     for row in rows:
         case = row.case
         other = base.get((case.shape, case.dtype)) if case.draft is None else alone.get(case.plain)

@@ -42,13 +42,10 @@ def describe_gpu(device: str) -> dict[str, Any]:
 
     properties = torch.cuda.get_device_properties(device)
     described: dict[str, Any] = {
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
+        "name": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
         "l2_cache_bytes": getattr(properties, "L2_cache_size", None),
-        "multiprocessors": properties.multi_processor_count,
-        "capability": f"{properties.major}.{properties.minor}",
-        "cuda": torch.version.cuda,
-    }
+        "multiprocessors": properties.multi_processor_count, "capability": f"{properties.major}.{properties.minor}",
+    }  # fmt: skip
     uuid = getattr(properties, "uuid", None)  # torch's index counts what CUDA_VISIBLE_DEVICES shows, nvidia-smi's all
     which = f"GPU-{uuid}" if uuid is not None else device.partition(":")[2]
     query = ["nvidia-smi", "-i", which, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]

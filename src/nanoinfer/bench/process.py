@@ -38,13 +38,9 @@ class WorkerProcess:
         self.case = case
         self._answer_sec = None if case.device == "cpu" else GPU_ANSWER_SEC
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in __exit__
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "nanoinfer.bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the harness, which ends its workers itself
+        command = [sys.executable, "-m", "nanoinfer.bench.worker"]
+        self._process = subprocess.Popen(  # in a new session: Ctrl-C is for the harness, which ends its workers itself
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
         )
 
     def __enter__(self) -> WorkerProcess:
@@ -79,7 +75,7 @@ class WorkerProcess:
         return answer["answer"]
 
     def load(self, weights: Path) -> None:
-        """Load the backend. Raises NanoinferError with the reason when it cannot be loaded."""
+        """Load the backend, or raise NanoinferError with the reason."""
         self.ask("load", case=dataclasses.asdict(self.case), weights=str(weights))
 
     def run(self, case: Case | None = None, seed: int = 0) -> RunResult:

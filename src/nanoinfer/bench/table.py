@@ -51,9 +51,9 @@ def headline(results: Results) -> str:
     )
 
 
-def _new_table(title: str) -> Table:
+def _new_table(title: str, gap: int = 1) -> Table:
     return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", caption_justify="left", show_edge=False,
-                 pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+                 pad_edge=False, padding=(0, gap, 0, 0))  # fmt: skip
 
 
 def _fitting(build: Callable[[list[T]], Table], items: list[T], console: Console) -> Table:
@@ -116,8 +116,7 @@ def _shape(row: Row) -> tuple[str, int, int, str]:
 def _by_shape(results: Results, shapes: list[tuple[str, int, int, str]]) -> Table:
     """Return the tokens/s of a peers table: a row for each system, a column for each shape."""
     several = len({r.case.model for r in results.rows}) > 1
-    table = _new_table("tokens/s of all sequences (mixed: output tokens by wall time)")
-    table.padding = (0, 0, 0, 0)
+    table = _new_table("tokens/s of all sequences (mixed: output tokens by wall time)", gap=0)
     table.add_column("system", no_wrap=True)
     for model, batch, prompt, workload in shapes:
         lines = [model.removeprefix("random:")] if several else []

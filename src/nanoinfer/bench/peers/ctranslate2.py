@@ -84,21 +84,12 @@ class CTranslate2:
             return bool(len(tokens[i]) >= requests.output_tokens[i])
 
         self._generator.generate_batch(
-            [[_token(i) for i in prompt] for prompt in requests.prompts],
-            max_length=max(requests.output_tokens),
-            min_length=max(requests.output_tokens),
+            [[f"t{i}" for i in prompt] for prompt in requests.prompts],
+            max_length=max(requests.output_tokens), min_length=max(requests.output_tokens),
             end_token=[],  # no token ends a sequence, and min_length bans none
-            include_prompt_in_result=False,
-            beam_size=1,
-            sampling_topk=1,
-            callback=note,
-        )
+            include_prompt_in_result=False, beam_size=1, sampling_topk=1, callback=note,
+        )  # fmt: skip
         return tokens, RunTimes(sum(map(len, requests.prompts)), arrivals)
-
-
-def _token(token_id: int) -> str:
-    """Return the name of a token in the exported vocabulary: 7 -> "t7"."""
-    return f"t{token_id}"
 
 
 def _spec(weights: Path) -> Any:
@@ -110,10 +101,10 @@ def _spec(weights: Path) -> Any:
     spec = specs.TransformerDecoderModelSpec.from_config(
         config.n_layer, config.n_head, pre_norm=True, activation=activation
     )
-    spec.register_vocabulary([_token(i) for i in range(config.vocab_size)])
+    spec.register_vocabulary([f"t{i}" for i in range(config.vocab_size)])
     spec.config.layer_norm_epsilon = config.norm_epsilon
     for name in ("unk_token", "bos_token", "eos_token"):  # one that is not in the vocabulary would be added to it
-        setattr(spec.config, name, _token(0))
+        setattr(spec.config, name, "t0")
     decoder, embedding = spec.decoder, tensors["transformer.wte.weight"]
     decoder.scale_embeddings = False  # by sqrt(C), as translation models do
     decoder.embeddings.weight = embedding
