@@ -31,10 +31,9 @@ _FORMATS = FORMATS | {  # llama.cpp's: blocks of 32 weights and a 16-bit scale
 def installed_shape(model: str) -> ModelConfig | None:
     """Return the shape of a model that every installation has: a preset, a built-in or a widened one; else None."""
     source = model.removeprefix("random:").removeprefix("wide:").partition(":")[0]
-    try:
+    with contextlib.suppress(NanoinferError):  # wide:shakespeare:no-preset
         return find_shape(model) if source in (*PRESETS, *builtin_names()) else None
-    except NanoinferError:  # wide:shakespeare:no-preset
-        return None
+    return None
 
 
 def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]:

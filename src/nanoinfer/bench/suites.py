@@ -45,7 +45,6 @@ class Suite:
     """(model, its shape, our engines here, quick) -> cases, those of one shape together."""
     options: Options = Options()
     model: str = "random:gpt2"
-    """Model to measure, unless another is requested."""
     device: str | None = None
     """Kind of device that it needs; None: any."""
 
@@ -130,13 +129,10 @@ def _with(plain: Case, draft: str, ks: Sequence[int | str]) -> list[Case]:
 
 _PEERS: list[_Format] = [
     *((f"transformers-{cache}", dtype, None) for cache in ("dynamic", "static") for dtype in ("float32", "bfloat16")),
-    ("ctranslate2", "float32", None),
-    ("ctranslate2", "float32", "int8"),
-    ("llama.cpp", "float32", None),
-    ("llama.cpp", "bfloat16", None),
-    ("llama.cpp", "float32", "Q8_0"),
-    ("llama.cpp", "float32", "Q4_0"),
-]
+    *(("ctranslate2", "float32", q) for q in (None, "int8")),
+    ("llama.cpp", "float32", None), ("llama.cpp", "bfloat16", None),
+    *(("llama.cpp", "float32", q) for q in ("Q8_0", "Q4_0")),
+]  # fmt: skip
 
 
 def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:

@@ -166,7 +166,7 @@ def gguf_name(name: str) -> str:
     """transformer.h.3.attn.c_attn.weight -> blk.3.attn_qkv.weight."""
     stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", stem):
-        return f"blk.{match.group(1)}.{_GGUF_NAMES[match.group(2)]}.{kind}"
+        return f"blk.{match[1]}.{_GGUF_NAMES[match[2]]}.{kind}"
     return f"{_GGUF_NAMES[stem]}.{kind}"
 
 

@@ -32,7 +32,7 @@ def _comparison(rows: Sequence[Row]) -> Iterator[Figure]:
     plain = [row for row in rows if row.case.draft is None]
     swept = []
     for panel in panels.panels(plain, axis):
-        if len(panel.places) < 3 or len(panel.labels) > MAX_LINES:
+        if len(panel.places) < 3 or len({row.case.label for row in panel.rows}) > MAX_LINES:
             for part in panels.panels(panel.rows, axis, split=True):
                 yield from _bars(part, rows)
         else:
