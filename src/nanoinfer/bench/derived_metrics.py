@@ -39,8 +39,7 @@ def installed_shape(model: str) -> ModelConfig | None:
 def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]:
     """Return the fields of `results.Row` that follow from a case and the ceiling; without those that are unknown.
 
-    A decode step at the mean length of the run stands for all of them. Without a cache a step reads and
-    computes the whole prefix.
+    A decode step at the mean length stands for all. Without a cache a step reads and computes the whole prefix.
     """
     fmt = _FORMATS.get(case.format)
     if fmt is None:
@@ -108,8 +107,7 @@ def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceilin
 def add_speedups(rows: Sequence[Row], baseline: str) -> None:
     """Set each row's speed-up over backend `baseline` in the same shape and dtype; None where there is none.
 
-    A row with a draft is compared to its own backend without: the median over the rounds that both have run,
-    each round's two runs beside each other.
+    A row with a draft is compared to its own backend without: the median of the ratios in the rounds of both.
     """
     plain = [r for r in rows if r.case.draft is None and r.figures is not None]
     alone = {r.case: r for r in plain}

@@ -172,10 +172,7 @@ class Harness:
     def _check(
         self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row], reference: Case | None
     ) -> dict[Case, float]:
-        """Compare greedy float32 tokens with the reference's; return the seconds of each run, the first warm-up.
-
-        A backend with other tokens is not timed.
-        """
+        """Compare greedy float32 tokens with the reference's; return the seconds of each run, the first warm-up."""
         seconds: dict[Case, float] = {}
         expected: dict[Case | None, list[list[int]]] = {}
         with Processes(self._weights) as processes:
@@ -265,10 +262,7 @@ def _is_exact(case: Case) -> bool:
 
 
 def _difference(run: list[list[int]], expected: list[list[int]]) -> str | None:
-    """Return where sequences first differ from the expected ones, None if nowhere; they may be shorter.
-
-    _difference([[1, 2]], [[1, 3, 4]]) -> "token 1 of sequence 0 is 2, the reference's is 3"
-    """
+    """Return where sequences, which may be shorter, first differ from the expected ones; None if nowhere."""
     for i, (a, b) in enumerate(zip(run, expected, strict=True)):
         for t, (x, y) in enumerate(zip(a, b, strict=False)):
             if x != y:

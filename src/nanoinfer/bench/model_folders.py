@@ -20,10 +20,7 @@ PREFIX = "nanoinfer-bench-"
 
 
 class ModelFolders(ExitStack):
-    """The folders of the models that a call measures, each written once, and removed at the end.
-
-    `text` is the source of the prompts of the workloads text and copy; without one the model samples them.
-    """
+    """The folders of the models that a call measures, each written once, with passages from `text` or the model."""
 
     def __init__(self, text: Path | None, log: Callable[[str], None]) -> None:
         super().__init__()

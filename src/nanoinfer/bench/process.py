@@ -54,11 +54,7 @@ class WorkerProcess:
                 pipe.close()  # type: ignore[union-attr]
 
     def ask(self, do: str, **fields: Any) -> Any:
-        """Send a request of `bench/worker.py` and return its answer.
-
-        Raises:
-            NanoinferError: what the worker answers as its error; or it died, or hangs on a GPU.
-        """
+        """Return the answer to a request of `bench/worker.py`; raise NanoinferError for its errors, its end, a hang."""
         stdin, stdout = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
         line = ""
         with contextlib.suppress(BrokenPipeError):

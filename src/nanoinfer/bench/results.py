@@ -166,11 +166,7 @@ def _compact(value: Any) -> Any:
 
 
 def from_json(text: str | bytes, source: str) -> Results:
-    """Return the results in a JSON document; `source` names it in errors.
-
-    Raises:
-        NanoinferError: no JSON, another schema, or fields that are missing, unknown or of the wrong kind.
-    """
+    """Return the results in a JSON document; raise NanoinferError, which names `source`, for anything else."""
     source = escaped(source)
     raw = parse_json(text, f"{source} is no JSON")
     found = raw.pop("schema", None) if isinstance(raw, dict) else None

@@ -111,8 +111,7 @@ def summarize(runs: Sequence[RunTimes]) -> Figures:
 def by_position(runs: Sequence[RunTimes], num_prompt_tokens: int) -> list[list[float]]:
     """Return [position, seconds] of the first sequence's tokens: medians over the rounds, and over nearby positions.
 
-    The first token, at position num_prompt_tokens, includes the prompt and is left out; sequences that are too short
-    for a curve give none.
+    The first token, at position num_prompt_tokens, includes the prompt and is left out; short sequences give none.
     """
     gaps = [[b - a for a, b in pairwise(run.arrivals[0])] for run in runs]
     seconds = [statistics.median(times) for times in zip(*gaps, strict=True)]

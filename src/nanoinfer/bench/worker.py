@@ -64,10 +64,7 @@ class Worker:
 
 
 def peak_memory(device: str) -> int | None:
-    """Return the most memory that this process has had in use, in bytes: of a GPU through torch, else resident memory.
-
-    None for a process that has taken no GPU memory through torch: CTranslate2 has an allocator of its own.
-    """
+    """Return the peak memory of this process in bytes: on a GPU torch's (None without torch's), else resident memory."""
     if device.startswith("cuda"):
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():  # reading a peak would start CUDA

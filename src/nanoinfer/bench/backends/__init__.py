@@ -35,11 +35,7 @@ def prepare(case: Case, weights: Path) -> Path | None:
 
 
 def open_backend(case: Case, weights: Path) -> Any:
-    """Load a case's backend from a Hugging Face folder.
-
-    Raises:
-        NanoinferError: the backend is not installed (the message names the command), or does not support the case.
-    """
+    """Load a case's backend from a Hugging Face folder. Raises NanoinferError if it is missing or lacks the case."""
     return _class_of(case)(case, weights)
 
 

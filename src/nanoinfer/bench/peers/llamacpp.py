@@ -9,12 +9,10 @@ llama.cpp's default. Greedy is numpy's argmax over the logits: llama.cpp's own s
 candidates, which takes longer.
 
 The `gguf` package writes the float32 file of architecture "gpt2"; llama.cpp's own quantizer makes the other types from
-it, so that they are what its users get: Q4_0 keeps a tied embedding in 8 bits or 6 (Q8_0, Q6_K), positions and
-everything with one dimension stay float32.
+it, so that they are what its users get (Q4_0 keeps a tied embedding in 8 or 6 bits).
 
-Supported: weights F32, BF16, Q8_0, Q4_0; tied and untied heads, any MLP width; greedy; CPUs. Not supported: GPUs, more
-sequences than one context takes (256), exact GELU (llama.cpp's GPT-2 has the tanh approximation only), and in Q8_0 and
-Q4_0 widths that are no multiple of 32.
+Not supported: GPUs, more sequences than one context takes (256), exact GELU (llama.cpp's GPT-2 has the tanh
+approximation only), and in Q8_0 and Q4_0 widths that are no multiple of 32.
 """
 
 from __future__ import annotations

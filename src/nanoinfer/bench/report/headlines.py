@@ -27,10 +27,7 @@ def headlines(results: Results) -> list[str]:
 
 
 def _over_peers(panel: Panel, every: list[Row]) -> str | None:
-    """Return our best engine over the best peer, in 8 bits if both have it, else in the format that both have.
-
-    "native int8: 1.58x llama.cpp Q8_0 (371 against 234 tokens/s), batch 1"
-    """
+    """Return our best engine over the best peer, in 8 bits if both have it, else in the format that both have."""
     measure = panel.measure
     sign = -1 if measure is TTFT else 1
     for width in (8, 16, 32, 4):
