@@ -64,7 +64,7 @@ class Worker:
 
 
 def peak_memory(device: str) -> int | None:
-    """Return the peak memory of this process in bytes: on a GPU torch's (None without torch's), else resident memory."""
+    """Return the peak memory of this process in bytes: on a GPU torch's (None without it), else resident memory."""
     if device.startswith("cuda"):
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():  # reading a peak would start CUDA
