@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.suites import GPU_LARGE, SUITES
+from nanoinfer.engines.registry import ENGINES
+from nanoinfer.kv.plan import slot_tokens
+from nanoinfer.roofline.shapes import find_shape
 
 GPU_SMALL = SUITES["gpu"].model
-ENGINES = ("compiled", "cuda_graph", "triton")
+NAMES = ("compiled", "cuda_graph", "triton")
 LARGE_BATCH = 512
 
 
@@ -66,7 +69,7 @@ def find(rows: Sequence[Row], backend: str, model: str, batch: int) -> Row | Non
 
 def best(rows: Sequence[Row], model: str, batch: int) -> Row | None:
     """Return the row of the engine that decodes fastest in bfloat16; None if none was measured."""
-    found = [row for name in ENGINES if (row := find(rows, name, model, batch)) is not None]
+    found = [row for name in NAMES if (row := find(rows, name, model, batch)) is not None]
     return max(found, key=lambda r: r.number("decode_tokens_per_sec") or 0.0, default=None)
 
 
@@ -84,8 +87,14 @@ def growth(alone: Row | None, many: Row | None) -> float | None:
     1.0 is memory that is constant but for the cache: growth of (3 GB at batch 1, 23 GB at 512), of which the caches are
     0.04 and 20 GB, is 20 / 19.96.
     """
-    memory, cache = (
-        None if (a := number(alone, name)) is None or (b := number(many, name)) is None else b - a
-        for name in ("peak_memory_bytes", "kv_cache_bytes")
-    )
-    return over(memory, cache)
+    a, b = number(alone, "peak_memory_bytes"), number(many, "peak_memory_bytes")
+    if alone is None or many is None or a is None or b is None:
+        return None
+    return over(b - a, cache_bytes(many) - cache_bytes(alone))
+
+
+def cache_bytes(row: Row) -> int:
+    """Return the size of the keys and values that an engine with slots reserves for a bfloat16 row."""
+    config = find_shape(row.case.model)
+    tokens = row.case.batch * slot_tokens(ENGINES[row.case.backend].memory, config.block_size)
+    return tokens * config.kv_bytes_per_token(2)

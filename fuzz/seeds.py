@@ -185,7 +185,7 @@ def make_results() -> list[bytes]:
     """Return benchmark results with all fields, and with a failed row."""
     figures = Figures(3, 0.01, 0.03, 0.03, 0.04, 30.0, 800.0, 27.0, 2.75, 4.5)
     rows = [
-        results.Row(Case("static", "random:gpt2"), figures, True, 10**9, None, 10**6, 10**8, 1e6, 1e6, 44.0, 5.0,
+        results.Row(Case("static", "random:gpt2"), figures, True, 10**9, 10**8, 1e6, 1e6, 44.0, 5.0,
                     speedup=1.0, per_position_sec=[[33, 0.1]], breakdown_percent={"head": 1.0}),
         results.Row(Case("native", "random:gpt2", batch=4, draft="x"), figures, acceptance_percent=50.0),
         results.Row(Case("recompute", "random:gpt2"), error="it failed"),

@@ -170,7 +170,6 @@ def use_results(found: results.Results, path: Path) -> None:
     from rich.console import Console
 
     table.show(found, Console(file=io.StringIO(), width=140))
-    results.to_csv(found)
     results.to_json(found).encode()
 
 

@@ -18,9 +18,8 @@ from rich.console import Console
 
 from conftest import TINY, make_folder, make_limits, make_model, refuses
 from nanoinfer import LLM
-from nanoinfer.bench import machine, memory_plan, process, prompts, results, table, worker
+from nanoinfer.bench import machine, process, prompts, results, table, worker
 from nanoinfer.bench import run as running
-from nanoinfer.bench.backends.nanoinfer import NanoinferBackend
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.harness import Harness
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
@@ -35,6 +34,7 @@ from nanoinfer.engines.static import StaticEngine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.profiling import launches
+from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline import measure as measuring
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.measure import Workload, measure
@@ -144,7 +144,7 @@ def test_the_verify_ratio_is_of_steps_at_the_same_length() -> None:
 
 def test_verifying_needs_a_text_and_a_clock() -> None:
     engine = Timed({})
-    refuses(lambda: verify_ratio(engine, [1, 2], clock=lambda: 0.0), "num_tokens=5")  # type: ignore[arg-type]
+    refuses(lambda: verify_ratio(engine, [1, 2], clock=lambda: 0.0), "prompt_tokens=2")  # type: ignore[arg-type]
     refuses(lambda: verify_ratio(engine, [1] * 7, clock=lambda: 0.0), "0.0 s by the clock")  # type: ignore[arg-type]
     assert not engine.inner._lengths
 
@@ -167,43 +167,36 @@ def test_memory_of_a_gpu_is_torchs_peak(monkeypatch: pytest.MonkeyPatch) -> None
         return 7 << 20
 
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 9 << 20)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert worker.memory("cuda:1") == {"peak_memory_bytes": 7 << 20, "reserved_memory_bytes": 9 << 20}
+    assert worker.peak_memory("cuda:1") == 7 << 20
     assert asked == ["cuda:1"]
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)  # CTranslate2 has its own allocator
-    assert worker.memory("cuda:0")["peak_memory_bytes"] is None
+    assert worker.peak_memory("cuda:0") is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # asking would start CUDA
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: pytest.fail("asked"))
-    assert worker.memory("cuda:0") == {"peak_memory_bytes": None, "reserved_memory_bytes": None}
-    assert worker.memory("cpu")["reserved_memory_bytes"] is None
-    assert (worker.memory("cpu")["peak_memory_bytes"] or 0) > 50 << 20
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: pytest.fail("asked"))
+    assert worker.peak_memory("cuda:0") is None
+    assert (worker.peak_memory("cpu") or 0) > 50 << 20
 
 
-def test_engines_say_what_their_cache_reserves(tiny_folder: Path) -> None:
-    def reserved(engine: str) -> int | None:
-        return NanoinferBackend(Case(engine, "m", batch=3, output_tokens=2), tiny_folder).kv_cache_bytes
-
-    static = NanoinferBackend(Case("static", "m", batch=3, output_tokens=2), tiny_folder)
-    token = 2 * TINY.n_layer * TINY.n_embd * 4  # a key and a value in float32
-    assert static.kv_cache_bytes == 3 * TINY.block_size * token
-    assert reserved("dynamic") is None
-
-
-def test_parts_fit_the_gpus_memory_too() -> None:
-    config, weights = PRESETS["gpt2"], 4 * 124_439_808
+def test_parts_fit_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = PRESETS["gpt2"]
+    made = Harness(tmp_path, config, CEILING, Options(), ProgressBar("bench", False))
     large = replace(ON_GPU, model="random:gpt2", batch=512, prompt_tokens=32, output_tokens=64)
     group = [replace(large, backend=name) for name in ("static", "nanogpt", "transformers-dynamic")]
-    (_, static), (_, loop), _ = (memory_plan.needs(c, config, weights) for c in group)
-    cache = 512 * 1025 * 36_864
-    assert cache < static < cache + (3 << 30)  # a slot is a whole text
-    assert loop < static / 4  # 96 tokens of each
-    everything = [100 << 30, 100 << 30]
-    assert memory_plan.split(group, config, weights, everything) == [group]
-    assert memory_plan.split(group, config, weights, [100 << 30, static + 1]) == [group[:1], group[1:]]
-    assert memory_plan.split(group, config, weights, [100 << 30, 1]) == [[c] for c in group]
+    group.append(replace(group[-1], draft="prompt-lookup"))
+    cache = 512 * 1024 * 36_864  # whole slots in bfloat16
+    free = {"cpu": 100 << 30, "cuda:0": 100 << 30}
+    monkeypatch.setattr("nanoinfer.bench.harness.free_memory", free.__getitem__)
+    assert cache < made._memory_bytes(large) < cache + (2 << 30)
+    assert made._parts(group) == [group]
+    free["cuda:0"] = 3 * cache  # 5/6 of it hold two
+    assert made._parts(group) == [group[:2], group[2:]]
+    free["cpu"] = 1  # each too large: a part of its own, with its drafts
+    assert made._parts(group) == [group[:1], group[1:2], group[2:]]
     on_cpu = [replace(c, device="cpu") for c in group]
-    assert memory_plan.split(on_cpu, config, weights, [100 << 30]) == [on_cpu]
+    assert made._memory_bytes(on_cpu[0]) < (1 << 30) + 512 * 96 * 2 * 36_864  # 96 tokens of each sequence
+    free["cpu"] = 20 << 30
+    assert made._parts(on_cpu) == [on_cpu]
 
 
 # Devices ---------------------------------------------------------------------------------------------------
@@ -259,7 +252,7 @@ def test_a_gpu_is_described_by_its_own_id(monkeypatch: pytest.MonkeyPatch) -> No
 
     def smi(command: list[str], **options: Any) -> SimpleNamespace:
         commands.append(command)
-        return SimpleNamespace(stdout="580.1, 1980, 1980, 2619, 2619, 700.00, [N/A]\n")
+        return SimpleNamespace(stdout="580.1, 1980, 1980, 2619, 700.00, [N/A]\n")
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(machine.subprocess, "run", smi)
@@ -333,8 +326,7 @@ class FakeHandle:
         self._log.append(("run", {f: getattr(case, f) for f in fields if getattr(case, f) != getattr(self.case, f)}))
         tokens = case.output_tokens
         times = RunTimes(4, [[0.1 * (i + 1) for i in range(tokens)]])
-        memory = {"peak_memory_bytes": 100, "reserved_memory_bytes": 200, "kv_cache_bytes": 30}
-        return RunResult([[1] * tokens], times, memory)
+        return RunResult([[1] * tokens], times, peak_memory_bytes=100)
 
     def ask(self, what: str) -> Any:
         self._log.append((what, None))
@@ -351,20 +343,13 @@ class FakeProcesses:
     log: list[tuple[str, Any]]
 
     def __init__(self, weights: Path) -> None:
-        self._cases: set[Case] = set()
+        pass
 
     def __enter__(self) -> FakeProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
-
-    def load_together(self, cases: list[Case], warm: Any, at_once: int) -> None:
-        self.log.append(("load", [c.backend for c in cases if warm(c)]))
-        self._cases |= {c.plain for c in cases}
-
-    def knows(self, case: Case) -> bool:
-        return case.plain in self._cases
 
     def worker(self, case: Case) -> FakeHandle:
         return FakeHandle(case, self.log)
@@ -376,12 +361,11 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     FakeProcesses.log = []
     monkeypatch.setattr("nanoinfer.bench.harness.Processes", FakeProcesses)
     monkeypatch.setattr("nanoinfer.bench.harness.free_memory", lambda device: 60 << 30)
-    monkeypatch.setattr("nanoinfer.bench.harness.num_cpus", lambda: 4)
     return FakeProcesses.log
 
 
 def harness(tmp_path: Path, options: Options, clock: Any = time.perf_counter) -> Harness:
-    return Harness(tmp_path, TINY, CEILING, options, lambda *progress: None, clock)
+    return Harness(tmp_path, TINY, CEILING, options, ProgressBar("bench", False), clock)
 
 
 def test_a_row_of_a_gpu_has_its_counts_and_memory(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
@@ -391,7 +375,7 @@ def test_a_row_of_a_gpu_has_its_counts_and_memory(tmp_path: Path, log: list[tupl
     static, dynamic, loop = rows
     assert [r.error for r in rows] == [None] * 3
     assert (static.kernels_per_step, static.kernels_per_layer, static.launches_per_step) == (60.0, 5, 1.0)
-    assert (static.peak_memory_bytes, static.reserved_memory_bytes, static.kv_cache_bytes) == (100, 200, 30)
+    assert static.peak_memory_bytes == 100
     assert static.verify_ratio == 1.08
     assert (dynamic.kernels_per_step, dynamic.note) == (None, "launches unknown: torch's profiler saw no kernel")
     assert (loop.kernels_per_step, loop.verify_ratio) == (None, None)  # a peer is not asked
@@ -401,18 +385,11 @@ def test_on_a_gpu_warm_ups_are_as_long_as_what_is_timed(tmp_path: Path, log: lis
     case = replace(ON_GPU, output_tokens=40)
     harness(tmp_path, Options(rounds=1)).run([case], lambda rows: None)
     runs = [shape for what, shape in log if what == "run"]
-    assert runs == [{"output_tokens": 16}, {}, {}, {}]  # the check, two equal warm-ups, one round
+    assert runs == [{}, {"output_tokens": 16}, {}, {}, {}]  # compilation, the check, two equal warm-ups, one round
     log.clear()
     harness(tmp_path, Options(rounds=1)).run([replace(case, device="cpu")], lambda rows: None)
     runs = [shape for what, shape in log if what == "run"]
     assert runs == [{"output_tokens": 16}, {"output_tokens": 16}, {}]
-
-
-def test_workers_on_a_gpu_load_some_at_a_time(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
-    names = ("static", "dynamic", "recompute", "transformers-dynamic")
-    harness(tmp_path, Options(rounds=1)).run([replace(ON_GPU, backend=n) for n in names], lambda rows: None)
-    loads = [who for what, who in log if what == "load"]
-    assert loads == [["static", "dynamic"], ["transformers-dynamic"]]  # two for four CPUs; the naive are not run
 
 
 def test_when_the_time_is_over_nothing_new_begins(tmp_path: Path, log: list[tuple[str, Any]]) -> None:
@@ -423,7 +400,7 @@ def test_when_the_time_is_over_nothing_new_begins(tmp_path: Path, log: list[tupl
 
     cases = [replace(ON_GPU, batch=b) for b in (1, 2, 4, 8, 16, 32)]
     rows: list[Row] = []
-    harness(tmp_path, Options(rounds=1, budget_sec=30.0), clock).run(cases, rows.extend)
+    harness(tmp_path, Options(rounds=1, budget_sec=15.0), clock).run(cases, rows.extend)
     assert 1 <= len(rows) < 6
     assert [r.case for r in rows] == cases[: len(rows)]
     assert all(r.figures is not None for r in rows)  # what had begun was finished
@@ -432,13 +409,12 @@ def test_when_the_time_is_over_nothing_new_begins(tmp_path: Path, log: list[tupl
     assert none == []
 
 
-def test_loading_together_keeps_each_failure_for_its_worker(tiny_folder: Path) -> None:
+def test_a_process_that_cannot_be_loaded_raises_its_reason_each_time(tiny_folder: Path) -> None:
     good, bad = Case("static", "m", output_tokens=4, prompt_tokens=4), Case("warp", "m")
     with Processes(tiny_folder) as processes:
-        processes.load_together([good, bad, good], warm=lambda case: True, at_once=2)
-        assert processes.knows(good)
         assert len(processes.worker(good).run().tokens[0]) == 4
-        refuses(lambda: processes.worker(bad), "engine='warp' is unknown")
+        for _ in range(2):
+            refuses(lambda: processes.worker(bad), "engine='warp' is unknown")
 
 
 def test_a_worker_that_hangs_on_a_gpu_is_ended(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
@@ -495,7 +471,7 @@ def shown(made: results.Results) -> str:
     return out.getvalue()
 
 
-def test_counts_are_in_table_file_csv_and_report() -> None:
+def test_counts_are_in_table_file_and_report() -> None:
     made = gpu_results()
     text = shown(made)
     assert "ceiling of H100: copies 3,000 GB/s, read and written" in text
@@ -506,18 +482,15 @@ def test_counts_are_in_table_file_csv_and_report() -> None:
     assert head[at - 1 : at + 3] == ["kernels", "launches", "verify", "a"]
     assert line[at : at + 4] == ["63.0", "2.00", "1.25", "5.00"]
     assert "of a decode step" in text
-    assert ["static", "bfloat16", "1,074", "–"] in words  # memory in every shape
+    assert "1,074" in line  # MB
     assert "gpt2-xl, batch 1, 4+4 tokens" in " ".join(text.split())
     assert ["gpt2", "gpt2-xl"] in words  # the models of the shapes
     again = results.from_json(results.to_json(made), "here")
     assert [r.case for r in again.rows] == [r.case for r in made.rows]
     assert (again.rows[0].kernels_per_step, again.rows[0].verify_ratio) == (63.0, 1.25)
-    header, first, second = results.to_csv(made).splitlines()
-    at = header.split(",").index("kernels_per_step")
-    assert (first.split(",")[at], second.split(",")[at]) == ("63.0", "")
     heads = page.table(made.rows)[0]
     assert {"kernels a step", "launches a step", "verifying 5 tokens, decodes"} <= set(heads)
-    assert "reserved, MB" not in heads  # no row has it
+    assert "accepted, %" not in heads  # no row has it
 
 
 def test_on_a_cpu_nothing_of_it_is_shown() -> None:
@@ -531,23 +504,16 @@ def test_on_a_cpu_nothing_of_it_is_shown() -> None:
     assert "kernels a step" not in page.table(made.rows)[0]
 
 
-def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:
-    from contextlib import contextmanager
-
+def test_models_of_a_call_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from nanoinfer.bench import model_folders
 
     written: list[str] = []
-
-    @contextmanager
-    def fake(model: str) -> Iterator[Path]:
-        written.append(model)
-        yield Path("/nowhere") / model
-
-    monkeypatch.setattr(model_folders, "_weights", fake)
+    monkeypatch.setattr(model_folders, "_write_weights", lambda model, folder: written.append(model))
     with model_folders.ModelFolders(None, lambda _: None) as models:
-        for model in ("a", "b", "a"):
-            assert models.folder([Case("static", model)]) == Path("/nowhere") / model
+        folders = [models.folder([Case("static", model)]) for model in ("a", "b", "a")]
     assert written == ["a", "b"]
+    assert folders[0] == folders[2] != folders[1]
+    assert not any(folder.exists() for folder in folders)
 
 
 def written_figures(made: results.Results) -> list[object]:
@@ -590,10 +556,10 @@ def test_a_suite_of_two_models_runs_each_on_its_own_weights(
     here, missing, there = made.rows
     assert "engine='triton-9' is unknown" in str(missing.error)
     assert (here.weight_bytes or 0) > (there.weight_bytes or 0) > 0
-    assert (here.kernels_per_step, here.reserved_memory_bytes) == (None, None)  # on a CPU
+    assert here.kernels_per_step is None  # on a CPU
     assert (here.verify_ratio or 0) > 0.1
     assert there.verify_ratio is None
-    assert there.note == "cost of verifying unknown: num_tokens=5 is not an integer in [1, 4]"  # its prompt has 4
+    assert there.note == "cost of verifying unknown: prompt_tokens=4 is not an integer >= 5"  # its prompt has 4
     again = replace(plan, output=None, resume=tmp_path / "r.json")
     (kept,), _ = run(again, "test", log=lambda _: None)
     assert written_figures(kept) == written_figures(made)
@@ -612,7 +578,7 @@ def test_on_a_gpu_backends_say_the_same_and_report_its_memory(tiny_folder: Path,
         handle = processes.worker(case)
         made = handle.run()
         assert made.tokens == expected
-        assert 0 < (made.memory["peak_memory_bytes"] or 0) <= (made.memory["reserved_memory_bytes"] or 0) < 8 << 30
+        assert 0 < (made.peak_memory_bytes or 0) < 8 << 30
         if name == "static":
             assert handle.ask("launches")["kernels_per_step"] > TINY.n_layer
             assert 0.1 < handle.ask("verify") < 20

@@ -300,29 +300,23 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "blocked").iterdir()] == ["index.html"]
 
 
-@pytest.mark.parametrize("existing", [False, True])
-def test_a_full_disk_leaves_nothing_half_written(
-    existing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "out"
-    if existing:
-        folder.mkdir()
-        (folder / "index.html").write_text("the old report")
-    write, written = Path.write_bytes, []
+def test_a_full_disk_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report.write_report([make_results([make_row("static")])], tmp_path)
+    old = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    synced = 0
 
-    def full_at_the_second(path: Path, content: Any) -> int:
-        written.append(path)
-        if len(written) == 2:
+    def full_at_the_second(descriptor: int) -> None:
+        nonlocal synced
+        synced += 1
+        if synced == 2:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, content)
 
-    monkeypatch.setattr(Path, "write_bytes", full_at_the_second)
+    monkeypatch.setattr("os.fsync", full_at_the_second)
     with pytest.raises(NanoinferError, match="No space left"):
-        report.write_report([make_results([make_row("static")])], folder)
-    assert folder.exists() == existing
-    if existing:
-        assert [p.name for p in folder.iterdir()] == ["index.html"]
-        assert (folder / "index.html").read_text() == "the old report"
+        report.write_report([make_results([make_row("static")], commit="newer12")], tmp_path)
+    new = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert b"newer12" in new["index.html"]
+    assert new | {"index.html": b""} == old | {"index.html": b""}
 
 
 @pytest.mark.parametrize("package", ["vl_convert", "jinja2"])

@@ -45,7 +45,6 @@ def test_rounds_are_medians_and_their_spread() -> None:
     assert f.tpot_p99_sec == pytest.approx(0.6)
     one = summarize([RunTimes(3, [[0.2]])])
     assert (one.tpot_sec, one.decode_tokens_per_sec, one.output_tokens_per_sec) == (None, None, 5.0)
-    refuses(lambda: summarize([]), "no timed run")
 
 
 def test_percentiles_are_over_all_gaps_and_linear_between_them() -> None:
@@ -203,14 +202,6 @@ def test_positions_are_medians_without_the_first_token() -> None:
     rising = by_position([run(*map(float, range(1280)))], 8)
     assert len(rising) == 32
     assert rising[1] == [49, 59.5]
-
-
-def test_csv_has_a_row_a_case() -> None:
-    header, first, second = results.to_csv(example()).splitlines()
-    columns = header.split(",")
-    assert {"backend", "dtype", "ttft_sec", "peak_memory_bytes", "error"} <= set(columns)
-    assert first.split(",")[columns.index("ttft_sec")] == "0.6"
-    assert second.split(",")[columns.index("backend")] == "llama.cpp"
 
 
 def broken(**changes: object) -> str:

@@ -20,6 +20,8 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.stats import Figures, RunTimes, summarize
 from nanoinfer.bench.suites import GPU_LARGE, SUITES
+from nanoinfer.engines.registry import ENGINES
+from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.models.presets import PRESETS
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -60,17 +62,20 @@ def row(backend: str, speed: float, model: str = GPU_SMALL, batch: int = 1, **fi
     return made
 
 
+SLOT = slot_tokens(ENGINES["triton"].memory, 1024) * 2 * 12 * 768 * 2  # a key and a value in 12 layers, in bfloat16
+
+
 def everything() -> list[Row]:
     return [
         row("static", 900.0),
-        row("cuda_graph", 3000.0, verify_ratio=1.5, peak_memory_bytes=300, kv_cache_bytes=40),
-        row("triton", 4500.0, verify_ratio=1.05, peak_memory_bytes=290, kv_cache_bytes=40),
+        row("cuda_graph", 3000.0, verify_ratio=1.5, peak_memory_bytes=3 << 30),
+        row("triton", 4500.0, verify_ratio=1.05, peak_memory_bytes=2 << 30),
         row("transformers-dynamic", 150.0),
         row("triton", 700.0, GPU_LARGE, mbu_percent=64.5, verify_ratio=1.2),
         row("cuda_graph", 500.0, GPU_LARGE, mbu_percent=46.0, verify_ratio=1.0),
         row("static", 20_000.0, batch=512),
-        row("triton", 90_000.0, batch=512, peak_memory_bytes=23_000, kv_cache_bytes=20_480),
-        row("cuda_graph", 80_000.0, batch=512, peak_memory_bytes=21_000, kv_cache_bytes=20_480),
+        row("triton", 90_000.0, batch=512, peak_memory_bytes=23 << 30),
+        row("cuda_graph", 80_000.0, batch=512, peak_memory_bytes=21 << 30),
     ]
 
 
@@ -82,7 +87,7 @@ def test_targets_by_hand() -> None:
         (4500.0, True, "triton"),
         (30.0, True, "triton"),
         (4.5, False, "triton"),
-        (pytest.approx((23_000 - 290) / (20_480 - 40)), False, "triton"),  # 1.111: the row that decodes fastest
+        (pytest.approx((21 << 30) / (511 * SLOT)), False, "triton"),  # the row that decodes fastest
         (1.05, True, "triton"),
         (1.2, False, "triton"),
     ]
@@ -115,11 +120,11 @@ def test_only_bfloat16_without_quantization_is_judged() -> None:
 
 
 def test_memory_is_flat_when_only_the_cache_grows() -> None:
-    alone = row("triton", 1.0, peak_memory_bytes=1040, kv_cache_bytes=40)
-    many = row("triton", 1.0, batch=512, peak_memory_bytes=1000 + 512 * 40, kv_cache_bytes=512 * 40)
+    alone = row("triton", 1.0, peak_memory_bytes=1000 + SLOT)
+    many = row("triton", 1.0, batch=512, peak_memory_bytes=1000 + 512 * SLOT)
     assert growth(alone, many) == 1.0
     assert growth(None, many) is None
-    many.kv_cache_bytes = None
+    many.peak_memory_bytes = None
     assert growth(alone, many) is None
 
 

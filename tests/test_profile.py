@@ -84,6 +84,22 @@ def test_shares_add_up_and_tokens_are_the_same(tiny_folder: Path, engine: str) -
     assert before[1:3] == [[], []]
 
 
+@pytest.mark.parametrize("engine", ["static", "native"])
+@pytest.mark.parametrize("family", ["gpt_neox", "llama", "gemma3"])
+def test_parts_of_other_families_are_distinguished(tmp_path: Path, family: str, engine: str) -> None:
+    if engine not in HERE:
+        pytest.skip(f"{engine} is not built here")
+    pytest.importorskip("transformers", reason="transformers makes the models")
+    from test_families import make_folder as make_family
+
+    make_family(family, tmp_path)
+    p = profile(LLM(str(tmp_path), engine=engine, device="cpu"), [[3, 1, 4]], PARAMS)
+    assert p.tells_apart
+    calls = {row.name: row.calls for row in p.parts}
+    products = 4 if family == "gpt_neox" else 5  # the others have a gate
+    assert (calls["matrix products"], calls["attention"]) == (products * 4 * p.num_steps, 4 * p.num_steps)
+
+
 def test_calls_are_those_of_the_model(llm: LLM) -> None:
     p = profile(llm, "Go", PARAMS)
     calls = {row.name: row.calls for row in p.parts}

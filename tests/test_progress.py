@@ -75,9 +75,6 @@ def test_a_bar_shows_the_time_left_and_a_note_in_80_columns(monkeypatch: pytest.
         assert "0:01:10 left" in stderr.getvalue()
         assert "a note [red] x" in stderr.getvalue()
         assert "…" in stderr.getvalue()
-        clock.now += 1
-        bar.update(31, 100, seconds_left=5)
-        assert "0:00:05 left" in stderr.getvalue()
         bar.print("a line [blue]")
         assert "a line [blue]\n" in stderr.getvalue()
 

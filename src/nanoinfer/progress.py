@@ -40,14 +40,13 @@ class ProgressBar:
         """Return whether `update` would draw: ask first where counting takes time."""
         return self._clock() >= self._next
 
-    def update(self, done: int, total: int, note: str = "", seconds_left: float | None = None) -> None:
+    def update(self, done: int, total: int, note: str = "") -> None:
         """Draw the bar if the last drawing is old enough.
 
         Args:
             done: how much is done.
             total: of how much.
             note: what to show beside the bar.
-            seconds_left: time left, where the caller knows it better than the mean rate so far.
         """
         if not self.due():
             return
@@ -56,7 +55,7 @@ class ProgressBar:
             self._bar = self._start(total)
         task = self._bar.tasks[0]
         self._bar.update(task.id, completed=done, total=total, note=note)
-        left = task.time_remaining if seconds_left is None else seconds_left
+        left = task.time_remaining
         self._bar.update(task.id, left="" if left is None else f"{timedelta(seconds=round(left))} left", refresh=True)
 
     def print(self, line: str) -> None:

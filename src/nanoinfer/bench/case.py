@@ -112,13 +112,9 @@ class Requests:
 
 
 def make_requests(case: Case, vocab_size: int, seed: int = 0, passages: Passages = ()) -> Requests:
-    """Return the requests of a case: the same for every backend.
+    """Return the requests of a case, the same for every backend: random token ids below vocab_size, or `passages`.
 
-    Args:
-        case: its shape decides the lengths.
-        vocab_size: random token ids are below this.
-        seed: another seed gives other prompts of the same lengths; of passages the next ones.
-        passages: for the workloads text and copy.
+    Another seed gives other prompts of the same lengths; of passages the next ones.
     """
     sizes = [(case.prompt_tokens, case.output_tokens)] * case.batch
     if case.workload == "mixed":

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanoinfer.bench.formatting import DASH, digits
 from nanoinfer.bench.report.panels import ceiling, share_of_ceiling
 from nanoinfer.bench.results import Row
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column: its headings, and what it shows of a row."""
+class Column(NamedTuple):
+    """One column: its heading on the page, what it shows of a row, its heading on the terminal, and what that means.
+
+    Columns without a heading on the terminal are on the page only.
+    """
 
     name: str
-    """Heading on the page."""
     show: Callable[[Row], str]
     head: str = ""
-    """Heading on the terminal; columns without are on the page only."""
     legend: str = ""
-    """What the terminal's heading means, where that is not clear."""
 
 
 def figure(name: str, scale: float = 1.0) -> Callable[[Row], str]:
@@ -44,11 +43,9 @@ COLUMNS = (
     Column("TPOT, ms", figure("tpot_sec", 1e3), "TPOT ms"),
     Column("p90", figure("tpot_p90_sec", 1e3)),
     Column("p99", figure("tpot_p99_sec", 1e3), "p99 ms"),
-    Column("total, s", figure("total_sec")),
+    Column("total, s", figure("total_sec"), "total s"),
     Column("rounds", figure("rounds")),
     Column("peak memory, MB", figure("peak_memory_bytes", 1e-6), "MB"),
-    Column("reserved, MB", figure("reserved_memory_bytes", 1e-6)),
-    Column("KV cache, MB", figure("kv_cache_bytes", 1e-6)),
     Column("weights, MB", figure("weight_bytes", 1e-6)),
     Column("MB a token", figure("bytes_per_token", 1e-6)),
     Column("GFLOP a token", figure("flops_per_token", 1e-9)),

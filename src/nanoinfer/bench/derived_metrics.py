@@ -32,22 +32,15 @@ _FORMATS = FORMATS | {  # llama.cpp's: blocks of 32 weights and a 16-bit scale
 def installed_shape(model: str) -> ModelConfig | None:
     """Return the shape of a model that every installation has: a preset, a built-in or a widened one; else None."""
     source = model.removeprefix("random:").removeprefix("wide:").partition(":")[0]
-    try:
+    with contextlib.suppress(NanoinferError):  # wide:shakespeare:no-preset
         return find_shape(model) if source in (*PRESETS, *builtin_names()) else None
-    except NanoinferError:  # wide:shakespeare:no-preset
-        return None
+    return None
 
 
 def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]:
     """Return the fields of `results.Row` that follow from a case and the ceiling; without those that are unknown.
 
-    A decode step at the mean length of the run stands for all of them. Without a cache a step reads and
-    computes the whole prefix.
-
-    Args:
-        case: its weight format may be one that the roofline does not know.
-        config: the model's shape.
-        ceiling: the machine.
+    A decode step at the mean length stands for all. Without a cache a step reads and computes the whole prefix.
     """
     fmt = _FORMATS.get(case.format)
     if fmt is None:
@@ -79,14 +72,7 @@ def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
 
 
 def add_speculation(row: Row, made: dict[str, float], config: ModelConfig, ceiling: Ceiling) -> None:
-    """Set what a run proposed, and the best number of proposals at that acceptance by the roofline.
-
-    Args:
-        row: changed in place.
-        made: totals of `outputs.SpeculationMetrics` over the run's requests.
-        config: the target's shape.
-        ceiling: the machine.
-    """
+    """Set what a run proposed, `made`, and the best number of proposals at that acceptance by the roofline."""
     row.draft_share_percent = 100 * made["draft_share"]
     if judged := made["num_accepted"] + made["num_rejected"]:
         acceptance = made["num_accepted"] / judged
@@ -122,14 +108,12 @@ def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceilin
 def add_speedups(rows: Sequence[Row], baseline: str) -> None:
     """Set each row's speed-up over backend `baseline` in the same shape and dtype; None where there is none.
 
-    A row with a draft is compared to its own backend without: the median over the rounds that both have run,
-    each round's two runs beside each other.
+    A row with a draft is compared to its own backend without: the median of the ratios in the rounds of both.
     """
     plain = [r for r in rows if r.case.draft is None and r.figures is not None]
     alone = {r.case: r for r in plain}
-    base = {
-        (r.case.shape, r.case.dtype): r for r in plain if r.case.backend == baseline and r.case.quantization is None
-    }
+    same = [r for r in plain if r.case.backend == baseline and r.case.quantization is None]
+    base = {(r.case.shape, r.case.dtype): r for r in same}
     for row in rows:
         case = row.case
         other = base.get((case.shape, case.dtype)) if case.draft is None else alone.get(case.plain)

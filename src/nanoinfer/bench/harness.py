@@ -9,16 +9,16 @@ All backends of one shape are in memory at once if they fit; otherwise they run 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, takewhile
 from pathlib import Path
 
 from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
-from nanoinfer.bench.memory_plan import split
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
 from nanoinfer.bench.results import Row
 from nanoinfer.bench.stats import RunTimes, by_position, is_steady, naive_token_times, summarize
@@ -26,8 +26,8 @@ from nanoinfer.bench.suites import Options
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
+from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
@@ -35,47 +35,25 @@ from nanoinfer.roofline.formats import FORMATS
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
 CHECK_TOKENS_SHORTENED = 2  # the same where each needs a forward pass over everything
 WARM_UP_SEC = 5.0  # of untimed runs, after which a backend counts as warm
-LOAD_AT_ONCE = 8  # workers on a GPU that load at the same time, at most one for two CPUs
+PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights; twice that with a GPU's context
 NUM_LENGTHS = 7  # that an extrapolated run is measured at
 NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
 
 
-Show = Callable[[str, int, int, float | None], None]  # current step, finished cases, all cases, seconds left
-
-
 class Harness:
-    """Measures cases of one model.
-
-    Args:
-        weights: Hugging Face folder with the model's weights in float32.
-        config: the model's shape.
-        ceiling: what this machine can do.
-        options: how carefully to measure.
-        show: called with the progress.
-        clock: seconds; a fake one in tests.
-    """
+    """Measures cases of one model, whose float32 weights are in a Hugging Face folder."""
 
     def __init__(
-        self,
-        weights: Path,
-        config: ModelConfig,
-        ceiling: Ceiling,
-        options: Options,
-        show: Show,
+        self, weights: Path, config: ModelConfig, ceiling: Ceiling, options: Options, bar: ProgressBar,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._weights, self._config, self._ceiling, self._options = weights, config, ceiling, options
-        self._show, self._clock = show, clock
+        self._bar, self._clock = bar, clock
         self._started = clock()
         self._done = self._total = 0
 
     def run(self, cases: Sequence[Case], keep: Callable[[list[Row]], None]) -> None:
-        """Measure the cases, shape by shape, in the order given.
-
-        Args:
-            cases: what to measure.
-            keep: called with the rows of each shape as soon as they are complete.
-        """
+        """Measure the cases, shape by shape, in the order given; call `keep` with the rows of each shape."""
         self._total = len(cases)
         for _, same_shape in groupby(cases, key=lambda c: c.shape):
             group = list(same_shape)
@@ -87,34 +65,58 @@ class Harness:
                 for row in rows if len(parts) > 1 else ():
                     row.add_note("not interleaved with all of its shape: they do not fit the memory")
                 keep(rows)
+                if not sys.stderr.isatty():  # where there is no bar
+                    self._bar.print(f"{self._done} of {self._total} cases are done")
 
     @property
     def _late(self) -> bool:
         """Whether the time budget is spent."""
-        budget = self._options.budget_sec
-        return budget is not None and self._clock() - self._started >= budget
+        return self._clock() - self._started >= self._options.budget_sec
 
     def _parts(self, group: list[Case]) -> list[list[Case]]:
-        """Split the backends of a shape so that each part fits two thirds of the free memory (of a GPU's 5/6)."""
+        """Split the backends of a shape, in their order, into parts that fit 2/3 of the free memory, of a GPU 5/6."""
+        device = group[0].device
+        room = free_memory("cpu") * 2 // 3
+        if device != "cpu":
+            room = min(room, free_memory(device) * 5 // 6)
+        parts: list[list[Case]] = [[]]
+        used = 0
+        for case in group:
+            if not any(c.plain == case.plain for c in parts[-1]):  # those that differ in their draft share a process
+                need = self._memory_bytes(case)
+                if used and used + need > room:
+                    parts.append([])
+                    used = 0
+                used += need
+            parts[-1].append(case)
+        return parts
+
+    def _memory_bytes(self, case: Case) -> int:
+        """Return about how many bytes a backend takes, of the main memory or of a GPU's."""
         weights = sum(f.stat().st_size for f in self._weights.glob("*.safetensors"))
-        room = [free_memory("cpu") * 2 // 3]
-        if (device := group[0].device) != "cpu":
-            room.append(free_memory(device) * 5 // 6)
-        return split(group, self._config, weights, room)
+        on_gpu, tokens = case.device != "cpu", self._config.block_size  # a GPU's engines reserve whole slots
+        if not on_gpu:
+            tokens = min(tokens, case.prompt_tokens + case.output_tokens)
+        cache = self._config.kv_bytes_per_token(2 if on_gpu and case.dtype != "float32" else 4)
+        return (1 + on_gpu) * PROCESS_BYTES + 2 * weights + case.batch * tokens * cache
 
     def _reference_case(self, group: list[Case]) -> Case | None:
         """Return the case whose greedy tokens are the reference: the first of our engines in float32, not shortened."""
-        exact = [c for c in group if c.backend in ENGINES and _is_exact(c)]
-        return min(exact, key=self._shortened) if exact else None
-
-    # One part: all of its backends are alive at once ----------------------------------------------------
+        return min((c for c in group if c.backend in ENGINES and _is_exact(c)), key=self._shortened, default=None)
 
     def _run_part(self, cases: list[Case], reference: Case | None) -> list[Row]:
+        """Return the rows of backends that are alive together."""
         rows = {case: Row(case) for case in cases}
         runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
         spent = dict.fromkeys(cases, 0.0)
         with Processes(self._weights) as processes:
-            workers = self._load(cases, rows, processes)
+            workers = {}
+            for case in takewhile(lambda _: not self._late, cases):
+                with self._step(rows[case], "load"):
+                    prepare(case, self._weights)
+                    workers[case] = processes.worker(case)
+                    if case.device != "cpu" and case.backend not in NAIVE:
+                        workers[case].run(case)  # compiles its code: the time of that is no part of the warm-up
             checked_sec = self._check(workers, rows, reference)
             for case, worker in workers.items():
                 if rows[case].error is None and not self._shortened(case):
@@ -130,41 +132,16 @@ class Harness:
             for case, worker in workers.items():
                 if rows[case].error is None and case.backend in ENGINES and not self._shortened(case):
                     self._measure_more(worker, rows[case], quick=spent[case] < self._options.max_case_sec)
-        done = [case for case in cases if case in workers or rows[case].error is not None]
-        for case in done:
-            self._done += 1
-            if rows[case].error is None:
-                self._finish(rows[case], runs[case])
-        return [rows[case] for case in done]
-
-    def _finish(self, row: Row, runs: list[RunTimes]) -> None:
-        """Set the figures of a row, and what follows from them."""
-        row.figures = summarize(runs)
-        row.round_sec = [run.total_sec for run in runs]
-        if row.case.batch == 1 and row.case.workload == "uniform":
-            row.per_position_sec = by_position(runs, row.case.prompt_tokens) or None
-        fill_in(row, self._config, self._ceiling)
-
-    def _load(self, cases: list[Case], rows: dict[Case, Row], processes: Processes) -> dict[Case, WorkerProcess]:
-        """Return the backends that could be loaded; the rows of the others get the reason.
-
-        On a GPU several load at a time, and those that compile run once, so that compilation is not part of the check.
-        """
-        for case in cases:
-            with self._step(rows[case], "load"):
-                prepare(case, self._weights)
-        together = [case for case in cases if rows[case].error is None and case.device != "cpu"]
-        at_once = min(LOAD_AT_ONCE, max(1, num_cpus() // 2))
-        for first in range(0, len(together), at_once):
-            if not self._late:
-                some = together[first : first + at_once]
-                processes.load_together(some, lambda case: case.backend not in NAIVE, at_once)
-        workers: dict[Case, WorkerProcess] = {}
-        for case in cases:
-            if rows[case].error is None and (processes.knows(case) or not self._late):
-                with self._step(rows[case], "load"):
-                    workers[case] = processes.worker(case)
-        return workers
+        done = [rows[case] for case in cases if case in workers or rows[case].error is not None]
+        self._done += len(done)
+        for row in done:
+            if row.error is None:
+                row.figures = summarize(runs[row.case])
+                row.round_sec = [run.total_sec for run in runs[row.case]]
+                if row.case.batch == 1 and row.case.workload == "uniform":
+                    row.per_position_sec = by_position(runs[row.case], row.case.prompt_tokens) or None
+                fill_in(row, self._config, self._ceiling)
+        return done
 
     def _measure_more(self, worker: WorkerProcess, row: Row, *, quick: bool) -> None:
         """Measure what is not part of the timing; what an engine does not support stays unknown."""
@@ -181,11 +158,9 @@ class Harness:
     @contextlib.contextmanager
     def _step(self, row: Row, what: str, unknown: str = "") -> Iterator[None]:
         """Show the current step; record its failure as the row's error, or as a note that something is unknown."""
-        spent = self._clock() - self._started
-        left = spent / self._done * (self._total - self._done) if self._done else None
         case = row.case
         shape = f"batch {case.batch}, {case.prompt_tokens} + {case.output_tokens} tokens"
-        self._show(f"{case.label}, {shape}: {what}", self._done, self._total, left)
+        self._bar.update(self._done, self._total, f"{case.label}, {shape}: {what}")
         try:
             yield
         except NanoinferError as e:
@@ -197,11 +172,7 @@ class Harness:
     def _check(
         self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row], reference: Case | None
     ) -> dict[Case, float]:
-        """Compare greedy float32 tokens with the reference's; a backend with other tokens is not timed.
-
-        Returns:
-            the seconds that each case's run took: its first warm-up.
-        """
+        """Compare greedy float32 tokens with the reference's; return the seconds of each run, the first warm-up."""
         seconds: dict[Case, float] = {}
         expected: dict[Case | None, list[list[int]]] = {}
         with Processes(self._weights) as processes:
@@ -228,15 +199,10 @@ class Harness:
         return worker.run(_shorter(case, CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS))
 
     def _warm_up(self, worker: WorkerProcess, case: Case, first_sec: float) -> None:
-        """Run until two runs agree. Short runs suffice on a CPU: caches and clocks warm up per step.
+        """Run until two runs agree. Short runs as that of the check, which took `first_sec`, suffice on a CPU.
 
         On a GPU they are as long as the timed ones: graphs are captured, and code is compiled, for sequence lengths
         that a short run does not reach.
-
-        Args:
-            worker: the backend.
-            case: what is measured.
-            first_sec: what the check took, the same short run.
         """
         seconds = [first_sec] if case.device == "cpu" else []
         shape = _shorter(case, CHECK_TOKENS) if case.device == "cpu" else case
@@ -248,7 +214,7 @@ class Harness:
 
         def run(shape: Case, seed: int = 0) -> RunResult:
             result = worker.run(shape, seed)
-            row.update(result.memory)
+            row.peak_memory_bytes = result.peak_memory_bytes
             return result
 
         if self._shortened(case):
@@ -296,10 +262,7 @@ def _is_exact(case: Case) -> bool:
 
 
 def _difference(run: list[list[int]], expected: list[list[int]]) -> str | None:
-    """Return where sequences first differ from the expected ones, None if nowhere; they may be shorter.
-
-    _difference([[1, 2]], [[1, 3, 4]]) -> "token 1 of sequence 0 is 2, the reference's is 3"
-    """
+    """Return where sequences, which may be shorter, first differ from the expected ones; None if nowhere."""
     for i, (a, b) in enumerate(zip(run, expected, strict=True)):
         for t, (x, y) in enumerate(zip(a, b, strict=False)):
             if x != y:

@@ -14,23 +14,14 @@ from typing import Any
 from nanoinfer.environment import num_cpus
 
 PACKAGES = ("nanoinfer", "torch", "numpy", "transformers", "ctranslate2", "llama-cpp-python", "triton")
-_GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description, with their units
-    "driver_version": "driver",
-    "clocks.sm": "sm_clock_mhz",
-    "clocks.max.sm": "max_sm_clock_mhz",
-    "clocks.mem": "memory_clock_mhz",
-    "clocks.max.mem": "max_memory_clock_mhz",
-    "power.limit": "power_limit_watt",
-    "temperature.gpu": "temperature_celsius",
-}
+_GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description
+    "driver_version": "driver", "clocks.sm": "sm_clock_mhz", "clocks.max.sm": "max_sm_clock_mhz",
+    "clocks.mem": "memory_clock_mhz", "power.limit": "power_limit_watt", "temperature.gpu": "temperature_celsius",
+}  # fmt: skip
 
 
 def describe_machine(device: str = "cpu") -> dict[str, Any]:
-    """Return the CPU, its cores and instruction sets, threads and memory; of a measured GPU also name and details.
-
-    Args:
-        device: what is measured: cpu or cuda:N.
-    """
+    """Return the CPU, its cores and instruction sets, threads and memory; of a measured GPU also name and details."""
     gpu = None if device == "cpu" else describe_gpu(device)
     flags = (_cpuinfo("flags") or "").split()
     return {
@@ -51,13 +42,10 @@ def describe_gpu(device: str) -> dict[str, Any]:
 
     properties = torch.cuda.get_device_properties(device)
     described: dict[str, Any] = {
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
+        "name": properties.name, "memory_bytes": properties.total_memory, "cuda": torch.version.cuda,
         "l2_cache_bytes": getattr(properties, "L2_cache_size", None),
-        "multiprocessors": properties.multi_processor_count,
-        "capability": f"{properties.major}.{properties.minor}",
-        "cuda": torch.version.cuda,
-    }
+        "multiprocessors": properties.multi_processor_count, "capability": f"{properties.major}.{properties.minor}",
+    }  # fmt: skip
     uuid = getattr(properties, "uuid", None)  # torch's index counts what CUDA_VISIBLE_DEVICES shows, nvidia-smi's all
     which = f"GPU-{uuid}" if uuid is not None else device.partition(":")[2]
     query = ["nvidia-smi", "-i", which, f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits"]
@@ -91,13 +79,9 @@ def describe_versions() -> dict[str, str | None]:
 
 def commit() -> str | None:
     """Return the commit of the checkout that this package runs from, "+dirty" if it has changes; else None."""
+    describe = ["git", "describe", "--always", "--exclude=*", "--dirty=+dirty"]
     try:
-        head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(*arguments: str) -> str:
-    folder = Path(__file__).parent
-    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+    return done.stdout.strip()

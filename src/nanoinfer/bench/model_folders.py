@@ -1,33 +1,26 @@
 """Temporary folders with the measured models, which all backends load from.
 
-A process of its own removes each folder when every process that uses it has ended, however it ended: a benchmark
-that is killed leaves nothing behind.
+A folder is removed at the end of the run; one that a killed run left behind, whose lock is free, by the next run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from nanoinfer.bench import prompts
 from nanoinfer.bench.case import Case
 
+PREFIX = "nanoinfer-bench-"
+
 
 class ModelFolders(ExitStack):
-    """The folders of the models that a call measures, each written once, and removed at the end.
-
-    Args:
-        text: source of the prompts of the workloads text and copy; None: the model samples them.
-        log: receives a line about what takes time.
-    """
+    """The folders of the models that a call measures, each written once, with passages from `text` or the model."""
 
     def __init__(self, text: Path | None, log: Callable[[str], None]) -> None:
         super().__init__()
@@ -38,7 +31,8 @@ class ModelFolders(ExitStack):
         """Return the folder for some cases of one model, with passages for prompts if a case needs them."""
         model = cases[0].model
         if model not in self._folders:
-            self._folders[model] = self.enter_context(_weights(model))
+            self._folders[model] = folder = self.enter_context(temporary_folder())
+            _write_weights(model, folder)
         folder = self._folders[model]
         if any(c.workload in ("text", "copy") for c in cases) and not prompts.read(folder):
             self._log("preparing passages for prompts ...")
@@ -46,49 +40,31 @@ class ModelFolders(ExitStack):
         return folder
 
 
-@contextmanager
-def _weights(model: str) -> Iterator[Path]:
-    """A folder with the model's weights in float32, which every backend loads or exports from."""
+def _write_weights(model: str, folder: Path) -> None:
+    """Write the model's weights in float32, which every backend loads or exports from."""
     from nanoinfer.models.checkpoints import huggingface
     from nanoinfer.models.checkpoints.load import load_model
 
-    with shared_folder() as folder:
-        huggingface.save(load_model(model).take(), folder)
-        yield folder
-
-
-_REMOVE = """
-import fcntl, os, shutil, sys
-fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX)
-shutil.rmtree(sys.argv[1], ignore_errors=True)
-"""
+    huggingface.save(load_model(model).take(), folder)
 
 
 @contextmanager
-def shared_folder() -> Iterator[Path]:
-    """A temporary folder, removed when this process leaves the context and all that `hold` the folder have ended."""
-    folder = Path(tempfile.mkdtemp(prefix="nanoinfer-bench-"))
-    lock = hold(folder)
-    remover = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _REMOVE, str(folder)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C must not reach it
-    )
-    try:
-        yield folder
-    finally:
-        os.close(lock)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # while a process holds the folder, the remover waits
-            remover.wait(timeout=10)
-        if remover.poll() is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # the remover was killed, or could not lock
+def temporary_folder() -> Iterator[Path]:
+    """Yield a temporary folder, which is locked and removed at the end; remove those of killed runs first."""
+    for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError), _locked(old, fcntl.LOCK_NB):  # OSError: locked, or of another user
+            if any(old.iterdir()):  # an empty one may be about to be locked
+                shutil.rmtree(old)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as made, _locked(Path(made)):
+        yield Path(made)
 
 
-def hold(folder: Path) -> int:
-    """Keep a shared folder until this process ends, or closes the descriptor that is returned."""
+@contextmanager
+def _locked(folder: Path, flags: int = 0) -> Iterator[None]:
+    """Hold the lock of a folder; with LOCK_NB raise OSError if another process has it."""
     descriptor = os.open(folder, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return descriptor
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        yield
+    finally:
+        os.close(descriptor)

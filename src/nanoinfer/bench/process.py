@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.stats import RunTimes
@@ -28,8 +26,7 @@ class RunResult:
 
     tokens: list[list[int]]
     times: RunTimes
-    memory: dict[str, int | None] = dataclasses.field(default_factory=dict)
-    """By the memory fields of `results.Row`: bytes, None for unknown."""
+    peak_memory_bytes: int | None = None
     speculation: dict[str, float] | None = None
     """Totals of proposed and accepted tokens, of a case with a draft."""
 
@@ -41,13 +38,9 @@ class WorkerProcess:
         self.case = case
         self._answer_sec = None if case.device == "cpu" else GPU_ANSWER_SEC
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in __exit__
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "nanoinfer.bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the harness, which ends its workers itself
+        command = [sys.executable, "-m", "nanoinfer.bench.worker"]
+        self._process = subprocess.Popen(  # in a new session: Ctrl-C is for the harness, which ends its workers itself
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
         )
 
     def __enter__(self) -> WorkerProcess:
@@ -61,22 +54,15 @@ class WorkerProcess:
                 pipe.close()  # type: ignore[union-attr]
 
     def ask(self, do: str, **fields: Any) -> Any:
-        """Send a request of `bench/worker.py` and return its answer.
-
-        Raises:
-            NanoinferError: what the worker answers as its error; or it died, or hangs on a GPU.
-        """
-        pipes = self._process
-        assert pipes.stdin is not None
-        assert pipes.stdout is not None
-        try:
-            print(json.dumps({"do": do} | fields), file=pipes.stdin, flush=True)
-            if self._answer_sec is not None and not select.select([pipes.stdout], [], [], self._answer_sec)[0]:
-                pipes.kill()
+        """Return the answer to a request of `bench/worker.py`; raise NanoinferError for its errors, its end, a hang."""
+        stdin, stdout = cast(IO[str], self._process.stdin), cast(IO[str], self._process.stdout)
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"do": do} | fields), file=stdin, flush=True)
+            if self._answer_sec is not None and not select.select([stdout], [], [], self._answer_sec)[0]:
+                self._process.kill()
                 raise NanoinferError(f"its process gave no answer in {self._answer_sec:.0f} s, and was ended")
-            line = pipes.stdout.readline()
-        except BrokenPipeError:
-            line = ""
+            line = stdout.readline()
         if not line:
             raise NanoinferError(self._cause_of_death())
         answer = json.loads(line)
@@ -85,7 +71,7 @@ class WorkerProcess:
         return answer["answer"]
 
     def load(self, weights: Path) -> None:
-        """Load the backend. Raises NanoinferError with the reason when it cannot be loaded."""
+        """Load the backend, or raise NanoinferError with the reason."""
         self.ask("load", case=dataclasses.asdict(self.case), weights=str(weights))
 
     def run(self, case: Case | None = None, seed: int = 0) -> RunResult:
@@ -111,48 +97,15 @@ class Processes(contextlib.ExitStack):
         self._weights = weights
         self._processes: dict[Case, WorkerProcess | NanoinferError] = {}
 
-    def _load(self, case: Case, process: WorkerProcess, *, warm: bool = False) -> None:
-        try:
-            process.load(self._weights)
-            if warm:
-                process.run()
-        except NanoinferError as e:
-            self._processes[case] = e
-
-    def _start(self, case: Case) -> WorkerProcess:
-        self._processes[case] = process = self.enter_context(WorkerProcess(case))
-        return process
-
-    def load_together(self, cases: Sequence[Case], warm: Callable[[Case], bool], at_once: int) -> None:
-        """Load the processes of some cases, several at a time; `worker` raises their failures.
-
-        On a machine with a GPU most of the time before the first measurement is imports, reading weights, and
-        compilers, which use one core each.
-
-        Args:
-            cases: those whose process has been started are skipped.
-            warm: which are also run once in full, so that their code is compiled here.
-            at_once: processes that load at the same time.
-        """
-        new = [case for case in dict.fromkeys(c.plain for c in cases) if case not in self._processes]
-        with ThreadPoolExecutor(at_once) as pool:
-            try:
-                started = [(case, self._start(case)) for case in new]
-                for future in [pool.submit(self._load, *each, warm=warm(each[0])) for each in started]:
-                    future.result()
-            except BaseException:  # Ctrl-C: the pool would wait for processes that are still loading
-                self.close()
-                raise
-
-    def knows(self, case: Case) -> bool:
-        """Return whether a case's process was started, loaded or failed."""
-        return case.plain in self._processes
-
     def worker(self, case: Case) -> WorkerProcess:
         """Return a case's process, loaded if necessary. Raises NanoinferError if that failed."""
         if case.plain not in self._processes:
-            self._load(case.plain, self._start(case.plain))
-        process = self._processes[case.plain]
-        if isinstance(process, NanoinferError):
-            raise process
-        return process
+            self._processes[case.plain] = process = self.enter_context(WorkerProcess(case.plain))
+            try:
+                process.load(self._weights)
+            except NanoinferError as e:
+                self._processes[case.plain] = e
+        found = self._processes[case.plain]
+        if isinstance(found, NanoinferError):
+            raise found
+        return found

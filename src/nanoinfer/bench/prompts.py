@@ -24,13 +24,8 @@ EDIT_EVERY = 15
 
 
 def write(folder: Path, model: str, text: Path | None) -> None:
-    """Write passages for a model into a folder.
-
-    Raises:
-        NanoinferError: the text cannot be read, is too short, or the model has no tokenizer for it.
-    """
-    passages = _sample(model) if text is None else _cut(model, text)
-    (folder / FILE).write_text(json.dumps(passages))
+    """Write passages for a model into a folder; raise NanoinferError if it cannot tokenize the text."""
+    (folder / FILE).write_text(json.dumps(_sample(model) if text is None else _cut(model, text)))
 
 
 def read(folder: Path) -> Passages:

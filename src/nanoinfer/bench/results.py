@@ -1,4 +1,4 @@
-"""The results file: one JSON document, checked when it is read; and the same as CSV.
+"""The results file: one JSON document, checked when it is read.
 
     {
       "schema": "nanoinfer-bench/2",      another value is refused
@@ -19,9 +19,7 @@ Fields with their default value are left out, and so are those that reading the 
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import json
 import types
 import typing
@@ -55,10 +53,6 @@ class Row:
     """Whether its greedy tokens were the reference's; None where that is not required (reduced precision)."""
     peak_memory_bytes: int | None = None
     """Of the backend's own process (on a GPU: torch.cuda's peak of what was in use)."""
-    reserved_memory_bytes: int | None = None
-    """On a GPU: the most that torch's allocator took for the process, in use or not; None on a CPU."""
-    kv_cache_bytes: int | None = None
-    """Keys and values that one of our engines has reserved; None where they are allocated as needed."""
     weight_bytes: int | None = None
     """Bytes of weights that one decoding step reads."""
     bytes_per_token: float | None = None
@@ -135,7 +129,7 @@ class Results:
 
     @property
     def failed(self) -> list[Row]:
-        """The rows without figures."""
+        """Rows without figures."""
         return [row for row in self.rows if row.error is not None]
 
 
@@ -156,8 +150,7 @@ def _costs(row: Row, ceiling: dict[str, Any]) -> dict[str, Any]:
     config, bandwidth = installed_shape(row.case.model), ceiling.get("read_bytes_per_sec")
     if config is None or not bandwidth or row.figures is None:
         return {}
-    found: dict[str, Any] = _compact(costs(row.case, config, Ceiling("file", bandwidth, ceiling["flops_per_sec"], "")))
-    return found
+    return dict(_compact(costs(row.case, config, Ceiling("file", bandwidth, ceiling["flops_per_sec"], ""))))
 
 
 def _compact(value: Any) -> Any:
@@ -172,29 +165,8 @@ def _compact(value: Any) -> Any:
     return float(f"{value:.{SIGNIFICANT_DIGITS}g}") if isinstance(value, float) else value
 
 
-def to_csv(results: Results) -> str:
-    """Return the rows as CSV: a column for each number of case, figures and row; lists are left out."""
-    lists = ("case", "figures", "per_position_sec", "round_sec", "breakdown_percent")
-    own = [f.name for f in dataclasses.fields(Row) if f.name not in lists]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, [*(f.name for kind in (Case, Figures) for f in dataclasses.fields(kind)), *own])
-    writer.writeheader()
-    for row in results.rows:
-        figures = {} if row.figures is None else dataclasses.asdict(row.figures)
-        writer.writerow(dataclasses.asdict(row.case) | figures | {name: getattr(row, name) for name in own})
-    return out.getvalue()
-
-
 def from_json(text: str | bytes, source: str) -> Results:
-    """Return the results in a JSON document.
-
-    Args:
-        text: the document.
-        source: its file, for error messages.
-
-    Raises:
-        NanoinferError: no JSON, another schema, or fields that are missing, unknown or of the wrong kind.
-    """
+    """Return the results in a JSON document; raise NanoinferError, which names `source`, for anything else."""
     source = escaped(source)
     raw = parse_json(text, f"{source} is no JSON")
     found = raw.pop("schema", None) if isinstance(raw, dict) else None

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
@@ -18,7 +16,7 @@ from nanoinfer.bench import results as files
 from nanoinfer.bench.backends import PEERS
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
-from nanoinfer.bench.harness import Harness, Show
+from nanoinfer.bench.harness import Harness
 from nanoinfer.bench.model_folders import ModelFolders
 from nanoinfer.bench.results import Results, Row
 from nanoinfer.bench.suites import SUITES, Options
@@ -78,8 +76,6 @@ class Plan:
     """Start no case after this many minutes; --resume continues."""
     output: Path | None = None
     """Write the JSON document here, after each shape."""
-    csv: Path | None = None
-    """Write the rows as CSV here."""
     resume: Path | None = None
     """Continue this JSON document: cases in it are not run again."""
     load: tuple[Path, ...] = ()
@@ -99,32 +95,22 @@ class Plan:
             require_float("minutes", self.minutes, 0.01, 10_000)
         if len({self.model_of(name) for name in self.suite}) > 1:
             raise NanoinferError(
-                "--suite speculative has a model of its own: run it apart from the others, or give --model for all"
+                "--suite speculative has a model of its own: run it apart from others, or give --model"
             )
         if self.text is not None and not self.text.is_file():
             raise NanoinferError(f"--text {self.text}: there is no such file")
-        if len(self.suite) > 1 and (self.output or self.csv or self.resume):
-            raise NanoinferError(f"--output, --csv and --resume hold one suite, and {len(self.suite)} are given")
+        if len(self.suite) > 1 and (self.output or self.resume):
+            raise NanoinferError(f"--output and --resume hold one suite, and {len(self.suite)} are given")
 
     def model_of(self, suite: str) -> str:
         """Return the model that a suite measures."""
         return self.model or (SUITES[suite].model if suite in SUITES else "random:gpt2")
 
-    def options_of(self, suite: str) -> Options:
-        """Return how carefully a suite is measured."""
-        options = SUITES[suite].options if suite in SUITES else Options()
-        if self.quick:
-            options = replace(options, rounds=1, max_warmups=2)
-        return replace(options, rounds=self.rounds or options.rounds)
-
 
 def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -> tuple[list[Results], bool]:
-    """Measure what the plan requests.
+    """Measure what the plan requests; return one result for each suite, and whether the user interrupted.
 
     Results are written after every shape, so that an interruption loses one shape at most.
-
-    Returns:
-        one result for each suite, and whether the user interrupted.
 
     Raises:
         NanoinferError: something does not exist, or cannot be written; nothing has been measured then.
@@ -134,8 +120,7 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
         _check_writable(plan.report)
     if not plan.load:
         interrupted = _measure(plan, command, done, log or (lambda line: print(line, file=sys.stderr)))
-    with_rows = [r for r in done if r.rows]
-    if plan.report is not None and with_rows:
+    if plan.report is not None and (with_rows := [r for r in done if r.rows]):
         from nanoinfer.bench.report import write_report
 
         write_report(with_rows, plan.report)
@@ -157,20 +142,13 @@ def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str],
     old = files.read(plan.resume).rows if plan.resume is not None else []
     log("measuring the ceiling of this machine ...")
     ceiling = measure(device=device)
+    created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    limits = {"read_bytes_per_sec": ceiling.bandwidth_bytes_per_sec, "flops_per_sec": dict(ceiling.flops_per_sec)}
     made = Results(
-        suite="",
-        baseline="",
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        commit=machine.commit(),
-        command=command,
-        machine=machine.describe_machine(device),
-        versions=machine.describe_versions(),
-        ceiling={
-            "read_bytes_per_sec": ceiling.bandwidth_bytes_per_sec,
-            "flops_per_sec": dict(ceiling.flops_per_sec),
-            "source": ceiling.source,
-        },
-    )
+        suite="", baseline="", created=created, commit=machine.commit(), command=command,
+        machine=machine.describe_machine(device), versions=machine.describe_versions(),
+        ceiling=limits | {"source": ceiling.source},
+    )  # fmt: skip
     log(headline(made))
     with ModelFolders(plan.text, log) as folders:
         for name, cases in jobs:
@@ -191,14 +169,11 @@ def _jobs(plan: Plan, engines: list[str], device: str) -> list[tuple[str, list[C
     config = find_shape(plan.model_of(plan.suite[0] if plan.suite else CUSTOM))
     for name in plan.suite:
         if SUITES[name].device not in (None, device.partition(":")[0]):
-            raise NanoinferError(
-                f"suite={name!r} measures a CUDA device, and this run is on device={device!r}: run it on a machine"
-                " that has one"
-            )
+            raise NanoinferError(f"suite={name!r} measures a CUDA device, and this run is on device={device!r}")
     for name in filter(None, (*plan.engine, plan.baseline)):
         require_choice("engine", name, (*ENGINES, *PEERS))
     jobs = [(name, _cases(plan, name, config, engines, device)) for name in plan.suite or (CUSTOM,)]
-    for path in filter(None, (plan.output or plan.resume, plan.csv)):
+    if path := plan.output or plan.resume:
         _check_writable(path.parent, path.name)
     return jobs
 
@@ -212,9 +187,10 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
         shapes = product(
             plan.sampler or ("greedy",), plan.batch or (1,), plan.prompt_tokens or (32,), plan.output_tokens or (32,)
         )
-        wanted: list[tuple[str, str | None]] = [(d, None) for d in plan.dtype or ("auto",)]
-        wanted += [("float32", q) for q in plan.quantization]
-        formats = list(dict.fromkeys(_format(model, *w) for w in wanted))
+        wanted = [EngineConfig(dtype=d) for d in plan.dtype or ("auto",)]
+        wanted += [EngineConfig(dtype="float32", quantization=q) for q in plan.quantization]
+        fitted = [fit_engine(model, w) for w in wanted]  # a packed folder determines its own format
+        formats = list(dict.fromkeys(("float32" if f.dtype == "auto" else f.dtype, f.quantization) for f in fitted))
         backends = plan.engine or tuple(engines)
         cases = [
             Case(backend, model, dtype, quantization, *shape, plan.workload)
@@ -225,44 +201,32 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
             cases = [c for x in cases for c in (x, *(replace(x, draft=plan.draft, speculate_k=k) for k in ks))]
     for case in cases:
         if case.model == model and case.prompt_tokens > config.block_size:
-            raise NanoinferError(
-                f"prompt_tokens={case.prompt_tokens} is more than the context length of {model}, {config.block_size}"
-            )
+            length = f"the context length of {model}, {config.block_size}"
+            raise NanoinferError(f"prompt_tokens={case.prompt_tokens} is more than {length}")
     return [replace(c, device=device) for c in cases]
 
 
-def _format(model: str, dtype: str, quantization: str | None) -> tuple[str, str | None]:
-    """Return the dtype and the quantization that a model is measured in; a packed folder determines them."""
-    fitted = fit_engine(model, EngineConfig(dtype=dtype, quantization=quantization))
-    return "float32" if fitted.dtype == "auto" else fitted.dtype, fitted.quantization
-
-
 def _measure_suite(
-    plan: Plan,
-    results: Results,
-    cases: list[Case],
-    known: dict[Case, Row],
-    folders: ModelFolders,
-    ceiling: Ceiling,
+    plan: Plan, results: Results, cases: list[Case], known: dict[Case, Row], folders: ModelFolders, ceiling: Ceiling,
     started: float,
-) -> None:
+) -> None:  # fmt: skip
     """Run the cases that are not known yet, keeping the results file up to date."""
-    order = {case: i for i, case in enumerate(cases)}
     results.rows = [known[c] for c in cases if c in known]
     for row in results.rows:  # their shares are of this run's ceiling now
         fill_in(row, find_shape(row.case.model), ceiling)
 
     def keep(rows: list[Row]) -> None:
-        results.rows = sorted([*results.rows, *rows], key=lambda r: order[r.case])
+        results.rows = sorted([*results.rows, *rows], key=lambda r: cases.index(r.case))
         add_speedups(results.rows, results.baseline)
         if target := plan.output or plan.resume:
             write_atomically(target, files.to_json(results).encode() + b"\n")
-        if plan.csv is not None:
-            write_atomically(plan.csv, files.to_csv(results).encode())
 
     if results.rows:
         keep([])  # what --resume brought, also if nothing is added
-    options = plan.options_of(results.suite)
+    options = SUITES[results.suite].options if results.suite in SUITES else Options()
+    if plan.quick:
+        options = replace(options, rounds=1, max_warmups=2)
+    options = replace(options, rounds=plan.rounds or options.rounds)
     for model, some in groupby((c for c in cases if c not in known), key=lambda c: c.model):
         if plan.minutes is not None:
             left = 60 * plan.minutes - (time.monotonic() - started)
@@ -270,35 +234,18 @@ def _measure_suite(
                 break
             options = replace(options, budget_sec=left)
         same = list(some)
-        with _progress_bar(results.suite) as show:
-            Harness(folders.folder(same), find_shape(model), ceiling, options, show).run(same, keep)
-
-
-@contextmanager
-def _progress_bar(suite: str) -> Iterator[Show]:
-    """Yield the function that shows the harness's progress: a bar on a terminal, a line per case elsewhere."""
-    live, last = sys.stderr.isatty(), -1
-
-    def show(what: str, done: int, total: int, seconds_left: float | None) -> None:
-        nonlocal last
-        bar.update(done, total, what, seconds_left)
-        if not live and done != last:
-            left = "" if seconds_left is None else f"{seconds_left / 60:.1f} min left, "
-            bar.print(f"{suite} {done}/{total}: {left}{what}")
-            last = done
-
-    with ProgressBar(suite) as bar:
-        yield show
+        with ProgressBar(results.suite) as bar:
+            Harness(folders.folder(same), find_shape(model), ceiling, options, bar).run(same, keep)
 
 
 def _check_writable(folder: Path, name: str | None = None) -> None:
     """Fail before anything is measured, if a folder, or a file of this name in it, cannot be written."""
-    path = folder if name is None else folder / name
+    path = folder / (name or "")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=f"{name or ''}."):  # not one without a name
             pass
+        if name is not None and path.exists() and not path.is_file():
+            raise IsADirectoryError(0, "it is a folder or a device")
     except OSError as e:
         raise NanoinferError(f"{path} cannot be written: {e.strerror}: choose another place") from None
-    if name is not None and os.path.exists(path) and not os.path.isfile(path):
-        raise NanoinferError(f"{path} cannot be written: it is a folder or a device; name a file")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,8 +31,8 @@ class Options:
     """Also profile the parts of a step: our engines, where their rounds fit max_case_sec."""
     verify: bool = False
     """Also measure the cost of verifying 5 tokens: our engines at batch 1."""
-    budget_sec: float | None = None
-    """No further backend is loaded after this time; those that are loaded finish. None: no limit."""
+    budget_sec: float = math.inf
+    """No further backend is loaded after this time; those that are loaded finish."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,12 @@ class Suite:
     """(model, its shape, our engines here, quick) -> cases, those of one shape together."""
     options: Options = Options()
     model: str = "random:gpt2"
-    """Model to measure, unless another is requested."""
     device: str | None = None
     """Kind of device that it needs; None: any."""
 
 
 def _in_formats(shape: Case, formats: Sequence[_Format]) -> list[Case]:
-    """Return one shape for several backends and formats."""
+    """Return one shape in several formats."""
     return [replace(shape, backend=name, dtype=d, quantization=q) for name, d, q in formats]
 
 
@@ -129,13 +129,10 @@ def _with(plain: Case, draft: str, ks: Sequence[int | str]) -> list[Case]:
 
 _PEERS: list[_Format] = [
     *((f"transformers-{cache}", dtype, None) for cache in ("dynamic", "static") for dtype in ("float32", "bfloat16")),
-    ("ctranslate2", "float32", None),
-    ("ctranslate2", "float32", "int8"),
-    ("llama.cpp", "float32", None),
-    ("llama.cpp", "bfloat16", None),
-    ("llama.cpp", "float32", "Q8_0"),
-    ("llama.cpp", "float32", "Q4_0"),
-]
+    *(("ctranslate2", "float32", q) for q in (None, "int8")),
+    ("llama.cpp", "float32", None), ("llama.cpp", "bfloat16", None),
+    *(("llama.cpp", "float32", q) for q in ("Q8_0", "Q4_0")),
+]  # fmt: skip
 
 
 def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
@@ -192,11 +189,8 @@ SUITES: dict[str, Suite] = {  # the published figures that each corresponds to: 
     "long": Suite("recompute", _long, Options(rounds=1)),
     "throughput": Suite("nanogpt", _throughput),
     "peers": Suite("transformers-dynamic", _peers),
-    "speculative": Suite(
-        "native",
-        _speculative,
-        Options(rounds=6, max_case_sec=30.0, vary_prompts=True),  # acceptance depends on the passage: all count
-        model="wide:shakespeare:gpt2-large",
+    "speculative": Suite(  # acceptance depends on the passage: all count
+        "native", _speculative, Options(rounds=6, max_case_sec=30.0, vary_prompts=True), "wide:shakespeare:gpt2-large"
     ),
     "gpu": Suite("static", _gpu, Options(rounds=5, verify=True), device="cuda"),  # short rounds: most time is loading
 }

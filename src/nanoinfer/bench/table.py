@@ -13,8 +13,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.columns import COLUMNS, TERMINAL_ONLY, Column, figure
-from nanoinfer.bench.formatting import DASH, clean
+from nanoinfer.bench.columns import COLUMNS, TERMINAL_ONLY, Column
+from nanoinfer.bench.formatting import DASH, clean, digits
 from nanoinfer.bench.results import Results, Row
 
 T = TypeVar("T")
@@ -33,16 +33,9 @@ def show(results: Results, console: Console) -> None:
     for row in results.failed:
         line = f"{row.case.label}, batch {row.case.batch}: {row.error}"
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-    if results.suite in ("kv-cache", "throughput"):
-        console.print(_with_and_without(results))
-    layouts: list[tuple[str, Callable[[Row], str]]] = []
-    if results.suite in ("peers", "gpu"):
-        layouts.append(("tokens/s of all sequences (mixed: output tokens by wall time)", _speed))
-    if results.suite == "gpu":
-        layouts.append(("peak memory of the GPU, MB", figure("peak_memory_bytes", 1e-6)))
     shapes = list(dict.fromkeys(_shape(row) for row in results.rows))
-    for title, cell in layouts:
-        console.print(_fitting(partial(_by_shape, results, title, cell), shapes, console))
+    if results.suite in ("peers", "gpu"):
+        console.print(_fitting(partial(_by_shape, results), shapes, console))
 
 
 def headline(results: Results) -> str:
@@ -58,9 +51,9 @@ def headline(results: Results) -> str:
     )
 
 
-def _new_table(title: str) -> Table:
+def _new_table(title: str, gap: int = 1) -> Table:
     return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", caption_justify="left", show_edge=False,
-                 pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
+                 pad_edge=False, padding=(0, gap, 0, 0))  # fmt: skip
 
 
 def _fitting(build: Callable[[list[T]], Table], items: list[T], console: Console) -> Table:
@@ -76,6 +69,8 @@ def _columns(results: Results) -> list[Column]:
     """Return the columns of the main table with any value, by importance."""
     on_gpu = any(r.kernels_per_step is not None for r in results.rows)
     heads = _DRAFTED if any(r.case.draft for r in results.rows) else _ON_GPU if on_gpu else _PLAIN
+    if results.suite in ("kv-cache", "throughput"):  # their published tables are of seconds
+        heads = (*heads[:2], "total s", *heads[2:])
     columns = [_BY_HEAD[head] for head in heads]
     return [c for c in columns if c.head == "tok/s" or any(c.show(r) != DASH for r in results.rows)]
 
@@ -114,33 +109,14 @@ def shape_name(case: Case, *, several_models: bool = False) -> str:
     return ", ".join([*model, f"batch {case.batch}", " ".join(filter(None, [*kind, sizes]))])
 
 
-def _with_and_without(results: Results) -> Table:
-    """Return the layout of the KV-cache tables: seconds without and with, and the ratio."""
-    table = _new_table("with and without a cache")
-    for name in ("new tokens", "batch", "dtype", "engine", "without s", "with s", "speed-up"):
-        table.add_column(name, justify="left" if name in ("dtype", "engine") else "right", no_wrap=True)
-    bases = {(r.case.shape, r.case.dtype): r for r in results.rows if r.case.backend == results.baseline}
-    seconds, speedup = figure("total_sec"), figure("speedup")
-    for row in results.rows:
-        case = row.case
-        base = bases.get((case.shape, case.dtype))
-        if case.backend != results.baseline and base is not None and case.draft is None:
-            times = seconds(base), seconds(row), speedup(row)
-            table.add_row(str(case.output_tokens), str(case.batch), case.dtype, case.backend, *times)
-    return table
-
-
 def _shape(row: Row) -> tuple[str, int, int, str]:
     return row.case.model, row.case.batch, row.case.prompt_tokens, row.case.workload
 
 
-def _by_shape(
-    results: Results, title: str, cell: Callable[[Row], str], shapes: list[tuple[str, int, int, str]]
-) -> Table:
-    """Return the layout of a peers table: a row for each system, a column for each shape."""
+def _by_shape(results: Results, shapes: list[tuple[str, int, int, str]]) -> Table:
+    """Return the tokens/s of a peers table: a row for each system, a column for each shape."""
     several = len({r.case.model for r in results.rows}) > 1
-    table = _new_table(title)
-    table.padding = (0, 0, 0, 0)
+    table = _new_table("tokens/s of all sequences (mixed: output tokens by wall time)", gap=0)
     table.add_column("system", no_wrap=True)
     for model, batch, prompt, workload in shapes:
         lines = [model.removeprefix("random:")] if several else []
@@ -149,10 +125,10 @@ def _by_shape(
     rows = {(r.case.label, _shape(r)): r for r in results.rows}
     for label in dict.fromkeys(r.case.label for r in results.rows):
         cells = [rows.get((label, shape)) for shape in shapes]
-        values = [DASH if row is None else "error" if row.figures is None else cell(row) for row in cells]
-        table.add_row(label, *values)
+        table.add_row(label, *(DASH if r is None else "error" if r.figures is None else _speed(r) for r in cells))
     return table
 
 
 def _speed(row: Row) -> str:
-    return figure("output_tokens_per_sec" if row.case.workload == "mixed" else "decode_tokens_per_sec")(row)
+    mixed = row.case.workload == "mixed"
+    return digits(row.number("output_tokens_per_sec" if mixed else "decode_tokens_per_sec"))

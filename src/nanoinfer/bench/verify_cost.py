@@ -22,25 +22,14 @@ WARM_UPS = 4  # of each step: code is compiled and graphs are captured at the fi
 
 
 def verify_ratio(
-    engine: Engine,
-    token_ids: list[int],
-    num_tokens: int = VERIFY_TOKENS,
-    clock: Callable[[], float] = time.perf_counter,
-    device: str = "cpu",
+    engine: Engine, token_ids: list[int], device: str = "cpu", clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the median time of a step of `num_tokens` over that of a step of one token.
-
-    Args:
-        engine: with room for one more sequence.
-        token_ids: the sequence so far; its first tokens are also used as the new ones.
-        num_tokens: tokens of the longer step.
-        clock: seconds; a fake one in tests.
-        device: the engine's.
+    """Return the median time of a step of VERIFY_TOKENS over that of a step of one token, after `token_ids`.
 
     Raises:
-        NanoinferError: the sequence is shorter than num_tokens, or the clock does not advance.
+        NanoinferError: the sequence is shorter than VERIFY_TOKENS, or the clock does not advance.
     """
-    require_int("num_tokens", num_tokens, 1, len(token_ids))
+    require_int("prompt_tokens", len(token_ids), VERIFY_TOKENS)
     handle = engine.open()
 
     def extend(tokens: list[int], num_logits: int) -> float:
@@ -49,7 +38,7 @@ def verify_ratio(
         synchronize(device)
         return clock() - start
 
-    seconds: dict[int, list[float]] = {1: [], num_tokens: []}
+    seconds: dict[int, list[float]] = {1: [], VERIFY_TOKENS: []}
     try:
         extend(token_ids, 0)
         for _ in range(WARM_UPS + ROUNDS):
@@ -58,7 +47,7 @@ def verify_ratio(
                 engine.truncate(handle, len(token_ids))
     finally:
         engine.close(handle)
-    one, several = (statistics.median(times[WARM_UPS:]) for times in (seconds[1], seconds[num_tokens]))
+    one, several = (statistics.median(times[WARM_UPS:]) for times in seconds.values())
     if one <= 0:
         raise NanoinferError(f"a decode step took {one} s by the clock: verifying cannot be compared with it")
     return several / one

@@ -2,7 +2,7 @@
 
     {"do": "load", "case": {...}, "weights": "folder"}     -> {"answer": null}
     {"do": "run", "case": {...}, "seed": 0}                -> {"answer": {"tokens": [[...]], "times": {...},
-                                                               "memory": {...}, "speculation": null}}
+                                                               "peak_memory_bytes": ..., "speculation": null}}
     {"do": "breakdown"}  launches, verify: our engines     -> {"answer": {"attention": ...}}
     any failure                                            -> {"error": "one line"}
 
@@ -23,7 +23,6 @@ from typing import Any
 from nanoinfer.bench import prompts
 from nanoinfer.bench.backends import open_backend
 from nanoinfer.bench.case import Case, make_requests
-from nanoinfer.bench.model_folders import hold
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.models.checkpoints import hf_config
 
@@ -44,7 +43,6 @@ class Worker:
 
     def _load(self, case: Case, weights: str) -> None:
         folder = Path(weights)
-        hold(folder)
         self._vocab_size = hf_config.read(folder / "config.json").vocab_size
         self._passages = prompts.read(folder)
         self._backend = open_backend(case, folder)
@@ -60,27 +58,18 @@ class Worker:
         return {
             "tokens": tokens,
             "times": dataclasses.asdict(times),
-            "memory": memory(case.device) | {"kv_cache_bytes": getattr(self._backend, "kv_cache_bytes", None)},
+            "peak_memory_bytes": peak_memory(case.device),
             "speculation": self._backend.speculation() if case.draft is not None else None,
         }
 
 
-def memory(device: str) -> dict[str, int | None]:
-    """Return the most memory that this process has held, in bytes: of a GPU through torch, else resident memory.
-
-    `peak_memory_bytes` was in use; `reserved_memory_bytes` was taken from a GPU by torch's allocator, in use or not
-    (graphs keep pools). None for a process that has taken no GPU memory through torch (CTranslate2 has an allocator of
-    its own): torch's peak is then no figure of the backend.
-    """
-    if not device.startswith("cuda"):
-        return {"peak_memory_bytes": _resident_peak(), "reserved_memory_bytes": None}
-    in_use, reserved, torch = None, None, sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():  # reading a peak would start CUDA
-        in_use, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return {"peak_memory_bytes": in_use or None, "reserved_memory_bytes": reserved or None}
-
-
-def _resident_peak() -> int | None:
+def peak_memory(device: str) -> int | None:
+    """Return the peak memory of this process in bytes: on a GPU torch's (None without it), else resident memory."""
+    if device.startswith("cuda"):
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():  # reading a peak would start CUDA
+            return None
+        return torch.cuda.max_memory_allocated(device) or None
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):  # not getrusage: its peak includes the parent's, from before exec

@@ -44,7 +44,7 @@ TOPICS: dict[str, dict[str, str]] = {
         "What to measure without --suite": "engine dtype quantization sampler batch prompt_tokens output_tokens"
         " workload draft speculate_k baseline",
         "Measuring": "rounds quick minutes",
-        "Results": "as_json output csv resume load report",
+        "Results": "as_json output resume load report",
     },
     "profile": {
         **_SAMPLING,

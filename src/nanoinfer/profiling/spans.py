@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer import observer
+from nanoinfer.config import ModelConfig
 from nanoinfer.core import Core
 from nanoinfer.observer import NoObserver
 
@@ -55,8 +56,8 @@ _PART_OF = {  # last component of a module's name -> its part
     "c_attn": MATRIX_PRODUCTS,
     "c_proj": MATRIX_PRODUCTS,
     "c_fc": MATRIX_PRODUCTS,
-    "lm_head": OUTPUT_HEAD,
     "c_gate": MATRIX_PRODUCTS,
+    "lm_head": OUTPUT_HEAD,
     **dict.fromkeys(("ln_1", "ln_2", "post_1", "post_2", "q_norm", "k_norm", "ln_e", "ln_f"), NORMS),
     "wte": EMBEDDING,
     "wpe": EMBEDDING,

@@ -1,20 +1,20 @@
 """Backends: our engines and other systems, behind one interface.
 
-Each runs in a process of its own (`bench/worker.py`), on the same weights, and returns the tokens of a run and the
-arrival time of each.
+A backend is made by `open_backend` in a process of its own (`bench/worker.py`), on the same weights as all others. Its
+`run(requests)` generates exactly the number of tokens requested, which no end token changes, and returns the tokens and
+their arrival times by `time.perf_counter`, from the call. Peers with a file format of their own also have `export`.
 """
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from nanoinfer.bench.case import Case, Requests
-from nanoinfer.bench.stats import RunTimes
+from nanoinfer.bench.case import Case
 from nanoinfer.errors import NanoinferError, missing_extra
 
-# Peer -> its class(case, weights folder), a Backend, in this package. Every other name is an engine of ours.
+# Peer -> its class(case, weights folder), in this package. Every other name is an engine of ours.
 PEERS = {
     "nanogpt": "peers.nanogpt:NanoGPT",
     "transformers-dynamic": "peers.transformers:Transformers",
@@ -22,46 +22,21 @@ PEERS = {
     "ctranslate2": "peers.ctranslate2:CTranslate2",
     "llama.cpp": "peers.llamacpp:LlamaCpp",
 }
-EXPORTED = ("ctranslate2", "llama.cpp")  # peers with a file format of their own: their class has `export`
-
-
-class Backend(Protocol):
-    """Generates tokens for a case. Made with `open_backend`, in the process that measures it."""
-
-    def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
-        """Generate exactly the number of tokens requested; return them and their arrival times.
-
-        No end token ends a sequence early. Times are on `time.perf_counter`, from the call.
-        """
-        ...
+EXPORTED = ("ctranslate2", "llama.cpp")
 
 
 def prepare(case: Case, weights: Path) -> Path | None:
     """Export the weights to the file format of a case's backend, unless that is done; return the exported file.
 
-    This runs outside the measured process: an export holds the float32 weights, which would count as peak memory.
-
-    Args:
-        case: its backend, dtype and quantization choose the format.
-        weights: Hugging Face folder; exports go to a sub-folder.
-
-    Returns:
-        None for backends that load `weights` itself.
-
-    Raises:
-        NanoinferError: the backend is not installed, does not support the case, or the export fails.
+    None for backends that load `weights`, a Hugging Face folder, itself; exports go to a sub-folder of it. This runs
+    outside the measured process: an export holds the float32 weights, which would count as peak memory.
     """
     return _class_of(case).export(case, weights) if case.backend in EXPORTED else None
 
 
-def open_backend(case: Case, weights: Path) -> Backend:
-    """Load a case's backend from a Hugging Face folder.
-
-    Raises:
-        NanoinferError: the backend is not installed (the message names the command), or does not support the case.
-    """
-    backend: Backend = _class_of(case)(case, weights)
-    return backend
+def open_backend(case: Case, weights: Path) -> Any:
+    """Load a case's backend from a Hugging Face folder. Raises NanoinferError if it is missing or lacks the case."""
+    return _class_of(case)(case, weights)
 
 
 def _class_of(case: Case) -> Any:

@@ -6,34 +6,23 @@ import dataclasses
 import time
 from pathlib import Path
 
-from nanoinfer.arrays import ITEM_BYTES
 from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize, verify_ratio
-from nanoinfer.engines.registry import ENGINES
-from nanoinfer.kv.plan import SLOTS, slot_tokens
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput, SpeculationMetrics
 
 
 class NanoinferBackend:
-    """One of our engines, driven through the public interface.
-
-    Raises:
-        NanoinferError: the engine does not exist or does not support the case.
-    """
+    """One of our engines, driven through the public interface."""
 
     def __init__(self, case: Case, weights: Path) -> None:
         self._case = case
         self._speculation: list[SpeculationMetrics] = []
         self._llm = LLM(
-            str(weights),
-            engine=case.backend,
-            device=case.device,
-            dtype=case.dtype,
-            quantization=case.quantization,
+            str(weights), engine=case.backend, device=case.device, dtype=case.dtype, quantization=case.quantization,
             max_num_seqs=case.batch,
-        )
+        )  # fmt: skip
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is the return of the step that sampled it."""
@@ -83,15 +72,6 @@ class NanoinferBackend:
         """Return the time of verifying 5 tokens after the case's first prompt, in decode steps."""
         prompt = make_requests(self._case, self._llm.config.vocab_size).prompts[0]
         return verify_ratio(self._llm.engine, prompt, device=self._llm.device)
-
-    @property
-    def kv_cache_bytes(self) -> int | None:
-        """Size of the keys and values that the engine has reserved; None where they are allocated as needed."""
-        layout, limits = ENGINES[self._llm.engine_name].memory, self._llm.engine.limits
-        if layout not in SLOTS:
-            return None
-        tokens = limits.max_num_seqs * slot_tokens(layout, limits.block_size)
-        return tokens * self._llm.config.kv_bytes_per_token(ITEM_BYTES[self._llm.dtype])
 
 
 def _spread(arrivals: list[float], now: float, num_tokens: int) -> list[float]:

@@ -1,24 +1,22 @@
 """Other systems as backends: adapters, and exporters of one of our Hugging Face folders to their file formats.
 
 This module holds what the adapters share. An adapter checks its installation and the case before it loads anything:
-no field of a case is ignored, and what a system lacks is an error of one line.
+no field of a case is ignored, and what a system lacks is a NanoinferError.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import importlib.util
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.bench.case import SAMPLERS, Case
-from nanoinfer.config import ModelConfig
+from nanoinfer.bench.case import Case
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import reason
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.models.checkpoints.huggingface import open_folder
+from nanoinfer.models.checkpoints.weights import Weights
 
 FOLDER = "exports"  # inside the weights folder
 _PACKAGES = {"llama_cpp": "llama-cpp-python"}  # module -> its name on the package index, where they differ
@@ -26,32 +24,21 @@ _PACKAGES = {"llama_cpp": "llama-cpp-python"}  # module -> its name on the packa
 
 def require_module(name: str) -> Any:
     """Return a peer's module. Raises NanoinferError with the command that installs it if it cannot be imported."""
-    command = f"pip install {_PACKAGES.get(name, name)}"
-    if importlib.util.find_spec(name) is None:
-        raise NanoinferError(f"{name} is not installed: {command}")
     try:
         return importlib.import_module(name)
     except (ImportError, OSError, RuntimeError) as e:  # the last two: a shared library that does not load
+        command = f"pip install {_PACKAGES.get(name, name)}"
         raise NanoinferError(f"{name} cannot be imported ({reason(e)}): {command}") from None
 
 
 def require_case(
     case: Case,
     *,
-    sampling: Sequence[str],
     dtypes: Sequence[str],
     quantizations: Sequence[str] = (),
     devices: Sequence[str] = ("cpu", "cuda"),
 ) -> None:
-    """Raise NanoinferError unless a backend supports a case.
-
-    Args:
-        case: the case.
-        sampling: the fields of SamplingParams that the backend has, beside greedy.
-        dtypes: the dtypes it computes in.
-        quantizations: its names for weight formats below 16 bits.
-        devices: the kinds of device it runs on.
-    """
+    """Raise NanoinferError unless a backend supports a case: its dtype, quantization, kind of device, and greedy."""
     name = case.backend
     if case.dtype not in dtypes:
         raise NanoinferError(f"{name} does not run in dtype={case.dtype!r} here: use one of {', '.join(dtypes)}")
@@ -60,18 +47,8 @@ def require_case(
         raise NanoinferError(f"{name} has no quantization={case.quantization!r}: it has {known}")
     if (kind := case.device.partition(":")[0]) not in devices:
         raise NanoinferError(f"{name} does not run on device={kind!r}: use {' or '.join(devices)}")
-    neutral = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
-    requested = [field for field, value in SAMPLERS[case.sampler].items() if value not in (neutral[field], 0)]
-    if missing := [field for field in requested if field not in sampling]:
-        raise NanoinferError(
-            f"{name} has no {', '.join(missing)}, which sampler={case.sampler!r} needs: use another sampler"
-        )
-
-
-def require_gpt2(name: str, config: ModelConfig) -> None:
-    """Raise NanoinferError unless a model is a GPT-2, the only family that is exported for a backend."""
-    if not config.is_gpt2:
-        raise NanoinferError(f"{name} gets only gpt2 models here, and this is a {config.family} model: leave it out")
+    if case.sampler != "greedy":
+        raise NanoinferError(f"{name} is measured with sampler='greedy' only, not with {case.sampler!r}")
 
 
 def require_room(name: str, num_tokens: int, limit: int) -> None:
@@ -80,12 +57,16 @@ def require_room(name: str, num_tokens: int, limit: int) -> None:
         raise NanoinferError(f"{name}: {num_tokens} tokens of prompt and output are more than the {limit} it holds")
 
 
-def export_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Return the folder `target`, filled by `write` if it does not exist. A failure leaves no folder.
+def open_gpt2(weights: Path, name: str) -> Weights:
+    """Return the folder of a GPT-2. Raises NanoinferError for another family: `name` has no exporter for it."""
+    opened = open_folder(weights)
+    if not opened.config.is_gpt2:
+        raise NanoinferError(f"{name} cannot run this model here: only GPT-2 is exported to its file format")
+    return opened
 
-    Raises:
-        NanoinferError: the folder cannot be written.
-    """
+
+def export_once(target: Path, write: Callable[[Path], None]) -> Path:
+    """Return the folder `target`, filled by `write` if it does not exist. A failure leaves no folder."""
     partial = target.with_name(f"{target.name}.tmp")
     try:
         if not target.exists():

@@ -4,9 +4,8 @@ Requests of unequal length run in one batch. The callback ends each request at i
 CTranslate2 removes it from the batch. Of unequal prompts it reads the shortest one's length at once and the rest one
 token at a time, which adds to the time to first token of the longer ones.
 
-Supported: greedy, temperature, top_k, top_p, repetition_penalty. Not supported: min_p, presence and frequency
-penalties. Exported: every model that our loader reads (both kinds of GELU, tied and untied heads, any MLP width). The
-exported vocabulary is "t0", "t1", ...: prompts of a benchmark are token ids.
+Supported: greedy sampling; every GPT-2 (both kinds of GELU, tied and untied heads, any MLP width). The exported
+vocabulary is "t0", "t1", ...: prompts of a benchmark are token ids.
 """
 
 from __future__ import annotations
@@ -17,34 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.bench.case import SAMPLERS, Case, Requests
-from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_gpt2, require_module, require_room
+from nanoinfer.bench.case import Case, Requests
+from nanoinfer.bench.peers import FOLDER, export_once, open_gpt2, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import DTYPES
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import reason
 from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.huggingface import open_folder
-
-_SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
-_NAMES = {"top_k": "sampling_topk", "top_p": "sampling_topp", "temperature": "sampling_temperature"}
 
 
 def compute_type(case: Case) -> str:
-    """Return CTranslate2's name for a case's weights and arithmetic: int8 with bfloat16 -> int8_bfloat16.
-
-    Raises:
-        NanoinferError: it has no such type, or not on this device.
-    """
-    require_case(case, sampling=_SAMPLING, dtypes=DTYPES, quantizations=("int8",))
+    """Return CTranslate2's name for a case's weights and arithmetic ; raise NanoinferError for others."""
+    require_case(case, dtypes=DTYPES, quantizations=("int8",))
     name = case.dtype
     if case.quantization is not None:
         name = "int8" if case.dtype == "float32" else f"int8_{case.dtype}"
     device, _, index = case.device.partition(":")
-    ctranslate2 = require_module("ctranslate2")
     try:
-        have = ctranslate2.get_supported_compute_types(device, int(index or 0))
+        have = require_module("ctranslate2").get_supported_compute_types(device, int(index or 0))
     except (ValueError, RuntimeError) as e:  # no such device, or built without CUDA
         raise NanoinferError(f"ctranslate2 on device={case.device!r}: {reason(e)}") from None
     if name not in have:
@@ -53,35 +43,20 @@ def compute_type(case: Case) -> str:
 
 
 class CTranslate2:
-    """A Generator on all cores.
-
-    Raises:
-        NanoinferError: a dtype, quantization, sampler or device that CTranslate2 does not have.
-    """
+    """A Generator on all cores."""
 
     def __init__(self, case: Case, weights: Path) -> None:
         ctranslate2 = require_module("ctranslate2")
         device, _, index = case.device.partition(":")
         self._block_size = hf_config.read(weights / "config.json").block_size
         self._generator: Any = ctranslate2.Generator(
-            str(self.export(case, weights)),
-            device=device,
-            device_index=int(index or 0),
-            compute_type=compute_type(case),
-            inter_threads=1,
-            intra_threads=num_cpus(),
-        )
-        self._seed, self._set_seed = case.params(1).seed or 0, ctranslate2.set_random_seed
-        self._options: dict[str, Any] = {"sampling_topk": 1}
-        if case.sampler != "greedy":
-            self._options = {_NAMES.get(name, name): value for name, value in SAMPLERS[case.sampler].items()}
+            str(self.export(case, weights)), device=device, device_index=int(index or 0),
+            compute_type=compute_type(case), inter_threads=1, intra_threads=num_cpus(),
+        )  # fmt: skip
 
     @staticmethod
     def export(case: Case, weights: Path) -> Path:
-        """Return the model folder for a case, made from `weights` if it does not exist.
-
-        Weights are converted here, so that loading them takes no more memory than running the model.
-        """
+        """Return the model folder for a case, made from `weights` if it does not exist, with converted weights."""
         kind = compute_type(case)
 
         def write(partial: Path) -> None:
@@ -99,7 +74,6 @@ class CTranslate2:
         """Generate; a token's arrival is its callback."""
         start = time.perf_counter()
         require_room("ctranslate2", requests.longest, self._block_size)
-        self._set_seed(self._seed)
         tokens: list[list[int]] = [[] for _ in requests.prompts]
         arrivals: list[list[float]] = [[] for _ in requests.prompts]
 
@@ -110,37 +84,27 @@ class CTranslate2:
             return bool(len(tokens[i]) >= requests.output_tokens[i])
 
         self._generator.generate_batch(
-            [[_token(i) for i in prompt] for prompt in requests.prompts],
-            max_length=max(requests.output_tokens),
-            min_length=max(requests.output_tokens),
+            [[f"t{i}" for i in prompt] for prompt in requests.prompts],
+            max_length=max(requests.output_tokens), min_length=max(requests.output_tokens),
             end_token=[],  # no token ends a sequence, and min_length bans none
-            include_prompt_in_result=False,
-            beam_size=1,
-            callback=note,
-            **self._options,
-        )
+            include_prompt_in_result=False, beam_size=1, sampling_topk=1, callback=note,
+        )  # fmt: skip
         return tokens, RunTimes(sum(map(len, requests.prompts)), arrivals)
-
-
-def _token(token_id: int) -> str:
-    """Return the name of a token in the exported vocabulary: 7 -> "t7"."""
-    return f"t{token_id}"
 
 
 def _spec(weights: Path) -> Any:
     """Return CTranslate2's description of the model in a folder, which holds its weights."""
-    opened, specs = open_folder(weights), require_module("ctranslate2").specs
+    opened, specs = open_gpt2(weights, "ctranslate2"), require_module("ctranslate2").specs
     config = opened.config
-    require_gpt2("ctranslate2", config)
     tensors = {name: np.ascontiguousarray(tensor.float32()) for name, tensor in opened.read()}
     activation = specs.Activation.GELUTanh if config.activation == "gelu_new" else specs.Activation.GELU
     spec = specs.TransformerDecoderModelSpec.from_config(
         config.n_layer, config.n_head, pre_norm=True, activation=activation
     )
-    spec.register_vocabulary([_token(i) for i in range(config.vocab_size)])
+    spec.register_vocabulary([f"t{i}" for i in range(config.vocab_size)])
     spec.config.layer_norm_epsilon = config.norm_epsilon
     for name in ("unk_token", "bos_token", "eos_token"):  # one that is not in the vocabulary would be added to it
-        setattr(spec.config, name, _token(0))
+        setattr(spec.config, name, "t0")
     decoder, embedding = spec.decoder, tensors["transformer.wte.weight"]
     decoder.scale_embeddings = False  # by sqrt(C), as translation models do
     decoder.embeddings.weight = embedding

@@ -6,15 +6,13 @@ KV cache (`kv_unified` off, the default), as many tokens long as the case's long
 
 Keys and values are float32 in a float32 case, so that its tokens can be compared; elsewhere they are float16,
 llama.cpp's default. Greedy is numpy's argmax over the logits: llama.cpp's own sampler first builds a list of all
-candidates, which takes longer. Every other sampler is a chain of llama.cpp's own, in its command line's order.
+candidates, which takes longer.
 
 The `gguf` package writes the float32 file of architecture "gpt2"; llama.cpp's own quantizer makes the other types from
-it, so that they are what its users get: Q4_0 keeps a tied embedding in 8 bits or 6 (Q8_0, Q6_K), positions and
-everything with one dimension stay float32.
+it, so that they are what its users get (Q4_0 keeps a tied embedding in 8 or 6 bits).
 
-Supported: weights F32, BF16, Q8_0, Q4_0; tied and untied heads, any MLP width; greedy and every sampler of the
-benchmark; CPUs. Not supported: GPUs, more sequences than one context takes (256), exact GELU (llama.cpp's GPT-2 has the
-tanh approximation only), and in Q8_0 and Q4_0 widths that are no multiple of 32.
+Not supported: GPUs, more sequences than one context takes (256), exact GELU (llama.cpp's GPT-2 has the tanh
+approximation only), and in Q8_0 and Q4_0 widths that are no multiple of 32.
 """
 
 from __future__ import annotations
@@ -29,16 +27,12 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.bench.case import Case, Requests, make_requests
-from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_gpt2, require_module, require_room
+from nanoinfer.bench.peers import FOLDER, export_once, open_gpt2, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.huggingface import open_folder
 
-_SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
-)  # fmt: skip
 _TYPES = {"float32": "F32", "bfloat16": "BF16"}
 QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale
 _FILE = "model.gguf"
@@ -51,27 +45,18 @@ _Entry = tuple[int, int, int, bool]  # token, position, sequence, whether its lo
 
 
 def file_type(case: Case) -> str:
-    """Return llama.cpp's name for a case's weights: its quantization, or F32 or BF16 for its dtype.
-
-    Raises:
-        NanoinferError: llama.cpp cannot do what the case asks for.
-    """
-    require_case(case, sampling=_SAMPLING, dtypes=tuple(_TYPES), quantizations=("Q8_0", "Q4_0"), devices=("cpu",))
+    """Return llama.cpp's name for a case's weights, F32, BF16 or a quantization; raise NanoinferError for others."""
+    require_case(case, dtypes=tuple(_TYPES), quantizations=("Q8_0", "Q4_0"), devices=("cpu",))
     return case.quantization or _TYPES[case.dtype]
 
 
 class LlamaCpp:
-    """A llama.cpp model, a context sized to the case, and one batch that every step fills; all live with the process.
-
-    Raises:
-        NanoinferError: a dtype, quantization, device or batch that llama.cpp does not have, or too little memory.
-    """
+    """A llama.cpp model, a context sized to the case, and one batch that every step fills."""
 
     def __init__(self, case: Case, weights: Path) -> None:
         kind = file_type(case)
         self._lib = lib = require_module("llama_cpp")
         _silence()
-        self._params = case.params(1)
         config = hf_config.read(weights / "config.json")
         self._capacity = min(make_requests(case, 1).longest, config.block_size)
         if case.batch > (most := lib.llama_max_parallel_sequences()):
@@ -80,10 +65,15 @@ class LlamaCpp:
         lib.llama_backend_init()
         options = lib.llama_model_default_params()
         options.n_gpu_layers = 0
-        self._model = lib.llama_model_load_from_file(bytes(path), options)
-        if not self._model:
+        if not (model := lib.llama_model_load_from_file(bytes(path), options)):
             raise NanoinferError(f"llama.cpp cannot load {path}")
-        self._context = lib.llama_init_from_model(self._model, self._context_params(case, kind))
+        params = lib.llama_context_default_params()
+        params.n_seq_max = case.batch
+        params.n_ctx = case.batch * self._capacity
+        params.n_threads = params.n_threads_batch = num_cpus()
+        if kind == "F32":
+            params.type_k = params.type_v = lib.GGML_TYPE_F32
+        self._context = lib.llama_init_from_model(model, params)
         if not self._context:
             raise NanoinferError(f"llama.cpp has no memory for {case.batch} sequences of {self._capacity} tokens")
         self._memory = lib.llama_get_memory(self._context)
@@ -96,22 +86,12 @@ class LlamaCpp:
         """Return the GGUF file for a case, made from `weights` if it does not exist."""
         return export_gguf(weights, weights / FOLDER, file_type(case))
 
-    def _context_params(self, case: Case, kind: str) -> Any:
-        params = self._lib.llama_context_default_params()
-        params.n_seq_max = case.batch
-        params.n_ctx = case.batch * self._capacity
-        params.n_threads = params.n_threads_batch = num_cpus()
-        if kind == "F32":
-            params.type_k = params.type_v = self._lib.GGML_TYPE_F32
-        return params
-
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is when it has been sampled from its step's logits."""
         start = time.perf_counter()
         require_room("llama.cpp", requests.longest, self._capacity)
         lib = self._lib
         lib.llama_memory_clear(self._memory, False)
-        chains = [] if self._params.greedy else [self._chain(prompt) for prompt in requests.prompts]
         tokens: list[list[int]] = [[] for _ in requests.prompts]
         arrivals: list[list[float]] = [[] for _ in requests.prompts]
         entries = [
@@ -122,7 +102,7 @@ class LlamaCpp:
         while entries:
             sampled: list[tuple[int, int]] = []
             for first in range(0, len(entries), self._n_batch):
-                sampled += (new := self._step(entries[first : first + self._n_batch], chains))
+                sampled += (new := self._step(entries[first : first + self._n_batch]))
                 now = time.perf_counter() - start
                 for i, token in new:
                     tokens[i].append(token)
@@ -133,11 +113,9 @@ class LlamaCpp:
                     entries.append((token, len(requests.prompts[i]) + len(tokens[i]) - 1, i, True))
                 else:
                     lib.llama_memory_seq_rm(self._memory, i, -1, -1)
-        for chain in chains:
-            lib.llama_sampler_free(chain)
         return tokens, RunTimes(sum(map(len, requests.prompts)), arrivals)
 
-    def _step(self, entries: list[_Entry], chains: list[Any]) -> list[tuple[int, int]]:
+    def _step(self, entries: list[_Entry]) -> list[tuple[int, int]]:
         """Decode one batch; return (sequence, token) for each entry whose logits are needed, in their order."""
         batch = self._batch
         batch.n_tokens = len(entries)
@@ -147,69 +125,31 @@ class LlamaCpp:
             batch.logits[j] = needed
         if code := self._lib.llama_decode(self._context, batch):
             raise NanoinferError(f"llama.cpp: llama_decode of {len(entries)} tokens returned {code}")
-        outputs = [(j, seq) for j, (_, _, seq, needed) in enumerate(entries) if needed]
+        outputs = [seq for _, _, seq, needed in entries if needed]
         if not outputs:
             return []
-        if chains:
-            sample = self._lib.llama_sampler_sample
-            return [(seq, int(sample(chains[seq], self._context, j))) for j, seq in outputs]
         shape = (len(outputs), self._n_vocab)
         logits = np.ctypeslib.as_array(self._lib.llama_get_logits(self._context), shape)  # a view: in batch order
-        return [(seq, int(token)) for (_, seq), token in zip(outputs, logits.argmax(1), strict=True)]
-
-    def _chain(self, prompt: list[int]) -> Any:
-        """Return a chain of llama.cpp's samplers for one sequence, which has seen the prompt."""
-        lib, params = self._lib, self._params
-        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        if penalties != (1.0, 0.0, 0.0):
-            last_n = self._capacity  # 0 and less would switch the penalties off
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_penalties(self._n_vocab, last_n, *penalties))
-        if params.top_k:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_k(params.top_k))
-        if params.top_p < 1:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_top_p(params.top_p, 1))
-        if params.min_p > 0:
-            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_min_p(params.min_p, 1))
-        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(params.temperature))
-        lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(params.seed or 0))
-        for token in prompt:
-            lib.llama_sampler_accept(chain, token)
-        return chain
+        return list(zip(outputs, logits.argmax(1).tolist(), strict=True))
 
 
 @functools.cache  # llama.cpp keeps the pointer: the callback must live as long as the process
 def _silence() -> Any:
     """Drop llama.cpp's log, which goes to stderr otherwise; return the callback. Errors are also return codes."""
-    llama_cpp = require_module("llama_cpp").llama_cpp
+    llama_cpp = require_module("llama_cpp")
     callback = llama_cpp.llama_log_callback(lambda level, text, user_data: None)
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     return callback
 
 
 def export_gguf(weights: Path, folder: Path, kind: str) -> Path:
-    """Return a GGUF file, written if it does not exist.
-
-    Args:
-        weights: Hugging Face folder.
-        folder: the file is made in its sub-folder `gguf-<kind>`; all but F32 need and keep the F32 one.
-        kind: llama.cpp's name for the format of the weights: F32, BF16, Q8_0 or Q4_0.
-
-    Raises:
-        NanoinferError: a model that the format cannot hold, gguf or llama_cpp is missing, or a folder cannot be
-            read or written.
-    """
+    """Return a GGUF file, written if it does not exist: folder/gguf-<kind>; all but F32 need and keep the F32 one."""
     config = hf_config.read(weights / "config.json")
-    require_gpt2("llama.cpp", config)
+    odd = [w for w in (config.n_embd, config.mlp_dim) if w % QUANT_BLOCK] if kind.startswith("Q") else []
     if config.activation != "gelu_new":
-        raise NanoinferError(
-            f"{weights}: activation={config.activation!r} cannot be exported: llama.cpp's GPT-2 has gelu_new only"
-        )
-    for name, width in (("n_embd", config.n_embd), ("n_inner", config.mlp_dim)):
-        if kind.startswith("Q") and width % QUANT_BLOCK:
-            raise NanoinferError(
-                f"{weights}: {name}={width} cannot be exported as {kind}: it is no multiple of {QUANT_BLOCK}"
-            )
+        raise NanoinferError(f"llama.cpp's GPT-2 has gelu_new only, and {weights} activation={config.activation!r}")
+    if odd:
+        raise NanoinferError(f"llama.cpp cannot hold a width of {odd[0]} in {kind}: it is no multiple of {QUANT_BLOCK}")
 
     def write(partial: Path) -> None:
         if kind == "F32":
@@ -224,32 +164,27 @@ def gguf_name(name: str) -> str:
     """transformer.h.3.attn.c_attn.weight -> blk.3.attn_qkv.weight."""
     stem, _, kind = name.rpartition(".")
     if match := re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", stem):
-        return f"blk.{match.group(1)}.{_GGUF_NAMES[match.group(2)]}.{kind}"
+        return f"blk.{match[1]}.{_GGUF_NAMES[match[2]]}.{kind}"
     return f"{_GGUF_NAMES[stem]}.{kind}"
 
 
 def _write_f32(weights: Path, path: Path) -> None:
-    """Write the float32 file."""
     gguf = require_module("gguf")
-    opened = open_folder(weights)
+    opened = open_gpt2(weights, "llama.cpp")
     config = opened.config
     out = gguf.GGUFWriter(str(path), "gpt2")
-    try:
-        out.add_file_type(int(gguf.LlamaFileType.ALL_F32))
-        out.add_block_count(config.n_layer)
-        out.add_context_length(config.block_size)
-        out.add_embedding_length(config.n_embd)
-        out.add_feed_forward_length(config.mlp_dim)
-        out.add_head_count(config.n_head)
-        out.add_layer_norm_eps(config.norm_epsilon)
+    fields = {
+        "file_type": int(gguf.LlamaFileType.ALL_F32), "block_count": config.n_layer,
+        "context_length": config.block_size, "embedding_length": config.n_embd,
+        "feed_forward_length": config.mlp_dim, "head_count": config.n_head, "layer_norm_eps": config.norm_epsilon,
         # The least that llama.cpp takes for a tokenizer, without which it loads no file: byte-level BPE with one merge.
-        out.add_tokenizer_model("gpt2")
-        out.add_tokenizer_pre("gpt-2")
-        out.add_token_list([f"t{i}" for i in range(config.vocab_size)])
-        out.add_token_merges(["t 0"])
-        out.add_bos_token_id(0)  # the default, 11, need not be in a small vocabulary
-        out.add_eos_token_id(0)
-        out.add_add_bos_token(False)
+        "tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "token_merges": ["t 0"], "add_bos_token": False,
+        "token_list": [f"t{i}" for i in range(config.vocab_size)],
+        "bos_token_id": 0, "eos_token_id": 0,  # the default, 11, need not be in a small vocabulary
+    }  # fmt: skip
+    try:
+        for name, value in fields.items():
+            getattr(out, f"add_{name}")(value)
         for name, tensor in opened.read():
             out.add_tensor(gguf_name(name), np.ascontiguousarray(tensor.float32()))
         out.write_header_to_file()
@@ -260,7 +195,6 @@ def _write_f32(weights: Path, path: Path) -> None:
 
 
 def _quantize(source: Path, path: Path, kind: str) -> None:
-    """Write a float32 file in another type."""
     llama_cpp = require_module("llama_cpp")
     _silence()
     params = llama_cpp.llama_model_quantize_default_params()

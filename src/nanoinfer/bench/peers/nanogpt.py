@@ -1,10 +1,8 @@
 """nanoGPT's loop, the naive backend: it computes the whole prefix of the whole batch again for every token.
 
-The loop of `GPT.generate` (karpathy/nanoGPT: model.py), on our reference model:
-crop to block_size, run everything, keep the logits of the last position, sample, append. Weights are in nanoGPT's
-layout, (out, in) row by row. A batch needs equal lengths, as it does there: unequal ones run one after the other.
-
-Supported: temperature and top_k, and greedy, which nanoGPT has as top_k=1.
+The loop of `GPT.generate` (karpathy/nanoGPT: model.py), on our reference model: crop to block_size, run everything,
+keep the logits of the last position, sample greedily, append. Weights are in nanoGPT's layout, (out, in) row by row. A
+batch needs equal lengths, as it does there: unequal ones run one after the other.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.peers import require_case
@@ -25,19 +22,13 @@ from nanoinfer.engines.devices import resolve_device, resolve_dtype
 from nanoinfer.models.attention import causal_attention
 from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.gpt_loading import load_gpt
-from nanoinfer.sampling_params import SamplingParams
 
 
 class NanoGPT:
-    """The reference model, and the loop.
-
-    Raises:
-        NanoinferError: quantization, a sampler or a device that nanoGPT does not have.
-    """
+    """The reference model, and the loop."""
 
     def __init__(self, case: Case, weights: Path) -> None:
-        require_case(case, sampling=("temperature", "top_k"), dtypes=DTYPES)
-        self._params = case.params(1)
+        require_case(case, dtypes=DTYPES)
         self._device = resolve_device(case.device)
         opened = open_folder(weights, resolve_dtype(case.dtype, self._device))
         model, self._config = load_gpt(opened), opened.config
@@ -49,7 +40,6 @@ class NanoGPT:
         """Generate; a token has arrived when it is on the CPU."""
         synchronize(self._device)  # nothing of the previous run is still running
         start = time.perf_counter()
-        torch.manual_seed(self._params.seed or 0)
         tokens: list[list[int]] = []
         arrivals: list[list[float]] = []
         sizes = {(len(p), n) for p, n in zip(requests.prompts, requests.output_tokens, strict=True)}
@@ -69,19 +59,8 @@ class NanoGPT:
             window = idx[:, -self._config.block_size :]
             pos = torch.arange(window.shape[1], device=self._device)
             x = self._model.hidden(window, pos, partial(causal_attention, self._model.config))[:, -1]  # (B, C)
-            new = _sample(self._model.lm_head(x), self._params)  # (B, 1)
+            new = self._model.lm_head(x).argmax(-1, keepdim=True)  # (B, 1)
             idx = torch.cat((idx, new), dim=1)
             steps.append(new[:, 0].tolist())
             times.append(time.perf_counter() - start)
         return steps, times
-
-
-def _sample(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Return one token, (B, 1), of each row of logits, (B, V)."""
-    if params.greedy:
-        return logits.argmax(-1, keepdim=True)
-    logits = logits / params.temperature
-    if params.top_k:
-        border = torch.topk(logits, min(params.top_k, logits.shape[-1])).values[:, -1:]
-        logits[logits < border] = -float("inf")
-    return torch.multinomial(torch.softmax(logits, dim=-1), num_samples=1)

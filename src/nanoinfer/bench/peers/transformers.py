@@ -4,8 +4,7 @@ Prompts of unequal length are padded on the left, as its documentation says. A b
 request has its tokens, because that is what `generate` does; each sequence is counted with the tokens
 requested for it and no more, so the padding costs time and adds no tokens.
 
-Supported: greedy, temperature, top_k, top_p, min_p, repetition_penalty. Not supported: presence and frequency
-penalties, which transformers does not have.
+Supported: greedy sampling, in every dtype and on every device.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from typing import Any
 
 import torch
 
-from nanoinfer.bench.case import SAMPLERS, Case, Requests
+from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.peers import require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.bench.verify_cost import synchronize
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
-
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class _Clock:
@@ -45,14 +42,10 @@ class _Clock:
 
 
 class Transformers:
-    """The model with its default cache, or with its static one (on a GPU it compiles the model).
-
-    Raises:
-        NanoinferError: quantization, a sampler or a device that transformers does not have.
-    """
+    """A model with its default cache, or with its static one (on a GPU it compiles the model)."""
 
     def __init__(self, case: Case, weights: Path) -> None:
-        require_case(case, sampling=_SAMPLING, dtypes=DTYPES)
+        require_case(case, dtypes=DTYPES)
         transformers = require_module("transformers")
         transformers.utils.logging.disable_progress_bar()
         self._device = resolve_device(case.device)
@@ -61,31 +54,22 @@ class Transformers:
         self._model: Any = model.to(self._device).eval()
         for config in (model.config, model.generation_config):
             config.eos_token_id = None  # nothing ends a sequence early, and min_new_tokens bans no token
-        self._name, self._seed = case.backend, case.params(1).seed or 0
+        self._name = case.backend
         self._options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
         if case.backend == "transformers-static":
             self._options["cache_implementation"] = "static"
-        if case.sampler != "greedy":
-            self._options |= {"do_sample": True, "top_k": 0} | SAMPLERS[case.sampler]
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
         """Generate; a token's arrival is the streamer's call with it."""
         lengths = [len(prompt) for prompt in requests.prompts]
         T, num_steps = max(lengths), max(requests.output_tokens)
-        require_room(self._name, T + num_steps, self._model.config.n_positions)
-        torch.manual_seed(self._seed)
+        require_room(self._name, T + num_steps, self._model.config.max_position_embeddings)
         synchronize(self._device)  # nothing of the previous run is still running
         clock = _Clock()
         idx = torch.tensor([[0] * (T - len(p)) + p for p in requests.prompts], device=self._device)  # (B, T)
         mask = torch.tensor([[0] * (T - n) + [1] * n for n in lengths], device=self._device)
-        out = self._model.generate(
-            idx,
-            attention_mask=mask,
-            max_new_tokens=num_steps,
-            min_new_tokens=num_steps,
-            streamer=clock,
-            **self._options,
-        )
+        steps = {"max_new_tokens": num_steps, "min_new_tokens": num_steps}
+        out = self._model.generate(idx, attention_mask=mask, streamer=clock, **steps, **self._options)
         rows = out[:, T:].tolist()
         tokens = [row[:n] for row, n in zip(rows, requests.output_tokens, strict=True)]
         return tokens, RunTimes(sum(lengths), [clock.times[:n] for n in requests.output_tokens])

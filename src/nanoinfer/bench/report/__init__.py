@@ -9,50 +9,47 @@ the findings, and `page` renders the template page.html.j2.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 from nanoinfer.bench.formatting import clean, slug
 from nanoinfer.bench.results import Results
 from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.files import write_folder
 
 PAGE = "index.html"
 
 
 def write_report(results: list[Results], folder: Path) -> list[Path]:
-    """Write the report of one or several suites; return the files written, the page first.
+    """Write the report of some suites, a section each; return the files written, the page first.
 
-    Files of the same names are replaced, once all new ones are on the disk; others in the folder are left alone.
-
-    Args:
-        results: a section of the page each, in this order.
-        folder: made if it does not exist.
+    Files of the same names in the folder are replaced; others are left alone.
 
     Raises:
         NanoinferError: no results, a package is not installed, or the folder cannot be written.
     """
     if not results:
         raise NanoinferError("a report of 0 results files has nothing to show: give at least 1")
-    return _write(_files(clean(results)), folder)
+    files = _files(clean(results))
+    write_folder(folder, files)
+    return [folder / name for name in files]
 
 
 def _files(results: list[Results]) -> dict[str, bytes]:
     """Return the content of every file of the report by its name."""
     try:
         from nanoinfer.bench.report.charts import figures
-        from nanoinfer.bench.report.page import Section, page
+        from nanoinfer.bench.report.page import page, section
     except ImportError as e:
         raise NanoinferError(f"the report cannot be written: {missing_extra(e.name or 'a package', 'bench')}") from None
     files: dict[str, bytes] = {PAGE: b""}
     sections = []
     taken: Counter[str] = Counter()
     for each in results:
-        sections.append(Section(_unique(slug(each.suite), taken), each, figures(each)))
-        for figure in sections[-1].figures:
-            files[f"{_unique(f'{sections[-1].name}-{figure.name}', taken)}.svg"] = figure.svg
+        name, drawn = _unique(slug(each.suite), taken), figures(each)
+        sections.append(section(name, each, drawn))
+        for figure in drawn:
+            files[f"{_unique(f'{name}-{figure.name}', taken)}.svg"] = figure.svg
     files[PAGE] = page(sections).encode()
     return files
 
@@ -61,23 +58,3 @@ def _unique(name: str, taken: Counter[str]) -> str:
     """Return a name that was not given before: "a", then "a-2"."""
     taken[name] += 1
     return name if taken[name] == 1 else _unique(f"{name}-{taken[name]}", taken)
-
-
-def _write(files: dict[str, bytes], folder: Path) -> list[Path]:
-    """Write files into a folder: first all of them into a folder of their own in it, then moved to their places."""
-    paths = [folder / name for name in files]
-    made = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if blocked := [path for path in paths if path.is_dir()]:
-            raise IsADirectoryError(f"{blocked[0]} is a folder")
-        with tempfile.TemporaryDirectory(prefix=".report-", dir=folder) as staging:
-            for name, content in files.items():
-                (Path(staging) / name).write_bytes(content)
-            for path in paths:
-                os.replace(Path(staging) / path.name, path)
-    except OSError as e:
-        if made:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise NanoinferError(f"report folder {folder} cannot be written ({e}): name another one") from None
-    return paths

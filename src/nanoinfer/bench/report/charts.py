@@ -9,33 +9,8 @@ from typing import Any
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE
 from nanoinfer.bench.formatting import digits, number, positive
-from nanoinfer.bench.report.marks import (
-    Figure,
-    Record,
-    bar_chart,
-    bits,
-    chart,
-    color_of,
-    look,
-    record_of,
-    x_axis,
-    y_axis,
-)
-from nanoinfer.bench.report.panels import (
-    AXES,
-    DECODE,
-    MEMORY,
-    SPEEDUP,
-    TIME,
-    TTFT,
-    Measure,
-    Panel,
-    ceiling,
-    panels,
-    setting,
-    sweep_axis,
-    varying,
-)  # fmt: skip
+from nanoinfer.bench.report import panels
+from nanoinfer.bench.report.marks import Figure, Record, bar_chart, bits, chart, color_of, look, record_of, y_axis
 from nanoinfer.bench.results import Results, Row
 
 MAX_FIGURES = 6
@@ -53,44 +28,52 @@ def figures(results: Results) -> list[Figure]:
 
 def _comparison(rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield the figures that compare backends; rows with a draft are in the table only."""
-    axis = sweep_axis(rows)
+    axis = panels.sweep_axis(rows)
     plain = [row for row in rows if row.case.draft is None]
     swept = []
-    for panel in panels(plain, axis):
-        if len(panel.places) < 3 or len(panel.labels) > MAX_LINES:
-            for part in panels(panel.rows, axis, split=True):
+    for panel in panels.panels(plain, axis):
+        if len(panel.places) < 3 or len({row.case.label for row in panel.rows}) > MAX_LINES:
+            for part in panels.panels(panel.rows, axis, split=True):
                 yield from _bars(part, rows)
         else:
             swept.append(panel)
             yield from _lines(panel, panel.measure, rows)
-    for panel in panels(plain, axis):
+    for panel in panels.panels(plain, axis):
         yield from _positions(panel, rows)
     if axis == "batch":
         for panel in swept:
-            for measure in (TTFT, MEMORY):
+            for measure in (panels.TTFT, panels.MEMORY):
                 yield from _lines(panel, measure, rows)
     yield from _breakdown(plain, axis)
 
 
-def _lines(panel: Panel, measure: Measure, rows: Sequence[Row]) -> Iterator[Figure]:
+def _lines(panel: panels.Panel, measure: panels.Measure, rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield a measure against the panel's axis; the ceilings dotted, one for each format of backends with a cache."""
     if not (shown := measure.of(panel.rows)):
         return
     records = [record_of(row, measure, y, x=getattr(row.case, panel.axis)) for row, y in shown]
     limits = _ceilings(panel) if measure.ceiling else []
-    along = x_axis(sorted({record["x"] for record in records}), AXES[panel.axis])
-    up = y_axis(measure, [*records, *limits])
+    places = sorted({record["x"] for record in records})
+    scale = {"type": "log", "domain": [places[0], places[-1]], "nice": False, "padding": 8}
+    axis = {"values": places, "title": panels.AXES[panel.axis], "format": ",~r", "labelOverlap": False}
     others = {"ceilings": limits, "names": _ceiling_names(limits)}
     seen = {row.case.label for row, _ in shown}
     styles = look([row for row in panel.rows if row.case.label in seen])
-    yield _figure(measure, panel.rows, rows, panel.axis, chart("lines", records, others, x=along, y=up, **styles))
+    styles |= {"x": {"scale": scale, "axis": axis}, "y": y_axis(measure, [*records, *limits])}
+    yield _figure(
+        measure,
+        panel.rows,
+        rows,
+        panel.axis,
+        chart("lines", records, others, **styles),
+    )
 
 
-def _ceilings(panel: Panel) -> list[Record]:
+def _ceilings(panel: panels.Panel) -> list[Record]:
     """Return the highest ceiling of each format and place; those of backends without a cache are not shown."""
     found: dict[tuple[str, int], float] = {}
     for row in panel.rows:
-        if row.case.backend not in NAIVE and (limit := ceiling(row)) is not None:
+        if row.case.backend not in NAIVE and (limit := panels.ceiling(row)) is not None:
             key = row.case.format, getattr(row.case, panel.axis)
             found[key] = max(limit, found.get(key, 0.0))
     return [{"format": fmt, "x": x, "y": y, "value": f"{fmt}: {digits(y)} tokens/s"} for (fmt, x), y in found.items()]
@@ -108,28 +91,28 @@ def _ceiling_names(limits: Sequence[Record]) -> list[Record]:
     return named
 
 
-def _bars(panel: Panel, rows: Sequence[Row]) -> Iterator[Figure]:
+def _bars(panel: panels.Panel, rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield the measure of a panel of one size as bars, by bits of a weight and then by value; ceilings as ticks."""
     measure = panel.measure
-    sign = 1 if measure is TTFT else -1
+    sign = 1 if measure is panels.TTFT else -1
     if not (shown := sorted(measure.of(panel.rows), key=lambda each: (-bits(each[0].case), sign * each[1]))):
         return
     longest = max(y for _, y in shown)
-    limits = [(row, ceiling(row)) for row, _ in shown] if measure.ceiling else []
+    limits = [(row, panels.ceiling(row)) for row, _ in shown] if measure.ceiling else []
     inside = [{"backend": row.case.label, "y": y} for row, y in limits if y is not None and y <= 3 * longest]
     records = [record_of(row, measure, y, x=getattr(row.case, panel.axis)) for row, y in shown]
     bars = bar_chart(records, measure.axis, [color_of(row.case) for row, _ in shown], ceilings=inside)
     yield _figure(measure, panel.rows, rows, panel.axis, bars)
 
 
-def _positions(panel: Panel, rows: Sequence[Row]) -> Iterator[Figure]:
+def _positions(panel: panels.Panel, rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield the time of each token against its position, at the largest size that was swept."""
     timed = [row for row in panel.rows if len(_points(row)) >= MIN_POSITIONS]
     timed = [row for row in timed if getattr(row.case, panel.axis) == max(getattr(r.case, panel.axis) for r in timed)]
     if timed:
-        records = [record_of(row, TIME, 1e3 * sec, x=place) for row in timed for place, sec in _points(row)]
-        spec = chart("positions", records, y=y_axis(TIME, records), **look(timed))
-        yield _figure(TIME, timed, rows, panel.axis, spec)
+        records = [record_of(row, panels.TIME, 1e3 * sec, x=place) for row in timed for place, sec in _points(row)]
+        spec = chart("positions", records, y=y_axis(panels.TIME, records), **look(timed))
+        yield _figure(panels.TIME, timed, rows, panel.axis, spec)
 
 
 def _points(row: Row) -> list[tuple[float, float]]:
@@ -162,18 +145,20 @@ def _breakdown(rows: Sequence[Row], axis: str) -> Iterator[Figure]:
         yield Figure("breakdown", "Where the time goes", "", spec)
 
 
-def _figure(measure: Measure, rows: Sequence[Row], every: Sequence[Row], axis: str, spec: dict[str, Any]) -> Figure:
+def _figure(
+    measure: panels.Measure, rows: Sequence[Row], every: Sequence[Row], axis: str, spec: dict[str, Any]
+) -> Figure:
     """Return a figure: its title tells it apart from the suite's others, its caption lists what its rows share."""
-    fixed = [f for f in varying(every) if f != axis or len({getattr(row.case, axis) for row in rows}) == 1]
+    fixed = [f for f in panels.varying(every) if f != axis or len({getattr(row.case, axis) for row in rows}) == 1]
     failed = sum(row.error is not None for row in rows)
     extrapolated = any("extrapolated" in row.note for row in rows)
     caption = (
-        setting(rows),
+        panels.setting(rows),
         "Dotted lines and ticks: ceilings" if measure.ceiling else "",
         f"{failed} of {len(rows)} cases failed" if failed else "",
         "Backends without a cache are extrapolated" if extrapolated else "",
     )
-    title = ": ".join(filter(None, (measure.title, setting(rows, fixed))))
+    title = ": ".join(filter(None, (measure.title, panels.setting(rows, fixed))))
     return Figure(measure.name, title, f"{'. '.join(filter(None, caption))}.", spec)
 
 
@@ -196,27 +181,29 @@ def _against_k(swept: list[Row], plain: dict[Case, Row]) -> Iterator[Figure]:
     """Yield the decode throughput of one draft against the number of proposals, 0 for plain decoding."""
     bases = [plain[case] for case in dict.fromkeys(row.case.plain for row in swept) if case in plain]
     records = [
-        record_of(row, DECODE, y, x=str(k), backend=row.case.plain.label)
+        record_of(row, panels.DECODE, y, x=str(k), backend=row.case.plain.label)
         for row, k in [*((row, 0) for row in bases), *((row, row.case.speculate_k) for row in swept)]
-        if (y := DECODE.value(row)) is not None
+        if (y := panels.DECODE.value(row)) is not None
     ]
     if not records:
         return
     ks = sorted({record["x"] for record in records} - {"auto"}, key=int)
     x = {"type": "ordinal", "sort": [*ks, "auto"], "axis": {"title": "proposals at a time (k)", "labelAngle": 0}}
-    spec = chart("lines", records, x=x, y=y_axis(DECODE, records), **look(bases))
+    spec = chart("lines", records, x=x, y=y_axis(panels.DECODE, records), **look(bases))
     spec["layer"][0]["transform"] = [{"filter": "datum.x != 'auto'"}]  # auto is a point beside the line
-    caption = f"Draft {swept[0].case.draft}; 0 is decoding without a draft. {setting(swept)}."
+    caption = f"Draft {swept[0].case.draft}; 0 is decoding without a draft. {panels.setting(swept)}."
     yield Figure("k", "Decode throughput against k", caption, spec)
 
 
 def _speedups(name: str, title: str, rows: list[Row]) -> Iterator[Figure]:
     """Yield the speed-ups of drafts over plain decoding as bars."""
-    if shown := SPEEDUP.of(rows):
-        records = [record_of(row, SPEEDUP, y, backend=_situation(row.case, name == "situations")) for row, y in shown]
+    if shown := panels.SPEEDUP.of(rows):
+        records = [
+            record_of(row, panels.SPEEDUP, y, backend=_situation(row.case, name == "situations")) for row, y in shown
+        ]
         colors = [color_of(shown[0][0].case)] * len(shown)
-        spec = bar_chart(records, SPEEDUP.axis, colors, rule=[{"y": 1}])
-        yield Figure(name, f"{title}: speed-up over the same case without a draft", f"{setting(rows)}.", spec)
+        spec = bar_chart(records, panels.SPEEDUP.axis, colors, rule=[{"y": 1}])
+        yield Figure(name, f"{title}: speed-up over the same case without a draft", f"{panels.setting(rows)}.", spec)
 
 
 def _situation(case: Case, other: bool) -> str:

@@ -27,10 +27,7 @@ def headlines(results: Results) -> list[str]:
 
 
 def _over_peers(panel: Panel, every: list[Row]) -> str | None:
-    """Return our best engine over the best peer, in 8 bits if both have it, else in the format that both have.
-
-    "native int8: 1.58x llama.cpp Q8_0 (371 against 234 tokens/s), batch 1"
-    """
+    """Return our best engine over the best peer, in 8 bits if both have it, else in the format that both have."""
     measure = panel.measure
     sign = -1 if measure is TTFT else 1
     for width in (8, 16, 32, 4):
@@ -57,13 +54,11 @@ def _over_baseline(rows: list[Row], baseline: str) -> Iterator[str]:
             others = [r for r in here if r.speedup and r.case.backend != baseline]
             best = max(others, key=lambda r: r.speedup or 0, default=None)
             if best is not None and base is not None and best.figures is not None and base.figures is not None:
-                speeds = (best.figures.output_tokens_per_sec, base.figures.output_tokens_per_sec)
-                how = " (extrapolated)" if "extrapolated" in base.note else ""
+                speeds = [digits(row.figures.output_tokens_per_sec) for row in (best, base) if row.figures]
+                over = f"{base.case.label}{' (extrapolated)' if 'extrapolated' in base.note else ''}"
                 where = setting([best], [f for f in varying(rows) if f != axis] + [axis])
-                yield (
-                    f"{best.case.label}: {digits(best.speedup)}x {base.case.label}{how}"
-                    f" ({digits(speeds[0])} against {digits(speeds[1])} output tokens/s), {where}"
-                )
+                said = f"{best.case.label}: {digits(best.speedup)}x {over}"
+                yield f"{said} ({' against '.join(speeds)} output tokens/s), {where}"
 
 
 def _over_plain(rows: list[Row]) -> Iterator[str]:

@@ -63,13 +63,9 @@ class Figure:
 def chart(
     kind: str, records: Sequence[Record], others: Mapping[str, Sequence[Record]] | None = None, **channels: Channel
 ) -> dict[str, Any]:
-    """Return a template of charts.json with its data.
+    """Return a template of charts.json with its data: `records` in unnamed layers, `others` in named ones.
 
-    Args:
-        kind: the template.
-        records: of its unnamed layers.
-        others: records of named layers; a named layer without any is left out.
-        channels: what is added to an encoding channel wherever the template has it.
+    A named layer without records is left out. `channels` are added to the encoding wherever the template has them.
     """
     spec = copy.deepcopy(_TEMPLATES[kind])
     spec |= {"$schema": f"https://vega.github.io/schema/vega-lite/v{VEGA_LITE}.json", "config": _TEMPLATES["config"]}
@@ -97,7 +93,7 @@ def bits(case: Case) -> int:
 
 
 def color_of(case: Case) -> str:
-    """Return the colour of a case's backend, grey for one that is not known."""
+    """Return the colour of a case's backend."""
     return COLORS.get(case.backend, GREY)
 
 
@@ -125,12 +121,6 @@ def look(rows: Sequence[Row]) -> dict[str, Channel]:
     return {channel: {"scale": {"domain": list(cases), "range": values}} for channel, values in ranges.items()}
 
 
-def x_axis(places: Sequence[int], title: str) -> Channel:
-    """Return a logarithmic axis with ticks at the sizes that were swept, in rising order."""
-    scale = {"type": "log", "domain": [places[0], places[-1]], "nice": False, "padding": 8}
-    return {"scale": scale, "axis": {"values": list(places), "title": title, "format": ",~r", "labelOverlap": False}}
-
-
 def y_axis(measure: Measure, records: Sequence[Record]) -> Channel:
     """Return the axis of a measure: logarithmic with ticks at 1, 2, 5, 10, ..., or from 0."""
     if not measure.log:
@@ -145,13 +135,10 @@ def y_axis(measure: Measure, records: Sequence[Record]) -> Channel:
 def bar_chart(
     records: Sequence[Record], title: str, colors: Sequence[str], **others: Sequence[Record]
 ) -> dict[str, Any]:
-    """Return bars with their values beside them.
+    """Return bars, from top to bottom, with their values beside them.
 
-    Args:
-        records: `backend` names the bar, `y` is its length, `label` the number at the right; from top to bottom.
-        title: of the axis.
-        colors: of each bar.
-        others: `ceilings`, records with `backend` and `y` drawn as ticks; `rule`, lines at `y`.
+    A record's `backend` names the bar, `y` is its length, and `label` the number at the right. Others: `ceilings`,
+    records with `backend` and `y` drawn as ticks; `rule`, lines at `y`.
     """
     names = [record["backend"] for record in records]
     most = 1.2 * max(record["y"] for record in (*records, *others.get("ceilings", ())))  # room for the values

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import jinja2
@@ -20,24 +19,12 @@ from nanoinfer.bench.report.marks import VEGA_LITE, Figure
 from nanoinfer.bench.results import Results, Row
 
 
-@dataclass(frozen=True)
-class Section:
-    """One suite on the page."""
-
-    name: str
-    """Unique on the page."""
-    results: Results
-    figures: list[Figure]
-
-
-def page(sections: Sequence[Section]) -> str:
-    """Return the HTML document."""
+def page(sections: Sequence[dict[str, Any]]) -> str:
+    """Return the HTML document of some `section`s."""
     loader = jinja2.PackageLoader("nanoinfer.bench.report", "")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    suites = ", ".join(section.results.suite for section in sections)
-    return environment.get_template("page.html.j2").render(
-        title=f"nanoinfer bench: {suites}", sections=[_section(section) for section in sections], bundle=_bundle()
-    )
+    title = f"nanoinfer bench: {', '.join(section['suite'] for section in sections)}"
+    return environment.get_template("page.html.j2").render(title=title, sections=sections, bundle=_bundle())
 
 
 @functools.cache
@@ -47,9 +34,8 @@ def _bundle() -> str:
     return made.replace("</script", "<\\/script")
 
 
-def _section(section: Section) -> dict[str, Any]:
-    """Return what the template shows of a suite."""
-    results = section.results
+def section(name: str, results: Results, figures: list[Figure]) -> dict[str, Any]:
+    """Return what the template shows of a suite; `name` is unique on the page."""
     heads, lines = table(results.rows)
     count = f"{len(results.rows):,} {'case' if len(results.rows) == 1 else 'cases'}, {len(results.failed):,} failed."
     where = ", ".join(str(results.machine[key]) for key in ("gpu", "cpu") if results.machine.get(key))
@@ -57,11 +43,9 @@ def _section(section: Section) -> dict[str, Any]:
     facts = {"date": date, "commit": commit, "command": results.command,
              "speed-ups over": results.baseline, "machine": _listing(results.machine),
              "versions": _listing(results.versions), "ceiling": _listing(results.ceiling)}  # fmt: skip
-    return {
-        "name": section.name, "suite": results.suite, "headlines": headlines(results),
-        "summary": f"{count} {where}, {date[:10]}, commit {commit}.", "figures": section.figures, "heads": heads,
-        "lines": lines, "facts": facts,
-    }  # fmt: skip
+    summary = f"{count} {where}, {date[:10]}, commit {commit}."
+    return {"name": name, "suite": results.suite, "headlines": headlines(results), "summary": summary,
+            "figures": figures, "heads": heads, "lines": lines, "facts": facts}  # fmt: skip
 
 
 def _listing(found: dict[str, Any]) -> str:

@@ -91,16 +91,8 @@ class Panel:
         return sorted({getattr(row.case, self.axis) for row in self.rows})
 
     @property
-    def labels(self) -> list[str]:
-        """The labels of the rows, in their order."""
-        return list(dict.fromkeys(row.case.label for row in self.rows))
-
-    @property
     def measure(self) -> Measure:
-        """The most informative measure of these rows: decoding, unless the prompts take most of the time.
-
-        A case has no decoding rate if its sequences never decoded all together. With few of them they are left out.
-        """
+        """The most informative measure: decoding, unless prompts take most of the time or few rows have a rate."""
         case = self.rows[0].case
         together = [DECODE.value(row) is not None for row in self.rows if row.figures is not None]
         if case.workload == "mixed" or 2 * sum(together) < len(together):
@@ -140,13 +132,7 @@ def sweep_axis(rows: Sequence[Row]) -> str:
 
 
 def panels(rows: Sequence[Row], axis: str, *, split: bool = False) -> list[Panel]:
-    """Return the rows in panels: in each, the cases differ in backend, weight format and `axis` only.
-
-    Args:
-        rows: of one suite, in order.
-        axis: one of AXES.
-        split: whether a panel has one value of `axis` only.
-    """
+    """Return the rows in panels: in each, the cases differ in backend, weight format and, unless split, `axis` only."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         key = tuple(getattr(row.case, f) for f in _FIELDS if split or f != axis)
