@@ -1,7 +1,6 @@
 """Other systems as backends: adapters, and exporters of one of our Hugging Face folders to their file formats.
 
-This module holds what the adapters share. An adapter checks its installation and the case before it loads anything:
-no field of a case is ignored, and what a system lacks is a NanoinferError.
+An adapter checks its installation and the case before it loads anything; what a system lacks is a NanoinferError.
 """
 
 from __future__ import annotations
