@@ -1,0 +1,196 @@
+"""Compare engine native with llama.cpp on the very same GGUF file: perplexity, greedy answers, and speed.
+
+    python benchmarks/vs_llamacpp.py MODEL.gguf [--text FILE] [--rounds N]
+
+It needs llama-cpp-python (pip install 'nanoinfer[peers]'). Both compute with the file's own bits. Speeds are medians of
+rounds of both in turn; prompts are random tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer import LLM
+from nanoinfer.engines.base import StepBatch
+from nanoinfer.environment import num_cpus
+
+Logits = NDArray[np.float32]
+Rows = list[tuple[int, list[int], bool]]
+"""(sequence, its new tokens, whether logits after each of them are needed; otherwise only after the last)."""
+WINDOW = 512
+QUESTIONS = (
+    "What is the capital of France?", "Write a sentence about the sea.", "How many days are in a week?",
+    "Name three colours.", "What is 2 + 3?", "Who wrote Hamlet?", "Explain what a computer is.", "Tell me a joke.",
+)  # fmt: skip
+
+
+class Native:
+    """Engine native on sequences 0, 1, ..., which are opened when they are first used."""
+
+    def __init__(self, path: str, sequences: int, length: int) -> None:
+        self.llm = LLM(path, engine="native", max_num_seqs=sequences, max_model_len=length, kv_cache_memory=2 << 30)
+        self.engine = self.llm.engine
+        self.handles: dict[int, Any] = {}
+
+    def run(self, rows: Rows) -> Logits:
+        """Append tokens; return logits in the order of the rows. They are valid until the next call."""
+        batch = StepBatch()
+        for sequence, tokens, every in rows:
+            handle = self.handles.setdefault(sequence, None)
+            if handle is None:
+                handle = self.handles[sequence] = self.engine.open()
+            batch.add(handle, tokens, len(tokens) if every else 1)
+        return np.asarray(self.engine.extend(batch))
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self.engine.reset()
+        self.handles.clear()
+
+
+class LlamaCpp:
+    """llama.cpp through its C interface."""
+
+    def __init__(self, path: str, sequences: int, length: int) -> None:
+        import llama_cpp
+
+        self.lib: Any = llama_cpp
+        self._quiet = llama_cpp.llama_log_callback(lambda level, text, user_data: None)  # llama.cpp keeps the pointer
+        llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers = 0
+        model = llama_cpp.llama_model_load_from_file(path.encode(), options)
+        params = llama_cpp.llama_context_default_params()
+        params.n_seq_max, params.n_ctx, params.n_batch = sequences, sequences * length, 2048
+        params.n_threads = params.n_threads_batch = num_cpus()
+        self.context = llama_cpp.llama_init_from_model(model, params)
+        self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
+        self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self.lengths: dict[int, int] = {}
+
+    def run(self, rows: Rows) -> Logits:
+        """As `Native.run`. All rows must fit in a batch of 2,048 tokens."""
+        count = wanted = 0
+        for sequence, tokens, every in rows:
+            for i, token in enumerate(tokens):
+                b, needed = self.batch, every or i == len(tokens) - 1
+                b.token[count], b.pos[count] = token, self.lengths.get(sequence, 0) + i
+                b.n_seq_id[count], b.seq_id[count][0], b.logits[count] = 1, sequence, needed
+                count, wanted = count + 1, wanted + needed
+            self.lengths[sequence] = self.lengths.get(sequence, 0) + len(tokens)
+        self.batch.n_tokens = count
+        if code := self.lib.llama_decode(self.context, self.batch):
+            raise RuntimeError(f"llama_decode of {count} tokens returned {code}")
+        logits: Logits = np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), (wanted, self.vocab_size))
+        return logits
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
+        self.lengths.clear()
+
+
+def main() -> None:
+    """Print the three comparisons."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "docs" / "inference-math.md")
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    ours, theirs = Native(given.model, 1, 1024), LlamaCpp(given.model, 1, 1024)
+    compare_perplexity(ours, theirs, given.text)
+    compare_answers(ours, theirs)
+    compare_speed(given.model, given.rounds)
+
+
+def compare_perplexity(ours: Native, theirs: LlamaCpp, text: Path) -> None:
+    """Print the perplexity of windows of a text, and how far the distributions are apart."""
+    tokens = ours.llm.tokenize(text.read_text())[: 16 * WINDOW]
+    windows = [tokens[i : i + WINDOW] for i in range(0, len(tokens) - 1, WINDOW)]
+    losses: dict[str, list[float]] = {"native": [], "llama.cpp": []}
+    divergence: list[float] = []
+    for window in windows:
+        log_probs = {}
+        for name, system in (("native", ours), ("llama.cpp", theirs)):
+            system.clear()
+            log_probs[name] = log_softmax(system.run([(0, window, True)]))
+            picked = log_probs[name][np.arange(len(window) - 1), window[1:]]
+            losses[name] += (-picked).tolist()
+        p, q = log_probs["llama.cpp"], log_probs["native"]
+        divergence += (np.exp(p) * (p - q)).sum(1).tolist()
+    for name, found in losses.items():
+        print(f"perplexity of {len(found)} tokens of {text.name}, {name}: {np.exp(np.mean(found)):.3f}")
+    print(f"KL divergence of native from llama.cpp: mean {np.mean(divergence):.4f} nats a token")
+
+
+def log_softmax(logits: Logits) -> NDArray[np.float64]:
+    """Return the log-probabilities of rows of logits."""
+    x = logits.astype(np.float64)
+    x -= x.max(1, keepdims=True)
+    result: NDArray[np.float64] = x - np.log(np.exp(x).sum(1, keepdims=True))
+    return result
+
+
+def compare_answers(ours: Native, theirs: LlamaCpp, num_tokens: int = 48) -> None:
+    """Print where greedy answers of both differ first, and the margin between the two best logits there."""
+    for question in QUESTIONS:
+        prompt = ours.llm.apply_chat_template([{"role": "user", "content": question}])
+        ours.clear()
+        theirs.clear()
+        new, line = prompt, f"{num_tokens} tokens are equal"
+        for i in range(num_tokens):
+            a, b = ours.run([(0, new, False)])[0].copy(), theirs.run([(0, new, False)])[0].copy()
+            if a.argmax() != b.argmax():
+                margins = [float(np.diff(np.sort(x)[-2:])[0]) for x in (a, b)]
+                rounding = float(np.abs(a - b).max())
+                line = f"{i} tokens are equal, then margins of {margins[0]:.2f} (native) and {margins[1]:.2f}; the"
+                line += f" logits differ by up to {rounding:.2f}"
+                break
+            new = [int(a.argmax())]
+            if new[0] in ours.llm.config.eos_token_ids:
+                line = f"all {i + 1} tokens are equal"
+                break
+        print(f"{question} {line}")
+
+
+def compare_speed(path: str, rounds: int) -> None:
+    """Print decode rates at batch 1, 8 and 64, and the time to the first token of a long prompt."""
+    print(f"{'':24}{'native':>10}{'llama.cpp':>11}{'ratio':>7}")
+    for batch in (1, 8, 64):
+        rate = measure(path, rounds, batch, 32, 32)
+        print(f"batch {batch:<3} tokens/s         {rate[0]:10,.0f}{rate[1]:11,.0f}{rate[0] / rate[1]:7.2f}")
+    first = measure(path, rounds, 1, 1000, 0)
+    print(f"1,000-token prompt, ms  {first[0]:10,.0f}{first[1]:11,.0f}{first[1] / first[0]:7.2f}")
+
+
+def measure(path: str, rounds: int, batch: int, prompt: int, output: int) -> list[float]:
+    """Return the medians of both: decoded tokens/s, or with no output the milliseconds to read the prompts."""
+    systems = [Native(path, batch, prompt + output + 8), LlamaCpp(path, batch, prompt + output + 8)]
+    tokens = np.random.default_rng(0).integers(0, systems[1].vocab_size, (batch, prompt)).tolist()
+    found: list[list[float]] = [[], []]
+    for round_ in range(rounds + 1):  # the first warms up
+        for system, times in zip(systems, found, strict=True):
+            system.clear()
+            start = time.perf_counter()
+            best = system.run([(i, row, False) for i, row in enumerate(tokens)]).argmax(1).tolist()
+            if output:
+                start = time.perf_counter()
+            for _ in range(output):
+                best = system.run([(i, [token], False) for i, token in enumerate(best)]).argmax(1).tolist()
+            seconds = time.perf_counter() - start
+            if round_:
+                times.append(batch * output / seconds if output else 1e3 * seconds)
+    return [statistics.median(times) for times in found]
+
+
+if __name__ == "__main__":
+    main()
