@@ -21,7 +21,7 @@ NOT_RUN = {
     "make demo": "installs PyTorch: minutes, and the network",
     "make test": "runs this file",
     "pip install .": "builds the extension; .ci/build builds it and checks the wheel",
-    'nanoinfer chat path/to/model --system "Be brief."': "needs a chat model; tests/test_chat_command.py has one",
+    'nanoinfer chat path/to/model.gguf --system "Be brief."': "needs a chat model; tests/test_chat_command.py has one",
     "nanoinfer bench --suite ladder --report out/": "takes minutes; tests/test_bench_report.py makes a report",
 }
 COMMANDS = [line for line in LINES if line.split("  ")[0] not in NOT_RUN]
