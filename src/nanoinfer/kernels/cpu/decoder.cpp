@@ -48,11 +48,12 @@ DecoderShape checked(const DecoderShape& s, const DecoderOptions& o) {
                                     {"n_kv_head", s.n_kv_head},
                                     {"n_embd", s.n_embd},
                                     {"mlp_dim", s.mlp_dim},
-                                    {"head_dim", s.head_dim * 256},  // at most 65,536
+                                    {"head_dim", s.head_dim},
                                     {"max_num_cached_tokens", o.max_num_cached_tokens / 1024 + 1},
                                     {"max_num_seqs", o.max_num_seqs},
                                     {"threads", o.threads * std::int64_t{1024}}})  // at most 16,384
     check_size(name, value);
+  require(s.head_dim <= 65536, "head_dim is out of range: " + str(s.head_dim));
   check_size("attention's width", s.attn_dim());
   require(o.max_num_cached_tokens >= 1, "max_num_cached_tokens must be at least 1");
   require(s.n_head % s.n_kv_head == 0,
