@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from conftest import CHARS, TINY, make_weights
-from nanoinfer import LLM
+from nanoinfer import LLM, build
 from nanoinfer.engines import devices
+from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.tokenizers import char_to_json
@@ -64,3 +65,13 @@ def test_the_line_is_left_out_where_the_dtype_is_given(tiny_folder: Path, caplog
 def test_the_built_in_model_is_stored_in_16_bits_and_runs_in_float32() -> None:
     assert load_model("shakespeare").weights.stored_dtype == "float16"
     assert LLM("shakespeare", device="cpu", max_num_seqs=1).dtype == "float32"
+
+
+def test_a_wrong_engine_is_refused_before_a_model_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(*args: object, **options: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(build, "load_model", fetch)
+    for options in ({"engine": "nosuch"}, {"engine": "static", "quantization": "int8"}):
+        with pytest.raises(NanoinferError, match=r"engine='(nosuch|static)'"):
+            LLM("owner/repo", **options)

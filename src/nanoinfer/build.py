@@ -43,6 +43,8 @@ def build_core(config: LLMConfig) -> BuiltCore:
     options, speculation = fit_engine(config.model, config.engine), config.speculation
     device = resolve_device(options.device)
     sampler = choose_sampler(device, options.sampler)
+    if options.engine != "auto":  # a wrong option is refused before a model is fetched
+        registry.resolve(options, device, resolve_dtype(options.dtype, device))
     loaded = load_model(config.model, seed=config.seed, tokenizer=config.tokenizer, max_model_len=options.max_model_len)
     dtype = resolve_dtype(options.dtype, device, loaded.weights.stored_dtype)
     spec = registry.resolve(options, device, dtype, loaded.config)

@@ -59,7 +59,7 @@ class CompiledEngine(StaticShapeEngine):
     ) -> None:
         super().__init__(model, limits, config)
         self._backend = backend
-        self._compiled: dict[tuple[torch.Size, int, bool], RunBlock] = {}
+        self._compiled: dict[tuple[torch.Size, int, bool, bool], RunBlock] = {}
 
     def _block(
         self, block: Block, x: Tensor, rotation: Rotation | None, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor
@@ -67,7 +67,7 @@ class CompiledEngine(StaticShapeEngine):
         arguments = (self.config, block, x, rotation, k, v, step.slots, step.pos, mask, step.dense)
         if x.shape[1] > 1:
             return run_block(*arguments)
-        key = (x.shape, step.context, step.dense)
+        key = (x.shape, step.context, step.dense, rotation is None)
         if key in self._compiled:
             return self._compiled[key](*arguments)
         run = self._compile()

@@ -92,10 +92,7 @@ class _Metadata(Fields):
 
     def float_(self, name: str, default: float | None) -> float | None:
         """Return a positive number."""
-        if not self.has(name):
-            self.get(self.key(name))
-            return default
-        return self.number(self.key(name), 1.0)
+        return default if self.get(self.key(name)) is None else self.number(self.key(name), 1.0)
 
     def check_known(self) -> None:
         """Raise NanoinferError if the architecture has a key that was not read."""
