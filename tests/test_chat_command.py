@@ -194,6 +194,11 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self._fd, text.encode())
 
+    def interrupt(self) -> None:
+        """Type Ctrl-C, once the program waits: readline does not see a signal between its prompt and its wait."""
+        time.sleep(0.5)
+        self.type("\x03")
+
     def wait_for(self, pattern: str) -> str:
         """Return what is printed up to a match, which is searched in what is new since the last call."""
         end = time.monotonic() + 60
@@ -259,13 +264,15 @@ def test_a_terminal(terminal: Callable[..., Terminal], folder: Path) -> None:
 
 def test_interrupts_at_the_prompt(terminal: Callable[..., Terminal]) -> None:
     t = terminal("--max-tokens", "4")
-    t.type("half a line\x03")
+    t.type("half a line")
+    t.wait_for("half a line")
+    t.interrupt()
     t.wait_for(r"Ctrl-C again.*\s+> ")
     t.type("Hi\r")
     t.wait_for(r"tokens/s.*\s+> ")
-    t.type("\x03")
+    t.interrupt()
     t.wait_for(r"Ctrl-C again.*\s+> ")
-    t.type("\x03")
+    t.interrupt()
     assert t.end() == 0
     assert "Traceback" not in t.seen
 
