@@ -6,14 +6,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conftest import make_folder, refuses
 from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.peers import export_once
-from nanoinfer.bench.peers.llamacpp import QUANT_BLOCK, export_gguf, gguf_name
-from nanoinfer.config import ModelConfig
+from nanoinfer.bench.peers.llamacpp import QUANT_BLOCK, export_gguf
+from nanoinfer.config import LayerKind, ModelConfig, Rotary
+from nanoinfer.models.checkpoints import gguf
+from nanoinfer.models.checkpoints.huggingface import open_folder
+from nanoinfer.models.presets import PRESETS
 
 SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64)
 CTRANSLATE2 = "ctranslate2 is an optional peer: pip install ctranslate2"
@@ -90,22 +94,30 @@ def test_ctranslate2_refuses_unknown_types(small: Path) -> None:
 # GGUF ------------------------------------------------------------------------------------------------
 
 
-def test_gguf_names() -> None:
-    assert gguf_name("transformer.h.11.attn.c_attn.weight") == "blk.11.attn_qkv.weight"
-    assert gguf_name("transformer.h.0.mlp.c_proj.bias") == "blk.0.ffn_down.bias"
-    assert gguf_name("transformer.wpe.weight") == "position_embd.weight"
-    assert gguf_name("lm_head.weight") == "output.weight"
+def shrunk(preset: str) -> ModelConfig:
+    """Return a published model with small sizes."""
+    shape = {
+        "vocab_size": 96,
+        "block_size": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "num_kv_heads": 2,
+        "n_embd": 64,
+        "n_inner": 96,
+    }
+    layers = (LayerKind(None, Rotary(32, 1e5)),) * 2
+    return replace(PRESETS[preset], **shape, head_size=32, layers=layers, bos_token_id=0, eos_token_ids=(0,))
 
 
 def types_of(path: Path) -> dict[str, str]:
-    gguf = pytest.importorskip("gguf", reason=GGUF)
-    return {t.name: t.tensor_type.name for t in gguf.GGUFReader(str(path)).tensors}
+    package = pytest.importorskip("gguf", reason=GGUF)
+    return {t.name: t.tensor_type.name for t in package.GGUFReader(str(path)).tensors}
 
 
 def test_gguf_float32_holds_the_weights(small: Path, tmp_path: Path) -> None:
-    gguf = pytest.importorskip("gguf", reason=GGUF)
+    package = pytest.importorskip("gguf", reason=GGUF)
     path = export_gguf(small, tmp_path, "F32")
-    reader = gguf.GGUFReader(str(path))
+    reader = package.GGUFReader(str(path))
     assert set(types_of(path).values()) == {"F32"}
     assert sum(int(t.n_elements) for t in reader.tensors) == 12 * 64 * 64 * 2 + 13 * 64 * 2 + (96 + 64 + 2) * 64
     assert reader.get_field("gpt2.context_length").contents() == 64
@@ -116,6 +128,18 @@ def test_gguf_stores_an_untied_head(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason=GGUF)
     untied = make_folder(tmp_path / "untied", replace(SMALL, tie_word_embeddings=False), chars=None)
     assert "output.weight" in types_of(export_gguf(untied, tmp_path, "F32"))
+
+
+@pytest.mark.parametrize("preset", ["smollm2-135m", "qwen3-0.6b"])
+def test_gguf_of_another_family_is_the_same_model(preset: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason=GGUF)
+    config = shrunk(preset)
+    weights = open_folder(make_folder(tmp_path / "small", config, chars=None))
+    found, _ = gguf.open_file(export_gguf(tmp_path / "small", tmp_path, "F32"))
+    assert found.config == config
+    for (name, ours), (theirs_name, theirs) in zip(weights.read(), found.read(), strict=True):
+        assert name == theirs_name
+        np.testing.assert_array_equal(ours.float32(), theirs.float32())
 
 
 @pytest.mark.parametrize("file_type", ["BF16", "Q8_0", "Q4_0"])
@@ -133,4 +157,6 @@ def test_gguf_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
     refuses(lambda: export_gguf(exact, tmp_path, "F32"), "activation='gelu'", "gelu_new")
     odd = make_folder(tmp_path / "odd", replace(SMALL, n_embd=48), chars=None)
     refuses(lambda: export_gguf(odd, tmp_path, "Q8_0"), "a width of 48 in Q8_0", str(QUANT_BLOCK))
+    pythia = make_folder(tmp_path / "pythia", replace(shrunk("pythia-160m"), num_kv_heads=4), chars=None)
+    refuses(lambda: export_gguf(pythia, tmp_path, "F32"), "gpt_neox is not exported", "qwen3")
     refuses(lambda: prepare(Case("llama.cpp", "m", quantization="Q3_K"), odd), "quantization='Q3_K'", "Q4_0")

@@ -8,8 +8,8 @@ Keys and values are float32 in a float32 case, so that its tokens can be compare
 llama.cpp's default. Greedy is numpy's argmax over the logits: llama.cpp's own sampler first builds a list of all
 candidates, which takes longer.
 
-The `gguf` package writes the float32 file of architecture "gpt2"; llama.cpp's own quantizer makes the other types from
-it, so that they are what its users get (Q4_0 keeps a tied embedding in 8 or 6 bits).
+The `gguf` package writes the float32 file (of the families in _FAMILIES); llama.cpp's own quantizer makes the other
+types from it, so that they are what its users get (Q4_0 keeps a tied embedding in 8 or 6 bits).
 
 Not supported: GPUs, more sequences than one context takes (256), exact GELU (llama.cpp's GPT-2 has the tanh
 approximation only), and in Q8_0 and Q4_0 widths that are no multiple of 32.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -27,20 +26,18 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.bench.case import Case, Requests, make_requests
-from nanoinfer.bench.peers import FOLDER, export_once, open_gpt2, require_case, require_module, require_room
+from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.checkpoints.gguf import ARCHITECTURES, stored_family
+from nanoinfer.models.checkpoints.huggingface import open_folder
 
 _TYPES = {"float32": "F32", "bfloat16": "BF16"}
 QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale
 _FILE = "model.gguf"
-_GGUF_NAMES = {
-    "transformer.wte": "token_embd", "transformer.wpe": "position_embd", "transformer.ln_f": "output_norm",
-    "lm_head": "output", "ln_1": "attn_norm", "attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
-}  # fmt: skip
+_FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # exported -> GGUF architecture
 _Entry = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are needed
 
 
@@ -146,7 +143,11 @@ def export_gguf(weights: Path, folder: Path, kind: str) -> Path:
     """Return a GGUF file, written if it does not exist: folder/gguf-<kind>; all but F32 need and keep the F32 one."""
     config = hf_config.read(weights / "config.json")
     odd = [w for w in (config.n_embd, config.mlp_dim) if w % QUANT_BLOCK] if kind.startswith("Q") else []
-    if config.activation != "gelu_new":
+    if config.family not in _FAMILIES:
+        raise NanoinferError(f"llama.cpp: {config.family} is not exported here: only {', '.join(_FAMILIES)} are")
+    if any(k.window or (k.rotary and k.rotary.scaling != "none") for k in config.layers):
+        raise NanoinferError(f"llama.cpp: {weights} has windows or scaled rotation, which are not exported here")
+    if config.is_gpt2 and config.activation != "gelu_new":
         raise NanoinferError(f"llama.cpp's GPT-2 has gelu_new only, and {weights} activation={config.activation!r}")
     if odd:
         raise NanoinferError(f"llama.cpp cannot hold a width of {odd[0]} in {kind}: it is no multiple of {QUANT_BLOCK}")
@@ -160,33 +161,34 @@ def export_gguf(weights: Path, folder: Path, kind: str) -> Path:
     return export_once(folder / f"gguf-{kind}", write) / _FILE
 
 
-def gguf_name(name: str) -> str:
-    """transformer.h.3.attn.c_attn.weight -> blk.3.attn_qkv.weight."""
-    stem, _, kind = name.rpartition(".")
-    if match := re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", stem):
-        return f"blk.{match[1]}.{_GGUF_NAMES[match[2]]}.{kind}"
-    return f"{_GGUF_NAMES[stem]}.{kind}"
-
-
 def _write_f32(weights: Path, path: Path) -> None:
     gguf = require_module("gguf")
-    opened = open_gpt2(weights, "llama.cpp")
+    opened = open_folder(weights)
     config = opened.config
-    out = gguf.GGUFWriter(str(path), "gpt2")
+    arch = _FAMILIES[config.family]
+    out = gguf.GGUFWriter(str(path), arch)
     fields = {
         "file_type": int(gguf.LlamaFileType.ALL_F32), "block_count": config.n_layer,
         "context_length": config.block_size, "embedding_length": config.n_embd,
-        "feed_forward_length": config.mlp_dim, "head_count": config.n_head, "layer_norm_eps": config.norm_epsilon,
+        "feed_forward_length": config.mlp_dim, "head_count": config.n_head,
+        "layer_norm_eps" if config.is_gpt2 else "layer_norm_rms_eps": config.norm_epsilon,
         # The least that llama.cpp takes for a tokenizer, without which it loads no file: byte-level BPE with one merge.
         "tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "token_merges": ["t 0"], "add_bos_token": False,
         "token_list": [f"t{i}" for i in range(config.vocab_size)],
         "bos_token_id": 0, "eos_token_id": 0,  # the default, 11, need not be in a small vocabulary
     }  # fmt: skip
+    if (rotary := config.layer(0).rotary) is not None:
+        fields |= {
+            "head_count_kv": config.n_kv_head, "key_length": config.head_dim, "value_length": config.head_dim,
+            "rope_dimension_count": config.head_dim, "rope_freq_base": rotary.base,
+        }  # fmt: skip
+    stored = stored_family(config, ARCHITECTURES[arch])
     try:
         for name, value in fields.items():
             getattr(out, f"add_{name}")(value)
         for name, tensor in opened.read():
-            out.add_tensor(gguf_name(name), np.ascontiguousarray(tensor.float32()))
+            for theirs, part in stored.recipe(config, name, tensor.shape[0]).stored(tensor):
+                out.add_tensor(theirs, np.ascontiguousarray(part.float32()))
         out.write_header_to_file()
         out.write_kv_data_to_file()
         out.write_tensors_to_file()

@@ -26,6 +26,7 @@ from nanoinfer.models.checkpoints.gguf_tokenizer import end_tokens
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.families.base import Family
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.rotary import frequencies
 
@@ -248,7 +249,7 @@ def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Va
     if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
         raise NanoinferError(f"{where}: split.count={show(parts)}: join the files with llama-gguf-split --merge")
     config = _read_config(file, where, arch, layout)
-    return check(config, _as_stored(file, layout), where, dtype, _family(config, layout)), file.metadata
+    return check(config, _as_stored(file, layout), where, dtype, stored_family(config, layout)), file.metadata
 
 
 def _read_config(file: GGUFFile, where: str, arch: str, layout: Architecture) -> ModelConfig:
@@ -311,7 +312,7 @@ def _as_stored(file: GGUFFile, layout: Architecture) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _family(config: ModelConfig, layout: Architecture) -> Any:
+def stored_family(config: ModelConfig, layout: Architecture) -> Family:
     """Return the family with llama.cpp's names of tensors and order of rows."""
     family, names = FAMILIES[config.family], _TOP | _LAYER
     if layout.joined:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, 
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
-from nanoinfer.models.families.base import Recipe
 from nanoinfer.models.parameters import shapes
 
 _HUB_FILES = [
@@ -124,16 +122,6 @@ def _indexed(index: Path) -> list[Path]:
     return sorted(set(files))
 
 
-def _stored(recipe: Recipe, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
-    """Yield the stored tensors that one of ours is made of: the inverse of reading them."""
-    values = tensor.values if recipe.order is None else tensor.values[np.argsort(recipe.order)]
-    start = 0
-    for name, rows in recipe.parts:
-        part = HostTensor(values[start : start + rows], tensor.dtype)
-        yield name, part.t() if recipe.transposed else part
-        start += rows
-
-
 def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtype: str | None = None) -> None:
     """Write a model as a Hugging Face folder that `transformers` loads as GPT2LMHeadModel.
 
@@ -153,7 +141,7 @@ def save(weights: Weights, folder: Path, tokenizer_json: str | None = None, dtyp
     family = FAMILIES[config.family]
     tensors: dict[str, HostTensor] = {}
     for name, tensor in weights.read():
-        tensors.update(_stored(family.recipe(config, name, tensor.shape[0]), tensor.to(dtype)))
+        tensors.update(family.recipe(config, name, tensor.shape[0]).stored(tensor.to(dtype)))
     if config.family == "gpt2":  # its layout always has biases
         for name, shape in shapes(replace(config, bias=True)).items():
             zeros = HostTensor(np.zeros(shape, np.float32), "float32").to(dtype) if name.endswith(".bias") else None

@@ -6,13 +6,14 @@ A family is one file in this folder and one line in `FAMILIES` (__init__.py). do
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nanoinfer.arrays import HostTensor
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.families.fields import ACTIVATIONS, Fields, rope_fields, rotated
@@ -33,6 +34,15 @@ class Recipe:
     """Row i of ours is row order[i] of the joined ones; None: the same order."""
     transposed: bool = False
     """Whether the stored matrix is (in, out)."""
+
+    def stored(self, tensor: HostTensor) -> Iterator[tuple[str, HostTensor]]:
+        """Yield the names and values of the stored tensors that make ours: the inverse of reading them."""
+        values = tensor.values if self.order is None else tensor.values[np.argsort(self.order)]
+        start = 0
+        for name, rows in self.parts:
+            part = HostTensor(values[start : start + rows], tensor.dtype)
+            yield name, part.t() if self.transposed else part
+            start += rows
 
 
 @dataclass(frozen=True)
