@@ -16,7 +16,7 @@ ERRORS = (ValueError, IndexError, TypeError, OverflowError, MemoryError)
 V, T, C, MLP = 21, 24, 8, 32
 SHAPE: dict[str, Any] = {
     "vocab_size": V, "block_size": T, "n_layer": 1, "n_head": 2, "n_embd": C, "mlp_dim": MLP, "activation": "gelu_new",
-    "tie_word_embeddings": True, "norm_epsilon": 1e-5, "weights": "float32", "cache": "float32", "max_num_seqs": 4,
+    "tie_word_embeddings": True, "norm_epsilon": 1e-5, "weights": "float32", "cache": "float32",
     "max_num_cached_tokens": 4 * T, "threads": 1, "huge_pages": False,
 }  # fmt: skip
 FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")
@@ -83,7 +83,7 @@ def make_decoder(c: Choices) -> Any:
         name = c.pick(list(SHAPE))
         value = c.pick(ANY)
         try:  # tests the check of the option; the decoder is discarded, because it may be large
-            new_decoder(options | {name: value, "max_num_seqs": 1})
+            new_decoder(options | {name: value})
         except ERRORS:
             pass
     decoder = new_decoder(options)
@@ -125,6 +125,9 @@ def run_decoder(data: bytes, folder: Path) -> None:
                 del lengths[handle]
             elif kind == 4:
                 decoder.hidden(out=array(c, (c.number(4), C)))
+            elif kind == 5 and c.odd(2):
+                decoder.blocks_needed(handle, c.pick(NUMBERS))
+                decoder.block_table(handle)
             else:
                 extend(c, decoder, lengths)
         except ERRORS:

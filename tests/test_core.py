@@ -97,6 +97,13 @@ class TableEngine:
         return len(self.held[handle])
 
     @property
+    def num_free_blocks(self) -> int:
+        return self.limits.max_num_cached_tokens - sum(map(len, self.held.values()))
+
+    def blocks_needed(self, handle: Handle, num_new: int) -> int:
+        return num_new
+
+    @property
     def handles(self) -> Collection[Handle]:
         return self.held.keys()
 

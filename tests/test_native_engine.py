@@ -37,7 +37,7 @@ ERRORS = (ValueError, IndexError, TypeError, OverflowError)
 GOOD: dict[str, Any] = {
     "vocab_size": V, "block_size": BLOCK, "n_layer": 2, "n_head": 2, "n_embd": 16, "mlp_dim": 64,
     "activation": "gelu_new", "tie_word_embeddings": True, "norm_epsilon": 1e-5, "weights": "float32",
-    "cache": "float32", "max_num_seqs": 20, "max_num_cached_tokens": 20 * BLOCK, "threads": 1,
+    "cache": "float32", "max_num_cached_tokens": 20 * BLOCK, "threads": 1,
 }  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def tokens(n: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "block_size", "n_layer", "n_head", "n_embd", "mlp_dim", "threads",
-                                   "max_num_seqs", "max_num_cached_tokens"])  # fmt: skip
+                                   "max_num_cached_tokens"])  # fmt: skip
 def test_sizes_out_of_range_are_refused(field: str) -> None:
     for value in (0, -1, -(2**63), 2**63 - 1, 2**64, 1.5, None, "3"):
         with pytest.raises(ERRORS):
@@ -110,7 +110,7 @@ def test_tensors_are_checked() -> None:
 
 
 def test_bad_steps_change_nothing() -> None:
-    decoder, untouched = make_decoder(max_num_seqs=2, max_num_cached_tokens=40), make_decoder()
+    decoder, untouched = make_decoder(max_num_cached_tokens=72), make_decoder()
     a, b = decoder.open(), decoder.open()
     clean = untouched.open(), untouched.open()
     extend(decoder, [(a, tokens(5, 0)), (b, tokens(17, 1))])
@@ -145,7 +145,7 @@ def test_bad_steps_change_nothing() -> None:
 
 
 def test_a_full_pool_is_an_error_that_changes_nothing() -> None:
-    decoder = make_decoder(max_num_seqs=1, max_num_cached_tokens=16)  # 2 blocks
+    decoder = make_decoder(max_num_cached_tokens=20)  # 2 blocks
     a, b = decoder.open(), decoder.open()
     first = extend(decoder, [(a, tokens(32, 0))])
     with pytest.raises(IndexError, match="kv_cache_memory"):
@@ -190,7 +190,7 @@ def test_forks_share_and_then_diverge() -> None:
 
 
 def test_random_calls_agree_with_a_model_of_lengths() -> None:
-    decoder, rng = make_decoder(max_num_seqs=6, max_num_cached_tokens=6 * BLOCK), random.Random(0)
+    decoder, rng = make_decoder(max_num_cached_tokens=6 * BLOCK), random.Random(0)
     texts: dict[int, list[int]] = {}
     for _ in range(CALLS):
         handle = rng.choice([*texts, 10**6, -1]) if texts else -1
@@ -280,7 +280,8 @@ def test_kv_cache_memory_is_a_hard_limit(tmp_path: Path) -> None:
     for memory in (6 * block_bytes, 20 * block_bytes + 5):
         llm = LLM(folder, engine="native", kv_cache_memory=memory, max_num_seqs=3)
         engine: Any = llm.engine
-        assert engine._decoder.cache_bytes <= memory
+        assert engine._decoder.cache_bytes == memory // block_bytes * block_bytes
+        assert engine._decoder.blocks_total == engine.num_free_blocks == memory // block_bytes
         llm.generate(["hello"] * 5, SamplingParams(max_tokens=20, temperature=0))
     refuses(lambda: LLM(folder, engine="native", kv_cache_memory=block_bytes), "kv_cache_memory")
 

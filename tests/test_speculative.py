@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from conftest import CHARS, INTERPRETED, TINY, make_folder, make_model, refuses, submit
+from conftest import CHARS, INTERPRETED, TINY, make_folder, make_model, refuses, submit, weights_of
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.config import SchedulerConfig
+from nanoinfer.config import EngineConfig, EngineLimits, SchedulerConfig
 from nanoinfer.core import Core
+from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.models.tokenizers import CharTokenizer
@@ -227,6 +228,31 @@ def test_nothing_is_left_behind_when_a_request_is_cancelled_between_two_bursts()
         handles = [e.open() for _ in range(e.limits.max_num_seqs)]  # all of its room is free again
         for h in handles:
             e.close(h)
+
+
+def test_a_draft_without_free_blocks_proposes_for_the_sequences_that_fit() -> None:
+    spec = ENGINES["native"]
+    if (reason := spec.unavailable()) is not None:
+        pytest.skip(reason)
+    small = EngineLimits(4, TINY.block_size, 3 * 16)  # 3 blocks for 4 sequences
+    engine = registry.build(spec, weights_of(make_model()), EngineConfig(), "cpu", small)
+    drafter = DraftModel("itself", engine, sample, V, FLAT)
+    core = make_core(make_engine("native", make_model()), PromptLookup(), 1)
+    for i in range(4):
+        submit(core, None, prompt(6 + i), replace(GREEDY, max_tokens=20), i)
+    core.step()
+    asked = [DraftRequest(s, s.token_ids, 0, 5) for s in core.scheduler.running]  # type: ignore[arg-type]
+    made = drafter.propose(asked)
+    assert [len(p.token_ids) for p in made] == [5, 5, 5, 0]
+    assert engine.num_free_blocks == 0
+    drafter.forget(asked[1].row)
+    assert drafter.propose(asked[2:3]) == made[2:3]
+    assert len(drafter.propose(asked[3:])[0].token_ids) == 5
+    prompts, params = [prompt(4 * i + 1) for i in range(4)], [replace(GREEDY, max_tokens=24)] * 4
+    engine.reset()
+    speculative = make_core(make_engine("native", make_model()), DraftModel("itself", engine, sample, V, FLAT), 5)
+    assert generate(speculative, prompts, params) == plain(make_engine("native", make_model()), prompts, params)
+    assert engine.num_free_blocks == 3
 
 
 def test_a_draft_model_that_failed_reads_again_and_holds_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,11 +300,15 @@ class EngineLimits:
     """Capacity of an engine."""
 
     max_num_seqs: int
-    """Maximum number of open sequences."""
+    """Maximum number of running sequences."""
     block_size: int
     """Maximum number of tokens in one sequence."""
     max_num_cached_tokens: int
-    """Maximum number of tokens in all open sequences together."""
+    """Maximum number of tokens in all open sequences together. With a pool of blocks, tokens that sequences share count
+    once, and unused places of a sequence's last block count too."""
+    max_kept_seqs: int = 0
+    """Number of sequences that may be open beside the running ones: their keys and values are kept for later requests.
+    0 for engines that reserve memory for each sequence."""
 
 
 @dataclass(frozen=True)

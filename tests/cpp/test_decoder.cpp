@@ -41,7 +41,6 @@ std::unique_ptr<Decoder> make_decoder(const Case& c, const std::string& isa, int
   options.weights = c.weights;
   options.cache = c.cache;
   options.max_num_cached_tokens = 4 * kContext;
-  options.max_num_seqs = 4;
   options.threads = threads;
   options.isa = isa;
   auto d = std::make_unique<Decoder>(shape, options);

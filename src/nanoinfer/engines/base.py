@@ -69,7 +69,7 @@ class Engine(Protocol):
     """The reference model whose modules the steps run; None if the engine has its own kernels."""
 
     def open(self) -> Handle:
-        """Return an empty sequence. Raises NanoinferError when max_num_seqs are open."""
+        """Return an empty sequence. Raises NanoinferError when max_num_seqs + max_kept_seqs are open."""
         ...
 
     def extend(self, batch: StepBatch) -> Array:
@@ -81,7 +81,21 @@ class Engine(Protocol):
 
         Raises:
             NanoinferError: a handle is unknown or repeated, a token is outside the vocabulary, the counts do not
-                add up, or a sequence would exceed `block_size`. The engine's state is unchanged.
+                add up, a sequence would exceed `block_size`, or the pool has too few free blocks. The engine's state
+                is unchanged.
+        """
+        ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of the KV cache that no open sequence uses. An engine without blocks counts tokens as blocks of 1."""
+        ...
+
+    def blocks_needed(self, handle: Handle, num_new: int) -> int:
+        """Return how many free blocks extending a sequence by `num_new` tokens takes, >= 0.
+
+        The copy of a partly filled last block that the sequence shares with a fork is included. A step fits if the sum
+        over its sequences is at most `num_free_blocks`.
         """
         ...
 
@@ -104,7 +118,7 @@ class Engine(Protocol):
         ...
 
     def fork(self, handle: Handle) -> Handle:
-        """Return a new sequence with the same tokens. Raises NanoinferError when max_num_seqs are open."""
+        """Return a new sequence with the same tokens. Raises NanoinferError as `open`."""
         ...
 
     def close(self, handle: Handle) -> None:

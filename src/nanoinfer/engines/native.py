@@ -111,6 +111,8 @@ class NativeEngine(Sequences):
                 num_logits=batch.num_logits,
                 logits=self._logits[:count],
             )
+        except IndexError as e:  # the pool has too few free blocks; `_check` has checked all else
+            raise NanoinferError(str(e)) from None
         except RuntimeError as e:  # a forked child cannot create its threads, or the parent was forked during a step
             raise NanoinferError(f"engine=native: {e}") from None
         self._num_logits = count
@@ -126,6 +128,16 @@ class NativeEngine(Sequences):
     def part_seconds(self) -> dict[str, float]:
         """Return the seconds of all steps so far by part: matrix products, attention, output head, everything else."""
         return dict(self._decoder.part_seconds())
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of the pool that no sequence uses."""
+        return int(self._decoder.blocks_free)
+
+    def blocks_needed(self, handle: Handle, num_new: int) -> int:
+        """Return how many blocks extending a sequence by `num_new` tokens takes from the pool."""
+        self.length(handle)
+        return int(self._decoder.blocks_needed(self._handles[handle], num_new))
 
     def _open(self, handle: Handle) -> None:
         self._handles[handle] = self._decoder.open()
@@ -182,6 +194,6 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
     if quantization is None:
         options.formats = _same_activations(weights.block_formats)
     options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, quantization)
-    options.max_num_seqs, options.max_num_cached_tokens = limits.max_num_seqs, limits.max_num_cached_tokens
+    options.max_num_cached_tokens = limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()
     return options

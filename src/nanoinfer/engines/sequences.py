@@ -35,10 +35,12 @@ class Sequences:
 
     def open(self) -> Handle:
         """Return an empty sequence."""
-        if len(self._lengths) >= self.limits.max_num_seqs:
+        most, kept = self.limits.max_num_seqs, self.limits.max_kept_seqs
+        if len(self._lengths) >= most + kept:
+            beside = f" and {kept} kept ones" if kept else ""
             raise NanoinferError(
-                f"{len(self._lengths)} sequences are open; the limit is max_num_seqs={self.limits.max_num_seqs}:"
-                " close one, or raise max_num_seqs"
+                f"{len(self._lengths)} sequences are open; the limit is max_num_seqs={most}{beside}: close one, or"
+                " raise max_num_seqs"
             )
         handle = Handle(self._next_handle)
         self._open(handle)
@@ -79,6 +81,16 @@ class Sequences:
     def handles(self) -> Collection[Handle]:
         """The open sequences."""
         return self._lengths.keys()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Free blocks of the KV cache. Without a pool of blocks, every token counts as one."""
+        return self.limits.max_num_cached_tokens - sum(self._lengths.values())
+
+    def blocks_needed(self, handle: Handle, num_new: int) -> int:
+        """Return how many free blocks extending a sequence by `num_new` tokens takes."""
+        self.length(handle)
+        return num_new
 
     def part_seconds(self) -> Mapping[str, float]:
         """Return an empty mapping: this engine does not measure its parts."""

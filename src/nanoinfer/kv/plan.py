@@ -7,7 +7,9 @@ from nanoinfer.errors import NanoinferError
 
 DEFAULT_MAX_NUM_SEQS = 64
 KV_BLOCK = 16
-"""Tokens in a block of the native engine's cache."""
+"""Tokens in a block (kBlock in kernels/cpu/kernels.h)."""
+MAX_KEPT_SEQS = 1024
+"""Sequences that may be kept beside the running ones in layouts where an open sequence costs only its tokens."""
 SLOTS = ("slots", "padded slots")
 LAYOUTS = ("none", "tokens", *SLOTS, "blocks")
 """Layouts of the KV cache: none, exactly the cached tokens, a full-length slot for each sequence (padded slots have
@@ -27,8 +29,8 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
     """Return how many sequences and tokens an engine can hold.
 
     kv_cache_memory is a hard limit if it is set. Otherwise, the limit is a quarter of the free memory, or one
-    full-length sequence if that is more. An engine with slots reserves a full-length slot for each sequence; in other
-    layouts, all sequences share the tokens.
+    full-length sequence if that is more, and at most max_num_seqs full-length sequences. An engine with slots reserves
+    a full-length slot for each sequence; in other layouts, all sequences share the tokens.
 
     Args:
         model: shape of the model.
@@ -42,7 +44,7 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
     """
     wanted = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     if layout == "none":
-        return EngineLimits(wanted, model.block_size, wanted * model.block_size)
+        return EngineLimits(wanted, model.block_size, wanted * model.block_size, MAX_KEPT_SEQS)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_bytes // 4
     if layout == "blocks":
         return _plan_blocks(model, config, dtype, wanted, budget)
@@ -59,28 +61,23 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
         count = config.max_num_seqs or max(1, min(wanted, fitting))
         return EngineLimits(count, model.block_size, count * model.block_size)
     tokens = min(wanted * model.block_size, max(model.block_size, budget // per_token))
-    return EngineLimits(wanted, model.block_size, tokens)
+    return EngineLimits(wanted, model.block_size, tokens, MAX_KEPT_SEQS)
 
 
 def _plan_blocks(model: ModelConfig, config: EngineConfig, dtype: str, wanted: int, budget: int) -> EngineLimits:
-    """Return the limits of a pool of blocks. Each sequence needs one more block than its tokens fill: the last, partly
-    used one.
-    """
+    """Return the limits of a pool of blocks: as many as the budget allows, and at least those of one full sequence."""
     per_block = kv_block_bytes(model, resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization))
     full, num_blocks = -(-model.block_size // KV_BLOCK), budget // per_block
-    needed = full + (config.max_num_seqs or 1)
-    if num_blocks < needed:
-        if config.kv_cache_memory is not None:
-            raise NanoinferError(
-                f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for {config.max_num_seqs or 1}"
-                f" sequences, one of them with {model.block_size} tokens ({needed * per_block:,} bytes): raise it, or"
-                " lower max_num_seqs"
-            )
-        num_blocks = needed
-    # Without max_num_seqs, at most a quarter of the blocks are reserved for partly used ones.
-    num_seqs = config.max_num_seqs or min(wanted, max(1, num_blocks // 4), num_blocks - full)
-    tokens = min(num_seqs * full, num_blocks - num_seqs) * KV_BLOCK
-    return EngineLimits(num_seqs, model.block_size, min(tokens, num_seqs * model.block_size))
+    if config.kv_cache_memory is None:
+        num_blocks = max(full, min(num_blocks, wanted * full))
+    elif num_blocks < full:
+        raise NanoinferError(
+            f"kv_cache_memory={config.kv_cache_memory:,} bytes is too little for 1 sequence of {model.block_size}"
+            f" tokens ({full * per_block:,} bytes): raise it, or lower max_model_len"
+        )
+    num_seqs = config.max_num_seqs or min(wanted, num_blocks)
+    num_blocks = min(num_blocks, (num_seqs + MAX_KEPT_SEQS) * full)  # more can never be used
+    return EngineLimits(num_seqs, model.block_size, num_blocks * KV_BLOCK, MAX_KEPT_SEQS)
 
 
 def kv_block_bytes(model: ModelConfig, cache_dtype: str) -> int:

@@ -23,6 +23,7 @@ from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig, Speculatio
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError
+from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.model_info import ModelInfo
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
@@ -141,8 +142,7 @@ class DraftFactory:
         if "threads" in spec.options:
             config = replace(config, threads=self._config.threads)
         block_size = weights.config.block_size
-        tokens = min(limits.max_num_cached_tokens, limits.max_num_seqs * block_size)
-        room = EngineLimits(limits.max_num_seqs, block_size, tokens)
+        room = limits_of_draft(limits, block_size)
         engine = registry.build(spec, weights, config, target.device, room)
         log.info("draft: %s on engine %s", name, spec.name)
         sizes = sorted({*(n for n in SIZES if n <= limits.max_num_seqs), *PROMPT_SIZES})
@@ -185,6 +185,14 @@ class DraftFactory:
         chosen = COMPANIONS.get(source.removeprefix("openai-community/"), PROMPT_LOOKUP)
         log.info("draft=auto: %s", chosen)
         return chosen
+
+
+def limits_of_draft(target: EngineLimits, block_size: int) -> EngineLimits:
+    """Return the limits of a draft's engine: the target's tokens, at most those of full sequences, in whole blocks."""
+    full, num_blocks = (-(-n // KV_BLOCK) for n in (block_size, target.max_num_cached_tokens))
+    return EngineLimits(
+        target.max_num_seqs, block_size, max(full, min(num_blocks, target.max_num_seqs * full)) * KV_BLOCK
+    )
 
 
 def _find_head(name: str) -> Path | None:

@@ -69,7 +69,9 @@ class DraftModel:
         self._held: dict[SamplerRow, _Held] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        """Return the draft's next tokens of each sequence; empty if the window exceeds the draft's context length.
+        """Return the draft's next tokens of each sequence.
+
+        They are empty if the window exceeds the draft's context length, or if the draft's KV cache has no free blocks.
 
         After an exception the draft's cache holds none of these sequences; the next call processes them again.
         """
@@ -81,10 +83,11 @@ class DraftModel:
             raise
 
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        drafts = [_Draft(request, held=self._hold(request)) if self._fits(request) else None for request in requests]
+        fitting = [_Draft(request, held=self._hold(request)) if self._fits(request) else None for request in requests]
+        drafts = self._with_room(fitting)
         active = [d for d in drafts if d is not None]
         for some in _split(active):
-            self._draw(some, self._extend([(d.held, self._catch_up(d)) for d in some]))
+            self._draw(some, self._extend([(d.held, self._uncached(d)) for d in some]))
         while active := [d for d in active if len(d.token_ids) < self._limit(d.request)]:
             self._draw(active, self._extend([(d.held, d.token_ids[-1:]) for d in active]))
         return [d.finish() if d is not None else Proposal([]) for d in drafts]
@@ -104,14 +107,35 @@ class DraftModel:
             held = self._held[request.row] = _Held(self.engine.open())
         return held
 
-    def _catch_up(self, draft: _Draft) -> list[int]:
-        """Truncate rejected proposals; return the tokens not in the cache, which are at least the newest token."""
+    def _with_room(self, drafts: Sequence[_Draft | None]) -> list[_Draft | None]:
+        """Truncate rejected proposals; replace the drafts for which the KV cache has no free blocks by None.
+
+        The draft shares no blocks, so that its sequences may need more than the target's, which have the same tokens.
+        """
+        for d in drafts:
+            if d is not None:
+                self._truncate_rejected(d)
+        free, kept = self.engine.num_free_blocks, list[_Draft | None]()
+        for d in drafts:
+            if d is not None:
+                count = len(self._uncached(d)) + self._limit(d.request) - 1  # the last proposal is not cached
+                needed = self.engine.blocks_needed(d.held.handle, count)
+                d = d if needed <= free else None
+                free -= needed if d is not None else 0
+            kept.append(d)
+        return kept
+
+    def _truncate_rejected(self, draft: _Draft) -> None:
         held, request = draft.held, draft.request
         keep = _common(held.token_ids, request.token_ids, request.start)
         if keep < len(held.token_ids):
             self.engine.truncate(held.handle, keep)
             del held.token_ids[keep:]
-        return request.token_ids[request.start + keep :]
+
+    @staticmethod
+    def _uncached(draft: _Draft) -> list[int]:
+        """Return the tokens that are not in the cache, after `_truncate_rejected`: at least the newest one."""
+        return draft.request.token_ids[draft.request.start + len(draft.held.token_ids) :]
 
     def _extend(self, new: Sequence[tuple[_Held, list[int]]]) -> Array:
         batch = StepBatch()

@@ -225,7 +225,6 @@ void bind_decoder(nb::module_& m) {
       .def_rw("weights", &Settings::weights_name)
       .def_rw("formats", &Settings::format_names)
       .def_rw("cache", &Settings::cache_name)
-      .def_rw("max_num_seqs", &Settings::max_num_seqs)
       .def_rw("max_num_cached_tokens", &Settings::max_num_cached_tokens)
       .def_rw("threads", &Settings::threads)
       .def_rw("isa", &Settings::isa)
@@ -283,6 +282,17 @@ void bind_decoder(nb::module_& m) {
       .def("length",
            [](Guarded& d, std::int64_t h) { return d.locked([h](Decoder& x) { return x.cache().length(h); }); },
            "handle"_a)
+      .def("blocks_needed",
+           [](Guarded& d, std::int64_t h, std::int64_t n) {
+             if (n < 0 || n > (std::int64_t{1} << 32)) throw std::out_of_range("count is out of range: " + std::to_string(n));
+             return d.locked([=](Decoder& x) { return x.cache().blocks_needed(h, n); });
+           },
+           "handle"_a, "count"_a, "Return how many blocks extending a sequence by `count` tokens takes from the pool.")
+      .def("block_table",
+           [](Guarded& d, std::int64_t h) {
+             return d.locked([h](Decoder& x) { return std::vector<std::int32_t>(x.cache().table(h)); });
+           },
+           "handle"_a, "Return the numbers of a sequence's blocks in the pool.")
       .def(
           "extend",
           [](Guarded& d, std::vector<std::int64_t> handles, std::vector<std::int64_t> token_ids,
@@ -309,6 +319,9 @@ void bind_decoder(nb::module_& m) {
       .def_prop_ro("logits_stride", [](Guarded& d) { return d.locked([](Decoder& x) { return x.logits_stride(); }); })
       .def_prop_ro("isa", [](Guarded& d) { return d.locked([](Decoder& x) { return std::string(x.isa()); }); })
       .def_prop_ro("threads", [](Guarded& d) { return d.locked([](Decoder& x) { return x.threads(); }); })
+      .def_prop_ro("blocks_free", [](Guarded& d) { return d.locked([](Decoder& x) { return x.cache().blocks_free(); }); })
+      .def_prop_ro("blocks_total",
+                   [](Guarded& d) { return d.locked([](Decoder& x) { return x.cache().blocks_total(); }); })
       .def_prop_ro("cache_bytes",
                    [](Guarded& d) {
                      return d.locked([](Decoder& x) { return x.cache().blocks_total() * x.cache().shape().block_bytes(); });

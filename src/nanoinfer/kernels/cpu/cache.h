@@ -37,13 +37,16 @@ class Cache {
   std::int64_t length(std::int64_t handle) const;
   void clear();  // close all sequences
 
-  // Number of blocks that appending `count` positions to a sequence takes from the pool.
+  // Number of blocks that appending `count` positions to a sequence takes from the pool. Of several sequences that share
+  // a partly filled last block and are appended to, each counts a copy, although the last one keeps the block.
   std::int64_t blocks_needed(std::int64_t handle, std::int64_t count) const;
   std::int64_t blocks_free() const { return static_cast<std::int64_t>(free_.size()); }
   std::int64_t blocks_total() const { return static_cast<std::int64_t>(references_.size()); }
   // Extend a sequence by `count` positions, taking blocks from the pool, which must have enough free ones.
   void append(std::int64_t handle, std::int64_t count);
 
+  // Numbers of a sequence's blocks in the pool.
+  const std::vector<std::int32_t>& table(std::int64_t handle) const { return at(handle).block; }
   // Addresses of a sequence's blocks, valid until it is appended to, truncated or closed.
   const std::vector<const std::uint8_t*>& blocks(std::int64_t handle) const { return at(handle).address; }
   std::uint8_t* block(std::int64_t handle, std::int64_t position) const;

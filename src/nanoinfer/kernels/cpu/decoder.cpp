@@ -50,7 +50,6 @@ DecoderShape checked(const DecoderShape& s, const DecoderOptions& o) {
                                     {"mlp_dim", s.mlp_dim},
                                     {"head_dim", s.head_dim},
                                     {"max_num_cached_tokens", o.max_num_cached_tokens / 1024 + 1},
-                                    {"max_num_seqs", o.max_num_seqs},
                                     {"threads", o.threads * std::int64_t{1024}}})  // at most 16,384
     check_size(name, value);
   require(s.head_dim <= 65536, "head_dim is out of range: " + str(s.head_dim));
@@ -76,10 +75,9 @@ DecoderShape checked(const DecoderShape& s, const DecoderOptions& o) {
   return s;
 }
 
-// One block more for each sequence, because its last block may be partly used.
 std::int64_t num_blocks(const DecoderShape& s, const DecoderOptions& o) {
   checked(s, o);  // the order in which arguments are evaluated is unspecified
-  return (o.max_num_cached_tokens + kBlock - 1) / kBlock + o.max_num_seqs;
+  return (o.max_num_cached_tokens + kBlock - 1) / kBlock;
 }
 
 }  // namespace

@@ -19,8 +19,7 @@ namespace nanoinfer {
 struct DecoderOptions {
   WeightType weights = WeightType::f32;
   CacheType cache = CacheType::f32;
-  std::int64_t max_num_cached_tokens = 0;
-  std::int64_t max_num_seqs = 0;
+  std::int64_t max_num_cached_tokens = 0;  // rounded up to whole blocks
   int threads = 1;
   std::string isa;          // "": the fastest supported one
   bool huge_pages = true;
