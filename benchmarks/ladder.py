@@ -18,11 +18,12 @@ from nanoinfer.models.checkpoints.load import load_tokenizer
 
 ROUNDS = 3
 PROMPT = "ROMEO:"
+OPTIONS = {"max_num_seqs": 1, "enable_prefix_caching": False}  # rounds repeat their prompt
 
 
 def main(model: str, max_tokens: int) -> int:
     llms = {
-        name: LLM(model, engine=name, dtype="float32", tokenizer="shakespeare", max_num_seqs=1)
+        name: LLM(model, engine=name, dtype="float32", tokenizer="shakespeare", **OPTIONS)
         for name, spec in ENGINES.items()
         if spec.unavailable() is None
     }

@@ -32,7 +32,8 @@ class Contestants:
     """Ours and theirs, on the same weights in the same dtype."""
 
     def __init__(self, folder: str, preset: str, dtype: str, batch: int, max_tokens: int) -> None:
-        self.ours = LLM(folder, engine="static", dtype=dtype, max_num_seqs=batch)
+        options = {"max_num_seqs": batch, "enable_prefix_caching": False}  # rounds repeat their prompts
+        self.ours = LLM(folder, engine="static", dtype=dtype, **options)
         self.theirs: Any = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         generator = torch.Generator().manual_seed(0)
         size = (batch, PROMPT_TOKENS)

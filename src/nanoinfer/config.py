@@ -380,12 +380,13 @@ class LLMConfig:
         """
         kinds = (EngineConfig, SpeculationConfig, SchedulerConfig)
         owner = {f.name: kind for kind in kinds for f in fields(kind)}
-        given: dict[Any, dict[str, Any]] = {kind: {} for kind in kinds}
+        given: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
         for name, value in options.items():
             if name not in owner:
                 raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
             given[owner[name]][name] = value
-        return cls(model, tokenizer, seed, *(kind(**given[kind]) for kind in kinds))
+        engine, speculation = EngineConfig(**given[EngineConfig]), SpeculationConfig(**given[SpeculationConfig])
+        return cls(model, tokenizer, seed, engine, speculation, SchedulerConfig(**given[SchedulerConfig]))
 
 
 def llm_signature() -> Signature:

@@ -60,6 +60,7 @@ class Job:
             recorder: torch's profiler; entered before the clock starts.
         """
         start, num_tokens, outputs = 0.0, 0, dict[int, RequestOutput]()
+        self.llm.reset_prefix_cache()  # a prompt that was run before would not be processed
         with ExitStack() as stack:
             if not self.decode_only:
                 start = self._begin(stack, spans, recorder)

@@ -380,7 +380,8 @@ class Scheduler:
         ended = [*self._running, *(s for s in self._waiting if s.admitted)]
         for sequence in ended:
             sequence.abort(error)
-            sequence.handle = None
+        for sequence in [*ended, *self._waiting]:  # one may have been interrupted while it was admitted
+            sequence.handle, sequence.num_cached = None, 0
         self._waiting = [s for s in self._waiting if s.finish_reason is None]
         self._running, self._preempted = [], []
         return ended
@@ -388,7 +389,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert the invariants that hold between steps. Used in tests."""
         assert len(self._running) <= self.limits.max_num_seqs
-        assert set(self._engine.handles) == self.handles
+        assert self.handles <= set(self._engine.handles)
         for s in self._running:
             assert s.finish_reason is None
             assert s.admitted

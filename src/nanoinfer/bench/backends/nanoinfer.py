@@ -21,7 +21,7 @@ class NanoinferBackend:
         self._speculation: list[SpeculationMetrics] = []
         self._llm = LLM(
             str(weights), engine=case.backend, device=case.device, dtype=case.dtype, quantization=case.quantization,
-            max_num_seqs=case.batch,
+            max_num_seqs=case.batch, enable_prefix_caching=False,  # rounds repeat their prompts
         )  # fmt: skip
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
