@@ -164,6 +164,29 @@ class TestPool:
         assert (engine.num_free_blocks, [engine.length(h) for h in (a, c)]) == (0, [80, 32])
 
 
+def test_a_step_of_paged_that_is_interrupted_keeps_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_pool("paged", 7)
+    a = engine.open()
+    extend(engine, (a, 20))
+    b = engine.fork(a)
+
+    def interrupted(*args: object) -> None:
+        assert engine.num_free_blocks == 2  # of 7: two of a, and of b a copy and two new ones
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(engine.model, "hidden", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            extend(engine, (b, 40))
+    assert (engine.length(b), engine.num_free_blocks) == (20, 4)  # the copy is b's own
+    batch = StepBatch()
+    batch.add(a, [3])
+    batch.add(b, [3])
+    of_a, of_b = engine.extend(batch)
+    assert of_a.tolist() == of_b.tolist()
+    assert engine.num_free_blocks == 4
+
+
 def test_a_draft_has_whole_blocks_for_the_targets_tokens() -> None:
     target = EngineLimits(4, 1024, 2000, 1024)
     assert limits_of_draft(target, 100) == EngineLimits(4, 100, 4 * FULL * KV_BLOCK)
