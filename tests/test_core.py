@@ -27,6 +27,7 @@ V = len(CHARS)
 RANDOM = torch.randn(V, V, generator=torch.Generator().manual_seed(0))
 ALPHABET = torch.full((V, V), -9.0).index_put_((torch.arange(V), (torch.arange(V) + 1) % V), torch.tensor(9.0))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+UNSHARED = SchedulerConfig(enable_prefix_caching=False)
 
 
 class Clock:
@@ -97,15 +98,15 @@ class TableEngine:
         return len(self.held[handle])
 
     @property
+    def handles(self) -> Collection[Handle]:
+        return self.held.keys()
+
+    @property
     def num_free_blocks(self) -> int:
         return self.limits.max_num_cached_tokens - sum(map(len, self.held.values()))
 
     def blocks_needed(self, handle: Handle, num_new: int) -> int:
         return num_new
-
-    @property
-    def handles(self) -> Collection[Handle]:
-        return self.held.keys()
 
     def reset(self) -> None:
         self.held.clear()
@@ -121,8 +122,7 @@ def make_core(
 ) -> tuple[Core, TableEngine, Clock]:
     clock = Clock()
     engine = TableEngine(table, EngineLimits(max_num_seqs, block_size, max_num_seqs * block_size), clock)
-    scheduler = Scheduler(SchedulerConfig(max_num_seqs, block_size))
-    core = Core(engine, scheduler, sampler, CharTokenizer(CHARS[:num_chars]), vocab_size, clock)
+    core = Core(engine, Scheduler(engine, UNSHARED), sampler, CharTokenizer(CHARS[:num_chars]), vocab_size, clock)
     return core, engine, clock
 
 
@@ -198,12 +198,12 @@ def test_a_window_that_slides_is_fed_again() -> None:
     (output,) = run(core, add(core, "abcdef", params))
     assert (output.outputs[0].text, output.num_dropped_tokens) == ("ghab", 2)
     assert engine.num_fed == 4 + 3 + 1 + 3  # windows of 4, 3, 4 and 3 tokens
-    assert engine.num_calls == {"open": 1, "extend": 4, "truncate": 3, "fork": 0, "close": 1}
+    assert engine.num_calls == {"open": 1, "extend": 4, "truncate": 2, "fork": 0, "close": 1}
 
 
 def test_without_a_tokenizer_there_are_token_ids_only() -> None:
     _, engine, clock = make_core()
-    core = Core(engine, Scheduler(SchedulerConfig(4, 32)), sample, None, V, clock)
+    core = Core(engine, Scheduler(engine), sample, None, V, clock)
     request = submit(core, None, [0], SamplingParams(temperature=0.0, max_tokens=2, logprobs=0), 0)
     (output,) = run(core, request)
     (o,) = output.outputs
@@ -372,7 +372,7 @@ def test_after_a_failure_of_the_engine_nothing_is_open_and_others_run(
     assert e.value is error
     assert engine.held == {}
     clock.now += 1.0
-    for request in running:
+    for request in running[: 1 if fail == ("open", 2) else 2]:  # the second has not been admitted: it runs later
         assert request.finished
         assert core.output(request).metrics.total_sec == 0.0
     assert [o.text for o in run(core, waiting)[0].outputs] == ["bcd"] * 4

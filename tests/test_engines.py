@@ -82,9 +82,8 @@ def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
     return registry.build(spec, weights_of(gpt), EngineConfig(max_num_seqs=max_num_seqs), str(device))
 
 
-def make_core(engine: Engine, **limits: int) -> Core:
-    c = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, engine.limits.max_num_cached_tokens)
-    return Core(engine, Scheduler(replace(c, **limits)), sample, None, V)
+def make_core(engine: Engine, **options: int) -> Core:
+    return Core(engine, Scheduler(engine, SchedulerConfig(**options)), sample, None, V)
 
 
 def generate(core: Core, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:

@@ -77,9 +77,8 @@ def engine_of(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
     return make_engine(name, gpt, max_num_seqs)
 
 
-def make_core(engine: Engine, **limits: int) -> Core:
-    config = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, **limits)
-    return Core(engine, Scheduler(config), sample, None, engine.config.vocab_size)
+def make_core(engine: Engine, **options: int) -> Core:
+    return Core(engine, Scheduler(engine, SchedulerConfig(**options)), sample, None, engine.config.vocab_size)
 
 
 def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:

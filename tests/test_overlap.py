@@ -71,10 +71,9 @@ def make_core(gpt: GPT, *, recorded: bool = True, overlap: bool = True, chunk: i
         if recorded
         else StaticShapeEngine(gpt, limits)
     )
-    config = SchedulerConfig(4, limits.block_size, limits.max_num_cached_tokens, chunk)
     return Core(
         engine,
-        Scheduler(config),
+        Scheduler(engine, SchedulerConfig(chunk)),
         sample,
         None,
         V,
@@ -229,9 +228,8 @@ def test_the_fused_sampler_draws_what_the_reference_draws(device: str) -> None:
     gpt = make_model().to(device)
     limits = make_limits(gpt.config, 4)
     engine = CudaGraphEngine(gpt, limits) if device == "cuda" else StaticShapeEngine(gpt, limits)
-    config = SchedulerConfig(4, limits.block_size, limits.max_num_cached_tokens)
     sampler = TritonSampler(4, V, torch.device(device))
-    core = Core(engine, Scheduler(config), sample, None, V, overlap=OverlapScheduler(engine, sampler))
+    core = Core(engine, Scheduler(engine), sample, None, V, overlap=OverlapScheduler(engine, sampler))
     prompts = [prompt(n, i) for i, n in enumerate((3, 7, 5, 9, 2, 12))]
     expected = generate(make_core(gpt, recorded=False, overlap=False), prompts, CONTROLS)
     assert generate(core, prompts, CONTROLS) == expected

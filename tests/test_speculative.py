@@ -67,11 +67,10 @@ class Scripted:
         return len(self._known)
 
 
-def make_core(engine: Engine, drafter: Drafter, k: int | None, **limits: int) -> Core:
-    c = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, engine.limits.max_num_cached_tokens)
+def make_core(engine: Engine, drafter: Drafter, k: int | None, **options: int) -> Core:
     speculator = Speculator(drafter, speculate_k=k, costs=None if k else StepCosts(FLAT))
     tokenizer = CharTokenizer(CHARS)
-    return Core(engine, Scheduler(replace(c, **limits)), sample, tokenizer, V, speculator=speculator)
+    return Core(engine, Scheduler(engine, SchedulerConfig(**options)), sample, tokenizer, V, speculator=speculator)
 
 
 def generate(
@@ -90,8 +89,7 @@ def generate(
 def plain(
     engine: Engine, prompts: list[list[int]], params: list[SamplingParams], eos: tuple[int, ...] = ()
 ) -> list[object]:
-    c = SchedulerConfig(engine.limits.max_num_seqs, engine.limits.block_size, engine.limits.max_num_cached_tokens)
-    return generate(Core(engine, Scheduler(c), sample, CharTokenizer(CHARS), V), prompts, params, eos)
+    return generate(Core(engine, Scheduler(engine), sample, CharTokenizer(CHARS), V), prompts, params, eos)
 
 
 def make_drafter(kind: str, engine: str) -> Drafter:

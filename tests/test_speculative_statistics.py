@@ -151,7 +151,7 @@ def draw_texts(
     """Draw texts all at once; the seeds follow one another, params.n samples each."""
     engine = TableEngine(target, EngineLimits(num_texts, 64, num_texts * 64), Clock())
     speculator = Watched(drafter, rule, k) if drafter is not None else None
-    scheduler = Scheduler(SchedulerConfig(num_texts, 64, max_num_batched_tokens=1 << 20))
+    scheduler = Scheduler(engine, SchedulerConfig(max_num_batched_tokens=1 << 20))
     core = Core(engine, scheduler, sample, None, V, speculator=speculator)
     seeds = range(first_seed, first_seed + num_texts // params.n)
     requests: list[Request] = [submit(core, None, [*prompt], params, seed) for seed in seeds]

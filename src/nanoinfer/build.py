@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from nanoinfer.config import LLMConfig, SchedulerConfig
+from nanoinfer.config import LLMConfig
 from nanoinfer.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
@@ -79,8 +79,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
     if speculation.draft is not None:
         options = drafts.leave_room(speculation.draft)
     engine = registry.build(spec, replace(loaded.take(), dtype=dtype), options, device)
-    limits = engine.limits
-    scheduler = Scheduler(SchedulerConfig(limits.max_num_seqs, limits.block_size, limits.max_num_cached_tokens))
+    scheduler = Scheduler(engine, config.scheduler)
     overlap = overlap_scheduler(engine, vocab_size, device) if options.sampler == "auto" else None
     core = Core(engine, scheduler, sampler, model.tokenizer, vocab_size, overlap=overlap)
     drafts.start(engine)

@@ -5,7 +5,7 @@ The line under each field is its `--help` text. This module does not import PyTo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -337,6 +337,23 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True)
+class SchedulerConfig:
+    """Options of the scheduler."""
+
+    max_num_batched_tokens: int = 2048
+    """Maximum number of tokens in one step; longer prompts are split into chunks."""
+    max_num_queued: int | None = None
+    """Maximum number of requests that wait to be admitted; more are refused (default: any number)."""
+    enable_prefix_caching: bool = True
+    """Whether requests that begin with the same tokens share their keys and values."""
+
+    def __post_init__(self) -> None:
+        keep_int(self, "max_num_batched_tokens", 1)
+        keep_int(self, "max_num_queued", 1, optional=True)
+        require_bool("enable_prefix_caching", self.enable_prefix_caching)
+
+
+@dataclass(frozen=True)
 class LLMConfig:
     """The complete configuration of an LLM: the model, and how to run it."""
 
@@ -348,25 +365,28 @@ class LLMConfig:
     """Seed of random weights."""
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
 
     @classmethod
     def from_options(cls, model: str, tokenizer: str | None, seed: int, options: dict[str, Any]) -> LLMConfig:
-        """Return the configuration from keyword options: fields of EngineConfig and SpeculationConfig.
+        """Return the configuration from keyword options: fields of the configurations of engine, draft and scheduler.
 
         Raises:
-            TypeError: neither class has a field of that name.
+            TypeError: none of them has a field of that name.
         """
-        names = {f.name for f in fields(SpeculationConfig)}
-        speculation = {name: value for name, value in options.items() if name in names}
-        engine = {name: value for name, value in options.items() if name not in names}
-        for name in engine.keys() - {f.name for f in fields(EngineConfig)}:
-            raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
-        return cls(model, tokenizer, seed, EngineConfig(**engine), SpeculationConfig(**speculation))
+        kinds = (EngineConfig, SpeculationConfig, SchedulerConfig)
+        owner = {f.name: kind for kind in kinds for f in fields(kind)}
+        given: dict[Any, dict[str, Any]] = {kind: {} for kind in kinds}
+        for name, value in options.items():
+            if name not in owner:
+                raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
+            given[owner[name]][name] = value
+        return cls(model, tokenizer, seed, *(kind(**given[kind]) for kind in kinds))
 
 
 def llm_signature() -> Signature:
     """Return the signature of `LLM.__init__` with all options."""
-    options = [f for config in (EngineConfig, SpeculationConfig) for f in fields(config)]
+    options = [f for config in (EngineConfig, SpeculationConfig, SchedulerConfig) for f in fields(config)]
     kind, positional = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     return Signature(
         [
@@ -378,23 +398,3 @@ def llm_signature() -> Signature:
         ],
         return_annotation=None,
     )
-
-
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """Limits of the scheduler: the capacity of the engine, and the size of one step."""
-
-    max_num_seqs: int
-    """Maximum number of open sequences."""
-    block_size: int
-    """Maximum number of tokens in one sequence: the model's context length."""
-    max_num_cached_tokens: int | None = None
-    """Maximum number of tokens in all open sequences together; None: max_num_seqs * block_size."""
-    max_num_batched_tokens: int = field(default=2048)
-    """Maximum number of tokens in one step; longer prompts are split into chunks."""
-
-    def __post_init__(self) -> None:
-        keep_int(self, "max_num_seqs", 1)
-        keep_int(self, "block_size", 1)
-        keep_int(self, "max_num_batched_tokens", 1)
-        keep_int(self, "max_num_cached_tokens", 1, optional=True)

@@ -1,7 +1,7 @@
 """A conversation with a model that has a chat template. A turn costs its new tokens only.
 
-The sequence of an answer stays open in the engine (scheduling/kept.py), and the prompt of the next turn begins with the
-tokens that were generated, not with a second tokenization of their text:
+The prefix cache keeps the sequence of an answer (scheduling/prefix_cache.py), and the prompt of the next turn begins
+with the tokens that were generated, not with a second tokenization of their text:
 
     turn 1   prompt  <user> Hi <assistant>                          answer  Hello! <end>
     turn 2   prompt  <user> Hi <assistant> Hello! <end> <user> Bye <assistant>
@@ -22,7 +22,6 @@ from nanoinfer.messages import Message, as_conversation
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.requests import RequestFactory
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.kept import KeptSequence
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.streams import OutputStream, TextStream
 
@@ -30,7 +29,7 @@ log = logging.getLogger("nanoinfer")
 
 
 class Conversation:
-    """The messages of a chat, and the engine's sequence of the last answer. Use it from one thread at a time.
+    """The messages of a chat. Use it from one thread at a time.
 
     When the conversation no longer fits into the context, its oldest turns are left out of the prompt until it takes at
     most half of the context; the system message stays. A warning says so, and `num_dropped_messages` counts them.
@@ -41,8 +40,6 @@ class Conversation:
         options: of the template.
         system: content of the system message; None: no such message.
     """
-
-    _kept: KeptSequence | None = None  # until __init__ has set it
 
     def __init__(
         self,
@@ -57,7 +54,6 @@ class Conversation:
         self._request: Request | None = None  # of the answer that is being generated
         self._output: RequestOutput | None = None
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self._kept = KeptSequence()
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -130,10 +126,6 @@ class Conversation:
         self.stop()
         self.messages = self._messages[: self._num_system]
 
-    def __del__(self) -> None:
-        if self._kept is not None:
-            self._core.cancel([self._kept])
-
     @property
     def _num_system(self) -> int:
         return int(bool(self._messages) and self._messages[0]["role"] == "system")
@@ -146,7 +138,7 @@ class Conversation:
         if params.n != 1 or params.prompt_logprobs is not None:
             raise NanoinferError("a conversation has one answer and no prompt_logprobs: use chat for n and for these")
         first, text, token_ids = self._fit(messages, params)
-        request = self._requests.make(token_ids, params, self._kept)
+        request = self._requests.make(token_ids, params)
         if first > self._first:
             log.warning(
                 "the conversation exceeds the context length of %d tokens: its oldest %d messages are left out",

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from nanoinfer import isolation, keeping, processes, request_outputs
+from nanoinfer import isolation, processes, request_outputs
 from nanoinfer.arrays import Array
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
@@ -36,7 +36,6 @@ from nanoinfer.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.request_outputs import Logprobs
 from nanoinfer.sampling.sampler import Sampled, Sampler, not_finite
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.kept import KeptSequence
 from nanoinfer.scheduling.scheduler import ScheduledSequence, Scheduler, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
@@ -92,7 +91,7 @@ class Core:
         self._generation = processes.generation()
         self._waiting: set[int] = set()  # threads that wait for the lock
         self._clean = True  # engine and scheduler are consistent; False during an operation, and after an interrupt
-        self._cancelled: deque[Request | KeptSequence] = deque()
+        self._cancelled: deque[Request] = deque()
 
     # Requests --------------------------------------------------------------------------------------------
 
@@ -103,7 +102,8 @@ class Core:
         params: SamplingParams,
         seed: int,
         end_token_ids: tuple[int, ...] = (),
-        kept: KeptSequence | None = None,
+        salt: str | None = None,
+        priority: int = 0,
     ) -> Request:
         """Return a new request. `submit` queues it.
 
@@ -113,14 +113,15 @@ class Core:
             params: sampling parameters; the caller has checked them against the model.
             seed: seed of the request's random numbers.
             end_token_ids: the model's end-of-text tokens.
-            kept: the sequence to continue, and to leave open at the end; only with n=1. See scheduling/kept.py.
+            salt: only requests of the same salt share prefixes (scheduling/prefix_cache.py).
+            priority: requests of smaller priority are admitted first.
 
         Raises:
             NanoinferError: the request exceeds the engine's limits (see `Scheduler.check`).
         """
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
-        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)), kept=kept)
-        request.arrival_sec = self._clock()
+        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)))
+        request.salt, request.priority, request.arrival_sec = salt, priority, self._clock()
         for i in range(params.n):
             text = OutputText(self._tokenizer.stream(token_ids) if self._tokenizer else None, params.stop)
             request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
@@ -129,18 +130,23 @@ class Core:
         return request
 
     def submit(self, requests: Seq[Request]) -> None:
-        """Queue the requests that have not failed. If this call is interrupted, the caller must cancel them."""
+        """Queue the requests that have not failed. If this call is interrupted, the caller must cancel them.
+
+        Raises:
+            QueueFull: max_num_queued requests would not be enough. None of them is queued.
+        """
         with self._turn():
             self._settle()
-            for request in [r for r in requests if not r.finished]:
+            new = [r for r in requests if not r.finished]
+            self.scheduler.add(*new)
+            for request in new:
                 if self.speculator is not None:
                     self._speculators[request] = self.speculator
                 if self._overlap is not None:
                     self._overlap.add(request)
-                self.scheduler.add(request)
 
-    def cancel(self, requests: Seq[Request | KeptSequence]) -> None:
-        """End requests and close kept sequences before the next step. Takes no lock: a finalizer may call it."""
+    def cancel(self, requests: Seq[Request]) -> None:
+        """End requests before the next step. Takes no lock: a finalizer may call it."""
         self._cancelled.extend(requests)
 
     def abort(self, *requests: Request) -> None:
@@ -148,6 +154,15 @@ class Core:
         self.cancel(requests)
         with self._turn():
             self._settle()
+
+    def reset_prefix_cache(self) -> None:
+        """Close all kept sequences."""
+        with self._turn():
+            self._settle()
+            self._clean = False
+            while self.scheduler.cache.close_oldest():
+                pass
+            self._clean = True
 
     @property
     def unfinished(self) -> bool:
@@ -202,7 +217,6 @@ class Core:
                 if self.scheduler.has_room(num_tokens):
                     self._clean = False
                     try:
-                        keeping.make_room(self.engine, self.scheduler, num_tokens, num_seqs=1)
                         result = use(self.engine)
                     except BaseException as e:
                         if not isinstance(e, Exception) or set(self.engine.handles) != self.scheduler.handles:
@@ -231,11 +245,9 @@ class Core:
         self._clean = False
         try:
             while self._cancelled:
-                if isinstance(item := self._cancelled[0], Request):
-                    self._close(self.scheduler.abort(item))
-                    item.finished_sec = item.finished_sec or self._clock()  # waiting requests have nothing to close
-                else:
-                    keeping.release(self.engine, self.scheduler, item)
+                request = self._cancelled[0]
+                self._close(self.scheduler.abort(request))
+                request.finished_sec = request.finished_sec or self._clock()  # waiting requests have nothing to close
                 self._cancelled.popleft()
         except BaseException as e:
             self._recover(e)
@@ -247,7 +259,6 @@ class Core:
         message = one_line(error) if isinstance(error, Exception) else None
         now = self._clock()
         for s in self.scheduler.abort_running(message):
-            s.handle = None
             s.request.finished_sec = s.request.finished_sec or now
         self._in_flight = None
         self.engine.reset()
@@ -258,9 +269,10 @@ class Core:
         self._clean = True
 
     def _schedule(self) -> list[ScheduledSequence]:
-        """Return the work of the next step, after closing the kept sequences whose room it needs."""
+        """Return the work of the next step, after freeing what was made for the sequences that were preempted."""
         work = self.scheduler.schedule()
-        keeping.make_room(self.engine, self.scheduler)
+        for s in self.scheduler.take_preempted():
+            self._forget(s)
         return work
 
     def _speculates(self) -> bool:
@@ -343,19 +355,30 @@ class Core:
 
     def _batch(self, work: list[ScheduledSequence], done: SpecStep) -> StepBatch:
         """Return the engine's batch: for each sequence the tokens that are not cached, followed by its proposal."""
+        if done.proposals:
+            self._drop_proposals(work, done)
         batch = StepBatch()
         for w in work:
-            s = w.sequence
-            if s.handle is None:
-                s.handle = self.engine.open()
-            if w.truncate is not None:
-                self.engine.truncate(Handle(s.handle), w.truncate)
-            if (proposal := done.proposals.get(s)) is not None:
+            handle = Handle(cast(int, w.sequence.handle))
+            if (proposal := done.proposals.get(w.sequence)) is not None:
                 drafts = proposal.token_ids
-                batch.add(Handle(s.handle), [*w.token_ids, *drafts], num_logits=1 + len(drafts))
+                batch.add(handle, [*w.token_ids, *drafts], num_logits=1 + len(drafts))
             else:
-                batch.add(Handle(s.handle), w.token_ids + [PENDING] * w.pending, num_logits=int(w.draws))
+                batch.add(handle, w.token_ids + [PENDING] * w.pending, num_logits=int(w.draws))
         return batch
+
+    def _drop_proposals(self, work: list[ScheduledSequence], done: SpecStep) -> None:
+        """Drop the proposals for which the KV cache has no room. No sequence is preempted for a proposal."""
+        need = self.engine.blocks_needed
+        counts = [(w, Handle(cast(int, w.sequence.handle)), len(w.token_ids)) for w in work]
+        free = self.engine.num_free_blocks - sum(need(handle, count) for _, handle, count in counts)
+        for w, handle, count in counts:
+            if (proposal := done.proposals.get(w.sequence)) is not None:
+                more = need(handle, count + len(proposal.token_ids)) - need(handle, count)
+                if more > free:
+                    del done.proposals[w.sequence]
+                else:
+                    free -= more
 
     def _draw(
         self, work: list[ScheduledSequence], done: SpecStep, logits: Array, rule: str, faults: Faults
@@ -382,15 +405,16 @@ class Core:
         """Free the resources of finished sequences, and record when their requests finished."""
         now = self._clock()
         for s in ended:
-            if (speculator := self._speculators.get(s.request)) is not None:
-                speculator.forget(s)
-            if self._overlap is not None:
-                self._overlap.forget(s)
-            if s.handle is not None:
-                keeping.close_or_keep(self.engine, self.scheduler, s)
-                s.handle = None
+            self._forget(s)
             if s.request.finished:
                 s.request.finished_sec = now
+
+    def _forget(self, s: Sequence) -> None:
+        """Free what drafter and device sampler have for a sequence."""
+        if (speculator := self._speculators.get(s.request)) is not None:
+            speculator.forget(s)
+        if self._overlap is not None:
+            self._overlap.forget(s)
 
     def output(self, request: Request) -> RequestOutput:
         """Return a request's output so far, between two steps; finish_reason is None for unfinished sequences."""

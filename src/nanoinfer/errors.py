@@ -15,6 +15,10 @@ class ResultError(NanoinferError):
     """The input is valid, but the computed result is not: it contains values that are not finite."""
 
 
+class QueueFull(NanoinferError):
+    """As many requests wait as may wait. The same request can succeed later."""
+
+
 def missing_extra(package: str, extra: str) -> str:
     """Return the error message for a missing package: how to install the extra of nanoinfer that contains it.
 

@@ -42,7 +42,8 @@ class LLM:
         tokenizer: where to load the tokenizer from, if not from the model.
         seed: of random:<preset> weights.
         options: fields of `EngineConfig` (engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, threads,
-            ...) and of `SpeculationConfig` (draft, speculate_k, speculate_rule); see config.py.
+            ...), of `SpeculationConfig` (draft, speculate_k, speculate_rule) and of `SchedulerConfig`
+            (max_num_batched_tokens, max_num_queued, enable_prefix_caching); see config.py.
 
     Raises:
         NanoinferError: the model, engine, device or draft does not exist, a file is malformed, or memory is
@@ -100,6 +101,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for one or several prompts and return their outputs in order.
 
@@ -108,17 +110,19 @@ class LLM:
 
         Args:
             prompts: a string, a list of token ids, or a dict {"prompt": ...} or {"prompt_token_ids": ...}; or a
-                list of these.
+                list of these. A dict may have a "cache_salt": only prompts of the same salt share their prefixes.
             sampling_params: for all prompts, or one for each; None is SamplingParams(). prompt_logprobs require an
                 additional prefill before the request is queued.
             use_tqdm: whether to show a progress bar (rich's) on stderr; None: on a terminal, after two seconds.
+            priority: an integer for each prompt; those of smaller priority are admitted first. None: all have 0.
 
         Raises:
-            NanoinferError: a prompt or parameter is invalid. It is raised before anything is generated.
+            NanoinferError: a prompt or parameter is invalid, or more than max_num_queued requests would wait. It is
+                raised before anything is generated.
         """
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)
-        requests = self._requests.make_all(prompts, sampling_params)
+        requests = self._requests.make_all(prompts, sampling_params, priority)
         with Ownership(self.core, requests), ProgressBar("generate", use_tqdm) as bar:
             self.core.submit(requests)
             while not all(r.finished for r in requests):
@@ -167,6 +171,10 @@ class LLM:
                 prompt is empty and the model has no start token.
         """
         return self._requests.tokenize(prompt)
+
+    def reset_prefix_cache(self) -> None:
+        """Free the keys and values of ended requests, which later ones could share."""
+        self.core.reset_prefix_cache()
 
     # Chat ------------------------------------------------------------------------------------------------
 

@@ -21,30 +21,44 @@ from nanoinfer.errors import NanoinferError
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 _DICT_KEYS = ("prompt", "prompt_token_ids")
+_SALT = "cache_salt"
 
 
-def as_list(prompts: Prompt | Iterable[Prompt]) -> list[str | list[int]]:
+def as_list(prompts: Prompt | Iterable[Prompt], salts: list[str | None] | None = None) -> list[str | list[int]]:
     """Return one prompt or several as a list of prompts.
+
+    Args:
+        prompts: in any supported form.
+        salts: gets the `cache_salt` of each prompt; None: the key is refused.
 
     Raises:
         NanoinferError: a prompt has an unsupported form. With several prompts, the message has its number.
     """
     prompts = plain(prompts)
     if isinstance(prompts, (str, Mapping)):
-        return [as_prompt(prompts)]
+        return [as_prompt(prompts, salts)]
     many = _items(prompts)
     if many and all(isinstance(item, Number) for item in many):
+        if salts is not None:
+            salts.append(None)
         return [_token_ids(many)]
     made = []
     for i, item in enumerate(many):
         with numbered(i, len(many)):
-            made.append(as_prompt(item))
+            made.append(as_prompt(item, salts))
     return made
 
 
-def as_prompt(prompt: Prompt) -> str | list[int]:
-    """Return one prompt as a string or a list of token ids. Raises NanoinferError for any other form."""
+def as_prompt(prompt: Prompt, salts: list[str | None] | None = None) -> str | list[int]:
+    """Return one prompt as a string or a list of token ids. Raises NanoinferError for any other form.
+
+    `salts`: see `as_list`.
+    """
     prompt = plain(prompt)
+    if salts is not None:
+        salts.append(_salt(prompt) if isinstance(prompt, Mapping) else None)
+        if isinstance(prompt, Mapping):
+            prompt = {key: value for key, value in prompt.items() if key != _SALT}
     if isinstance(prompt, Mapping):
         return _from_dict(prompt)
     if isinstance(prompt, str):
@@ -90,6 +104,13 @@ def _from_dict(prompt: Mapping[str, Any]) -> str | list[int]:
     if isinstance(value, str) is not (key == "prompt") or isinstance(value, Mapping):
         raise NanoinferError(f"{key}={show(value)} is not {'a string' if key == 'prompt' else 'a list of token ids'}")
     return as_prompt(value)
+
+
+def _salt(prompt: Mapping[str, Any]) -> str | None:
+    salt = plain(prompt.get(_SALT))
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise NanoinferError(f"cache_salt={show(salt)} is not a string of one or more characters")
+    return salt
 
 
 def _token_ids(items: list[Any]) -> list[int]:

@@ -7,13 +7,12 @@ import secrets
 from collections.abc import Sequence
 
 from nanoinfer import scoring
-from nanoinfer.checks import show
+from nanoinfer.checks import require_int, show
 from nanoinfer.core import Core
 from nanoinfer.errors import NanoinferError
 from nanoinfer.model_info import ModelInfo
 from nanoinfer.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.kept import KeptSequence
 from nanoinfer.scheduling.sequence import Request
 
 log = logging.getLogger("nanoinfer")
@@ -32,10 +31,20 @@ class RequestFactory:
         self._model = model
 
     def make_all(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None = None,
     ) -> list[Request]:
-        """Check and return all requests, with their prompt_logprobs, without queueing them."""
-        many = as_list(prompts)
+        """Check and return all requests, with their prompt_logprobs, without queueing them.
+
+        Args:
+            prompts: in all supported forms, with or without `cache_salt`.
+            params: for all prompts, or one for each; None: the defaults.
+            priority: of each prompt; None: 0.
+        """
+        salts: list[str | None] = []
+        many = as_list(prompts, salts)
         if isinstance(params, SamplingParams) or params is None:
             each = [params or SamplingParams()] * len(many)
         else:
@@ -44,10 +53,13 @@ class RequestFactory:
             raise NanoinferError(
                 f"{len(many)} prompts, but {len(each)} SamplingParams: give one, or one for each prompt"
             )
+        ranks = [0] * len(many) if priority is None else list(priority)
+        if len(ranks) != len(many):
+            raise NanoinferError(f"{len(many)} prompts, but {len(ranks)} priorities: give one for each prompt")
         requests = []
-        for i, (prompt, p) in enumerate(zip(many, each, strict=True)):
+        for i, (prompt, p, salt, rank) in enumerate(zip(many, each, salts, ranks, strict=True)):
             with numbered(i, len(many)):
-                requests.append(self.make(prompt, p))
+                requests.append(self.make(prompt, p, salt=salt, priority=rank))
         for i, (request, p) in enumerate(zip(requests, each, strict=True)):
             if p.prompt_logprobs is not None:
                 with numbered(i, len(many)):
@@ -56,15 +68,18 @@ class RequestFactory:
                     )
         return requests
 
-    def make(self, prompt: str | list[int], params: SamplingParams, kept: KeptSequence | None = None) -> Request:
-        """Check and return one request without queueing it. `kept`: see `Core.make`."""
+    def make(
+        self, prompt: str | list[int], params: SamplingParams, *, salt: str | None = None, priority: int = 0
+    ) -> Request:
+        """Check and return one request without queueing it. `salt`, `priority`: see `Core.make`."""
+        priority = require_int("priority", priority, -(2**31), 2**31 - 1)
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={params!r} is not a SamplingParams")
         token_ids = self.tokenize(prompt)
         self._check_params(params)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         text = prompt if isinstance(prompt, str) else None
-        request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids, kept)
+        request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids, salt, priority)
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: the first %d tokens are dropped (overflow=slide)",

@@ -1,29 +1,37 @@
 """The scheduler: which sequences run in the next step, and how many tokens of each.
 
-    waiting requests --admit--> running sequences --finish--> removed
-                                 |  each step: the tokens that are not in the KV cache yet
-                                 |  (a prompt, a chunk of one, one token, or a window that slid)
+    waiting --admit--> running --finish--> kept by the prefix cache
+       ^                  |  each step: the tokens that are not in the KV cache yet
+       '---- preempt -----'  (a prompt, a chunk of one, one token, or a window that slid)
 
 Rules:
-- Requests are admitted first come, first served. A request is admitted if there is capacity for its n sequences and for
-  the tokens that they may grow to, so that a running request never has to be preempted.
+- Sequences are admitted by priority, then first come, first served, by what is free now: places for all sequences of
+  the request, and blocks for the part of its prompt that no other sequence shares, beside what the running ones need to
+  go on. A request whose prompt is being processed by another one waits for it, and later ones may pass it.
 - Every decoding sequence runs in every step. The rest of `max_num_batched_tokens`, but at least a quarter of it, is
   spent on prefills (prompts, windows that slid) in chunks, the sequence whose last token is oldest first. So every
   sequence progresses, and a long prompt does not stall the others.
+- If the step of a sequence needs blocks, kept sequences are closed. If that is not enough, the last running sequence in
+  the order of admission is preempted: it is kept, waits, and goes on with what is left of it. Its tokens do not change.
 - A sequence samples a token in the step that processes its last uncached token.
 
-The scheduler uses neither PyTorch nor an engine; tests run it with plain numbers.
+The scheduler uses no tensors: an engine is its verbs and its room. Tests run it with a pretended engine.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.errors import NanoinferError
-from nanoinfer.scheduling.kept import KeptSequences
+from nanoinfer.engines.base import Engine, Handle
+from nanoinfer.errors import NanoinferError, QueueFull
+from nanoinfer.scheduling.prefix_cache import MIN_WAIT, PrefixCache
 from nanoinfer.scheduling.sequence import Request, Sequence
+
+_MAX_LOOKUPS = 4
+"""Waiting sequences that a step looks up in the prefix cache, for each that the engine can run."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,6 @@ class ScheduledSequence:
     sequence: Sequence
     token_ids: list[int]
     """Tokens to process."""
-    truncate: int | None
-    """Length to truncate the sequence to first: 0 if its window has slid; the tokens that it shares with the kept
-    sequence that it continues; None: not at all."""
     draws: bool
     """Whether to sample a token: no uncached tokens are left after these."""
     forks: list[Sequence] = field(default_factory=list)
@@ -44,16 +49,36 @@ class ScheduledSequence:
     """Whether one more token follows token_ids: the in-flight token that the previous step sampled."""
 
 
-class Scheduler:
-    """Decides the work of each step. Call `add`, then `schedule` and `postprocess` while `unfinished`."""
+@dataclass
+class SchedulerStats:
+    """Counts since the scheduler was made."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self._capacity = config.max_num_cached_tokens or config.max_num_seqs * config.block_size
-        self._waiting: deque[Request] = deque()
-        self._running: list[Sequence] = []
+    num_prompt_tokens: int = 0
+    """Tokens of admitted prompts."""
+    num_shared_tokens: int = 0
+    """Tokens of admitted prompts that were in the KV cache already."""
+    num_preempted: int = 0
+    """Number of times that a sequence was preempted."""
+
+
+class Scheduler:
+    """Decides the work of each step. Call `add`, then `schedule` and `postprocess` while `unfinished`.
+
+    Args:
+        engine: its limits, its room, and the verbs that do not compute: open, fork, truncate, close.
+        config: the size of a step, the length of the queue, and whether prefixes are shared.
+    """
+
+    def __init__(self, engine: Engine, config: SchedulerConfig | None = None) -> None:
+        self.config = config or SchedulerConfig()
+        self.limits = engine.limits
+        self._engine = engine
+        self.cache = PrefixCache(engine, self.config.enable_prefix_caching)
+        self.stats = SchedulerStats()
+        self._waiting: list[Sequence] = []  # in the order of `_rank`; siblings that were never admitted are not in it
+        self._running: list[Sequence] = []  # in the order of `_rank`
+        self._preempted: list[Sequence] = []  # since `take_preempted`
         self._step = 0
-        self.kept = KeptSequences()
 
     @property
     def unfinished(self) -> bool:
@@ -66,44 +91,163 @@ class Scheduler:
         return list(self._running)
 
     @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait, and of sequences that were preempted."""
+        return len(self._waiting)
+
+    @property
     def handles(self) -> set[int]:
         """Handles of the engine's sequences that running and kept sequences have."""
-        return {s.handle for s in self._running if s.handle is not None} | set(self.kept.handles)
+        return {s.handle for s in self._running if s.handle is not None} | set(self.cache.kept)
 
-    def add(self, request: Request) -> None:
-        """Queue a request that passed `check`."""
-        self._waiting.append(request)
+    def add(self, *requests: Request) -> None:
+        """Queue requests that passed `check`.
+
+        Raises:
+            QueueFull: more than max_num_queued requests would wait. None of them is queued.
+        """
+        most, count = self.config.max_num_queued, len(requests)
+        if most is not None and len(self._waiting) + count > most:
+            raise QueueFull(
+                f"{len(self._waiting)} requests wait, and {count} more would exceed max_num_queued={most}: try again"
+                " later, or raise it"
+            )
+        for request in requests:
+            insort(self._waiting, request.sequences[0], key=_rank)
 
     def check(self, request: Request) -> None:
         """Raise NanoinferError if a request can never be admitted, or if its prompt exceeds the context length."""
-        params, config = request.params, self.config
-        if params.n > config.max_num_seqs:
-            raise NanoinferError(f"n={params.n} is more than max_num_seqs={config.max_num_seqs}: raise it, or lower n")
-        if params.slide_stride is not None and params.slide_stride > config.block_size:
+        params, limits = request.params, self.limits
+        if params.n > limits.max_num_seqs:
+            raise NanoinferError(f"n={params.n} is more than max_num_seqs={limits.max_num_seqs}: raise it, or lower n")
+        if params.slide_stride is not None and params.slide_stride > limits.block_size:
             raise NanoinferError(
-                f"slide_stride={params.slide_stride} is more than the context length {config.block_size}: lower it"
+                f"slide_stride={params.slide_stride} is more than the context length {limits.block_size}: lower it"
             )
         num_prompt = len(request.prompt_token_ids)
         if num_prompt < 1:
             raise NanoinferError("the prompt has no tokens: pass at least one")
-        if num_prompt > config.block_size and params.overflow != "slide":
+        if num_prompt > limits.block_size and params.overflow != "slide":
             raise NanoinferError(
-                f"the prompt has {num_prompt} tokens, the context length is {config.block_size}: shorten it, or"
-                " use overflow='slide' (--overflow slide), which keeps the last tokens"
+                f"the prompt has {num_prompt} tokens, the context length is {limits.block_size}: shorten it, or use"
+                " overflow='slide' (--overflow slide), which keeps the last tokens"
             )
-        if (need := self._tokens_needed(request)) > self._capacity:
+        need = min(num_prompt + request.sequences[0].max_tokens - 1, limits.block_size)
+        if need > limits.max_num_cached_tokens:
             raise NanoinferError(
-                f"the request may grow to {need} cached tokens (n={params.n}), the KV cache holds {self._capacity}:"
-                " raise kv_cache_memory, or lower n or max_tokens"
+                f"the request may grow to {need} cached tokens, the KV cache holds {limits.max_num_cached_tokens}:"
+                " raise kv_cache_memory, or lower max_tokens"
             )
 
-    def _tokens_needed(self, request: Request) -> int:
-        """Return the number of cached tokens that a request's sequences may grow to."""
-        longest = len(request.prompt_token_ids) + request.sequences[0].max_tokens
-        return request.params.n * min(longest, self.config.block_size)
+    # Admission -------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Start waiting sequences in their order, until one has no room."""
+        if not self._waiting:
+            return
+        promised = self._promised()
+        for first in self._waiting[: _MAX_LOOKUPS * self.limits.max_num_seqs]:
+            most = self.limits.max_num_seqs - (1 if first.admitted else len(first.request.sequences))
+            if len(self._running) > most and self._running[-1].request.priority <= first.request.priority:
+                return
+            window = first.token_ids[first.wanted_start :]
+            entry, num_shared = self.cache.find(window, first.request.salt)
+            if entry is not None and num_shared >= entry.num_cached + MIN_WAIT:
+                continue
+            before = self.stats.num_preempted
+            while len(self._running) > most:
+                if not self._preempt_last(first, same_priority=False):
+                    return
+            if self.stats.num_preempted > before:
+                entry, num_shared = self.cache.find(window, first.request.salt)
+                promised = self._promised()
+            num_shared = min(num_shared, entry.num_cached) if entry is not None else 0
+            self.cache.open(first, window, entry, num_shared)
+            first.start, first.num_cached = first.wanted_start, num_shared
+            while not self._has_room(first, len(window) - num_shared, promised):
+                if not self._preempt_last(first, same_priority=False):
+                    self.cache.keep(first)
+                    first.num_cached = 0
+                    return
+                promised = self._promised()
+            promised += self._blocks_needed(first, len(window) - num_shared) + 1
+            self._start(first, len(window), num_shared)
+
+    def _promised(self) -> int:
+        """Return the number of blocks that running sequences need for what is not cached, and one more for each."""
+        return sum(self._blocks_needed(s, self._num_uncached(s)) + 1 for s in self._running if s.handle is not None)
+
+    def _has_room(self, s: Sequence, count: int, reserved: int) -> bool:
+        """Close kept sequences until `count` tokens fit beside `reserved` blocks; return whether they do."""
+        while reserved + self._blocks_needed(s, count) > self._engine.num_free_blocks:  # in this order: it may slide
+            if not self.cache.close_oldest():
+                return False
+        return True
+
+    def _start(self, first: Sequence, num_tokens: int, num_shared: int) -> None:
+        """Move a waiting sequence, and its siblings if it is new, to the running ones."""
+        request = first.request
+        new = [first] if first.admitted else request.sequences
+        if not first.admitted:
+            request.num_cached_tokens = num_shared
+            self.stats.num_prompt_tokens += num_tokens
+            self.stats.num_shared_tokens += num_shared
+        for s in new:
+            insort(self._running, s, key=_rank)
+            s.admitted, s.last_draw_step = True, self._step
+        self._waiting.remove(first)
+
+    def _preempt_last(self, winner: Sequence, *, same_priority: bool, planned: Collection[Sequence] = ()) -> bool:
+        """Preempt the last running sequence in the order of admission for the sake of another one.
+
+        Args:
+            winner: the victim must come after it.
+            same_priority: whether the victim may have the same priority.
+            planned: sequences that are part of the step and must stay.
+
+        Returns:
+            whether there was one.
+        """
+        for s in reversed(self._running):
+            if _rank(s) <= _rank(winner) or (s.request.priority == winner.request.priority and not same_priority):
+                return False
+            if s.handle is not None and not s.num_inflight_tokens and s not in planned:
+                insort(self._waiting, s, key=_rank)  # first: an interrupt must not lose it
+                self._running.remove(s)
+                if unforked := [other for other in s.request.sequences if other.admitted and self._awaits_fork(other)]:
+                    s.admitted = False  # all of them are admitted together again
+                    for other in unforked:
+                        other.admitted = False
+                        self._running.remove(other)
+                self.cache.keep(s)
+                s.num_cached = 0
+                self._preempted.append(s)
+                self.stats.num_preempted += 1
+                return True
+        return False
+
+    def take_preempted(self) -> list[Sequence]:
+        """Return the sequences that were preempted since the last call."""
+        found, self._preempted = self._preempted, []
+        return found
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Return whether one more sequence of `num_tokens` tokens can be opened now, closing kept ones if needed."""
+        if len(self._running) >= self.limits.max_num_seqs or not self.cache.make_places(1):
+            return False
+        handle, reserved = self._engine.open(), self._promised()
+        try:
+            while self._engine.num_free_blocks < reserved + self._engine.blocks_needed(handle, num_tokens):
+                if not self.cache.close_oldest():
+                    return False
+            return True
+        finally:
+            self._engine.close(handle)
+
+    # A step ----------------------------------------------------------------------------------------------
 
     def schedule(self) -> list[ScheduledSequence]:
-        """Admit waiting requests and return the work of the next step.
+        """Admit waiting sequences and return the work of the next step.
 
         It is empty only if no request is unfinished, or if all running sequences end with their in-flight tokens.
         """
@@ -111,61 +255,52 @@ class Scheduler:
         self._step += 1
         ready = (s for s in self._running if not self._awaits_fork(s) and not s.ends_when_read)
         todo = [(s, self._num_uncached(s)) for s in ready]
-        work = [self._work(s, 1, draws=True) for s, uncached in todo if uncached == 1]
-        budget = max(self.config.max_num_batched_tokens - len(work), self.config.max_num_batched_tokens // 4, 1)
-        longer = [item for item in todo if item[1] > 1]
-        for sequence, uncached in sorted(
-            longer, key=lambda item: item[0].last_draw_step
-        ):  # stable: ties keep order of arrival
-            if (count := min(uncached, budget)) < 1:
+        decoding = [item for item in todo if item[1] == 1]
+        longer = sorted((item for item in todo if item[1] > 1), key=lambda item: item[0].last_draw_step)
+        most = self.config.max_num_batched_tokens
+        budget = max(most - len(decoding), most // 4, 1)
+        bound = min(budget, sum(uncached for _, uncached in longer)) + len(todo) + len(decoding)  # a block and a copy
+        has_room = bound <= self._engine.num_free_blocks
+        work: dict[Sequence, ScheduledSequence] = {}
+        reserved = 0
+        for s, uncached in decoding + longer:
+            if s.handle is None:  # preempted for an earlier one
+                continue
+            if (count := min(uncached, budget) if uncached > 1 else 1) < 1:
                 break
-            budget -= count
-            work.append(self._work(sequence, count, draws=count == uncached))
-        return work
+            if not has_room:
+                if not self._make_room(s, count, reserved, work):
+                    continue
+                reserved += self._blocks_needed(s, count)
+            budget -= count if uncached > 1 else 0
+            work[s] = self._work(s, count, count == uncached)
+        if num_forks := sum(len(w.forks) for w in work.values()):
+            self.cache.make_places(num_forks)
+        return list(work.values())
 
-    def _admit(self) -> None:
-        while self._waiting:
-            request = self._waiting[0]
-            if not self.has_room(self._tokens_needed(request), len(request.sequences)):
-                return
-            self._running += request.sequences  # before the pop: an interrupt must not lose the request
-            self._waiting.popleft()
-            for sequence in request.sequences:
-                sequence.last_draw_step = self._step
-            self.kept.resume(request.sequences[0])
+    def _make_room(self, s: Sequence, count: int, reserved: int, planned: Collection[Sequence]) -> bool:
+        """Close kept sequences and preempt later ones until `count` tokens fit; return whether they do."""
+        while not self._has_room(s, count, reserved):
+            if not self._preempt_last(s, same_priority=True, planned=planned):
+                return False
+        return True
 
-    def has_room(self, num_tokens: int, num_seqs: int = 1) -> bool:
-        """Return whether there is capacity for `num_seqs` more sequences that may grow to `num_tokens` tokens.
+    def _blocks_needed(self, s: Sequence, count: int) -> int:
+        """Return the number of blocks that processing `count` tokens of a running sequence takes."""
+        if s.start != s.wanted_start:  # its window slides: all of its blocks are replaced
+            self._slide(s)
+        return self._engine.blocks_needed(Handle(s.handle or 0), count)
 
-        Kept sequences do not count: `evict` removes them.
-        """
-        if len(self._running) + num_seqs > self.config.max_num_seqs:
-            return False
-        return self._num_reserved() + num_tokens <= self._capacity
-
-    def _num_reserved(self) -> int:
-        """Return the number of cached tokens that the running sequences may grow to."""
-        return sum(self._tokens_needed(r) for r in {s.request for s in self._running})
-
-    def evict(self, num_tokens: int = 0, num_seqs: int = 0) -> list[int]:
-        """Remove kept sequences until there is room for the running ones and for `num_seqs` more; return the handles.
-
-        Args:
-            num_tokens: tokens that the further sequences may grow to.
-            num_seqs: number of further sequences.
-        """
-        handles = []
-        while self.kept and (
-            len(self._running) + num_seqs + len(self.kept) > self.config.max_num_seqs
-            or self._num_reserved() + num_tokens + self.kept.num_tokens > self._capacity
-        ):
-            handles.append(self.kept.pop())
-        return handles
+    def _slide(self, s: Sequence) -> None:
+        """Remove all cached tokens, whose positions change."""
+        s.start, s.num_cached = s.wanted_start, 0
+        self.cache.detach(s)
+        self._engine.truncate(Handle(s.handle or 0), 0)
 
     @staticmethod
     def _awaits_fork(sequence: Sequence) -> bool:
         """Return whether a sequence waits for its first sibling to process the prompt."""
-        return sequence.sample_index > 0 and sequence.handle is None
+        return sequence.sample_index > 0 and sequence.handle is None and not sequence.num_output_tokens
 
     @staticmethod
     def _num_uncached(sequence: Sequence) -> int:
@@ -174,22 +309,22 @@ class Scheduler:
         cached = sequence.num_cached if start == sequence.start else 0
         return sequence.num_tokens - start - cached
 
-    def _work(self, sequence: Sequence, count: int, *, draws: bool) -> ScheduledSequence:
+    def _work(self, sequence: Sequence, count: int, draws: bool) -> ScheduledSequence:
         """Return the work that processes `count` tokens of a sequence, and count them as cached."""
-        start = sequence.wanted_start
-        truncate, sequence.num_shared = sequence.num_shared, None
-        if start != sequence.start:
-            sequence.start, sequence.num_cached, truncate = start, 0, 0
-        first = start + sequence.num_cached
+        if sequence.wanted_start != sequence.start:
+            self._slide(sequence)
+        first = sequence.start + sequence.num_cached
         sequence.num_cached += count
         forks = []
         if draws:
             sequence.last_draw_step = self._step
-            forks = [s for s in sequence.request.sequences if self._awaits_fork(s) and s.finish_reason is None]
+            if len(sequence.request.sequences) > 1:
+                forks = [s for s in sequence.request.sequences if self._awaits_fork(s) and s.finish_reason is None]
             for fork in forks:
-                fork.start, fork.num_cached, fork.last_draw_step = start, sequence.num_cached, self._step
+                fork.start, fork.num_cached = sequence.start, sequence.num_cached
+                fork.last_draw_step = self._step
         token_ids = sequence.token_ids[first : first + count]
-        return ScheduledSequence(sequence, token_ids, truncate, draws, forks, pending=len(token_ids) < count)
+        return ScheduledSequence(sequence, token_ids, draws, forks, pending=len(token_ids) < count)
 
     @staticmethod
     def mark_in_flight(work: list[ScheduledSequence]) -> None:
@@ -217,9 +352,14 @@ class Scheduler:
                 sequence.abort(str(e))
         return self.remove_finished()
 
+    # Ends ------------------------------------------------------------------------------------------------
+
     def remove_finished(self) -> list[Sequence]:
-        """Remove finished sequences from the running ones and return them."""
+        """Remove finished sequences from the running ones, keep them in the prefix cache, and return them."""
         ended = [s for s in self._running if s.finish_reason is not None]
+        for s in ended:
+            if s.handle is not None:
+                self.cache.keep(s)
         if ended:
             self._running = [s for s in self._running if s.finish_reason is None]
         return ended
@@ -228,30 +368,37 @@ class Scheduler:
         """End a request, waiting or running; return the sequences that are no longer running."""
         for sequence in request.sequences:
             sequence.abort(error)
-        if request in self._waiting:
-            self._waiting.remove(request)
+        self._waiting = [s for s in self._waiting if s.request is not request]
         return self.remove_finished()
 
     def abort_running(self, error: str | None = None) -> list[Sequence]:
         """End all admitted requests, also after an exception in the middle of a call; return their sequences.
 
-        No sequence is kept.
+        The engine must be reset: no sequence is kept.
         """
-        self.kept.clear()
-        ended = list(self._running)
+        self.cache.clear()
+        ended = [*self._running, *(s for s in self._waiting if s.admitted)]
         for sequence in ended:
             sequence.abort(error)
-        self._waiting = deque(r for r in self._waiting if not r.finished)
-        self._running = []
+            sequence.handle = None
+        self._waiting = [s for s in self._waiting if s.finish_reason is None]
+        self._running, self._preempted = [], []
         return ended
 
     def check_integrity(self) -> None:
         """Assert the invariants that hold between steps. Used in tests."""
-        assert len(self._running) + len(self.kept) <= self.config.max_num_seqs
-        assert self._num_reserved() + self.kept.num_tokens <= self._capacity
+        assert len(self._running) <= self.limits.max_num_seqs
+        assert set(self._engine.handles) == self.handles
         for s in self._running:
             assert s.finish_reason is None
-            assert 0 <= s.num_cached <= min(self.config.block_size, s.num_tokens - s.start)
+            assert s.admitted
+            assert 0 <= s.num_cached <= min(self.limits.block_size, s.num_tokens - s.start)
+        assert all(s.handle is None for s in self._waiting)
+
+
+def _rank(s: Sequence) -> tuple[int, int, int]:
+    """Return a sequence's place in the order of admission: by priority, then by arrival."""
+    return s.request.priority, s.request.request_id, s.sample_index
 
 
 def drawing(work: list[ScheduledSequence]) -> list[Sequence]:

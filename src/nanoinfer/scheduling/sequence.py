@@ -17,7 +17,6 @@ from nanoinfer.scheduling.text import OutputText
 
 if TYPE_CHECKING:
     from nanoinfer.outputs import Delta, Logprob
-    from nanoinfer.scheduling.kept import KeptSequence
 
 
 def window_start(num_tokens: int, block_size: int, stride: int) -> int:
@@ -57,10 +56,12 @@ class Request:
     """Log-probabilities of the prompt's tokens, None for the first; None if not requested."""
     deltas: deque[Delta] | None = None
     """Queue of deltas that have not been read yet; None if the request is not streamed."""
-    kept: KeptSequence | None = None
-    """Where its sequence begins, if one is kept there, and where it is kept at the end; only with n=1."""
+    priority: int = 0
+    """Requests of smaller priority are admitted first."""
+    salt: str | None = None
+    """Only requests of the same salt share prefixes."""
     num_cached_tokens: int = 0
-    """Tokens of the prompt that were in the KV cache when the request was admitted."""
+    """Tokens of the prompt that were in the KV cache when the request was first admitted."""
 
     @property
     def finished(self) -> bool:
@@ -84,8 +85,8 @@ class Sequence:
     """First token of the window in the KV cache."""
     num_cached: int = 0
     """Tokens of the window that are in the KV cache or in the scheduled step."""
-    num_shared: int | None = None
-    """Tokens that a kept sequence contributes; None in other sequences, and after the first step."""
+    admitted: bool = False
+    """Whether it has been running; it waits again if it was preempted."""
     num_inflight_tokens: int = 0
     """Sampled tokens that have not been read from the device: 1 with overlap scheduling, else 0."""
     last_draw_step: int = 0

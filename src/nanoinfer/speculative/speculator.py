@@ -182,7 +182,7 @@ def _newest_rows(work: Sequence[ScheduledSequence], done: SpecStep, tokens: Sequ
 
 def _decodes(work: ScheduledSequence) -> bool:
     """Return whether a sequence only decodes its next token in this step."""
-    return work.draws and work.truncate is None and len(work.token_ids) == 1 and not work.forks
+    return work.draws and len(work.token_ids) == 1 and not work.forks
 
 
 def _room(work: ScheduledSequence) -> int:

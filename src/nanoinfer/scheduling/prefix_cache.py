@@ -1,0 +1,220 @@
+"""The prefix cache: sequences that begin with the same tokens share their keys and values.
+
+    running   A B C D E          a request with the prompt A B C X forks the sequence with the longest common prefix,
+    kept      A B F              truncates the fork to A B C, and extends it by X
+
+A radix tree over token ids has all sequences: running ones by their prompts, and those that ended, which are not closed
+but kept, by all of their tokens. Kept sequences are closed, least recently used first, when their blocks or places are
+needed. Sequences of different salts share nothing.
+
+All of this uses the engine's verbs and its room, so it works on every engine. Sharing costs nothing where forks share
+blocks (native, paged); other engines copy. The idea of a radix tree is that of SGLang's RadixAttention (Zheng et al.
+2023, arXiv 2312.07104); block tables that are copied when written are those of PagedAttention (Kwon et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from nanoinfer.engines.base import Engine, Handle
+from nanoinfer.scheduling.sequence import Sequence
+
+MIN_WAIT = 16
+"""Tokens that must be gained for a request to wait until another one has processed their common prefix."""
+
+
+@dataclass(eq=False)
+class _Node:
+    """The tokens between two places where sequences part or end."""
+
+    token_ids: list[int]
+    parent: _Node | None = None
+    children: dict[int, _Node] = field(default_factory=dict)
+    """By their first token."""
+    entries: dict[Entry, None] = field(default_factory=dict)
+    """The sequences that begin with the tokens from the root to here, oldest first."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A sequence in the tree."""
+
+    handle: Handle
+    token_ids: list[int]
+    """Its tokens from position 0 on; those of a running one are its prompt."""
+    salt: str | None = None
+    sequence: Sequence | None = None
+    """The running sequence; None: kept."""
+    end: _Node | None = None
+    """Where its tokens end in the tree."""
+
+    @property
+    def num_cached(self) -> int:
+        """Number of its tokens that the engine has."""
+        if self.sequence is None:
+            return len(self.token_ids)
+        return min(self.sequence.num_cached, len(self.token_ids))
+
+
+class PrefixCache:
+    """Opens and closes the engine's sequences, and shares prefixes between them.
+
+    Args:
+        engine: whose sequences these are.
+        enabled: whether sequences are shared and kept.
+    """
+
+    def __init__(self, engine: Engine, enabled: bool = True) -> None:
+        self.engine = engine
+        self.enabled = enabled
+        self._roots: dict[str | None, _Node] = {}
+        self._kept: dict[Entry, None] = {}  # least recently used first
+        self._running: dict[Sequence, Entry] = {}
+        self._max_open = engine.limits.max_num_seqs + engine.limits.max_kept_seqs
+
+    @property
+    def kept(self) -> list[Handle]:
+        """Handles of the kept sequences, least recently used first."""
+        return [entry.handle for entry in self._kept]
+
+    def find(self, token_ids: list[int], salt: str | None) -> tuple[Entry | None, int]:
+        """Return the sequence with the longest prefix of `token_ids` in common, and the length of that prefix.
+
+        It is at most len(token_ids) - 1, because the logits after the last token are needed. Of several sequences, it
+        is one that has the prefix cached, if there is one.
+        """
+        node, length, most = self._roots.get(salt), 0, len(token_ids) - 1
+        if node is None:
+            return None, 0
+        while length < most and (child := node.children.get(token_ids[length])) is not None:
+            node = child
+            common = _num_common(child.token_ids, token_ids[length:most])
+            length += common
+            if common < len(child.token_ids):
+                break
+        if not length:
+            return None, 0
+        found = best = next(reversed(node.entries))
+        for found in reversed(node.entries):
+            if found.num_cached >= length:
+                return found, length
+            best = found if found.num_cached > best.num_cached else best
+        return best, length
+
+    def open(self, sequence: Sequence, token_ids: list[int], entry: Entry | None, num_shared: int) -> None:
+        """Give a sequence its handle: a fork of `entry` truncated to `num_shared` tokens, or an empty sequence.
+
+        A kept sequence is taken over instead of forked if all of its tokens are shared, or if no place is left.
+        """
+        engine = self.engine
+        if entry is None or not num_shared:
+            self._free_place()
+            handle = engine.open()
+        elif entry in self._kept and (num_shared == len(entry.token_ids) or not self._free_place(entry)):
+            self._remove(entry)
+            handle = entry.handle
+        else:
+            self._free_place(entry)
+            handle = engine.fork(entry.handle)
+            if entry in self._kept:  # used now
+                self._kept[entry] = self._kept.pop(entry)
+        sequence.handle = handle
+        if engine.length(handle) > num_shared:
+            engine.truncate(handle, num_shared)
+        if self.enabled:
+            self._running[sequence] = running = Entry(handle, token_ids, sequence.request.salt, sequence)
+            self._insert(running)
+
+    def detach(self, sequence: Sequence) -> None:
+        """Remove a running sequence from the tree, because its first tokens will be replaced."""
+        if (entry := self._running.pop(sequence, None)) is not None:
+            self._remove(entry)
+
+    def keep(self, sequence: Sequence) -> None:
+        """Keep a sequence that has ended or is preempted. Close it if it failed, or if another one has its tokens."""
+        assert sequence.handle is not None
+        handle, engine = Handle(sequence.handle), self.engine
+        self.detach(sequence)
+        length = min(engine.length(handle), len(sequence.token_ids) - sequence.start)  # the engine may have more
+        token_ids = sequence.token_ids[sequence.start : sequence.start + length]
+        if not self.enabled or sequence.error is not None or self._has(token_ids, sequence.request.salt):
+            engine.close(handle)
+        else:
+            engine.truncate(handle, length)
+            self._kept[entry := Entry(handle, token_ids, sequence.request.salt)] = None
+            self._insert(entry)
+        sequence.handle = None
+
+    def make_places(self, num_seqs: int) -> bool:
+        """Close kept sequences until `num_seqs` more can be opened; return whether they can."""
+        return all(self.close_oldest() for _ in range(len(self.engine.handles) + num_seqs - self._max_open))
+
+    def clear(self) -> None:
+        """Forget all sequences, after the engine was reset."""
+        self._roots.clear()
+        self._kept.clear()
+        self._running.clear()
+
+    def _free_place(self, spare: Entry | None = None) -> bool:
+        return len(self.engine.handles) < self._max_open or self.close_oldest(spare)
+
+    def close_oldest(self, spare: Entry | None = None) -> bool:
+        """Close the kept sequence that was not used for the longest time; return whether there was one but `spare`."""
+        entry = next((e for e in self._kept if e is not spare), None)
+        if entry is None:
+            return False
+        self._remove(entry)
+        self.engine.close(entry.handle)
+        return True
+
+    # The tree --------------------------------------------------------------------------------------------
+
+    def _insert(self, entry: Entry) -> None:
+        node = self._roots.setdefault(entry.salt, _Node([]))
+        node.entries[entry] = None
+        rest = entry.token_ids
+        while rest:
+            child = node.children.get(rest[0])
+            if child is None:
+                child = node.children[rest[0]] = _Node(rest, node)
+            elif (common := _num_common(child.token_ids, rest)) < len(child.token_ids):
+                child = _split(child, common)
+            child.entries[entry] = None
+            node, rest = child, rest[len(child.token_ids) :]
+        entry.end = node
+
+    def _remove(self, entry: Entry) -> None:
+        self._kept.pop(entry, None)
+        node = entry.end
+        while node is not None:
+            node.entries.pop(entry, None)
+            parent = node.parent
+            if not node.entries:
+                if parent is None:
+                    self._roots.pop(entry.salt, None)
+                else:
+                    parent.children.pop(node.token_ids[0], None)
+            node = parent
+
+    def _has(self, token_ids: list[int], salt: str | None) -> bool:
+        """Return whether another sequence has all of these tokens cached."""
+        entry, length = self.find([*token_ids, -1], salt)
+        return length == len(token_ids) and (entry is None or entry.num_cached >= length)
+
+
+def _split(node: _Node, length: int) -> _Node:
+    """Split a node after `length` tokens; return the new one, which has the first of them."""
+    assert node.parent is not None
+    head = _Node(node.token_ids[:length], node.parent, {node.token_ids[length]: node}, dict(node.entries))
+    node.parent.children[node.token_ids[0]] = head
+    node.token_ids, node.parent = node.token_ids[length:], head
+    return head
+
+
+def _num_common(a: Seq[int], b: Seq[int]) -> int:
+    """Return the length of the longest common prefix."""
+    most = min(len(a), len(b))
+    if a[:most] == b[:most]:
+        return most
+    return next(i for i in range(most) if a[i] != b[i])
