@@ -109,7 +109,7 @@ def test_engines_lists_every_rung(run: Run) -> None:
     code, out, _ = run("engines", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
     assert code == 0
-    assert list(rows) == ["recompute", "dynamic", "static", "compiled", "cuda_graph", "native", "triton"]
+    assert list(rows) == ["recompute", "dynamic", "static", "paged", "compiled", "cuda_graph", "native", "triton"]
     assert rows["static"]["available"] is True
     assert "cpu" in rows["static"]["devices"]
     assert rows["static"]["dtypes"] == ["float32", "bfloat16", "float16"]

@@ -250,6 +250,8 @@ def test_bad_arguments_raise_and_change_nothing(name: str) -> None:
     gpt = make_model()
     engine = make_engine(name, gpt, max_num_seqs=2)
     a, b = engine.open(), engine.open()
+    for _ in range(engine.limits.max_kept_seqs):
+        engine.open()
     ids = prompt(10)
     assert_extend(
         engine,
@@ -257,7 +259,7 @@ def test_bad_arguments_raise_and_change_nothing(name: str) -> None:
         [gpt(torch.tensor([ids[:5]]))[0, -1:], gpt(torch.tensor([ids[:3]]))[0, -1:]],
     )
     bad = [
-        (StepBatch([Handle(99)], [1], [1], [1]), "handle 99"),
+        (StepBatch([Handle(9999)], [1], [1], [1]), "handle 9999"),
         (StepBatch([a, a], [1, 1], [1, 1], [1, 1]), "each sequence once"),
         (StepBatch([a], [1], [1], []), "num_logits"),
         (StepBatch([a], [1, 2], [1], [1]), "adds up to 1"),
@@ -276,7 +278,7 @@ def test_bad_arguments_raise_and_change_nothing(name: str) -> None:
         (lambda: engine.fork(a), "max_num_seqs=2"),
         (lambda: engine.truncate(a, 6), "has 5 tokens"),
         (lambda: engine.truncate(a, -1), "truncate to -1"),
-        (lambda: engine.close(Handle(99)), "handle 99"),
+        (lambda: engine.close(Handle(9999)), "handle 9999"),
     ):
         with pytest.raises(NanoinferError, match=message):
             call()
@@ -360,7 +362,8 @@ def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> N
             "kv_cache_memory=1,000 bytes is too little for 8 sequences",
         ),
         ({"kv_cache_memory": 1000, "engine": "dynamic"}, "too little for 1 sequences"),
-        ({"kv_cache_memory": 1000, "engine": "native"}, "too little for 1 sequences"),
+        ({"kv_cache_memory": 1000, "engine": "native"}, "too little for 1 sequence of 32 tokens"),
+        ({"kv_cache_memory": 1000, "engine": "paged"}, r"too little for 1 sequence of 32 tokens \(8,192 bytes\)"),
         ({"kv_cache_dtype": "float8"}, "kv_cache_dtype='float8' is unknown"),
         ({"kv_cache_dtype": "int8", "engine": "static"}, "kv_cache_dtype='int8' is not supported"),
         ({"threads": 0}, "threads=0"),
@@ -385,7 +388,10 @@ def test_limits_follow_the_memory_given(tmp_path: Path) -> None:
     assert LLM(folder, engine="compiled", kv_cache_memory=3 * text + 1).engine.limits.max_num_seqs == 2  # and padding
     shared = LLM(folder, engine="dynamic", max_num_seqs=10, kv_cache_memory=3 * text).engine.limits
     assert (shared.max_num_seqs, shared.max_num_cached_tokens) == (10, 96)
-    assert make_limits(max_num_seqs=64) == LLM(folder, engine="recompute").engine.limits
+    paged = LLM(folder, engine="paged", max_num_seqs=2, kv_cache_memory=3 * text + text // 2 + 1).engine
+    assert (paged.limits.max_num_seqs, paged.limits.max_num_cached_tokens) == (2, 112)  # blocks of 16: half a text each
+    assert paged.num_free_blocks == 7
+    assert replace(make_limits(max_num_seqs=64), max_kept_seqs=1024) == LLM(folder, engine="recompute").engine.limits
 
 
 def test_a_chip_without_bfloat16_gets_float16_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,7 +443,9 @@ def test_attention_over_lengths_that_are_always_new_is_not_planned() -> None:
 
 # Frames -----------------------------------------------------------------------------------------------------
 
-FRAMES = {"recompute": 7, "dynamic": 7, "static": 7, "compiled": 11, "cuda_graph": 6, "triton": 9, "native": 3}
+FRAMES = {
+    "recompute": 7, "dynamic": 7, "static": 7, "paged": 7, "compiled": 11, "cuda_graph": 6, "triton": 9, "native": 3,
+}  # fmt: skip
 """Python frames of this package, from Core.step to what computes (LLM.generate is one more): a matrix product of
 PyTorch's, a compiled block, the replay of a graph, the launch of a kernel, the call into C++."""
 

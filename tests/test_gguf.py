@@ -105,7 +105,7 @@ def test_the_scaling_of_llama_3_is_recognised(tmp_path: Path) -> None:
 def test_tokens_are_equal_on_every_engine(tmp_path: Path) -> None:
     path = str(convert(make_folder("llama", tmp_path / "hf"), tmp_path / "model.gguf"))
     prompts, found = [[3, 5, 7], [11, 13, 17, 19, 23, 29]], []
-    for name in ("recompute", "dynamic", "static", "native"):
+    for name in ("recompute", "dynamic", "static", "paged", "native"):
         llm = LLM(path, engine=name, max_num_seqs=2, dtype="float32")
         outputs = llm.generate(prompts, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
         found.append([o.outputs[0].token_ids for o in outputs])

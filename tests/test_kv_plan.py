@@ -12,7 +12,7 @@ from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.engines.sequences import Sequences
-from nanoinfer.kv.plan import KV_BLOCK, LAYOUTS, MAX_KEPT_SEQS, SLOTS, kv_block_bytes, plan_limits
+from nanoinfer.kv.plan import BLOCKS, KV_BLOCK, LAYOUTS, MAX_KEPT_SEQS, SLOTS, kv_block_bytes, plan_limits
 from nanoinfer.speculative.draft_factory import limits_of_draft
 
 MODEL = replace(TINY, block_size=100)  # 7 blocks of 16, the last one for 4 tokens
@@ -20,7 +20,7 @@ FULL = 7
 BLOCK_BYTES = kv_block_bytes(MODEL, "float32")
 
 
-def plan(layout: str = "blocks", free_bytes: int = 0, **options: Any) -> EngineLimits:
+def plan(layout: str = "padded blocks", free_bytes: int = 0, **options: Any) -> EngineLimits:
     return plan_limits(MODEL, EngineConfig(**options), layout, "float32", free_bytes)
 
 
@@ -37,6 +37,12 @@ def test_a_pool_is_what_the_memory_pays_for(num_blocks: int) -> None:
         limits = plan(kv_cache_memory=num_blocks * BLOCK_BYTES + rest, max_num_seqs=3)
         assert limits == EngineLimits(3, 100, num_blocks * KV_BLOCK, MAX_KEPT_SEQS)
     assert plan(kv_cache_memory=num_blocks * BLOCK_BYTES).max_num_seqs == min(64, num_blocks)
+
+
+def test_blocks_without_padding_are_exactly_their_tokens() -> None:
+    for dtype, size in (("float32", 4), ("bfloat16", 2), ("float16", 2)):
+        config = EngineConfig(kv_cache_memory=9 * KV_BLOCK * MODEL.kv_bytes_per_token(size))
+        assert plan_limits(MODEL, config, "blocks", dtype, 0).max_num_cached_tokens == 9 * KV_BLOCK
 
 
 def test_a_pool_holds_a_full_sequence() -> None:
@@ -113,7 +119,7 @@ def make_pool(name: str, num_blocks: int) -> Any:
     return registry.build(spec, make_weights(MODEL), EngineConfig(), "cpu", limits)
 
 
-@pytest.mark.parametrize("name", [name for name, spec in ENGINES.items() if spec.memory == "blocks"])
+@pytest.mark.parametrize("name", [name for name, spec in ENGINES.items() if spec.memory in BLOCKS])
 class TestPool:
     def test_a_step_takes_the_blocks_that_it_needs(self, name: str) -> None:
         engine = make_pool(name, 10)
@@ -156,6 +162,29 @@ class TestPool:
         engine.close(b)
         extend(engine, (c, 12))
         assert (engine.num_free_blocks, [engine.length(h) for h in (a, c)]) == (0, [80, 32])
+
+
+def test_a_step_of_paged_that_is_interrupted_keeps_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_pool("paged", 7)
+    a = engine.open()
+    extend(engine, (a, 20))
+    b = engine.fork(a)
+
+    def interrupted(*args: object) -> None:
+        assert engine.num_free_blocks == 2  # of 7: two of a, and of b a copy and two new ones
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(engine.model, "hidden", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            extend(engine, (b, 40))
+    assert (engine.length(b), engine.num_free_blocks) == (20, 4)  # the copy is b's own
+    batch = StepBatch()
+    batch.add(a, [3])
+    batch.add(b, [3])
+    of_a, of_b = engine.extend(batch)
+    assert of_a.tolist() == of_b.tolist()
+    assert engine.num_free_blocks == 4
 
 
 def test_a_draft_has_whole_blocks_for_the_targets_tokens() -> None:

@@ -202,7 +202,7 @@ def log_likelihood(gpt: GPT, ids: list[int], start: int) -> float:
     return sum(logprobs[t - 1, ids[t]].item() for t in range(start, len(ids)))
 
 
-@pytest.mark.parametrize("engine", ["recompute", "dynamic", "static"])
+@pytest.mark.parametrize("engine", ["recompute", "dynamic", "static", "paged"])
 def test_score_equals_the_reference_model(tiny_folder: Path, engine: str) -> None:
     llm, gpt = LLM(str(tiny_folder), engine=engine), make_model()
     text = "To be, or not to be: that is"

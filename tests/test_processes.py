@@ -86,7 +86,7 @@ assert tokens(llm) == expected
 """
 FIRST = PREPARE + "assert in_child(lambda: len(tokens(load())) != 3) == 0"
 slow_unless_common = pytest.mark.slow_if(lambda engine: engine not in (("native", "2"), ("static",)))
-ENGINES = [("native", "1"), ("native", "2"), ("static",), ("dynamic",), ("recompute",)]
+ENGINES = [("native", "1"), ("native", "2"), ("static",), ("paged",), ("dynamic",), ("recompute",)]
 
 
 def run(script: str, *arguments: str, limit: float = 120) -> subprocess.CompletedProcess[str]:

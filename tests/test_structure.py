@@ -57,11 +57,11 @@ def test_levels_do_not_leak(level: str) -> None:
 # What may import PyTorch when it is imported: the rungs in PyTorch, samplers and kernels for GPUs, training, and what
 # is only imported where one of them runs. Everything else imports it inside a function, where a GPU or a rung needs it.
 TORCH = {
-    "bench/peers", "engines/compiled.py", "engines/dynamic.py", "engines/graphs.py",
+    "bench/peers", "engines/compiled.py", "engines/dynamic.py", "engines/graphs.py", "engines/paged.py",
     "engines/recompute.py", "engines/static.py", "engines/static_shapes.py", "engines/torch_engine.py",
-    "engines/transfers.py", "engines/triton_engine.py", "kernels/triton", "kv/slots.py", "models/attention.py",
-    "models/gpt.py", "models/layers.py", "models/gpt_loading.py", "models/torch_ops.py", "sampling/flashinfer.py",
-    "sampling/triton.py", "training",
+    "engines/transfers.py", "engines/triton_engine.py", "kernels/triton", "kv/slots.py", "kv/tensors.py",
+    "models/attention.py", "models/gpt.py", "models/gpt_loading.py", "models/layers.py", "models/torch_ops.py",
+    "sampling/flashinfer.py", "sampling/triton.py", "training",
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """The configuration of models, engines, speculation and the scheduler, as frozen dataclasses.
 
-The line under each field is its `--help` text. This module does not import PyTorch, because the scheduler and the
-command line's help use it.
+The line under each field is its `--help` text. This module does not import PyTorch: the scheduler and the help use it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 RULES = ("reproduce", "reject")
 SAMPLERS = ("auto", "reference", "flashinfer")
-MIB = 1 << 20
 MAX_LAYERS = 10_000
 """Each layer of a config is described, before the weights are compared with their number."""
 
@@ -304,11 +302,9 @@ class EngineLimits:
     block_size: int
     """Maximum number of tokens in one sequence."""
     max_num_cached_tokens: int
-    """Maximum number of tokens in all open sequences together. With a pool of blocks, tokens that sequences share count
-    once, and unused places of a sequence's last block count too."""
+    """Maximum number of tokens in all open sequences together; of a pool, the places in all blocks."""
     max_kept_seqs: int = 0
-    """Number of sequences that may be open beside the running ones: their keys and values are kept for later requests.
-    0 for engines that reserve memory for each sequence."""
+    """Maximum number of sequences that are kept open beside the running ones; 0 where each reserves memory."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rung 4, `compiled`: compile the step over static shapes.
+"""Rung 5, `compiled`: compile the step over static shapes.
 
 The idea: torch.compile fuses the operations between the matrix products of a block (layer norms, bias, GELU, residuals,
 the write to the cache) into few kernels.

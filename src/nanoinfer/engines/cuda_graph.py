@@ -1,4 +1,4 @@
-"""Rung 5, `cuda_graph`: capture the step once, replay it.
+"""Rung 6, `cuda_graph`: capture the step once, replay it.
 
 The idea: a CUDA graph records the kernel launches of a step; replaying it is one launch instead of hundreds.
 

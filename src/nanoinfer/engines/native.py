@@ -1,4 +1,4 @@
-"""Rung 6, `native`: a C++ decoder for CPUs that reads packed weights at memory bandwidth.
+"""Rung 7, `native`: a C++ decoder for CPUs that reads packed weights at memory bandwidth.
 
 The idea: decoding one token of one sequence reads every weight once and computes little, so memory bandwidth and the
 size of a weight determine the speed.

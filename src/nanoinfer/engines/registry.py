@@ -84,6 +84,13 @@ ENGINES: dict[str, EngineSpec] = {
             memory="slots",
         ),
         EngineSpec(
+            "paged",
+            "blocks of one pool; forks share prefixes by reference",
+            "nanoinfer.engines.paged:PagedEngine",
+            memory="blocks",
+            preferred=False,  # it gathers keys and values, which `static` reads in place
+        ),
+        EngineSpec(
             "compiled",
             "compile the step over static shapes",
             "nanoinfer.engines.compiled:CompiledEngine",
@@ -104,7 +111,7 @@ ENGINES: dict[str, EngineSpec] = {
             "nanoinfer.engines.native:NativeEngine",
             devices=("cpu",),
             quantizations=("int8", "int4"),
-            memory="blocks",
+            memory="padded blocks",
             options=("quantization", "kv_cache_dtype", "threads"),
             native=True,
         ),

@@ -1,4 +1,4 @@
-"""What the engines in PyTorch share, and the step of `recompute`, `dynamic` and `static`.
+"""What the engines in PyTorch share, and the step of `recompute`, `dynamic`, `static` and `paged`.
 
 The new tokens of all sequences form one row of N tokens, so that matrix products process no padding; attention runs
 per sequence. A derived engine defines where keys and values are stored and how a query reads them (`_attend`), and how
@@ -58,7 +58,11 @@ class TorchEngine(ModelEngine):
             self._hidden = self._hidden[:0]
             return torch.empty(0, self.config.vocab_size, device=self.device)
         with attention_of_any_length(self.device):
-            self._hidden = self._run(batch)  # (sum(num_logits), C)
+            try:
+                self._hidden = self._run(batch)  # (sum(num_logits), C)
+            except BaseException:
+                self._undo(batch)
+                raise
         self._advance(batch)
         return self.model.logits(self._hidden)
 
@@ -78,6 +82,9 @@ class TorchEngine(ModelEngine):
         return hidden[rows]
 
     # Defined by derived engines ----------------------------------------------------------------------------------
+
+    def _undo(self, batch: StepBatch) -> None:
+        """Restore the cache after a step that an exception interrupted."""
 
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
         """Return the attention function of one step: it stores the new keys and values, then attends (N, H, D)."""

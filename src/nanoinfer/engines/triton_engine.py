@@ -1,4 +1,4 @@
-"""Rung 7, `triton`: few fused kernels for each layer.
+"""Rung 8, `triton`: few fused kernels for each layer.
 
 The idea: each matrix product is fused with the operations around it into one kernel (kernels/triton/).
 

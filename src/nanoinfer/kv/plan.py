@@ -11,9 +11,10 @@ KV_BLOCK = 16
 MAX_KEPT_SEQS = 1024
 """Sequences that may be kept beside the running ones in layouts where an open sequence costs only its tokens."""
 SLOTS = ("slots", "padded slots")
-LAYOUTS = ("none", "tokens", *SLOTS, "blocks")
+BLOCKS = ("blocks", "padded blocks")
+LAYOUTS = ("none", "tokens", *SLOTS, *BLOCKS)
 """Layouts of the KV cache: none, exactly the cached tokens, a full-length slot for each sequence (padded slots have
-extra columns for padding), or blocks of KV_BLOCK tokens from one pool."""
+extra columns for padding), or blocks of KV_BLOCK tokens from one pool (padded blocks: those of the engine native)."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -36,7 +37,7 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
         model: shape of the model.
         config: max_num_seqs, kv_cache_memory, kv_cache_dtype and quantization are used.
         layout: layout of the engine's KV cache, one of LAYOUTS.
-        dtype: dtype of the weights; also of keys and values, except in blocks.
+        dtype: dtype of the weights; also of keys and values, except in padded blocks.
         free_bytes: free memory on the device.
 
     Raises:
@@ -46,8 +47,11 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
     if layout == "none":
         return EngineLimits(wanted, model.block_size, wanted * model.block_size, MAX_KEPT_SEQS)
     budget = config.kv_cache_memory if config.kv_cache_memory is not None else free_bytes // 4
-    if layout == "blocks":
-        return _plan_blocks(model, config, dtype, wanted, budget)
+    if layout in BLOCKS:
+        cache_dtype = resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization)
+        padded = layout == "padded blocks"
+        per_block = kv_block_bytes(model, cache_dtype) if padded else KV_BLOCK * model.kv_bytes_per_token(BYTES[dtype])
+        return _plan_blocks(model, config, per_block, budget)
     per_token = model.kv_bytes_per_token(BYTES[dtype])
     full = per_token * slot_tokens(layout, model.block_size)
     fitting = budget // full  # full-length sequences
@@ -64,9 +68,9 @@ def plan_limits(model: ModelConfig, config: EngineConfig, layout: str, dtype: st
     return EngineLimits(wanted, model.block_size, tokens, MAX_KEPT_SEQS)
 
 
-def _plan_blocks(model: ModelConfig, config: EngineConfig, dtype: str, wanted: int, budget: int) -> EngineLimits:
+def _plan_blocks(model: ModelConfig, config: EngineConfig, per_block: int, budget: int) -> EngineLimits:
     """Return the limits of a pool of blocks: as many as the budget allows, and at least those of one full sequence."""
-    per_block = kv_block_bytes(model, resolve_cache_dtype(config.kv_cache_dtype, dtype, config.quantization))
+    wanted = config.max_num_seqs or DEFAULT_MAX_NUM_SEQS
     full, num_blocks = -(-model.block_size // KV_BLOCK), budget // per_block
     if config.kv_cache_memory is None:
         num_blocks = max(full, min(num_blocks, wanted * full))

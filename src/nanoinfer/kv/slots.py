@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.kv.tensors import allocate
 
 
 class SlotCache:
@@ -37,16 +37,7 @@ class SlotCache:
         self, config: ModelConfig, num_slots: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         shape = (config.n_layer, num_slots, config.n_kv_head, columns, config.head_dim)
-        try:
-            # zeros, not empty: a masked value is still multiplied by 0, and 0 * NaN is NaN
-            self.k = torch.zeros(shape, dtype=dtype, device=device)
-            self.v = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError:  # torch's out-of-memory errors, on CPU and CUDA
-            need = num_slots * columns * config.kv_bytes_per_token(dtype.itemsize)
-            raise NanoinferError(
-                f"keys and values of {num_slots} sequences need {need:,} bytes, more than {device} has free: lower"
-                " max_num_seqs or kv_cache_memory"
-            ) from None
+        self.k, self.v = allocate(shape, dtype, device, f"{num_slots} sequences")
         self._slots: dict[int, int] = {}
 
     def slot(self, handle: int) -> int:

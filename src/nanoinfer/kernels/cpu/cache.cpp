@@ -1,5 +1,6 @@
 #include "cache.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -15,8 +16,8 @@ std::size_t CacheShape::part_bytes() const {
 }
 
 Cache::Cache(const CacheShape& shape, std::int64_t num_blocks)
-    : shape_(shape), memory_(num_blocks * shape.block_bytes()), references_(num_blocks, 0) {
-  for (std::int64_t b = num_blocks; b-- > 0;) free_.push_back(static_cast<std::int32_t>(b));  // low ones are taken first
+    : shape_(shape), memory_(num_blocks * shape.block_bytes()), references_(num_blocks) {
+  clear();
 }
 
 const Cache::Sequence& Cache::at(std::int64_t handle) const {
@@ -58,8 +59,10 @@ void Cache::close(std::int64_t handle) {
 }
 
 void Cache::clear() {
-  for (auto& [handle, sequence] : sequences_) drop(sequence, 0);
   sequences_.clear();
+  std::fill(references_.begin(), references_.end(), 0);
+  free_.clear();
+  for (std::int64_t b = blocks_total(); b-- > 0;) free_.push_back(static_cast<std::int32_t>(b));  // low ones are taken first
 }
 
 std::int64_t Cache::length(std::int64_t handle) const { return at(handle).length; }
