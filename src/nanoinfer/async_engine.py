@@ -20,6 +20,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from nanoinfer.async_requests import FINAL_ONLY, AsyncRequest
@@ -144,10 +145,9 @@ class AsyncEngine:
             left = list(self._registered.values())
             self._registered.clear()
             self._send([(r, NanoinferError(CLOSED)) for r in left])
-            try:
+            with suppress(Exception):  # an engine that fails has told the requests why
                 self._core.abort(*(r.request for r in left if r.request is not None))
-            finally:
-                self.ended.set_result(None)
+            self.ended.set_result(None)
 
     def _obey(self) -> bool:
         """Carry out the queued commands; wait for one if there is nothing to run. Return False at the end."""
