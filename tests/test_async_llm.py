@@ -27,6 +27,7 @@ from nanoinfer.arrays import to_numpy
 from nanoinfer.async_engine import CLOSED
 from nanoinfer.chat import ChatFormatter
 from nanoinfer.config import LLMConfig
+from nanoinfer.errors import QueueFull
 from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.outputs import Logprob
 
@@ -481,27 +482,48 @@ def test_an_interrupt_in_another_thread_reaches_the_iterators(llm: LLM, monkeypa
     run(main, llm)
 
 
-def test_a_full_queue_refuses_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(NanoinferError):
-        pass
-
-    add = llm.core.scheduler.add
-
-    def refuse(*requests: Any) -> None:
-        if any(r.prompt == "GHOST" for r in requests):
-            raise Full("4 requests wait, which is the limit max_num_queued: try again later")
-        add(*requests)
-
-    monkeypatch.setattr(llm.core.scheduler, "add", refuse)
+def test_a_full_queue_refuses_one_request(folder: Path) -> None:
+    llm = LLM(str(folder), max_num_seqs=1, max_num_queued=2)
+    expected = llm.generate("To be", GREEDY)[0]
 
     async def main(model: AsyncLLM) -> None:
-        good = asyncio.create_task(whole(model.generate("To be", GREEDY)))
-        assert (await refused(model.generate("GHOST", GREEDY, "x"), Full)).startswith("4 requests wait")
-        same(await good, llm.generate("To be", GREEDY)[0])
-        monkeypatch.undo()
-        assert (await whole(model.generate("GHOST", GREEDY, "x"))).finished
+        running = model.generate("To be", LONG)
+        await anext(running)
+        waiting = [asyncio.create_task(whole(model.generate("To be", GREEDY))) for _ in range(2)]
+        while llm.core.scheduler.num_waiting < 2:
+            await asyncio.sleep(0.001)
+        message = await refused(model.generate("or", GREEDY, "x"), QueueFull)
+        assert "max_num_queued=2" in message
+        await anext(running)
+        await running.aclose()
+        for output in await asyncio.gather(*waiting):
+            same(output, expected)
+        assert (await whole(model.generate("or", GREEDY, "x"))).finished
 
     run(main, llm)
+
+
+def test_requests_of_smaller_priority_are_admitted_first(folder: Path) -> None:
+    llm = LLM(str(folder), max_num_seqs=1)
+
+    async def main(model: AsyncLLM) -> list[str]:
+        ended: list[str] = []
+
+        async def read(prompt: str, priority: int) -> None:
+            await whole(model.generate({"prompt": prompt, "cache_salt": prompt}, GREEDY, priority=priority))
+            ended.append(prompt)
+
+        first = model.generate("first", replace(LONG), priority=-1)
+        await anext(first)
+        tasks = [asyncio.create_task(read(p, i)) for p, i in (("low", 2), ("high", 0), ("middle", 1))]
+        while llm.core.scheduler.num_waiting < 3:
+            await asyncio.sleep(0.001)
+        await first.aclose()
+        await asyncio.gather(*tasks)
+        assert "priority='x'" in await refused(model.generate("a", GREEDY, priority="x"))  # type: ignore[arg-type]
+        return ended
+
+    assert run(main, llm) == ["high", "middle", "low"]
 
 
 # Many requests, several loops, slow readers ------------------------------------------------------------------

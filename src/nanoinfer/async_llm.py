@@ -96,6 +96,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        priority: int = 0,
         output_kind: str = CUMULATIVE,
     ) -> AsyncOutputStream:
         """Generate for one prompt. Return an asynchronous iterator over the outputs.
@@ -105,10 +106,11 @@ class AsyncLLM:
         is slower than the engine gets the tokens of several steps in one output.
 
         Args:
-            prompt: a string, a list of token ids, or a dict {"prompt": ...} or {"prompt_token_ids": ...}. Do not change
-                it before the first output.
+            prompt: in the forms of `LLM.generate`, with or without a cache_salt. Do not change it before the first
+                output.
             sampling_params: None is SamplingParams().
             request_id: for `abort`, and in the outputs. None: a random one.
+            priority: requests of smaller priority are admitted first.
             output_kind: cumulative: each output has all tokens so far. delta: each output has the tokens since the one
                 before, and only those of the n outputs that have some. final_only: one output at the end.
 
@@ -121,9 +123,12 @@ class AsyncLLM:
                 called.
             ResultError: from the iterator: the request has failed, for example because logits are not finite.
         """
-        return self._stream(
-            lambda: self.llm._requests.make_all([prompt], sampling_params)[0], sampling_params, request_id, output_kind
-        )
+
+        def make() -> Request:
+            (request,) = self.llm._requests.make_all([prompt], sampling_params, [priority])
+            return request
+
+        return self._stream(make, sampling_params, request_id, output_kind)
 
     def chat(
         self,
@@ -134,13 +139,14 @@ class AsyncLLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int = 0,
         output_kind: str = CUMULATIVE,
     ) -> AsyncOutputStream:
         """Generate the next message of one conversation. Return an asynchronous iterator over the outputs.
 
         Args:
             messages, chat_template, add_generation_prompt, chat_template_kwargs: as for `LLM.chat`.
-            sampling_params, request_id, output_kind: as for `generate`.
+            sampling_params, request_id, priority, output_kind: as for `generate`.
 
         Raises:
             NanoinferError: as `generate`; or a message is malformed. From the iterator: the model has no chat template,
@@ -152,7 +158,7 @@ class AsyncLLM:
         def make() -> Request:
             text = self.llm._formatter.render(conversation, options)
             prompt = {"prompt_token_ids": self.llm._formatter.encode(text)}
-            (request,) = self.llm._requests.make_all([prompt], sampling_params)
+            (request,) = self.llm._requests.make_all([prompt], sampling_params, [priority])
             request.prompt = text
             return request
 
