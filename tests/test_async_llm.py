@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -456,6 +457,24 @@ def test_an_exception_outside_the_engine_does_not_loop(llm: LLM, monkeypatch: py
     run(main, llm)
 
 
+def test_an_engine_that_cannot_be_reset_is_an_error_of_each_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    async def main(model: AsyncLLM) -> None:
+        running = model.generate("a", LONG)
+        await anext(running)
+        monkeypatch.setattr(llm.engine, "extend", fail)
+        monkeypatch.setattr(llm.engine, "reset", fail)
+        assert "the device is gone" in await refused(running, ResultError)
+        for prompt in PROMPTS:
+            assert "the device is gone" in await refused(model.generate(prompt, GREEDY), ResultError)
+        monkeypatch.undo()
+        same(await whole(model.generate("To be", GREEDY)), llm.generate("To be", GREEDY)[0])
+
+    run(main, llm)
+
+
 def test_an_interrupt_in_another_thread_reaches_the_iterators(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     extend, loop_thread = llm.engine.extend, threading.get_ident()
 
@@ -723,6 +742,15 @@ def test_the_engine_thread_sleeps_without_requests(llm: LLM, monkeypatch: pytest
         await stream.aclose()
 
     run(main, llm)
+
+
+def test_the_pages_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "async.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(program, {})
+    params = SamplingParams(max_tokens=20, seed=0)
+    expected = [o.outputs[0].text for o in LLM("shakespeare").generate(["O Romeo,", "To be"], params)]
+    assert capsys.readouterr().out.splitlines()[-1] == str(expected)
 
 
 PROGRAM = """

@@ -175,10 +175,10 @@ class AsyncEngine:
             made.deltas = self._deltas
             try:
                 self._core.submit([made])
-            except NanoinferError as e:  # the queue is full
+            except Exception as e:  # for example, the queue is full
                 del self._submitted[made.request_id]
                 self._forget(request)
-                self._send([(request, e)])
+                self._send([(request, e if isinstance(e, NanoinferError) else ResultError(one_line(e)))])
                 return
         if made.finished:
             self._send(self._finish([request]))
@@ -207,7 +207,7 @@ class AsyncEngine:
         ended = self._finished()
         if not ended:  # end all requests: the exception would come again in the next step
             ended = list(self._submitted.values())
-            self._core.abort(*(r.request for r in ended if r.request is not None))
+            self._core.cancel([r.request for r in ended if r.request is not None])
         self._send(self._finish(ended, one_line(error)))
 
     def _finished(self) -> list[AsyncRequest]:
@@ -230,9 +230,12 @@ class AsyncEngine:
         return sent
 
     def _result(self, request: AsyncRequest, made: Request, reason: str) -> Item:
-        if not made.finished:
-            self._core.abort(made)
-        output = self._core.output(made)
+        try:
+            if not made.finished:
+                self._core.abort(made)
+            output = self._core.output(made)
+        except Exception as e:  # the engine cannot be reset
+            return ResultError(one_line(e))
         for o in output.outputs:
             if o.error is not None:
                 return ResultError(o.error)
