@@ -51,9 +51,16 @@ def test_programs_are_short_and_have_help(run: Run, path: Path) -> None:
     assert summary in run(path.stem, "--help").stdout
 
 
-def test_there_are_five() -> None:
+def test_there_are_six() -> None:
     names = [p.stem for p in PROGRAMS]
-    assert names == ["complete_jsonl", "conversation", "file_perplexity", "multiple_choice", "stream_until"]
+    assert names == [
+        "complete_jsonl",
+        "concurrent_prompts",
+        "conversation",
+        "file_perplexity",
+        "multiple_choice",
+        "stream_until",
+    ]
 
 
 def test_complete_jsonl_keeps_keys_and_order(run: Run, tmp_path: Path) -> None:
@@ -66,6 +73,14 @@ def test_complete_jsonl_keeps_keys_and_order(run: Run, tmp_path: Path) -> None:
         assert completion
         assert after.pop("finish_reason") == "length"
         assert after == before
+
+
+def test_concurrent_prompts_ends_each_in_time(run: Run) -> None:
+    arguments = ("concurrent_prompts", "O Romeo,", "To be", "--max-tokens")
+    out = run(*arguments, 6).stdout
+    assert sorted(re.findall(r"^--- '(.*)' ended by length$", out, re.M)) == ["O Romeo,", "To be"]
+    assert re.search(r"^To be.", out, re.M)
+    assert run(*arguments, 400, "--seconds", 0.05).stdout.count("ended by time limit") == 2
 
 
 def test_conversation_answers_each_line_and_ends_at_an_empty_one(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import re
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import tokenizers as hf
 import torch
 
 from conftest import CHARS, TINY, make_folder, make_model, refuses, submit
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.models import tokenizers
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from test_tokenizers import bpe
@@ -312,6 +313,27 @@ def test_streaming(llm: LLM) -> None:
     ids, stream = llm.stream_outputs(["Go", "To be"], GREEDY)
     finished = {item.request_id: item for item in stream if isinstance(item, RequestOutput)}
     assert [finished[i].outputs for i in ids] == [o.outputs for o in llm.generate(["Go", "To be"], GREEDY)]
+
+
+@row("`AsyncLLM.generate(prompt, sampling_params, request_id, priority=...)`", "`AsyncLLM`")
+@row("`AsyncLLM.abort(request_id)`, `AsyncLLM.shutdown()`")
+def test_async(llm: LLM) -> None:
+    """Cancellation is held in tests/test_async_llm.py."""
+
+    async def main() -> list[RequestOutput]:
+        model = AsyncLLM.from_llm(llm)
+        long = model.generate("Go", SamplingParams(max_tokens=10**5, overflow="slide"), "long", priority=1)
+        await anext(long)
+        await model.abort("long")
+        outputs = [output async for output in model.generate("Go", GREEDY, "mine", output_kind="final_only")]
+        outputs += [output async for output in long][-1:]
+        model.shutdown()
+        return outputs
+
+    done, aborted = asyncio.run(main())
+    assert (done.request_id, done.outputs) == ("mine", llm.generate("Go", GREEDY)[0].outputs)
+    assert (aborted.request_id, aborted.outputs[0].finish_reason) == ("long", "abort")
+    assert not hasattr(AsyncLLM, "from_engine_args")
 
 
 @row("`RequestOutput.metrics`")

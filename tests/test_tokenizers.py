@@ -269,6 +269,15 @@ def test_lone_surrogates_are_an_error(make: Callable[[], Tokenizer], text: str) 
     refuses(lambda: make().encode(text))
 
 
+@pytest.mark.parametrize("make", [bpe, word_piece, unigram])
+def test_a_long_text_has_the_tokens_of_the_library(make: Callable[[], Tokenizer]) -> None:
+    """It is encoded by another function of the library, which releases Python's global lock."""
+    text = " ".join(TEXTS) * (1 + tokenizers.LONG_TEXT // len(" ".join(TEXTS)))
+    assert len(text) >= tokenizers.LONG_TEXT
+    core = make().core  # type: ignore[attr-defined]
+    assert make().encode(text) == core.encode(text, add_special_tokens=False).ids
+
+
 def test_text_that_the_tokenizer_cannot_encode_is_an_error() -> None:
     core = hf.Tokenizer(models.WordLevel({"a": 0}, unk_token="[UNK]"))  # whose unknown token is unknown
     tokenizer = from_json(core.to_str(), "no unk")

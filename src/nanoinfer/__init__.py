@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer import processes  # noqa: F401  (registers handlers for forks and for the exit)
 
 if TYPE_CHECKING:
+    from nanoinfer.async_llm import AsyncLLM, AsyncOutputStream
     from nanoinfer.errors import NanoinferError, ResultError
     from nanoinfer.llm import LLM
     from nanoinfer.outputs import (
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "AsyncOutputStream",
     "CompletionOutput",
     "Delta",
     "LoglikelihoodOutput",
@@ -49,6 +52,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "AsyncLLM": "async_llm",
+    "AsyncOutputStream": "async_llm",
     "LLM": "llm",
     "NanoinferError": "errors",
     "OutputStream": "streams",

@@ -59,9 +59,10 @@ class ChatFormatter:
                 f"{model.no_chat_template_reason or f'model {model.name!r} has no chat template'}: give one by"
                 " chat_template= (--chat-template FILE), or use generate"
             )
-        if self._template is None or self._template.source != source:
-            self._template = ChatTemplate(source, model.special_tokens)
-        return self._template
+        template = self._template
+        if template is None or template.source != source:  # another thread may set another one meanwhile
+            self._template = template = ChatTemplate(source, model.special_tokens)
+        return template
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt; the template, not the tokenizer, has added its start token."""

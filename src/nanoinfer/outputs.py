@@ -84,7 +84,8 @@ class RequestMetrics:
 class RequestOutput:
     """The result of one request."""
 
-    request_id: int
+    request_id: int | str
+    """Number of the request; in `AsyncLLM`, the string that the caller gave or that was made."""
     prompt: str | None
     """Text of the prompt; None if token ids were given."""
     prompt_token_ids: list[int]

@@ -79,6 +79,19 @@ def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: f
         )
         for s in request.sequences
     ]
+    return assemble(request, outputs, [len(o.token_ids) for o in outputs], stats, now)
+
+
+def assemble(
+    request: Request, outputs: list[CompletionOutput], lengths: Seq[int], stats: SpecStats | None, now: float
+) -> RequestOutput:
+    """Return the output of a request from those of its sequences, some of which may be left out.
+
+    Args:
+        request, stats, now: as for `output`.
+        outputs: of its sequences.
+        lengths: number of tokens that each of its sequences has generated.
+    """
     return RequestOutput(
         request.request_id,
         request.prompt,
@@ -86,13 +99,13 @@ def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: f
         outputs,
         request.seed,
         request.num_dropped_tokens,
-        _metrics(request, [len(o.token_ids) for o in outputs], stats, now),
+        _metrics(request, lengths, stats, now),
         request.prompt_logprobs,
         request.num_cached_tokens,
     )
 
 
-def _metrics(request: Request, lengths: list[int], stats: SpecStats | None, now: float) -> RequestMetrics:
+def _metrics(request: Request, lengths: Seq[int], stats: SpecStats | None, now: float) -> RequestMetrics:
     now = request.finished_sec or now
     first = request.first_token_sec or now
     longest = max(lengths)

@@ -192,10 +192,10 @@ class _Errors:
     """The requests that failed, reported when the others have been printed."""
 
     def __init__(self, ids: list[int]) -> None:
-        self._ids = ids
+        self._ids: list[int | str] = [*ids]
         self._messages: dict[tuple[int, int], str] = {}
 
-    def add(self, request_id: int, index: int, message: str) -> None:
+    def add(self, request_id: int | str, index: int, message: str) -> None:
         """Record the error of an output."""
         self._messages.setdefault((self._ids.index(request_id), index), message)
 

@@ -59,7 +59,7 @@ class Job:
             spans: attached to the parts of the model during the measurement.
             recorder: torch's profiler; entered before the clock starts.
         """
-        start, num_tokens, outputs = 0.0, 0, dict[int, RequestOutput]()
+        start, num_tokens, outputs = 0.0, 0, dict[int | str, RequestOutput]()
         self.llm.reset_prefix_cache()  # a prompt that was run before would not be processed
         with ExitStack() as stack:
             if not self.decode_only:
@@ -91,7 +91,7 @@ class Job:
 
     def _skip_first_tokens(
         self, num_requests: int, stream: Iterator[Delta | RequestOutput]
-    ) -> dict[int, RequestOutput]:
+    ) -> dict[int | str, RequestOutput]:
         """Run until every sequence has its first token; return the outputs that are finished by then."""
         begun: set[tuple[int, int]] = set()
         outputs = {}

@@ -32,7 +32,7 @@ class NanoinferBackend:
         start = time.perf_counter()
         ids, stream = self._llm.stream_outputs(requests.prompts, params)
         arrivals: dict[int, list[float]] = {request_id: [] for request_id in ids}
-        tokens: dict[int, list[int]] = {}
+        tokens: dict[int | str, list[int]] = {}
         for item in stream:
             if isinstance(item, Delta):
                 times = arrivals[item.request_id]
