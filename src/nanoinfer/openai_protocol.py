@@ -150,7 +150,7 @@ def _param(error: NanoinferError) -> str | None:
     if isinstance(error, FieldError):
         return error.param
     found = re.match(r"\w+", str(error))
-    return found[0] if found and found[0] in (*SAMPLING, "messages", "prompt", "chat_template_kwargs") else None
+    return found[0] if found and found[0] in (*SAMPLING, *_COMPLETION_ONLY, *_CHAT_ONLY) else None
 
 
 def _check_names(given: Mapping[str, Any], url: str) -> None:
@@ -185,6 +185,9 @@ def _prompts(prompt: Any) -> list[dict[str, Any]]:
         raise FieldError(
             f"prompt {what}: give a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these", "prompt"
         )
+    for item in items:
+        if not isinstance(item, (str, list)):
+            raise FieldError(f"prompt={show(item)} is neither a string nor a list of token ids", "prompt")
     return [{"prompt" if isinstance(item, str) else "prompt_token_ids": item} for item in items]
 
 

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, reason
 
-MAX_LINE_BYTES = 16 << 20
+MAX_LINE_BYTES = 4 << 20
 """A longer line is skipped without being held in memory."""
 STANDARD = "-"
 """Name of standard input and of standard output."""

@@ -36,6 +36,7 @@ FORMAT = "nanoinfer-batch/1"
 MAX_STATE_BYTES = 1 << 20
 CHECKPOINT_SEC = 0.25
 """Shortest time between two checkpoints; longer on a slow disk, so that they take at most a twentieth of the time."""
+_STARTS = (b'{"line": ', b'{"id": "batch_req_')  # of records; after a loss of power the file may end with zeros
 _NOTHING = hashlib.sha256().hexdigest()
 
 
@@ -124,9 +125,13 @@ class FileOutput:
         self.done = Checkpoint()
         if path.exists():
             self._open(os.O_RDWR)
-            if not overwrite and os.fstat(self._fd).st_size:
-                self.done = self._load()
-                self._check_content()
+            try:
+                if not overwrite and os.fstat(self._fd).st_size:
+                    self.done = self._load()
+                    self._check_content()
+            except BaseException:
+                self.close()
+                raise
         elif not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
             why = "Permission denied" if path.parent.is_dir() else f"there is no folder {escaped(path.parent)}"
             raise NanoinferError(f"{self.name} cannot be written: {why}")
@@ -137,12 +142,10 @@ class FileOutput:
         Raises:
             NanoinferError: the input is not the one that the file was made from.
         """
+        if not self.done.input_bytes:
+            return
         place = None
-        while place is None or place.end < self.done.input_bytes:
-            if not self.done.input_bytes:
-                return
-            if reader.at_end():
-                break
+        while (place is None or place.end < self.done.input_bytes) and not reader.at_end():
             place = next(reader).place
         if place is None or (place.end, place.digest) != (self.done.input_bytes, self.done.input_sha256):
             raise self._refusal(f"was made from another input: its first {self.done.num_records} lines have changed")
@@ -188,12 +191,14 @@ class FileOutput:
 
     def close(self) -> None:
         """Save how far the job is, if it has begun, and close the file."""
-        if self._fd >= 0:
+        try:
             if self._saved is not None:
                 with suppress(NanoinferError):  # a full disk: the last checkpoint is still valid
                     self.checkpoint(now=True)
-            os.close(self._fd)
-            self._fd = -1
+        finally:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._saved = -1, None
 
     def _open(self, flags: int) -> None:
         try:
@@ -203,6 +208,7 @@ class FileOutput:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.close()
             raise NanoinferError(f"{self.name} is being written by another process: wait until it has ended") from None
         except OSError:  # a file system without locks
             pass
@@ -237,7 +243,7 @@ class FileOutput:
             self._hash.update(piece)
             left -= len(piece)
         rest = os.read(self._fd, 64)
-        begins = any(rest[: len(start)] == start[: len(rest)] for start in (b'{"line": ', b'{"id": "batch_req_'))
+        begins = rest[:1] == b"\0" or any(rest[: len(start)] == start[: len(rest)] for start in _STARTS)
         if left or self._hash.hexdigest() != self.done.output_sha256 or not begins:
             raise self._refusal("was changed by another program")
 

@@ -24,6 +24,7 @@ from nanoinfer.messages import as_conversation
 from nanoinfer.openai_protocol import GenerationRequest
 from nanoinfer.outputs import Delta
 from nanoinfer.progress import ProgressBar
+from nanoinfer.prompts import as_prompt
 from nanoinfer.requests import RequestFactory
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
@@ -31,6 +32,8 @@ from nanoinfer.scheduling.sequence import Request
 WINDOW_FACTOR = 8
 QUEUE_FACTOR = 2
 WINDOW_BYTES = 64 << 20
+PROBE_FACTOR = 64
+"""Characters for each token of the context length, of which a longer text is tokenized in part first."""
 
 
 @dataclass(frozen=True)
@@ -143,15 +146,35 @@ class BatchRunner:
     def _make(self, given: GenerationRequest, place: Place) -> list[Request]:
         """Return the requests of a line, not queued. Raises NanoinferError if one of them is refused."""
         prompts: Sequence[Any] = given.prompts
+        for prompt in prompts:
+            self._refuse_endless(prompt.get("prompt"), given.params)
         if given.messages is not None:
             options = ChatOptions(self._options.chat_template, True, given.chat_template_kwargs)
             text = self._formatter.render(as_conversation(given.messages), options)
+            self._refuse_endless(text, given.params)
             prompts = [{"prompt_token_ids": self._formatter.encode(text)}]
         params = [given.params] * len(prompts)
         if given.params.seed is None:
             seeds = (derive_seed(self._options.seed, place.number, i) for i in range(len(prompts)))
             params = [replace(given.params, seed=seed) for seed in seeds]
         return self._factory.make_all(prompts, params)
+
+    def _refuse_endless(self, text: Any, params: SamplingParams) -> None:
+        """Refuse a text whose beginning exceeds the context length already.
+
+        The tokenizer needs 200 times the memory of a text, and two seconds for a megabyte.
+        """
+        block_size = self._core.engine.limits.block_size
+        head = PROBE_FACTOR * block_size
+        if not isinstance(text, str) or len(text) <= head or params.overflow == "slide":
+            return
+        if (
+            len(self._factory.token_ids(as_prompt(text[:head]))) > 2 * block_size
+        ):  # 2: the last word is cut, tokens may differ
+            raise NanoinferError(
+                f"the prompt has {len(text)} characters, the context length is {block_size} tokens: shorten it, or use"
+                " overflow='slide', which keeps the last tokens"
+            )
 
     def _collect(self) -> None:
         """Count what the last step added, and make the records of lines that have ended."""
