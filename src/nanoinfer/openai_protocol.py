@@ -116,13 +116,13 @@ def response_body(
         created: time in seconds since 1970.
     """
     chat = request.messages is not None
-    completions = [o for output in outputs for o in output.outputs]
+    choices = [_choice(o, chat, request.params.logprobs or 0, output) for output in outputs for o in output.outputs]
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}",
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": model,
-        "choices": [_choice(i, o, chat, request.params.logprobs or 0) for i, o in enumerate(completions)],
+        "choices": [{"index": i, **choice} for i, choice in enumerate(choices)],
         "usage": usage(outputs),
     }
 
@@ -169,11 +169,11 @@ def _convert_chat_fields(given: Mapping[str, Any], sampling: dict[str, Any]) -> 
         if "max_tokens" in given:
             raise FieldError("max_tokens and max_completion_tokens are both given: give one", "max_completion_tokens")
         sampling["max_tokens"] = require_int("max_completion_tokens", given["max_completion_tokens"], 1)
-    logprobs, num_top = sampling.pop("logprobs", False), given.get("top_logprobs")
-    require_bool("logprobs", logprobs)
-    if logprobs:
-        sampling["logprobs"] = num_top or 0
-    elif num_top is not None:
+    num_top = given.get("top_logprobs")
+    if "logprobs" in given:
+        require_bool("logprobs", given["logprobs"])
+        sampling["logprobs"] = (num_top or 0) if given["logprobs"] else None
+    if num_top is not None and not given.get("logprobs"):
         raise FieldError(f"top_logprobs={show(num_top)} needs logprobs=true", "top_logprobs")
 
 
@@ -196,12 +196,20 @@ def _token_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,10}", key) else key
 
 
-def _choice(index: int, o: CompletionOutput, chat: bool, num_top: int) -> dict[str, Any]:
-    text = {"message": {"role": "assistant", "content": o.text}} if chat else {"text": o.text}
+def plain_logprobs(found: Sequence[Mapping[int, Logprob] | None]) -> list[dict[int, dict[str, Any]] | None]:
+    """Return log-probabilities for JSON: for each position token id -> fields of `Logprob`."""
+    return [None if step is None else {token: vars(entry) for token, entry in step.items()} for step in found]
+
+
+def _choice(o: CompletionOutput, chat: bool, num_top: int, output: RequestOutput) -> dict[str, Any]:
+    text: dict[str, Any] = {"message": {"role": "assistant", "content": o.text}} if chat else {"text": o.text}
     logprobs = None
     if o.logprobs is not None:
         logprobs = _chat_logprobs(o.logprobs, num_top) if chat else _logprobs(o.logprobs)
-    return {"index": index, **text, "logprobs": logprobs, "finish_reason": o.finish_reason}
+    choice = {**text, "logprobs": logprobs, "finish_reason": o.finish_reason}
+    if output.prompt_logprobs is not None:  # as vLLM has it
+        choice["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
+    return choice
 
 
 def _logprobs(found: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:

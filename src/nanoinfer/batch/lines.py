@@ -123,7 +123,7 @@ class LineReader(Iterator[Line]):
 
     def close(self) -> None:
         """Close the current file; the next line is that of the next file."""
-        if self._file is not None and self._file is not sys.stdin.buffer:
+        if self._file is not None and self._names[self._next_file - 1] != STANDARD:
             self._file.close()
         self._file = None
 

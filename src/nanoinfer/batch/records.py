@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from nanoinfer import openai_protocol as openai
@@ -124,13 +123,13 @@ class OwnForm:
     def record(self, outputs: Sequence[RequestOutput]) -> Record:
         """Return the record of a line that succeeded."""
         (output,) = outputs
-        made = [{name: value for name, value in asdict(o).items() if value is not None} for o in output.outputs]
+        made = [{name: value for name, value in vars(o).items() if value is not None} for o in output.outputs]
+        for o in made:
+            if "logprobs" in o:
+                o["logprobs"] = openai.plain_logprobs(o["logprobs"])
         record = {**self._start, "outputs": made, "usage": openai.usage(outputs), "seed": output.seed, "error": None}
         if output.prompt_logprobs is not None:
-            record["prompt_logprobs"] = [
-                None if found is None else {token: asdict(entry) for token, entry in found.items()}
-                for found in output.prompt_logprobs
-            ]
+            record["prompt_logprobs"] = openai.plain_logprobs(output.prompt_logprobs)
         if output.num_dropped_tokens:
             record["num_dropped_tokens"] = output.num_dropped_tokens
         return record

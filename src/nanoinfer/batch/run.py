@@ -85,6 +85,7 @@ class BatchRunner:
         self._deltas: deque[Delta] = deque()
         self._entry_of: dict[int, _Entry] = {}  # by the id of an unfinished request
         self._num_running = self._num_bytes = 0
+        self._at_end, self._estimate = False, 0  # of the input; lines in it
         self.num_tokens = 0
         """Tokens generated so far."""
 
@@ -103,9 +104,19 @@ class BatchRunner:
                 self._write(output)
                 if bar.due():
                     speed = self.num_tokens / (time.monotonic() - start)
-                    bar.update(output.done.num_records, reader.estimate(), f"{speed:,.0f} tokens/s")
+                    bar.update(output.done.num_records, self._total(reader, output), f"{speed:,.0f} tokens/s")
         finally:
             self._core.cancel([r for entry in self._window for r in entry.requests if not r.finished])
+
+    def _total(self, reader: LineReader, output: FileOutput | StreamOutput) -> int | None:
+        """Return about how many lines there are. It changes rarely: the bar then forgets the speed so far."""
+        if self._at_end:
+            return output.done.num_records + len(self._window)
+        if (estimate := reader.estimate()) is None:
+            return None
+        if abs(estimate - self._estimate) > 0.1 * self._estimate:
+            self._estimate = estimate
+        return self._estimate
 
     def _fill(self, reader: LineReader, several: bool) -> bool:
         """Read and queue lines while the window has room; return whether there may be more."""
@@ -116,6 +127,7 @@ class BatchRunner:
             and not (self._num_running and not reader.ready())  # steps go on while another process writes the input
         ):
             if (line := next(reader, None)) is None:
+                self._at_end = True
                 return False
             self._start(line, several)
         return True
