@@ -184,6 +184,7 @@ def test_a_full_disk_ends_it_and_it_continues(llm: LLM, tmp_path: Path) -> None:
         patch.setattr(os, "write", full)
         refuses(lambda: generate(llm, out, source), "out.jsonl cannot be written: No space left on device")
     assert out.read_bytes().count(b"\n") == 5
+    assert out.read_bytes().endswith(b"}\n")
     generate(llm, out, source)
     assert out.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 

@@ -190,10 +190,11 @@ class FileOutput:
         self._due = end + max(CHECKPOINT_SEC, 20 * (end - start))
 
     def close(self) -> None:
-        """Save how far the job is, if it has begun, and close the file."""
+        """Remove what an interrupt left of a record, save how far the job is, and close the file."""
         try:
             if self._saved is not None:
-                with suppress(NanoinferError):  # a full disk: the last checkpoint is still valid
+                with suppress(OSError, NanoinferError):  # a full disk: the last checkpoint is still valid
+                    os.ftruncate(self._fd, self.done.output_bytes)
                     self.checkpoint(now=True)
         finally:
             if self._fd >= 0:
