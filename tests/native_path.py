@@ -154,6 +154,15 @@ def test_generate_and_eval(run: Run, folder: Path, tmp_path: Path) -> None:
     assert json.loads(out)["perplexity"] == pytest.approx(LLM(str(folder)).perplexity(TEXT)[0].perplexity)
 
 
+def test_batch(run: Run, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Go", "temperature": 0, "max_tokens": 4}\n[]\n')
+    assert run("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "-m", folder)[0] == 1
+    good, bad = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
+    (expected,) = LLM(str(folder)).generate("Go", SamplingParams(temperature=0, max_tokens=4))
+    assert good["outputs"][0]["text"] == expected.outputs[0].text
+    assert bad["error"] == "the line [] is not a JSON object: write {'prompt': ...}"
+
+
 def test_packed_weights_are_those_of_the_folder(run: Run, folder: Path, tmp_path: Path) -> None:
     code, _, err = run("pack", folder, "--quantization", "int8", "--output", tmp_path / "packed")
     assert code == 0, err

@@ -57,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hostile")
     make_folder(path / "tiny")
     (path / "text.txt").write_text("To be, or not to be. " * 100)
+    (path / "prompts.jsonl").write_text('{"prompt": "Go"}\n{"prompt": 1}\n')
     (path / "turns.jinja").write_text("{{ messages[-1].content }}")
     return path
 
@@ -68,6 +69,7 @@ def base(command: str, folder: Path, out: Path) -> list[str]:
     return {
         "generate": ["Go", "--model", tiny, "--max-tokens", "2"],
         "chat": [tiny, "--chat-template", str(folder / "turns.jinja"), "--max-tokens", "2"],
+        "batch": [str(folder / "prompts.jsonl"), "-o", f"{out}.jsonl", "--model", tiny, "--max-tokens", "2"],
         "pack": [tiny, "--quantization", "int8", "--output", str(out / "packed")],
         "engines": [],
         "eval": [text, "--model", tiny, "--stride", "32"],

@@ -40,12 +40,12 @@ class ProgressBar:
         """Return whether `update` would draw: ask first where counting takes time."""
         return self._clock() >= self._next
 
-    def update(self, done: int, total: int, note: str = "") -> None:
+    def update(self, done: int, total: int | None, note: str = "") -> None:
         """Draw the bar if the last drawing is old enough.
 
         Args:
             done: how much is done.
-            total: of how much.
+            total: of how much; None: not known.
             note: what to show beside the bar.
         """
         if not self.due():
@@ -65,7 +65,7 @@ class ProgressBar:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def _start(self, total: int) -> Progress:
+    def _start(self, total: int | None) -> Progress:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
         from rich.table import Column

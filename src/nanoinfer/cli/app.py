@@ -24,6 +24,7 @@ _ClickException: Any = typer.BadParameter.__mro__[2]
 COMMANDS = {
     "generate": ("generate:generate", "Generate text from prompts, streamed as it is generated."),
     "chat": ("chat:chat", "Hold a conversation with a model that has a chat template."),
+    "batch": ("batch:batch", "Generate for each line of a JSONL file; continue after an interruption."),
     "pack": ("pack:pack", "Pack weights into a folder that engine native maps into memory."),
     "engines": ("engines:engines", "List the engines and what each supports on this machine."),
     "eval": ("eval:evaluate", "Print the perplexity of a text file, and bits per character."),

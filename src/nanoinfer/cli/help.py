@@ -39,6 +39,12 @@ TOPICS: dict[str, dict[str, str]] = {
         "Speculative decoding": "draft speculate_k speculate_rule",
         **_ENGINE,
     },
+    "batch": {
+        "Output length": _OUTPUT["Output length"],
+        "Sampling": _SAMPLING["Sampling"] + " logprobs prompt_logprobs",
+        "Speculative decoding": "draft speculate_k speculate_rule",
+        **_ENGINE,
+    },
     "eval": {"Engine and memory": _ENGINE["Engine and memory"] + " sampler"},
     "bench": {
         "What to measure without --suite": "engine dtype quantization sampler batch prompt_tokens output_tokens"
@@ -67,7 +73,7 @@ class Command(typer.core.TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the parts of the usage line: FILE, not {FILE}."""
-        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
+        return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and options, a section for each topic."""

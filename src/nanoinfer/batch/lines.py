@@ -1,0 +1,178 @@
+"""Read the lines of input files one at a time, with a limit on their length and a hash of all that was read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped, reason
+
+MAX_LINE_BYTES = 4 << 20
+"""A longer line is skipped without being held in memory."""
+STANDARD = "-"
+"""Name of standard input and of standard output."""
+_CHUNK_BYTES = 1 << 16
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a line is."""
+
+    number: int
+    """Its number from 1, counted over all files."""
+    file: str
+    line: int
+    """Its number in its file, from 1."""
+    end: int
+    """Bytes of all files up to its end."""
+    digest: str
+    """SHA-256 of these bytes."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line that is not blank."""
+
+    place: Place
+    content: bytes | None
+    """Without the newline; None: longer than MAX_LINE_BYTES."""
+    num_bytes: int
+
+
+class LineReader(Iterator[Line]):
+    """Reads the lines of several files, one after the other. Blank lines are counted and left out.
+
+    Args:
+        names: the files; "-" is standard input.
+
+    Raises:
+        NanoinferError: a file is missing, not readable or a folder, or "-" is given twice; while reading: a read fails.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+        self.total_bytes: int | None = 0
+        """Size of all files; None: one is not a regular file."""
+        for name in self._names:
+            size = _check(name)
+            self.total_bytes = None if size is None or self.total_bytes is None else self.total_bytes + size
+        if self._names.count(STANDARD) > 1:
+            raise NanoinferError("the input - (standard input) is given twice: give it once")
+        self._hash = hashlib.sha256()
+        self._next_file = 0
+        self._file: BinaryIO | None = None
+        self._chunk, self._at = b"", 0
+        self._end = self._number = self._line = 0
+        self._peeked: Line | None = None
+
+    def __next__(self) -> Line:
+        if self._peeked is not None:
+            line, self._peeked = self._peeked, None
+            return line
+        while True:
+            if self._file is None:
+                if self._next_file == len(self._names):
+                    raise StopIteration
+                self._open(self._names[self._next_file])
+            size, content = self._read_line()
+            if size == 0:
+                self.close()
+                continue
+            self._end, self._number, self._line = self._end + size, self._number + 1, self._line + 1
+            if content is not None and self._line == 1:
+                content = content.removeprefix(_BOM)
+            if content is None or content.strip():
+                name = self._names[self._next_file - 1]
+                place = Place(self._number, name, self._line, self._end, self._hash.hexdigest())
+                return Line(place, content, size)
+
+    @property
+    def num_files(self) -> int:
+        """Number of files."""
+        return len(self._names)
+
+    def estimate(self) -> int | None:
+        """Return about how many lines there are, by the bytes read so far; None: not known."""
+        return round(self._number * self.total_bytes / self._end) if self.total_bytes and self._end else None
+
+    def at_end(self) -> bool:
+        """Return whether no line is left. Waits for the next one."""
+        if self._peeked is None:
+            self._peeked = next(self, None)
+        return self._peeked is None
+
+    def ready(self) -> bool:
+        """Return whether the next line, or a part of it, can be read without waiting for another process."""
+        if self._peeked is not None or self._file is None or self._chunk.find(b"\n", self._at) >= 0:
+            return True
+        try:
+            poll = select.poll()
+            poll.register(self._file.fileno(), select.POLLIN)
+        except (OSError, ValueError):  # not a file of the operating system
+            return True
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Close the current file; the next line is that of the next file."""
+        if self._file is not None and self._names[self._next_file - 1] != STANDARD:
+            self._file.close()
+        self._file = None
+
+    def _open(self, name: str) -> None:
+        try:
+            self._file = sys.stdin.buffer if name == STANDARD else open(name, "rb")  # noqa: SIM115
+        except OSError as e:
+            raise _unreadable(name, e) from None
+        self._next_file += 1
+        self._chunk, self._at, self._line = b"", 0, 0
+
+    def _read_line(self) -> tuple[int, bytes | None]:
+        """Return the bytes of the next line and its content without the newline; 0 at the end of the file."""
+        assert self._file is not None
+        parts: list[bytes] = []
+        size = 0
+        while not (parts and parts[-1].endswith(b"\n")):
+            if self._at == len(self._chunk):
+                try:
+                    self._chunk, self._at = self._file.read1(_CHUNK_BYTES), 0  # type: ignore[attr-defined]
+                except OSError as e:
+                    raise _unreadable(self._names[self._next_file - 1], e) from None
+                if not self._chunk:
+                    break
+            end = self._chunk.find(b"\n", self._at) + 1 or len(self._chunk)
+            piece = self._chunk[self._at : end]
+            self._at, size = end, size + len(piece)
+            self._hash.update(piece)
+            if size > MAX_LINE_BYTES:
+                parts.clear()
+            parts.append(piece)
+        return size, b"".join(parts).removesuffix(b"\n") if size <= MAX_LINE_BYTES else None
+
+
+def _check(name: str) -> int | None:
+    """Return the size of a regular file that can be read; None for a pipe or a device."""
+    if name == STANDARD:
+        return None
+    try:
+        status = os.stat(name)
+    except (OSError, ValueError) as e:  # ValueError: a null byte in the name
+        raise _unreadable(name, e) from None
+    if stat.S_ISDIR(status.st_mode):
+        raise NanoinferError(f"{escaped(name)} is a folder, not a file of prompts: give files")
+    if not os.access(name, os.R_OK):
+        raise NanoinferError(f"{escaped(name)} cannot be read as prompts: Permission denied")
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _unreadable(name: str, error: Exception) -> NanoinferError:
+    shown = "standard input" if name == STANDARD else escaped(Path(name))
+    return NanoinferError(f"{shown} cannot be read as prompts: {reason(error)}")

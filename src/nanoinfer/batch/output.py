@@ -1,0 +1,309 @@
+"""Where records are written: a file that a later run continues, or a stream (standard output, a pipe, a device).
+
+Beside the file OUT is OUT.state, which is replaced atomically now and then, after the file was synchronized to the
+disk. It has the settings of the job and a checkpoint: how much of the input and of the output belong to the records
+written so far, with the hash of both. After a kill at any moment, the next run
+
+    1. compares the settings, and the hash of the output up to the checkpoint
+    2. reads the input up to the checkpoint and compares its hash
+    3. truncates the output to the checkpoint, so that a record is never there twice or in part
+    4. continues with the next line
+
+So a kill loses the records of the last moments, and they are generated again. Two runs of a job at the same time are
+refused by a lock on the file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.batch.lines import STANDARD, LineReader, Place
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped, read_json, reason, write_atomically
+
+FORMAT = "nanoinfer-batch/1"
+MAX_STATE_BYTES = 1 << 20
+CHECKPOINT_SEC = 0.25
+"""Shortest time between two checkpoints; longer on a slow disk, so that they take at most a twentieth of the time."""
+_STARTS = (b'{"line": ', b'{"id": "batch_req_')  # of records; after a loss of power the file may end with zeros
+_NOTHING = hashlib.sha256().hexdigest()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """How far a job is: the records that were written, and the input that they are for."""
+
+    num_records: int = 0
+    num_errors: int = 0
+    first_error: str = ""
+    """The message of the first error record, with its line."""
+    input_bytes: int = 0
+    input_sha256: str = _NOTHING
+    output_bytes: int = 0
+    output_sha256: str = _NOTHING
+
+
+class StreamOutput:
+    """Writes records to standard output, a pipe or a device: what was written before is not known.
+
+    Args:
+        name: "-" or a path.
+    """
+
+    resumable = False
+
+    def __init__(self, name: str) -> None:
+        self.name = "standard output" if name == STANDARD else escaped(name)
+        self._path = None if name == STANDARD else name
+        self._fd = -1
+        self.done = Checkpoint()
+
+    def skip(self, reader: LineReader) -> None:
+        """Read the lines whose records are there already: none."""
+
+    def start(self) -> None:
+        """Open the stream."""
+        if self._path is not None:
+            try:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+            except OSError as e:
+                raise _unwritable(self.name, e) from None
+
+    def write(self, record: bytes, place: Place, error: str = "") -> None:
+        """Write the record of a line; `error`: its message, if it is an error record."""
+        if self._path is None:
+            sys.stdout.buffer.write(record)
+            sys.stdout.buffer.flush()
+        else:
+            _write_all(self._fd, record, self.name)
+        self.done = _after(self.done, error)
+
+    def checkpoint(self, *, now: bool = False) -> None:
+        """Do nothing: a stream cannot be continued."""
+
+    def close(self) -> None:
+        """Close the stream."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class FileOutput:
+    """Writes records to a file, and continues one that an earlier run has begun. Nothing is changed before `start`.
+
+    Args:
+        path: the file.
+        settings: what determines the records, besides the input: JSON values by name.
+        overwrite: start again, whatever the file contains.
+
+    Raises:
+        NanoinferError: the file cannot be written, is being written by another process, has content that this command
+            did not write, or was written with other settings.
+    """
+
+    resumable = True
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], overwrite: bool) -> None:
+        self.name = escaped(path)
+        self._path, self._state = path, path.with_name(path.name + ".state")
+        self._settings = json.loads(json.dumps(settings))  # as they are read again: tuples are lists
+        self._hash = hashlib.sha256()
+        self._fd = -1
+        self._due = 0.0
+        self._saved: Checkpoint | None = None
+        self.done = Checkpoint()
+        if path.exists():
+            self._open(os.O_RDWR)
+            try:
+                if not overwrite and os.fstat(self._fd).st_size:
+                    self.done = self._load()
+                    self._check_content()
+            except BaseException:
+                self.close()
+                raise
+        elif not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            why = "Permission denied" if path.parent.is_dir() else f"there is no folder {escaped(path.parent)}"
+            raise NanoinferError(f"{self.name} cannot be written: {why}")
+
+    def skip(self, reader: LineReader) -> None:
+        """Read the lines whose records are in the file.
+
+        Raises:
+            NanoinferError: the input is not the one that the file was made from.
+        """
+        if not self.done.input_bytes:
+            return
+        place = None
+        while (place is None or place.end < self.done.input_bytes) and not reader.at_end():
+            place = next(reader).place
+        if place is None or (place.end, place.digest) != (self.done.input_bytes, self.done.input_sha256):
+            raise self._refusal(f"was made from another input: its first {self.done.num_records} lines have changed")
+
+    def start(self) -> None:
+        """Remove what was written after the checkpoint, and be ready for the next record."""
+        try:
+            if self._fd < 0:
+                self._open(os.O_RDWR | os.O_CREAT)
+            os.ftruncate(self._fd, self.done.output_bytes)
+            os.lseek(self._fd, 0, os.SEEK_END)
+        except OSError as e:
+            raise _unwritable(self.name, e) from None
+        self.checkpoint(now=True)
+
+    def write(self, record: bytes, place: Place, error: str = "") -> None:
+        """Write the record of a line; `error`: its message, if it is an error record."""
+        _write_all(self._fd, record, self.name)
+        self._hash.update(record)
+        self.done = replace(
+            _after(self.done, error),
+            input_bytes=place.end,
+            input_sha256=place.digest,
+            output_bytes=self.done.output_bytes + len(record),
+            output_sha256=self._hash.hexdigest(),
+        )
+
+    def checkpoint(self, *, now: bool = False) -> None:
+        """Save how far the job is, if the last time is long enough ago, or now."""
+        start = time.monotonic()
+        if self.done == self._saved or (start < self._due and not now):
+            return
+        done = self.done
+        try:
+            os.fsync(self._fd)
+            state = {"format": FORMAT, "settings": self._settings, "checkpoint": asdict(done)}
+            write_atomically(self._state, json.dumps(state, indent=1).encode())
+        except OSError as e:
+            raise _unwritable(escaped(self._state), e) from None
+        self._saved = done
+        end = time.monotonic()
+        self._due = end + max(CHECKPOINT_SEC, 20 * (end - start))
+
+    def close(self) -> None:
+        """Remove what an interrupt left of a record, save how far the job is, and close the file."""
+        try:
+            if self._saved is not None:
+                with suppress(OSError, NanoinferError):  # a full disk: the last checkpoint is still valid
+                    os.ftruncate(self._fd, self.done.output_bytes)
+                    self.checkpoint(now=True)
+        finally:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._saved = -1, None
+
+    def _open(self, flags: int) -> None:
+        try:
+            self._fd = os.open(self._path, flags | os.O_CLOEXEC, 0o666)
+        except OSError as e:
+            raise _unwritable(self.name, e) from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise NanoinferError(f"{self.name} is being written by another process: wait until it has ended") from None
+        except OSError:  # a file system without locks
+            pass
+
+    def _load(self) -> Checkpoint:
+        """Return the checkpoint of the file's state."""
+        if not self._state.exists():
+            raise NanoinferError(
+                f"{self.name} exists and was not written by this command: give another output, or replace it by"
+                " --overwrite"
+            )
+        found = read_json(self._state, MAX_STATE_BYTES, "the state of a batch")
+        names = {f.name: type(f.default) for f in fields(Checkpoint)}
+        values = found.get("checkpoint") if isinstance(found, dict) else None
+        if (
+            not isinstance(values, dict)
+            or found.get("format") != FORMAT
+            or not isinstance(found.get("settings"), dict)
+            or {name: type(value) for name, value in values.items()} != names
+        ):
+            raise self._refusal(f"cannot be continued: {escaped(self._state.name)} is malformed")
+        for name in {**self._settings, **found["settings"]}:
+            before, now = (s.get(name) for s in (found["settings"], self._settings))
+            if before != now:
+                raise self._refusal(f"was made with {name}={before!r}, not {now!r}")
+        return Checkpoint(**values)
+
+    def _check_content(self) -> None:
+        """Compare the hash of the file up to the checkpoint, and the beginning of what follows."""
+        left = self.done.output_bytes
+        while left > 0 and (piece := os.read(self._fd, min(left, 1 << 20))):
+            self._hash.update(piece)
+            left -= len(piece)
+        rest = os.read(self._fd, 64)
+        begins = rest[:1] == b"\0" or any(rest[: len(start)] == start[: len(rest)] for start in _STARTS)
+        if left or self._hash.hexdigest() != self.done.output_sha256 or not begins:
+            raise self._refusal("was changed by another program")
+
+    def _refusal(self, why: str) -> NanoinferError:
+        return NanoinferError(f"{self.name} {why}: give another output, or replace it by --overwrite")
+
+
+def open_output(name: str, settings: Mapping[str, Any], overwrite: bool) -> StreamOutput | FileOutput:
+    """Return where records are written, after checking that it can be. Raises as `FileOutput`."""
+    if name == STANDARD:
+        return StreamOutput(name)
+    path = Path(name)
+    try:
+        mode = os.stat(path).st_mode if path.exists() else stat.S_IFREG
+    except (OSError, ValueError) as e:  # a name that is too long, a null byte
+        raise _unwritable(escaped(path), e) from None
+    if stat.S_ISDIR(mode):
+        raise NanoinferError(f"{escaped(path)} is a folder: give the name of a file in it")
+    return FileOutput(path, settings, overwrite) if stat.S_ISREG(mode) else StreamOutput(name)
+
+
+def refuse_same_file(inputs: list[str], output: str) -> None:
+    """Raise NanoinferError if the output, or its state, is one of the inputs."""
+    for name in inputs:
+        for target in (output, f"{output}.state"):
+            if (found := _identity(name, sys.stdin)) is not None and found == _identity(target, sys.stdout):
+                shown = "standard input" if name == STANDARD else escaped(name)
+                raise NanoinferError(f"{shown} is the input and {escaped(output)} the output: they are the same file")
+
+
+def _identity(name: str, standard: Any) -> tuple[int, int] | None:
+    """Return device and inode of a regular file; None if it is none, or does not exist."""
+    try:
+        status = os.fstat(standard.fileno()) if name == STANDARD else os.stat(name)
+    except (OSError, ValueError):
+        return None
+    return (status.st_dev, status.st_ino) if stat.S_ISREG(status.st_mode) else None
+
+
+def _after(done: Checkpoint, error: str) -> Checkpoint:
+    """Return the counts after one more record."""
+    return replace(
+        done,
+        num_records=done.num_records + 1,
+        num_errors=done.num_errors + bool(error),
+        first_error=done.first_error or error,
+    )
+
+
+def _write_all(fd: int, content: bytes, name: str) -> None:
+    left = memoryview(content)
+    try:
+        while left:
+            left = left[os.write(fd, left) :]
+    except BrokenPipeError:
+        raise
+    except OSError as e:
+        raise _unwritable(name, e) from None
+
+
+def _unwritable(name: str, error: Exception) -> NanoinferError:
+    return NanoinferError(f"{name} cannot be written: {reason(error)}")

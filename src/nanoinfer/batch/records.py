@@ -1,0 +1,209 @@
+"""The two forms of a line and of its record: this project's own, and OpenAI's batch files.
+
+own      {"id": "a", "prompt": "To be", "max_tokens": 5}
+         -> {"line": 1, "id": "a", "outputs": [{"index": 0, "text": ...}], "usage": {...}, "seed": 7, "error": null}
+OpenAI   {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "To be"}}
+         -> {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, ...}, "error": null}
+
+A record has no time and no random id, so that the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from nanoinfer import openai_protocol as openai
+from nanoinfer.batch.lines import MAX_LINE_BYTES, Line, Place
+from nanoinfer.checks import show
+from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.files import parse_json
+from nanoinfer.openai_protocol import SAMPLING, GenerationRequest
+from nanoinfer.outputs import RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+_OPENAI_KEYS = ("custom_id", "method", "url", "body")
+Record = dict[str, Any]
+
+
+class Form(Protocol):
+    """A line that is being processed: what it asks for, and how its record is written."""
+
+    def request(self, defaults: SamplingParams) -> GenerationRequest:
+        """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
+        ...
+
+    def record(self, outputs: Sequence[RequestOutput]) -> Record:
+        """Return the record of a line that succeeded."""
+        ...
+
+    def error(self, error: NanoinferError) -> Record:
+        """Return the record of a line that failed."""
+        ...
+
+
+def read_form(line: Line, model: str, several: bool) -> tuple[Form, NanoinferError | None]:
+    """Return the form of a line, and why it cannot be read; None: it is a JSON object.
+
+    Args:
+        line: the line.
+        model: name of the model, for OpenAI's records.
+        several: whether there are several files, so that records name theirs.
+    """
+    fields: Mapping[str, Any] = {}
+    try:
+        fields = _read_object(line)
+    except NanoinferError as e:
+        return OwnForm(line.place, fields, several), e
+    if "body" in fields or "url" in fields or "method" in fields:
+        return OpenAIForm(line.place, fields, model), None
+    return OwnForm(line.place, fields, several), None
+
+
+def derive_seed(seed: int, number: int, index: int) -> int:
+    """Return the seed of a line without one: a function of the job's seed, the line's number and the prompt's index.
+
+    It is a hash, so that jobs with consecutive seeds share no seeds of lines. 48 bits are exact in every JSON reader.
+    """
+    digest = hashlib.sha256(f"{seed} {number} {index}".encode()).digest()
+    return int.from_bytes(digest[:6], "little")
+
+
+def to_bytes(record: Record) -> bytes:
+    """Return a record as a line of JSON.
+
+    Raises:
+        ResultError: a number in it is not finite.
+    """
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        return text.encode() + b"\n"
+    except UnicodeEncodeError:  # half a surrogate pair in an id or a message
+        return json.dumps(record, allow_nan=False).encode() + b"\n"
+    except ValueError:
+        raise ResultError("a log-probability is not finite (nan or infinity): try --dtype float32") from None
+
+
+class OwnForm:
+    """A line with the names of `LLM.generate` and of SamplingParams."""
+
+    def __init__(self, place: Place, fields: Mapping[str, Any], several: bool) -> None:
+        self._fields = fields
+        given = fields.get("id", fields.get("custom_id"))
+        file = {"file": place.file} if several else {}
+        self._start: Record = {"line": place.line, **file, "id": given if _is_id(given) else None}
+
+    def request(self, defaults: SamplingParams) -> GenerationRequest:
+        """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
+        fields = self._fields
+        for name in fields:
+            if name not in (*PROMPT_KEYS, *SAMPLING, "messages", "chat_template_kwargs", "id", "custom_id"):
+                raise NanoinferError(
+                    f"the field {show(name)} is unknown: a line has prompt, prompt_token_ids or messages, id, and"
+                    " fields of SamplingParams"
+                )
+        if "id" in fields and "custom_id" in fields:
+            raise NanoinferError("id and custom_id are both given: give one")
+        _check_id(fields.get("id", fields.get("custom_id")))
+        prompt = {name: fields[name] for name in (*PROMPT_KEYS, "messages") if name in fields}
+        if len(prompt) != 1:
+            raise NanoinferError(
+                f"the line has {' and '.join(prompt) or 'no prompt'}: give one of prompt, prompt_token_ids, messages"
+            )
+        params = openai.with_fields(defaults, {name: fields[name] for name in SAMPLING if name in fields})
+        if "messages" in prompt:
+            return GenerationRequest(params, (), prompt["messages"], fields.get("chat_template_kwargs"))
+        if "chat_template_kwargs" in fields:
+            raise NanoinferError("chat_template_kwargs needs messages: a prompt has no template")
+        return GenerationRequest(params, [prompt])
+
+    def record(self, outputs: Sequence[RequestOutput]) -> Record:
+        """Return the record of a line that succeeded."""
+        (output,) = outputs
+        made = [{name: value for name, value in vars(o).items() if value is not None} for o in output.outputs]
+        for o in made:
+            if "logprobs" in o:
+                o["logprobs"] = openai.plain_logprobs(o["logprobs"])
+        record = {**self._start, "outputs": made, "usage": openai.usage(outputs), "seed": output.seed, "error": None}
+        if output.prompt_logprobs is not None:
+            record["prompt_logprobs"] = openai.plain_logprobs(output.prompt_logprobs)
+        if output.num_dropped_tokens:
+            record["num_dropped_tokens"] = output.num_dropped_tokens
+        return record
+
+    def error(self, error: NanoinferError) -> Record:
+        """Return the record of a line that failed."""
+        return {**self._start, "outputs": [], "usage": None, "seed": None, "error": str(error)}
+
+
+class OpenAIForm:
+    """A line of an OpenAI batch file."""
+
+    def __init__(self, place: Place, fields: Mapping[str, Any], model: str) -> None:
+        self._fields, self._model = fields, model
+        self._number, self._line = place.number, place.line
+        self._id = fields.get("custom_id") if _is_id(fields.get("custom_id")) else None
+        self._request: GenerationRequest | None = None
+
+    def request(self, defaults: SamplingParams) -> GenerationRequest:
+        """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
+        fields = self._fields
+        for name in fields:
+            if name not in _OPENAI_KEYS:
+                raise openai.FieldError(f"the field {show(name)} is unknown: use {', '.join(_OPENAI_KEYS)}", name)
+        _check_id(fields.get("custom_id"))
+        if fields.get("method") != "POST":
+            raise openai.FieldError(f"method={show(fields.get('method'))} is not 'POST'", "method")
+        url, body = fields.get("url"), fields.get("body")
+        if url not in (openai.COMPLETIONS, openai.CHAT):
+            raise openai.FieldError(f"url={show(url)} is neither {openai.COMPLETIONS} nor {openai.CHAT}", "url")
+        if not isinstance(body, dict):
+            raise openai.FieldError(f"body={show(body)} is not a JSON object", "body")
+        self._request = openai.parse(url, body, defaults)
+        return self._request
+
+    def record(self, outputs: Sequence[RequestOutput]) -> Record:
+        """Return the record of a line that succeeded."""
+        assert self._request is not None
+        return self._response(
+            200,
+            openai.response_body(self._request, outputs, request_id=str(self._number), model=self._model, created=0),
+        )
+
+    def error(self, error: NanoinferError) -> Record:
+        """Return the record of a line that failed."""
+        body = openai.error_body(error)
+        body["error"]["message"] = f"line {self._line}: {error}"
+        return self._response(openai.status_code(error), body)
+
+    def _response(self, status: int, body: Record) -> Record:
+        response = {"status_code": status, "request_id": f"req_{self._number}", "body": body}
+        return {"id": f"batch_req_{self._number}", "custom_id": self._id, "response": response, "error": None}
+
+
+def _read_object(line: Line) -> Mapping[str, Any]:
+    """Return the JSON object of a line. Raises NanoinferError if it is too long, not UTF-8 or no object."""
+    if line.content is None:
+        raise NanoinferError(
+            f"the line has {line.num_bytes} bytes; the limit is {MAX_LINE_BYTES}: split it, or shorten the prompt"
+        )
+    try:
+        text = line.content.decode()
+    except UnicodeDecodeError as e:
+        raise NanoinferError(f"the line is not UTF-8 (byte {e.start}: {e.reason}): convert it") from None
+    found = parse_json(text, "the line is not JSON")
+    if not isinstance(found, dict):
+        raise NanoinferError(f"the line {show(found)} is not a JSON object: write {{'prompt': ...}}")
+    return found
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (str, int)) and not isinstance(value, bool)
+
+
+def _check_id(value: Any) -> None:
+    if value is not None and not _is_id(value):
+        raise NanoinferError(f"id={show(value)} is neither a string nor an integer")

@@ -1,0 +1,232 @@
+"""Generate for the lines of a file: a bounded window of them, in flight together, written in order.
+
+    reader -> [ line 7: written next, running | line 8: its record waits | line 9: running | ... ] -> output
+
+The window holds at most WINDOW_FACTOR * max_num_seqs lines and WINDOW_BYTES bytes of lines and records, and a line is
+read only while fewer than QUEUE_FACTOR * max_num_seqs sequences are unfinished. So memory does not grow with the file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nanoinfer.batch.lines import Line, LineReader, Place
+from nanoinfer.batch.output import FileOutput, StreamOutput
+from nanoinfer.batch.records import Form, derive_seed, read_form, to_bytes
+from nanoinfer.chat import ChatFormatter, ChatOptions
+from nanoinfer.core import Core
+from nanoinfer.errors import NanoinferError
+from nanoinfer.messages import as_conversation
+from nanoinfer.openai_protocol import GenerationRequest
+from nanoinfer.outputs import Delta
+from nanoinfer.progress import ProgressBar
+from nanoinfer.prompts import as_prompt
+from nanoinfer.requests import RequestFactory
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.sequence import Request
+
+WINDOW_FACTOR = 8
+QUEUE_FACTOR = 2
+WINDOW_BYTES = 64 << 20
+PROBE_FACTOR = 64
+"""Characters for each token of the context length, of which a longer text is tokenized in part first."""
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """Options of a batch that its lines may not change, and defaults that they may."""
+
+    defaults: SamplingParams
+    """Sampling parameters that a line does not have; its seed is not used."""
+    seed: int = 0
+    """Seed of the batch: with its number, it gives the seed of a line without one."""
+    chat_template: str | None = None
+    """Jinja template to use instead of the model's own."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A line in the window."""
+
+    place: Place
+    form: Form
+    num_bytes: int
+    """Bytes of the line, and of the record when there is one."""
+    requests: list[Request] = field(default_factory=list)
+    num_left: int = 0
+    """Sequences that are not finished."""
+    record: bytes | None = None
+    error: str = ""
+    """The message of an error record, with its line."""
+
+
+class BatchRunner:
+    """Runs a batch on a core.
+
+    Args:
+        core: of the model.
+        requests: makes its requests.
+        formatter: applies its chat template.
+        model: name of the model.
+        options: see `BatchOptions`.
+    """
+
+    def __init__(
+        self, core: Core, requests: RequestFactory, formatter: ChatFormatter, model: str, options: BatchOptions
+    ) -> None:
+        self._core, self._factory, self._formatter = core, requests, formatter
+        self._model, self._options = model, options
+        self._max_num_seqs = core.engine.limits.max_num_seqs
+        self._window: deque[_Entry] = deque()
+        self._deltas: deque[Delta] = deque()
+        self._entry_of: dict[int, _Entry] = {}  # by the id of an unfinished request
+        self._num_running = self._num_bytes = 0
+        self._at_end, self._estimate = False, 0  # of the input; lines in it
+        self.num_tokens = 0
+        """Tokens generated so far."""
+
+    def run(self, reader: LineReader, output: FileOutput | StreamOutput, bar: ProgressBar) -> None:
+        """Write a record for each line. The caller closes the output.
+
+        Raises:
+            NanoinferError: the input cannot be read, or the output cannot be written.
+        """
+        start, several = time.monotonic(), reader.num_files > 1
+        try:
+            while self._fill(reader, several) or self._window:
+                if self._num_running:
+                    self._core.step()
+                    self._collect()
+                self._write(output)
+                if bar.due():
+                    speed = self.num_tokens / (time.monotonic() - start)
+                    bar.update(output.done.num_records, self._total(reader, output), f"{speed:,.0f} tokens/s")
+        finally:
+            self._core.cancel([r for entry in self._window for r in entry.requests if not r.finished])
+
+    def _total(self, reader: LineReader, output: FileOutput | StreamOutput) -> int | None:
+        """Return about how many lines there are. It changes rarely: the bar then forgets the speed so far."""
+        if self._at_end:
+            return output.done.num_records + len(self._window)
+        if (estimate := reader.estimate()) is None:
+            return None
+        if abs(estimate - self._estimate) > 0.1 * self._estimate:
+            self._estimate = estimate
+        return self._estimate
+
+    def _fill(self, reader: LineReader, several: bool) -> bool:
+        """Read and queue lines while the window has room; return whether there may be more."""
+        while (
+            self._num_running < QUEUE_FACTOR * self._max_num_seqs
+            and len(self._window) < WINDOW_FACTOR * self._max_num_seqs
+            and self._num_bytes < WINDOW_BYTES
+            and not (self._num_running and not reader.ready())  # steps go on while another process writes the input
+        ):
+            if (line := next(reader, None)) is None:
+                self._at_end = True
+                return False
+            self._start(line, several)
+        return True
+
+    def _start(self, line: Line, several: bool) -> None:
+        """Queue the requests of a line; if it is bad, make its error record."""
+        form, error = read_form(line, self._model, several)
+        entry = _Entry(line.place, form, line.num_bytes)
+        self._window.append(entry)
+        self._num_bytes += entry.num_bytes
+        if error is None:
+            try:
+                entry.requests = self._make(form.request(self._options.defaults), line.place)
+            except NanoinferError as e:
+                error = e
+        if error is not None:
+            return self._fail(entry, error)
+        unfinished = [r for r in entry.requests if not r.finished]  # one with prompt_logprobs may have failed
+        for request in unfinished:
+            request.deltas = self._deltas
+            self._entry_of[request.request_id] = entry
+        entry.num_left = sum(len(r.sequences) for r in unfinished)
+        self._num_running += entry.num_left
+        self._core.submit(unfinished)
+        if not unfinished:
+            self._finish(entry)
+
+    def _make(self, given: GenerationRequest, place: Place) -> list[Request]:
+        """Return the requests of a line, not queued. Raises NanoinferError if one of them is refused."""
+        prompts: Sequence[Any] = given.prompts
+        for prompt in prompts:
+            self._refuse_endless(prompt.get("prompt"), given.params)
+        if given.messages is not None:
+            options = ChatOptions(self._options.chat_template, True, given.chat_template_kwargs)
+            text = self._formatter.render(as_conversation(given.messages), options)
+            self._refuse_endless(text, given.params)
+            prompts = [{"prompt_token_ids": self._formatter.encode(text)}]
+        params = [given.params] * len(prompts)
+        if given.params.seed is None:
+            seeds = (derive_seed(self._options.seed, place.number, i) for i in range(len(prompts)))
+            params = [replace(given.params, seed=seed) for seed in seeds]
+        return self._factory.make_all(prompts, params)
+
+    def _refuse_endless(self, text: Any, params: SamplingParams) -> None:
+        """Refuse a text whose beginning exceeds the context length already.
+
+        The tokenizer needs 200 times the memory of a text, and two seconds for a megabyte.
+        """
+        block_size = self._core.engine.limits.block_size
+        head = PROBE_FACTOR * block_size
+        if not isinstance(text, str) or len(text) <= head or params.overflow == "slide":
+            return
+        if (
+            len(self._factory.token_ids(as_prompt(text[:head]))) > 2 * block_size
+        ):  # 2: the last word is cut, tokens may differ
+            raise NanoinferError(
+                f"the prompt has {len(text)} characters, the context length is {block_size} tokens: shorten it, or use"
+                " overflow='slide', which keeps the last tokens"
+            )
+
+    def _collect(self) -> None:
+        """Count what the last step added, and make the records of lines that have ended."""
+        while self._deltas:
+            delta = self._deltas.popleft()
+            self.num_tokens += delta.num_tokens
+            if delta.finish_reason is None:
+                continue
+            entry = self._entry_of[delta.request_id]
+            entry.num_left -= 1
+            self._num_running -= 1
+            if entry.num_left == 0:
+                self._finish(entry)
+
+    def _finish(self, entry: _Entry) -> None:
+        """Make the record of a line whose sequences have ended."""
+        outputs = [self._core.output(r) for r in entry.requests]
+        for request in entry.requests:
+            self._entry_of.pop(request.request_id, None)
+        entry.requests = []
+        try:
+            self._keep(entry, to_bytes(entry.form.record([output.check() for output in outputs])))
+        except NanoinferError as e:
+            self._fail(entry, e)
+
+    def _fail(self, entry: _Entry, error: NanoinferError) -> None:
+        place = entry.place
+        entry.error = f"{place.file}, line {place.line}: {error}"[:500]
+        self._keep(entry, to_bytes(entry.form.error(error)))
+
+    def _keep(self, entry: _Entry, record: bytes) -> None:
+        entry.record = record
+        self._num_bytes += len(record) - entry.num_bytes
+        entry.num_bytes = len(record)
+
+    def _write(self, output: FileOutput | StreamOutput) -> None:
+        """Write the records whose predecessors are all written."""
+        while self._window and (record := self._window[0].record) is not None:
+            entry = self._window[0]
+            output.write(record, entry.place, entry.error)
+            self._window.popleft()
+            self._num_bytes -= entry.num_bytes
+        output.checkpoint()

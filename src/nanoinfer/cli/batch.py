@@ -1,0 +1,177 @@
+"""`nanoinfer batch`: completions of a file of prompts.
+
+Examples:
+    nanoinfer batch prompts.jsonl out.jsonl --max-tokens 200
+    nanoinfer batch a.jsonl b.jsonl -o out.jsonl --model gpt2 --seed 1
+    echo '{"prompt": "To be", "n": 2}' | nanoinfer batch - -
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nanoinfer.checks import require_int
+from nanoinfer.cli.generate import DEFAULTS, ModelFlag, TokenizerFlag
+from nanoinfer.cli.options import flags
+from nanoinfer.cli.terminal import complain
+from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import read_text
+from nanoinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanoinfer.batch.lines import LineReader
+    from nanoinfer.batch.output import FileOutput, StreamOutput
+    from nanoinfer.batch.run import BatchOptions
+
+_CAPACITY = (
+    "threads", "max_num_seqs", "kv_cache_memory", "graph_memory", "max_num_batched_tokens", "max_num_queued",
+    "enable_prefix_caching",
+)  # fmt: skip
+"""Options that may change when a batch is continued: they do not determine what is generated."""
+
+
+@flags(EngineConfig, "engine_config")
+@flags(SpeculationConfig, "speculation")
+@flags(SamplingParams, "params", skip=("seed", "logit_bias"), defaults=DEFAULTS)
+def batch(
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE", help="Input and output; with --output, any number of inputs. - is stdin or stdout."
+        ),
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="PATH", help="File of the records, instead of a second argument."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start again, and replace the output if it exists.")
+    ] = False,
+    model: ModelFlag = "shakespeare",
+    tokenizer: TokenizerFlag = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option("--chat-template", metavar="FILE", help="Jinja template to use instead of the model's own."),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option("--seed", metavar="INT", help="Lines without a seed get one from this and their number."),
+    ] = 0,
+    *,
+    engine_config: EngineConfig,
+    speculation: SpeculationConfig,
+    params: SamplingParams,
+) -> None:
+    """Generate for each line of a JSONL file; continue after an interruption."""
+    inputs, target = _split(files, output)
+    require_int("seed", seed, 0, 2**64 - 1)
+    template = read_text(chat_template, "a chat template") if chat_template is not None else None
+    config = LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation)
+
+    from nanoinfer.batch.lines import LineReader
+    from nanoinfer.batch.output import open_output, refuse_same_file
+    from nanoinfer.batch.run import BatchOptions
+
+    reader = LineReader(inputs)
+    refuse_same_file(inputs, target)
+    options = BatchOptions(params, seed, template)
+    records = open_output(target, _settings(config, options), overwrite)
+    try:
+        records.skip(reader)
+        if records.done.num_records:
+            done = "is complete" if reader.at_end() else "continues"
+            _note(f"{records.name} {done} after {records.done.num_records:,} lines")
+        _run(config, options, reader, records)
+    except KeyboardInterrupt:
+        how = "run the same command again to continue" if records.resumable else "this output cannot be continued"
+        _note(f"interrupted after {records.done.num_records:,} lines: {how}")
+        raise
+    finally:
+        records.close()
+        reader.close()
+    if failed := records.done.num_errors:
+        first = records.done.first_error
+        complain(f"{failed:,} of {records.done.num_records:,} lines failed: see error in their records; first {first}")
+        raise typer.Exit(1)
+
+
+def _split(files: list[str], output: str | None) -> tuple[list[str], str]:
+    """Return the inputs and the output."""
+    if output is not None:
+        return files, output
+    if len(files) != 2:
+        given = "1 file is" if len(files) == 1 else f"{len(files)} files are"
+        raise NanoinferError(f"{given} given: give one input and one output, or any number of inputs and --output")
+    return files[:1], files[1]
+
+
+def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: FileOutput | StreamOutput) -> None:
+    """Load the model, unless no line is left, and write the records."""
+    if reader.at_end():
+        records.start()
+        return
+
+    from nanoinfer.batch.run import BatchRunner
+    from nanoinfer.build import build_core
+    from nanoinfer.chat import ChatFormatter
+    from nanoinfer.progress import ProgressBar
+    from nanoinfer.requests import RequestFactory
+
+    built = build_core(config)
+    requests, formatter = RequestFactory(built.core, built.model), ChatFormatter(built.model)
+    runner = BatchRunner(built.core, requests, formatter, built.model.name, options)
+    records.start()
+    log = logging.getLogger("nanoinfer")
+    level = log.level
+    log.setLevel(logging.ERROR)  # a warning for each line that drops tokens is in its record
+    try:
+        with ProgressBar("batch") as bar:
+            runner.run(reader, records, bar)
+    finally:
+        log.setLevel(level)
+
+
+def _settings(config: LLMConfig, options: BatchOptions) -> dict[str, Any]:
+    """Return what determines the records, besides the input."""
+    template = options.chat_template
+    settings = {
+        "model": _identify(config.model),
+        "tokenizer": None if config.tokenizer is None else _identify(config.tokenizer),
+        "chat_template": None if template is None else hashlib.sha256(template.encode()).hexdigest()[:16],
+        **dataclasses.asdict(config.engine),
+        **dataclasses.asdict(config.speculation),
+        **dataclasses.asdict(options.defaults),
+        "seed": options.seed,
+    }
+    return {name: value for name, value in settings.items() if name not in _CAPACITY}
+
+
+def _identify(name: str) -> str:
+    """Return the name of a model; for a local file or folder, with a hash of sizes and samples of its content."""
+    try:
+        path = Path(name).expanduser()
+        files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path] if path.is_file() else []
+        digest = hashlib.sha256()
+        for file in files:
+            size = file.stat().st_size
+            digest.update(f"{file.name} {size}\n".encode())
+            with open(file, "rb") as f:
+                for i in range(64):  # of a file of up to 1 MiB, everything
+                    f.seek(i * max(1 << 14, size // 64))
+                    digest.update(f.read(1 << 14))
+    except (OSError, RuntimeError, ValueError):  # not a path: loading the model says why
+        return name
+    return f"{path.name} ({digest.hexdigest()[:16]})" if files else name
+
+
+def _note(message: str) -> None:
+    """Print a message on stderr."""
+    print(f"nanoinfer: {message}", file=sys.stderr, flush=True)
