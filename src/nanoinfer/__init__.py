@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from nanoinfer.errors import NanoinferError, ResultError
     from nanoinfer.llm import LLM
     from nanoinfer.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
         CompletionOutput,
         Delta,
         LoglikelihoodOutput,
@@ -26,13 +28,16 @@ if TYPE_CHECKING:
         RequestOutput,
         SpeculationMetrics,
     )
-    from nanoinfer.sampling_params import SamplingParams
+    from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
     from nanoinfer.streams import OutputStream, TextStream
 
     __version__: str
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Delta",
     "LoglikelihoodOutput",
@@ -50,6 +55,7 @@ __all__ = [
 
 _MODULES = {
     "LLM": "llm",
+    "BeamSearchParams": "sampling_params",
     "NanoinferError": "errors",
     "OutputStream": "streams",
     "ResultError": "errors",

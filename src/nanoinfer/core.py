@@ -121,7 +121,7 @@ class Core:
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
         request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)), kept=kept)
         request.arrival_sec = self._clock()
-        for i in range(params.n):
+        for i in range(params.num_sequences):
             text = OutputText(self._tokenizer.stream(token_ids) if self._tokenizer else None, params.stop)
             request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
         request.num_dropped_tokens = request.sequences[0].wanted_start

@@ -138,6 +138,8 @@ class LLM:
                 iterator: the request has failed.
         """
         params = sampling_params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise NanoinferError(f"sampling_params={show(params)} is not a SamplingParams")
         if params.n != 1:
             raise NanoinferError(f"n={params.n}: stream supports only n=1; use generate or stream_outputs")
         self._model.require_tokenizer()

@@ -76,9 +76,11 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise NanoinferError if a request can never be admitted, or if its prompt exceeds the context length."""
-        params, config = request.params, self.config
-        if params.n > config.max_num_seqs:
-            raise NanoinferError(f"n={params.n} is more than max_num_seqs={config.max_num_seqs}: raise it, or lower n")
+        params, config, (name, width) = request.params, self.config, request.width
+        if width > config.max_num_seqs:
+            raise NanoinferError(
+                f"{name}={width} is more than max_num_seqs={config.max_num_seqs}: raise it, or lower {name}"
+            )
         if params.slide_stride is not None and params.slide_stride > config.block_size:
             raise NanoinferError(
                 f"slide_stride={params.slide_stride} is more than the context length {config.block_size}: lower it"
@@ -93,14 +95,14 @@ class Scheduler:
             )
         if (need := self._tokens_needed(request)) > self._capacity:
             raise NanoinferError(
-                f"the request may grow to {need} cached tokens (n={params.n}), the KV cache holds {self._capacity}:"
-                " raise kv_cache_memory, or lower n or max_tokens"
+                f"the request may grow to {need} cached tokens ({name}={width}), the KV cache holds {self._capacity}:"
+                f" raise kv_cache_memory, or lower {name} or max_tokens"
             )
 
     def _tokens_needed(self, request: Request) -> int:
         """Return the number of cached tokens that a request's sequences may grow to."""
         longest = len(request.prompt_token_ids) + request.sequences[0].max_tokens
-        return request.params.n * min(longest, self.config.block_size)
+        return request.params.num_sequences * min(longest, self.config.block_size)
 
     def schedule(self) -> list[ScheduledSequence]:
         """Admit waiting requests and return the work of the next step.
@@ -207,6 +209,8 @@ class Scheduler:
                 Tokens after the end of an output are discarded.
         """
         for sequence, drawn in zip(drawing(work), tokens, strict=True):
+            if sequence.request.beams is not None:
+                continue  # beams.py has appended its token
             sequence.num_inflight_tokens = max(0, sequence.num_inflight_tokens - 1)
             sequence.num_cached += len(drawn) - 1
             try:
