@@ -15,7 +15,6 @@ device sampler. If a second exception interrupts the reset, the next call repeat
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from weakref import WeakKeyDictionary
 
 from nanoinfer import isolation, keeping, processes, request_outputs
 from nanoinfer.arrays import Array
+from nanoinfer.beams import BeamSearches
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
 from nanoinfer.isolation import Faults
@@ -35,17 +35,16 @@ from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.request_outputs import Logprobs
 from nanoinfer.sampling.sampler import Sampled, Sampler, not_finite
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.kept import KeptSequence
 from nanoinfer.scheduling.scheduler import ScheduledSequence, Scheduler, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.speculative.speculator import SpecStep, Speculator
+from nanoinfer.step_rows import rows_of
 
 if TYPE_CHECKING:
     from nanoinfer.models.tokenizers import Tokenizer
-
-log = logging.getLogger("nanoinfer")
 
 T = TypeVar("T")
 HAND_OVER_SEC = 1e-4  # Python's locks are not fair: a thread that steps in a loop sleeps so that others get the lock
@@ -87,6 +86,7 @@ class Core:
         self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
         self._logprobs = Logprobs(tokenizer)
+        self._beams = BeamSearches(engine)
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
         self._lock = processes.step_lock()
         self._generation = processes.generation()
@@ -104,6 +104,7 @@ class Core:
         seed: int,
         end_token_ids: tuple[int, ...] = (),
         kept: KeptSequence | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> Request:
         """Return a new request. `submit` queues it.
 
@@ -114,12 +115,13 @@ class Core:
             seed: seed of the request's random numbers.
             end_token_ids: the model's end-of-text tokens.
             kept: the sequence to continue, and to leave open at the end; only with n=1. See scheduling/kept.py.
+            beams: of a beam search; `params` are then its `sampling_params`.
 
         Raises:
             NanoinferError: the request exceeds the engine's limits (see `Scheduler.check`).
         """
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
-        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)), kept=kept)
+        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)), kept=kept, beams=beams)
         request.arrival_sec = self._clock()
         for i in range(params.num_sequences):
             text = OutputText(self._tokenizer.stream(token_ids) if self._tokenizer else None, params.stop)
@@ -133,7 +135,7 @@ class Core:
         with self._turn():
             self._settle()
             for request in [r for r in requests if not r.finished]:
-                if self.speculator is not None:
+                if self.speculator is not None and request.beams is None:
                     self._speculators[request] = self.speculator
                 if self._overlap is not None:
                     self._overlap.add(request)
@@ -159,8 +161,7 @@ class Core:
     # The step --------------------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
-        """Run one step and return its deltas, one for each sequence that sampled. Request queues get them as well.
-
+        """Run one step; return and queue its deltas: one for each sequence that sampled or whose beam search ended.
         With overlap scheduling, a call launches a step and returns the deltas of the previous one; the first call
         returns none. Without unfinished requests, a call does nothing.
 
@@ -278,9 +279,10 @@ class Core:
 
     def _finish(self, work: list[ScheduledSequence], tokens: list[list[int]], faults: Faults) -> list[Delta]:
         """Append the sampled tokens to their sequences, close finished ones, and return a delta for each sequence."""
-        before = [(s, s.num_output_tokens) for s in drawing(work) if s.finish_reason is None]
+        before = [(s, s.num_output_tokens) for s in drawing(work) if not (s.finish_reason or s.request.beams)]
         for s, error in faults.items():
             cast(Sequence, s).abort(error)
+        before += [(s, 0) for s in self._beams.advance(work, self._free)]
         self._close(self.scheduler.postprocess(work, tokens))
         if not self.scheduler.unfinished:
             self._in_flight = None  # all its sequences have finished: discard the in-flight step
@@ -330,7 +332,7 @@ class Core:
         tokens = [[drawn.token_id for drawn in some] for some in kept]
         now = self._clock()
         for s, some in zip(drawing(work), kept, strict=True):
-            if some:
+            if some or s.request.beams is not None:
                 self._note_first(s, now)
             self._logprobs.add(s, some)
             if (proposal := done.proposals.get(s)) is not None and len(some) <= len(proposal.token_ids):
@@ -360,23 +362,16 @@ class Core:
     def _draw(
         self, work: list[ScheduledSequence], done: SpecStep, logits: Array, rule: str, faults: Faults
     ) -> list[list[Sampled]]:
-        """Fork siblings and sample the tokens of each sequence from its rows. Siblings sample from the same row."""
-        rows: list[int] = []
-        at = 0
+        """Fork siblings and sample the tokens of each sequence from its rows; beams get candidates, and no tokens."""
+        rows, logits = rows_of(work, done), logits[:, : self._vocab_size]
         for w in work:
-            if not w.draws:
-                continue
-            for fork in w.forks:
+            for fork in w.forks if w.sequence.request.beams is None else ():
                 fork.handle = self.engine.fork(Handle(cast(int, w.sequence.handle)))
-            proposal = done.proposals.get(w.sequence)
-            count = 1 + (len(proposal.token_ids) if proposal is not None else 0)
-            rows += range(at, at + count)
-            rows += [at] * len(w.forks)
-            at += count
-        if len(rows) > at:
-            logits = logits[rows]
-        groups = [(s, done.proposals.get(s)) for s in drawing(work)]
-        return isolation.draw_tokens(self._sampler, logits[:, : self._vocab_size], groups, rule, faults)
+        self._beams.read(rows.beams, logits, faults)
+        if rows.sampled != list(range(rows.num_rows)):
+            logits = logits[rows.sampled]
+        sampled = iter(isolation.draw_tokens(self._sampler, logits, rows.groups, rule, faults))
+        return [next(sampled) if s.request.beams is None else [] for s in drawing(work)]
 
     def _close(self, ended: list[Sequence]) -> None:
         """Free the resources of finished sequences, and record when their requests finished."""
@@ -386,11 +381,15 @@ class Core:
                 speculator.forget(s)
             if self._overlap is not None:
                 self._overlap.forget(s)
-            if s.handle is not None:
-                keeping.close_or_keep(self.engine, self.scheduler, s)
-                s.handle = None
+            self._free(s)
             if s.request.finished:
                 s.request.finished_sec = now
+
+    def _free(self, s: Sequence) -> None:
+        """Close or keep the engine's sequence of a sequence, if it has one."""
+        if s.handle is not None:
+            keeping.close_or_keep(self.engine, self.scheduler, s)
+            s.handle = None
 
     def output(self, request: Request) -> RequestOutput:
         """Return a request's output so far, between two steps; finish_reason is None for unfinished sequences."""

@@ -131,7 +131,9 @@ class BeamSearchOutput:
     """The result of a beam search for one prompt."""
 
     sequences: list[BeamSearchSequence]
-    """beam_width outputs, the one with the highest score first."""
+    """beam_width outputs, the one with the highest score first; none if the search failed."""
+    error: str | None = None
+    """Why the search failed, in one line."""
 
 
 @dataclass(frozen=True)

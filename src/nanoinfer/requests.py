@@ -6,16 +6,17 @@ import logging
 import secrets
 from collections.abc import Sequence
 
-from nanoinfer import scoring
+from nanoinfer import beams, scoring
 from nanoinfer.checks import show
 from nanoinfer.core import Core
 from nanoinfer.errors import NanoinferError
 from nanoinfer.model_info import ModelInfo
 from nanoinfer.prompts import Prompt, as_list, as_prompt, numbered
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.kept import KeptSequence
 from nanoinfer.scheduling.sequence import Request
 
+Params = SamplingParams | BeamSearchParams
 log = logging.getLogger("nanoinfer")
 
 
@@ -31,13 +32,11 @@ class RequestFactory:
         self._core = core
         self._model = model
 
-    def make_all(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Request]:
+    def make_all(self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None) -> list[Request]:
         """Check and return all requests, with their prompt_logprobs, without queueing them."""
         many = as_list(prompts)
-        if isinstance(params, SamplingParams) or params is None:
-            each = [params or SamplingParams()] * len(many)
+        if isinstance(params, Params) or params is None:
+            each: list[Params] = [params or SamplingParams()] * len(many)
         else:
             each = list(params)
         if len(each) != len(many):
@@ -48,23 +47,27 @@ class RequestFactory:
         for i, (prompt, p) in enumerate(zip(many, each, strict=True)):
             with numbered(i, len(many)):
                 requests.append(self.make(prompt, p))
-        for i, (request, p) in enumerate(zip(requests, each, strict=True)):
-            if p.prompt_logprobs is not None:
+        for i, request in enumerate(requests):
+            if (count := request.params.prompt_logprobs) is not None:
                 with numbered(i, len(many)):
                     scoring.add_prompt_logprobs(
-                        self._core, request, p.prompt_logprobs, self._model.tokenizer, self._model.vocab_size
+                        self._core, request, count, self._model.tokenizer, self._model.vocab_size
                     )
         return requests
 
-    def make(self, prompt: str | list[int], params: SamplingParams, kept: KeptSequence | None = None) -> Request:
+    def make(self, prompt: str | list[int], params: Params, kept: KeptSequence | None = None) -> Request:
         """Check and return one request without queueing it. `kept`: see `Core.make`."""
+        search = None
+        if isinstance(params, BeamSearchParams):
+            beams.check(params, self._model.vocab_size, self._model.end_token_ids)
+            search, params = params, params.sampling_params
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={params!r} is not a SamplingParams")
         token_ids = self.tokenize(prompt)
         self._check_params(params)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         text = prompt if isinstance(prompt, str) else None
-        request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids, kept)
+        request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids, kept, search)
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: the first %d tokens are dropped (overflow=slide)",
