@@ -24,7 +24,7 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.overlap import OverlapScheduler
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.scheduling.sequence import Request
+from nanoinfer.scheduling.sequence import Request, Sequence
 from test_core import RANDOM, make_core
 from test_engines import DEVICES, make_engine, prompt
 from test_engines import make_core as core_of
@@ -178,6 +178,14 @@ def alone(ids: list[int], params: BeamSearchParams, ends: tuple[int, ...] = (2,)
 
 def test_one_prefill_serves_all_beams_and_no_more_sequences_are_open_than_beams() -> None:
     core, engine, _ = make_core(RANDOM, max_num_seqs=4)  # the engine asserts this limit
+    free = core._free
+
+    def checked(s: Sequence) -> None:
+        """Give up a beam only while its tokens are those of the engine's sequence, which might be kept."""
+        assert s.handle is None or engine.held[Handle(s.handle)] == s.token_ids[: s.num_cached]
+        free(s)
+
+    core._free = checked  # type: ignore[method-assign]
     request = beam_request(core, [0, 1, 2, 3, 4], BEAMS, ())
     core.step()
     assert (engine.num_fed, len(engine.held)) == (5, 4)

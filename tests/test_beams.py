@@ -128,6 +128,10 @@ def test_an_end_token_that_is_not_among_the_first_does_not_finish() -> None:
     rows = probabilities(table)
     assert search.advance([find_candidates(rows(()), search.num_candidates)]) == [(0, 0), (0, 1)]
     assert search.results() == []  # the end token was third
+    search = BeamSearch(BeamSearchParams(2), (0, 2), 9)
+    row = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    assert search.advance([find_candidates(row, search.num_candidates)]) == [(0, 1), (0, 3)]
+    assert [h.token_ids for h in search.results()] == [[0]]  # token 2 was third, although a beam comes after it
 
 
 def test_equal_proposals_are_taken_from_the_better_beam_and_by_their_ids() -> None:
