@@ -14,7 +14,7 @@ import tokenizers as hf
 import torch
 
 from conftest import CHARS, TINY, make_folder, make_model, refuses, submit
-from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from nanoinfer.models import tokenizers
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from test_tokenizers import bpe
@@ -277,7 +277,7 @@ def test_chat(llm: LLM) -> None:
             llm.chat([message], **{name: None})
 
 
-@row("`SamplingParams`", "`LLM(...)`", "speculative decoding", "`LLM.beam_search`")
+@row("`SamplingParams`", "`LLM(...)`", "speculative decoding")
 @row("`LLM.encode`, `LLM.embed`, `LLM.classify`, `LLM.score`")
 def test_what_is_not_here(folder: Path, llm: LLM) -> None:
     table = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in PAGE.splitlines() if "|" in line}
@@ -291,9 +291,33 @@ def test_what_is_not_here(folder: Path, llm: LLM) -> None:
     for cell in (table["`LLM(...)`"][2], table["speculative decoding"][2]):
         assert [name in ours for name in re.findall(r"`(\w+)`", cell)].count(True) >= 3
         assert all(name in ours for name in re.findall(r"`(\w+)`", cell))
-    for name in ("encode", "embed", "classify", "score", "beam_search"):
+    for name in ("encode", "embed", "classify", "score"):
         assert not hasattr(LLM, name)
     assert llm.decode(llm.tokenize("To be")) == "To be"
+
+
+@row("`best_of`")
+def test_best_of(llm: LLM) -> None:
+    """Values are held to those of n in tests/test_best_of.py."""
+    (output,) = llm.generate("Go", SamplingParams(max_tokens=4, n=2, best_of=4, seed=0))
+    (all_four,) = llm.generate("Go", SamplingParams(max_tokens=4, n=4, logprobs=0, seed=0))
+    best = sorted(all_four.outputs, key=lambda o: -(o.cumulative_logprob or 0.0))
+    assert [o.token_ids for o in output.outputs] == [o.token_ids for o in best[:2]]
+    refuses(lambda: SamplingParams(n=129), "n=129")
+    refuses(lambda: SamplingParams(best_of=129), "best_of=129")
+
+
+@row("`LLM.beam_search(prompts, BeamSearchParams(...))`", "score of a beam search", "`BeamSearchSequence`")
+@row("end of a beam search")
+def test_beam_search(llm: LLM) -> None:
+    """Values are held to transformers' in tests/test_beam_search.py."""
+    params = BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=False, temperature=0.0, length_penalty=2.0)
+    (output,) = llm.beam_search([{"prompt": "Go"}], params, use_tqdm=False)
+    assert len(output.sequences) == 3
+    for s in output.sequences:
+        assert s.score == pytest.approx(s.cum_logprob / len(s.token_ids) ** 2.0)
+        assert not hasattr(s, "tokens")
+        assert s.text == llm.decode(s.token_ids)
 
 
 @row("scoring")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 
 NAN, INF = math.nan, math.inf
 NAMES = [f.name for f in fields(SamplingParams)]
@@ -27,7 +27,8 @@ BAD: dict[str, list[Any]] = {
     "frequency_penalty": [NAN, -INF, -1001, 1001.0, False, None, "0"],
     "repetition_penalty": [0, 0.0, 1e-320, -1.0, NAN, INF, 1001, True, None, "1"],
     "seed": [-1, 2**64, 1.0, True, "0", NAN],
-    "n": [0, -1, 65537, 1.0, True, None, "2"],
+    "n": [0, -1, 129, 1.0, True, None, "2"],
+    "best_of": [0, -1, 129, 1.0, True, "2"],
     "stop": ["", [""], ["a", ""], [1], 7, 0, False, b"\n", [None]],
     "stop_token_ids": [[-1], [1.0], ["a"], [True], "a", 7, 0, False, [None], np.array([0.5])],
     "ignore_eos": [0, 1, None, "yes", 0.0],
@@ -82,6 +83,10 @@ def test_a_number_too_large_for_a_float_is_an_error_like_any(name: str, digits: 
         ({"max_tokens": None, "min_tokens": 300}, {"max_tokens": None, "min_tokens": 300}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"overflow": "slide", "slide_stride": 1}, {"slide_stride": 1}),
+        ({"n": 128}, {"best_of": None, "num_sequences": 128, "num_logprobs": None}),
+        ({"n": 2, "best_of": 2}, {"num_sequences": 2, "num_logprobs": None}),
+        ({"n": 2, "best_of": 128}, {"num_sequences": 128, "num_logprobs": 0}),
+        ({"best_of": 4, "logprobs": 3}, {"num_sequences": 4, "num_logprobs": 3}),
     ],
     ids=str,
 )
@@ -93,6 +98,8 @@ def test_accepted_forms(given_: dict[str, Any], kept: dict[str, Any]) -> None:
 def test_fields_that_contradict_each_other() -> None:
     with pytest.raises(NanoinferError, match=r"^min_tokens=4 is more than max_tokens=3: "):
         SamplingParams(max_tokens=3, min_tokens=4)
+    with pytest.raises(NanoinferError, match=r"^best_of=2 is less than n=3: "):
+        SamplingParams(n=3, best_of=2)
     with pytest.raises(NanoinferError, match=r"^slide_stride=2 needs overflow='slide', not 'stop'"):
         SamplingParams(slide_stride=2)
     with pytest.raises(NanoinferError, match=r"^max_tokens=None does not end with overflow='slide': set max_tokens"):
@@ -126,8 +133,8 @@ def test_an_integer_too_large_to_print_is_no_exception(name: str, value: Any) ->
 
 
 def test_an_unknown_keyword_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="use_beam_search"):
+        SamplingParams(use_beam_search=True)  # type: ignore[call-arg]
 
 
 def test_what_the_caller_changes_afterwards_changes_nothing() -> None:
@@ -182,3 +189,39 @@ def test_numbers_of_numpy_and_torch_are_kept_as_pythons() -> None:
     for value in (params.max_tokens, params.seed, params.top_k, *params.stop_token_ids, *(params.logit_bias or {})):
         assert type(value) is int
     assert type(params.temperature) is float
+
+
+BAD_BEAMS: dict[str, list[Any]] = {
+    "beam_width": [0, -1, 65, 1.0, True, None, "4", NAN],
+    "max_tokens": [0, -1, 1.0, True, "8", NAN],
+    "ignore_eos": [0, 1, None, "yes"],
+    "temperature": [-0.1, NAN, INF, True, None, "1"],
+    "length_penalty": [-10.1, 10.5, NAN, INF, -INF, True, None, "1", 10**400],
+    "include_stop_str_in_output": [0, 1, None, "yes"],
+    "early_stopping": [0, 1, None, "", "Never", "always", 1.0, ["never"], np.array(True)],
+}
+
+
+def test_every_field_of_a_beam_search_has_bad_values() -> None:
+    assert list(BAD_BEAMS) == [f.name for f in fields(BeamSearchParams)]
+
+
+@pytest.mark.parametrize("name, value", [(name, v) for name, values in BAD_BEAMS.items() for v in values], ids=repr)
+def test_a_bad_value_of_a_beam_search_is_named_in_one_line(name: str, value: Any) -> None:
+    with pytest.raises(NanoinferError) as e:
+        BeamSearchParams(**{"beam_width": 4, name: value})
+    assert str(e.value).startswith(name)
+    assert "\n" not in str(e.value)
+
+
+def test_parameters_of_a_beam_search_are_frozen_and_have_vllms_defaults() -> None:
+    params = BeamSearchParams(np.int64(4), max_tokens=None, length_penalty=np.float32(0.5))  # type: ignore[arg-type]
+    assert params == BeamSearchParams(4, None, False, 0.0, 0.5, False, False)
+    assert type(params.beam_width) is int
+    assert BeamSearchParams(1).length_penalty == 1.0
+    assert BeamSearchParams(64, early_stopping="never").early_stopping == "never"
+    assert params.sampling_params == SamplingParams(n=4, max_tokens=None, temperature=0.0)
+    with pytest.raises(FrozenInstanceError):
+        params.beam_width = 2  # type: ignore[misc]
+    with pytest.raises(TypeError, match="beam_width"):
+        BeamSearchParams()  # type: ignore[call-arg]

@@ -16,9 +16,10 @@ from nanoinfer.engines.sequences import Sequences
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.scheduler import ScheduledSequence, Scheduler, drawing
+from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence, window_start
 from nanoinfer.scheduling.text import OutputText
+from nanoinfer.scheduling.work import ScheduledSequence, drawing
 
 IDS = itertools.count()
 

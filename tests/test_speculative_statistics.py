@@ -28,8 +28,9 @@ from nanoinfer.roofline.speculative_speedup import expected_tokens
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.scheduler import ScheduledSequence, Scheduler
+from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
+from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.speculator import SpecStep, Speculator

@@ -51,6 +51,7 @@ def test_levels_do_not_leak(level: str) -> None:
     for path in files:
         for name in imports(path):
             bad = [f for f in FORBIDDEN[level] if name == f or name.startswith(f + ".")]
+            bad = bad if not name.startswith("nanoinfer.engines.base") else []  # the interface alone
             assert not bad, f"{path.relative_to(PACKAGE)} imports {name}"
 
 

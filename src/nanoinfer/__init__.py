@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from nanoinfer.errors import NanoinferError, ResultError
     from nanoinfer.llm import LLM
     from nanoinfer.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
         CompletionOutput,
         Delta,
         LoglikelihoodOutput,
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
         RequestOutput,
         SpeculationMetrics,
     )
-    from nanoinfer.sampling_params import SamplingParams
+    from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
     from nanoinfer.streams import OutputStream, TextStream
 
     __version__: str
@@ -36,6 +38,9 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "AsyncOutputStream",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Delta",
     "LoglikelihoodOutput",
@@ -55,6 +60,7 @@ _MODULES = {
     "AsyncLLM": "async_llm",
     "AsyncOutputStream": "async_llm",
     "LLM": "llm",
+    "BeamSearchParams": "sampling_params",
     "NanoinferError": "errors",
     "OutputStream": "streams",
     "ResultError": "errors",

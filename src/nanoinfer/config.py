@@ -369,10 +369,9 @@ class LLMConfig:
 
     @classmethod
     def from_options(cls, model: str, tokenizer: str | None, seed: int, options: dict[str, Any]) -> LLMConfig:
-        """Return the configuration from keyword options: fields of the configurations of engine, draft and scheduler.
+        """Return the configuration from the fields of EngineConfig, SpeculationConfig and SchedulerConfig.
 
-        Raises:
-            TypeError: none of them has a field of that name.
+        Raises TypeError if none of them has a field of that name.
         """
         kinds = (EngineConfig, SpeculationConfig, SchedulerConfig)
         owner = {f.name: kind for kind in kinds for f in fields(kind)}

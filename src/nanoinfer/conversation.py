@@ -135,8 +135,10 @@ class Conversation:
         params = params or SamplingParams()
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={show(params)} is not a SamplingParams")
-        if params.n != 1 or params.prompt_logprobs is not None:
-            raise NanoinferError("a conversation has one answer and no prompt_logprobs: use chat for n and for these")
+        if params.num_sequences != 1 or params.prompt_logprobs is not None:
+            raise NanoinferError(
+                "a conversation has one answer and no prompt_logprobs: use chat for n, best_of and these"
+            )
         first, text, token_ids = self._fit(messages, params)
         request = self._requests.make(token_ids, params)
         if first > self._first:

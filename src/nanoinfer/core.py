@@ -15,7 +15,6 @@ device sampler. If a second exception interrupts the reset, the next call repeat
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from weakref import WeakKeyDictionary
 
 from nanoinfer import isolation, processes, request_outputs
 from nanoinfer.arrays import Array
+from nanoinfer.beams import BeamSearches
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
 from nanoinfer.isolation import Faults
@@ -35,16 +35,16 @@ from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.request_outputs import Logprobs
 from nanoinfer.sampling.sampler import Sampled, Sampler, not_finite
-from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.scheduler import ScheduledSequence, Scheduler, drawing
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
-from nanoinfer.speculative.speculator import SpecStep, Speculator
+from nanoinfer.scheduling.work import ScheduledSequence, drawing, mark_in_flight
+from nanoinfer.speculative.speculator import SpecStep, Speculator, by_speculator, drop_without_room
+from nanoinfer.step_rows import rows_of
 
 if TYPE_CHECKING:
     from nanoinfer.models.tokenizers import Tokenizer
-
-log = logging.getLogger("nanoinfer")
 
 T = TypeVar("T")
 HAND_OVER_SEC = 1e-4  # Python's locks are not fair: a thread that steps in a loop sleeps so that others get the lock
@@ -86,6 +86,7 @@ class Core:
         self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
         self._logprobs = Logprobs(tokenizer)
+        self._beams = BeamSearches(scheduler)
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
         self._lock = processes.step_lock()
         self._generation = processes.generation()
@@ -104,6 +105,7 @@ class Core:
         end_token_ids: tuple[int, ...] = (),
         salt: str | None = None,
         priority: int = 0,
+        beams: BeamSearchParams | None = None,
     ) -> Request:
         """Return a new request. `submit` queues it.
 
@@ -115,14 +117,15 @@ class Core:
             end_token_ids: the model's end-of-text tokens.
             salt: only requests of the same salt share prefixes (scheduling/prefix_cache.py).
             priority: requests of smaller priority are admitted first.
+            beams: of a beam search; `params` are then its `sampling_params`.
 
         Raises:
             NanoinferError: the request exceeds the engine's limits (see `Scheduler.check`).
         """
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
-        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)))
+        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)), beams=beams)
         request.salt, request.priority, request.arrival_sec = salt, priority, self._clock()
-        for i in range(params.n):
+        for i in range(params.num_sequences):
             text = OutputText(self._tokenizer.stream(token_ids) if self._tokenizer else None, params.stop)
             request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
         request.num_dropped_tokens = request.sequences[0].wanted_start
@@ -140,7 +143,7 @@ class Core:
             new = [r for r in requests if not r.finished]
             self.scheduler.add(*new)
             for request in new:
-                if self.speculator is not None:
+                if self.speculator is not None and request.beams is None:
                     self._speculators[request] = self.speculator
                 if self._overlap is not None:
                     self._overlap.add(request)
@@ -174,7 +177,7 @@ class Core:
     # The step --------------------------------------------------------------------------------------------
 
     def step(self) -> list[Delta]:
-        """Run one step and return its deltas, one for each sequence that sampled. Request queues get them as well.
+        """Run one step; return and queue its deltas: one for each sequence that sampled or whose beam search ended.
 
         With overlap scheduling, a call launches a step and returns the deltas of the previous one; the first call
         returns none. Without unfinished requests, a call does nothing.
@@ -191,7 +194,7 @@ class Core:
                 if self._overlap is not None and not self._speculates() and self._overlap.may_run():
                     self._in_flight = self._launch(self._overlap)
                 elif in_flight is None:
-                    for speculator, work in self._parts(self._schedule()):
+                    for speculator, work in by_speculator(self._schedule(), self._speculators):
                         faults: Faults = {}
                         deltas += self._finish(work, self._run(work, speculator, faults), faults)
                 if in_flight is not None:
@@ -279,20 +282,12 @@ class Core:
         """Return whether an unfinished request has a speculator."""
         return bool(self._speculators) and any(not r.finished for r in self._speculators)
 
-    def _parts(self, work: list[ScheduledSequence]) -> list[tuple[Speculator | None, list[ScheduledSequence]]]:
-        """Return the work grouped by speculator. Requests have different ones if the draft was changed in between."""
-        if not self._speculators:
-            return [(None, work)]
-        parts: dict[Speculator | None, list[ScheduledSequence]] = {}
-        for w in work:
-            parts.setdefault(self._speculators.get(w.sequence.request), []).append(w)
-        return list(parts.items())
-
     def _finish(self, work: list[ScheduledSequence], tokens: list[list[int]], faults: Faults) -> list[Delta]:
         """Append the sampled tokens to their sequences, close finished ones, and return a delta for each sequence."""
-        before = [(s, s.num_output_tokens) for s in drawing(work) if s.finish_reason is None]
+        before = [(s, s.num_output_tokens) for s in drawing(work) if not (s.finish_reason or s.request.beams)]
         for s, error in faults.items():
             cast(Sequence, s).abort(error)
+        before += [(s, 0) for s in self._beams.advance(work)]
         self._close(self.scheduler.postprocess(work, tokens))
         if not self.scheduler.unfinished:
             self._in_flight = None  # all its sequences have finished: discard the in-flight step
@@ -308,7 +303,7 @@ class Core:
             return None
         with self.observer.span(ENGINE):
             in_flight = overlap.launch(work, self._batch(work, SpecStep()))
-        self.scheduler.mark_in_flight(work)
+        mark_in_flight(work)
         return in_flight
 
     def _read(self, in_flight: InFlightStep, faults: Faults) -> list[list[int]]:
@@ -342,7 +337,7 @@ class Core:
         tokens = [[drawn.token_id for drawn in some] for some in kept]
         now = self._clock()
         for s, some in zip(drawing(work), kept, strict=True):
-            if some:
+            if some or s.request.beams is not None:
                 self._note_first(s, now)
             self._logprobs.add(s, some)
             if (proposal := done.proposals.get(s)) is not None and len(some) <= len(proposal.token_ids):
@@ -356,7 +351,7 @@ class Core:
     def _batch(self, work: list[ScheduledSequence], done: SpecStep) -> StepBatch:
         """Return the engine's batch: for each sequence the tokens that are not cached, followed by its proposal."""
         if done.proposals:
-            self._drop_proposals(work, done)
+            drop_without_room(self.engine, work, done)
         batch = StepBatch()
         for w in work:
             handle = Handle(cast(int, w.sequence.handle))
@@ -367,39 +362,19 @@ class Core:
                 batch.add(handle, w.token_ids + [PENDING] * w.pending, num_logits=int(w.draws))
         return batch
 
-    def _drop_proposals(self, work: list[ScheduledSequence], done: SpecStep) -> None:
-        """Drop the proposals for which the KV cache has no room. No sequence is preempted for a proposal."""
-        need = self.engine.blocks_needed
-        counts = [(w, Handle(cast(int, w.sequence.handle)), len(w.token_ids)) for w in work]
-        free = self.engine.num_free_blocks - sum(need(handle, count) for _, handle, count in counts)
-        for w, handle, count in counts:
-            if (proposal := done.proposals.get(w.sequence)) is not None:
-                more = need(handle, count + len(proposal.token_ids)) - need(handle, count)
-                if more > free:
-                    del done.proposals[w.sequence]
-                else:
-                    free -= more
-
     def _draw(
         self, work: list[ScheduledSequence], done: SpecStep, logits: Array, rule: str, faults: Faults
     ) -> list[list[Sampled]]:
-        """Fork siblings and sample the tokens of each sequence from its rows. Siblings sample from the same row."""
-        rows: list[int] = []
-        at = 0
+        """Fork siblings and sample the tokens of each sequence from its rows; beams get candidates, and no tokens."""
+        rows, logits = rows_of(work, done), logits[:, : self._vocab_size]
         for w in work:
-            if not w.draws:
-                continue
-            for fork in w.forks:
+            for fork in w.forks if w.sequence.request.beams is None else ():
                 fork.handle = self.engine.fork(Handle(cast(int, w.sequence.handle)))
-            proposal = done.proposals.get(w.sequence)
-            count = 1 + (len(proposal.token_ids) if proposal is not None else 0)
-            rows += range(at, at + count)
-            rows += [at] * len(w.forks)
-            at += count
-        if len(rows) > at:
-            logits = logits[rows]
-        groups = [(s, done.proposals.get(s)) for s in drawing(work)]
-        return isolation.draw_tokens(self._sampler, logits[:, : self._vocab_size], groups, rule, faults)
+        self._beams.read(rows.beams, logits, faults)
+        if rows.sampled != list(range(rows.num_rows)):
+            logits = logits[rows.sampled]
+        sampled = iter(isolation.draw_tokens(self._sampler, logits, rows.groups, rule, faults))
+        return [next(sampled) if s.request.beams is None else [] for s in drawing(work)]
 
     def _close(self, ended: list[Sequence]) -> None:
         """Free the resources of finished sequences, and record when their requests finished."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from nanoinfer.arrays import Array
 from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled, Sampler
-from nanoinfer.scheduling.scheduler import ScheduledSequence
+from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 from nanoinfer.speculative.verify import Group, draw
 

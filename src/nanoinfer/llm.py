@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanoinfer import scoring
+from nanoinfer.beams import beam_search_output
 from nanoinfer.build import build_core
 from nanoinfer.chat import ChatFormatter, ChatOptions
 from nanoinfer.checks import require_bool, show
@@ -24,12 +25,12 @@ from nanoinfer.conversation import Conversation
 from nanoinfer.errors import NanoinferError
 from nanoinfer.messages import Message, as_conversation, as_conversations
 from nanoinfer.models.tokenizers import decode
-from nanoinfer.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
+from nanoinfer.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from nanoinfer.processes import computing
 from nanoinfer.progress import ProgressBar
 from nanoinfer.prompts import Prompt, as_list, numbered
-from nanoinfer.requests import RequestFactory
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.requests import Params, RequestFactory
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.streams import OutputStream, Ownership, TextStream
 
 
@@ -98,7 +99,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         use_tqdm: bool | None = None,
         priority: Sequence[int] | None = None,
@@ -111,8 +112,9 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, or a dict {"prompt": ...} or {"prompt_token_ids": ...}; or a
                 list of these. A dict may have a "cache_salt": only prompts of the same salt share their prefixes.
-            sampling_params: for all prompts, or one for each; None is SamplingParams(). prompt_logprobs require an
-                additional prefill before the request is queued.
+            sampling_params: for all prompts, or one for each; None is SamplingParams(). With BeamSearchParams the
+                outputs are those of a beam search, the best first. prompt_logprobs require an additional prefill
+                before the request is queued.
             use_tqdm: whether to show a progress bar (rich's) on stderr; None: on a terminal, after two seconds.
             priority: an integer for each prompt; those of smaller priority are admitted first. None: all have 0.
 
@@ -131,6 +133,26 @@ class LLM:
                     bar.update(sum(r.finished for r in requests), len(requests))
         return [self.core.output(r) for r in requests]
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | None = None
+    ) -> list[BeamSearchOutput]:
+        """Return the beam_width outputs with the highest scores that a beam search finds for each prompt.
+
+        All searches run at once, beside other requests. A search needs beam_width of the engine's max_num_seqs. A
+        search that fails (such as by logits that are not finite) has no sequences, and the message in `error`.
+
+        Args:
+            prompts, use_tqdm: as for `generate`.
+            params: of all searches. See docs/beam-search.md.
+
+        Raises:
+            NanoinferError: as `generate`; or beam_width is more than max_num_seqs.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise NanoinferError(f"params={show(params)} is not a BeamSearchParams")
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
+        return [beam_search_output(output, params, lambda token: self.decode([token])) for output in outputs]
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
         """Generate for one prompt (n=1) and yield the output text in pieces of whole characters.
 
@@ -142,6 +164,8 @@ class LLM:
                 iterator: the request has failed.
         """
         params = sampling_params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise NanoinferError(f"sampling_params={show(params)} is not a SamplingParams")
         if params.n != 1:
             raise NanoinferError(f"n={params.n}: stream supports only n=1; use generate or stream_outputs")
         self._model.require_tokenizer()
@@ -150,9 +174,11 @@ class LLM:
     def stream_outputs(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
     ) -> tuple[list[int], OutputStream]:
         """Generate for any number of prompts; yield the deltas of each step, and the output of each finished request.
+
+        An output of a beam search is one delta at the end of the search.
 
         Returns:
             the request ids in the order of the prompts, and the iterator. Closing, dropping or interrupting the

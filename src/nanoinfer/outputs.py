@@ -24,7 +24,7 @@ class CompletionOutput:
     """One generated output of a request."""
 
     index: int
-    """Index among the request's n outputs."""
+    """Index among the request's n outputs; with best_of > n and in beam search, the best is first."""
     text: str
     """Generated text; empty without a tokenizer."""
     token_ids: list[int]
@@ -37,13 +37,8 @@ class CompletionOutput:
     """For each token: token id -> Logprob, the sampled token first. None if not requested."""
     error: str | None = None
     """The error in one line, for finish_reason error."""
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Sum of the generated tokens' log-probabilities; None if logprobs were not requested."""
-        if self.logprobs is None:
-            return None
-        return sum(found[t].logprob for t, found in zip(self.token_ids, self.logprobs, strict=True))
+    cumulative_logprob: float | None = None
+    """Sum of the generated tokens' log-probabilities; None without logprobs, best_of and beam search."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +65,7 @@ class RequestMetrics:
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """Generated tokens of all n outputs."""
+    """Generated tokens of all outputs, including those that best_of generates and does not return."""
     ttft_sec: float
     """Time to first token from the request's arrival, including the time in the queue."""
     tpot_sec: float | None
@@ -112,6 +107,34 @@ class RequestOutput:
             if o.error is not None:
                 raise ResultError(o.error)
         return self
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """One finished output of a beam search."""
+
+    token_ids: list[int]
+    """All generated tokens, including an end token."""
+    cum_logprob: float
+    """Sum of their log-probabilities."""
+    score: float
+    """cum_logprob / (number of tokens ** length_penalty), by which the outputs are ordered."""
+    text: str
+    """Generated text; empty without a tokenizer."""
+    finish_reason: str | None
+    """stop (end token) or length (max_tokens or context length)."""
+    stop_reason: int | str | None = None
+    """The end token, for finish_reason stop."""
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The result of a beam search for one prompt."""
+
+    sequences: list[BeamSearchSequence]
+    """beam_width outputs, the one with the highest score first; none if the search failed."""
+    error: str | None = None
+    """Why the search failed, in one line."""
 
 
 @dataclass(frozen=True)

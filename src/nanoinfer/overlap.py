@@ -9,8 +9,8 @@ is discarded when it is read. Conditions known in advance (max_tokens, a full co
 the right step.
 
 Covered: engines that implement `OverlapEngine`, with a sampler on the device. Not covered, and run without overlap:
-speculation, requests with parameters that the device sampler does not support, and requests whose samples have not been
-forked yet.
+speculation, beam search, requests with parameters that the device sampler does not support, and requests whose samples
+have not been forked yet.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from nanoinfer.engines.base import Engine, OverlapEngine, StepBatch, TokenFuture
 from nanoinfer.sampling.sampler import SamplerRow
-from nanoinfer.scheduling.scheduler import ScheduledSequence, drawing
 from nanoinfer.scheduling.sequence import Request, Sequence
+from nanoinfer.scheduling.work import ScheduledSequence, drawing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,7 @@ class OverlapScheduler:
         return not self._host_sampled
 
     def _unsupported(self, request: Request) -> bool:
-        return self._sampler.covers(request.sequences[0]) is not None
+        return request.beams is not None or self._sampler.covers(request.sequences[0]) is not None
 
     def launch(self, work: list[ScheduledSequence], batch: StepBatch) -> InFlightStep:
         """Launch a step.

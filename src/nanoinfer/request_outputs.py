@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -24,23 +25,32 @@ if TYPE_CHECKING:
 
 
 class Logprobs:
-    """Stores the requested log-probabilities for the lifetime of their sequences."""
+    """Stores the log-probabilities that a request needs for the lifetime of its sequences."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._of: WeakKeyDictionary[Sequence, list[dict[int, Logprob]]] = WeakKeyDictionary()
+        self._sampled: WeakKeyDictionary[Sequence, list[float]] = WeakKeyDictionary()
 
     def add(self, sequence: Sequence, tokens: Seq[Sampled]) -> None:
         """Store the log-probabilities of a sequence's sampled tokens."""
-        described = [describe(self._tokenizer, drawn.logprobs) for drawn in tokens if drawn.logprobs is not None]
-        if described:
-            self._of.setdefault(sequence, []).extend(described)
+        for drawn in tokens:
+            if drawn.logprobs is not None:
+                self._sampled.setdefault(sequence, []).append(drawn.logprobs[drawn.token_id][0])
+                if sequence.params.logprobs is not None:
+                    self._of.setdefault(sequence, []).append(describe(self._tokenizer, drawn.logprobs))
 
     def of(self, sequence: Sequence) -> list[dict[int, Logprob]] | None:
         """Return the log-probabilities of each output token; None if they were not requested."""
         if sequence.params.logprobs is None:
             return None
         return self._of.get(sequence, [])[: sequence.num_output_tokens]  # without tokens sampled past the end
+
+    def cumulative(self, sequence: Sequence) -> float | None:
+        """Return the sum of the output tokens' log-probabilities; None if they were not computed."""
+        if sequence.cumulative_logprob is not None or sequence.params.num_logprobs is None:
+            return sequence.cumulative_logprob
+        return sum(self._sampled.get(sequence, [])[: sequence.num_output_tokens], 0.0)
 
 
 def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
@@ -69,17 +79,18 @@ def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: f
     """
     outputs = [
         CompletionOutput(
-            s.sample_index,
+            i,
             s.text.text,
             list(s.output_token_ids),
             s.finish_reason,
             s.stop_reason,
             logprobs.of(s),
             s.error,
+            logprobs.cumulative(s),
         )
-        for s in request.sequences
+        for i, s in enumerate(_returned(request, logprobs))
     ]
-    return assemble(request, outputs, [len(o.token_ids) for o in outputs], stats, now)
+    return assemble(request, outputs, [s.num_output_tokens for s in request.sequences], stats, now)
 
 
 def assemble(
@@ -103,6 +114,18 @@ def assemble(
         request.prompt_logprobs,
         request.num_cached_tokens,
     )
+
+
+def _returned(request: Request, logprobs: Logprobs) -> list[Sequence]:
+    """Return the request's sequences; with best_of > n, the n of the highest log-probability per token, best first."""
+    if request.params.num_sequences == request.params.n:
+        return request.sequences
+
+    def mean(s: Sequence) -> float:
+        total = logprobs.cumulative(s)
+        return total / s.num_output_tokens if total is not None and s.num_output_tokens and not s.error else -math.inf
+
+    return sorted(request.sequences, key=mean, reverse=True)[: request.params.n]
 
 
 def _metrics(request: Request, lengths: Seq[int], stats: SpecStats | None, now: float) -> RequestMetrics:

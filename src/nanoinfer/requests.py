@@ -6,15 +6,16 @@ import logging
 import secrets
 from collections.abc import Sequence
 
-from nanoinfer import scoring
+from nanoinfer import beams, scoring
 from nanoinfer.checks import require_int, show
 from nanoinfer.core import Core
 from nanoinfer.errors import NanoinferError
 from nanoinfer.model_info import ModelInfo
 from nanoinfer.prompts import Prompt, as_list, as_prompt, numbered
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.sequence import Request
 
+Params = SamplingParams | BeamSearchParams
 log = logging.getLogger("nanoinfer")
 
 
@@ -33,7 +34,7 @@ class RequestFactory:
     def make_all(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params | Sequence[Params] | None,
         priority: Sequence[int] | None = None,
     ) -> list[Request]:
         """Check and return all requests, with their prompt_logprobs, without queueing them.
@@ -45,8 +46,8 @@ class RequestFactory:
         """
         salts: list[str | None] = []
         many = as_list(prompts, salts)
-        if isinstance(params, SamplingParams) or params is None:
-            each = [params or SamplingParams()] * len(many)
+        if isinstance(params, Params) or params is None:
+            each: list[Params] = [params or SamplingParams()] * len(many)
         else:
             each = list(params)
         if len(each) != len(many):
@@ -60,26 +61,28 @@ class RequestFactory:
         for i, (prompt, p, salt, rank) in enumerate(zip(many, each, salts, ranks, strict=True)):
             with numbered(i, len(many)):
                 requests.append(self.make(prompt, p, salt=salt, priority=rank))
-        for i, (request, p) in enumerate(zip(requests, each, strict=True)):
-            if p.prompt_logprobs is not None:
+        for i, request in enumerate(requests):
+            if (count := request.params.prompt_logprobs) is not None:
                 with numbered(i, len(many)):
                     scoring.add_prompt_logprobs(
-                        self._core, request, p.prompt_logprobs, self._model.tokenizer, self._model.vocab_size
+                        self._core, request, count, self._model.tokenizer, self._model.vocab_size
                     )
         return requests
 
-    def make(
-        self, prompt: str | list[int], params: SamplingParams, *, salt: str | None = None, priority: int = 0
-    ) -> Request:
+    def make(self, prompt: str | list[int], params: Params, *, salt: str | None = None, priority: int = 0) -> Request:
         """Check and return one request without queueing it. `salt`, `priority`: see `Core.make`."""
         priority = require_int("priority", priority, -(2**31), 2**31 - 1)
+        search = None
+        if isinstance(params, BeamSearchParams):
+            beams.check(params, self._model.vocab_size, self._model.end_token_ids)
+            search, params = params, params.sampling_params
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={params!r} is not a SamplingParams")
         token_ids = self.tokenize(prompt)
         self._check_params(params)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         text = prompt if isinstance(prompt, str) else None
-        request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids, salt, priority)
+        request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids, salt, priority, search)
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: the first %d tokens are dropped (overflow=slide)",

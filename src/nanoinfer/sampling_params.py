@@ -1,4 +1,4 @@
-"""Sampling parameters of one request: a frozen dataclass with vLLM's names."""
+"""Parameters of one request: SamplingParams and BeamSearchParams, frozen dataclasses with vLLM's names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from nanoinfer.checks import keep_float, keep_int, require_bool, require_choice,
 from nanoinfer.errors import NanoinferError
 
 MAX_LOGPROBS = 1000
+MAX_NUM_SAMPLES = 128
+MAX_BEAM_WIDTH = 64
 OVERFLOWS = ("stop", "slide")
 
 
@@ -43,7 +45,10 @@ class SamplingParams:
     seed: int | None = None
     """Seed of the request (default: random; the output reports it)."""
     n: int = 1
-    """Outputs to generate for each prompt."""
+    """Outputs to return for each prompt, at most 128."""
+    best_of: int | None = None
+    """Outputs to generate for each prompt, of which the n with the highest log-probability per token are returned, at
+    most 128 (default: n)."""
     stop: tuple[str, ...] = ()
     """Strings that end the output, which does not contain them."""
     stop_token_ids: tuple[int, ...] = ()
@@ -75,7 +80,10 @@ class SamplingParams:
         keep_float(self, "frequency_penalty", -1e3, 1e3)
         keep_float(self, "repetition_penalty", 1e-3, 1e3)  # in this range no logit overflows
         keep_int(self, "seed", 0, 2**64 - 1, optional=True)
-        keep_int(self, "n", 1, 65536)
+        keep_int(self, "n", 1, MAX_NUM_SAMPLES)
+        keep_int(self, "best_of", 1, MAX_NUM_SAMPLES, optional=True)
+        if self.best_of is not None and self.best_of < self.n:
+            raise NanoinferError(f"best_of={self.best_of} is less than n={self.n}: raise best_of, or lower n")
         require_bool("ignore_eos", self.ignore_eos)
         keep_int(self, "min_tokens", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -125,3 +133,59 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether decoding is greedy: temperature is 0."""
         return self.temperature == 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences to sample for each prompt."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """As logprobs; 0 if best_of alone needs the log-probabilities of the sampled tokens."""
+        return 0 if self.logprobs is None and self.num_sequences > self.n else self.logprobs
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """Parameters of a beam search: the names of vLLM, and early_stopping and length_penalty of transformers.
+
+    The rule is that of transformers (docs/beam-search.md).
+
+    Raises:
+        NanoinferError: a field is out of range.
+    """
+
+    beam_width: int
+    """Beams of each prompt, and outputs that are returned: 1 to 64. 1 is greedy decoding."""
+    max_tokens: int | None = 128
+    """Maximum number of tokens to generate per output (None: up to the context length)."""
+    ignore_eos: bool = False
+    """Continue after the model's end tokens."""
+    temperature: float = 0.0
+    """Divide the logits by this before the log-probabilities are computed; 0 and 1: use them as they are."""
+    length_penalty: float = 1.0
+    """An output's score is its log-probability / (number of tokens ** length_penalty); -10 to 10."""
+    include_stop_str_in_output: bool = False
+    """Include the end token in the text. It is in the token ids in any case."""
+    early_stopping: bool | str = False
+    """When to end with beam_width finished outputs: True: at once. False: when no beam would have a better score if it
+    ended now. "never": when no beam can reach a better score."""
+
+    def __post_init__(self) -> None:
+        keep_int(self, "beam_width", 1, MAX_BEAM_WIDTH)
+        keep_int(self, "max_tokens", 1, optional=True)
+        require_bool("ignore_eos", self.ignore_eos)
+        keep_float(self, "temperature", 0.0, 1e6)
+        keep_float(self, "length_penalty", -10.0, 10.0)  # in this range no power of a length overflows
+        require_bool("include_stop_str_in_output", self.include_stop_str_in_output)
+        if not isinstance(self.early_stopping, bool) and (
+            not isinstance(self.early_stopping, str) or self.early_stopping != "never"
+        ):
+            raise NanoinferError(f"early_stopping={show(self.early_stopping)} is unknown: use False, True or 'never'")
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """The parameters of its requests: a sequence for each beam, with the same limits."""
+        return SamplingParams(
+            n=self.beam_width, max_tokens=self.max_tokens, temperature=0.0, ignore_eos=self.ignore_eos
+        )

@@ -45,6 +45,12 @@ class OutputStream(Iterator[Delta | RequestOutput]):
     """Yields the deltas of each step, and each request's output after its last delta."""
 
     def __init__(self, core: Core, requests: Sequence[Request]) -> None:
+        for p in (r.params for r in requests):
+            if p.num_sequences > p.n:
+                raise NanoinferError(
+                    f"best_of={p.best_of} is more than n={p.n}: the outputs are chosen at the end and cannot be"
+                    " streamed: use generate, or leave best_of out"
+                )
         self._core = core
         self._requests = list(requests)
         self._open = dict.fromkeys(self._requests)  # requests whose output has not been returned

@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from nanoinfer.cli import decoding
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import complain, print_json
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
@@ -39,11 +41,12 @@ TokenizerFlag = Annotated[
     typer.Option("--tokenizer", metavar="NAME", help="Model whose tokenizer to use, instead of the model's own."),
 ]
 # Python's SamplingParams keep vLLM's defaults (1.0, off); these give readable text from small models.
-DEFAULTS = {"temperature": 0.8, "top_k": 50}
+DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 
 
 @flags(EngineConfig, "engine_config")
 @flags(SpeculationConfig, "speculation")
+@flags(decoding.BeamFlags, "beam_flags")
 @flags(SamplingParams, "params", skip=("logit_bias",), defaults=DEFAULTS)
 def generate(
     prompts: Annotated[
@@ -76,6 +79,7 @@ def generate(
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
+    beam_flags: decoding.BeamFlags,
 ) -> None:
     """Generate text from prompts, streamed as it is generated."""
     if prompts and prompt:
@@ -85,6 +89,7 @@ def generate(
     texts = _read_prompts(prompts or prompt or [], file or [], lines)
     if logit_bias:
         params = dataclasses.replace(params, logit_bias=_parse_bias(logit_bias))
+    beams = beam_flags.search(params, SamplingParams(**DEFAULTS))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
 
     from nanoinfer.llm import LLM
@@ -92,18 +97,15 @@ def generate(
     llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation))
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises: says why there is no text to print
-    ids, stream = llm.stream_outputs(given, params)
+    ids, stream = decoding.start(llm, given, params, beams)
     errors = _Errors(ids)
     if as_json:
         for output in stream:
             if isinstance(output, RequestOutput):
                 _print_output(output, errors)
     else:
-
-        def before(i: int, k: int) -> str:
-            return _heading(texts[i], i, k, len(texts), params.n) + (texts[i] if echo else "")
-
-        _InOrder(ids, params.n, before).run(errors.watch(stream))
+        headings = partial(_heading, texts, params.n, echo)
+        _InOrder(ids, params.n, headings).run(errors.watch(stream))
     errors.report()
 
 
@@ -170,11 +172,12 @@ def _parse_bias(entries: list[str]) -> dict[int, float]:
     return bias
 
 
-def _heading(prompt: str, i: int, k: int, num_prompts: int, n: int) -> str:
-    """Return the line before an output when there are several."""
-    parts = [f"prompt {i + 1} of {num_prompts}"] if num_prompts > 1 else []
+def _heading(prompts: list[str], n: int, echo: bool, i: int, k: int) -> str:
+    """Return what precedes output k of prompt i: a line when there are several outputs, and the prompt for --echo."""
+    parts = [f"prompt {i + 1} of {len(prompts)}"] if len(prompts) > 1 else []
     parts += [f"output {k + 1} of {n}"] if n > 1 else []
-    return f"--- {', '.join(parts)}: {prompt[:40]!r}\n" if parts else ""
+    line = f"--- {', '.join(parts)}: {prompts[i][:40]!r}\n" if parts else ""
+    return line + (prompts[i] if echo else "")
 
 
 def _print_output(output: RequestOutput, errors: _Errors) -> None:

@@ -29,7 +29,8 @@ _OUTPUT = {
 TOPICS: dict[str, dict[str, str]] = {
     "generate": {
         **_OUTPUT,
-        "Sampling": _SAMPLING["Sampling"] + " logit_bias",
+        "Sampling": _SAMPLING["Sampling"] + " best_of logit_bias",
+        "Beam search": "beam_width length_penalty early_stopping",
         "Speculative decoding": "draft speculate_k speculate_rule",
         **_ENGINE,
     },

@@ -36,7 +36,7 @@ _ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", 
 
 
 @flags(EngineConfig, "engine_config")
-@flags(SamplingParams, "params", skip=_ENDINGS)
+@flags(SamplingParams, "params", skip=("best_of", *_ENDINGS))
 def profile(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Prompt; without one, random tokens.")] = None,
     model: ModelFlag = "shakespeare",

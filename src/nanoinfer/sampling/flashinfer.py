@@ -77,7 +77,7 @@ class FlashInferSample:
             for i, token in zip(random, self._draw(logits[random], [rows[i] for i in random]), strict=True):
                 tokens[i] = token
         return [
-            Sampled(token, reference.find_logprobs(logits[i], token, row.params.logprobs))
+            Sampled(token, reference.find_logprobs(logits[i], token, row.params.num_logprobs))
             for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
         ]
 

@@ -51,7 +51,7 @@ def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
     if min(tokens) < 0:  # the largest logit of a row is not finite
         return reference.sample(logits, rows)  # raises the error
     return [
-        Sampled(token, reference.find_logprobs(logits[i], token, row.params.logprobs))
+        Sampled(token, reference.find_logprobs(logits[i], token, row.params.num_logprobs))
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
     ]
 

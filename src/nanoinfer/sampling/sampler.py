@@ -106,7 +106,7 @@ def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
             for i, token in zip(some, choose(part, [rows[i] for i in some]), strict=True):
                 tokens[i] = token
     return [
-        Sampled(token, find_logprobs(logits[i], token, row.params.logprobs))
+        Sampled(token, find_logprobs(logits[i], token, row.params.num_logprobs))
         for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
     ]
 
@@ -266,13 +266,13 @@ def find_logprobs(logits: Array, token: int, count: int | None) -> dict[int, tup
         logprobs -= np.log(np.exp(logprobs).sum())
     found = {token: (logprobs[token].item(), int((logprobs > logprobs[token]).sum()) + 1)}
     ranks: dict[float, int] = {}  # equal values share the rank of the first
-    for place, i in enumerate(_largest(logprobs, count), start=1):
+    for place, i in enumerate(largest(logprobs, count), start=1):
         value = logprobs[i].item()
         found.setdefault(i, (value, ranks.setdefault(value, place)))
     return found
 
 
-def _largest(values: Floats, count: int) -> list[int]:
+def largest(values: NDArray[Any], count: int) -> list[int]:
     """Return the indices of the `count` largest values, in descending order; of equal values, the first."""
     if count == 0:
         return []

@@ -89,8 +89,8 @@ class TritonSampler:
 
     def covers(self, row: SamplerRow) -> str | None:
         """Return why the fused sampler does not support a row, or None."""
-        if row.params.logprobs is not None:
-            return f"logprobs={row.params.logprobs}: the fused sampler does not compute log-probabilities"
+        if row.params.num_logprobs is not None:
+            return f"logprobs={row.params.num_logprobs}: the fused sampler does not compute log-probabilities"
         return self._why_not_drawn(row)
 
     def _why_not_drawn(self, row: SamplerRow) -> str | None:
@@ -298,7 +298,7 @@ class Sample:
             for i, sampled in zip(by_reference, drawn, strict=True):
                 tokens[i] = sampled.token_id
         return [
-            Sampled(token, reference.find_logprobs(logits[i], token, row.params.logprobs))
+            Sampled(token, reference.find_logprobs(logits[i], token, row.params.num_logprobs))
             for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
         ]
 

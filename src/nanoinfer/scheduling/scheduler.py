@@ -22,43 +22,16 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.engines.base import Engine, Handle
 from nanoinfer.errors import NanoinferError, QueueFull
 from nanoinfer.scheduling.prefix_cache import MIN_WAIT, PrefixCache
 from nanoinfer.scheduling.sequence import Request, Sequence
+from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, drawing
 
 _MAX_LOOKUPS = 4
 """Waiting sequences that a step looks up in the prefix cache, for each that the engine can run."""
-
-
-@dataclass(frozen=True)
-class ScheduledSequence:
-    """One sequence's part of one step."""
-
-    sequence: Sequence
-    token_ids: list[int]
-    """Tokens to process."""
-    draws: bool
-    """Whether to sample a token: no uncached tokens are left after these."""
-    forks: list[Sequence] = field(default_factory=list)
-    """Siblings to fork from this sequence, which sample from the same logits."""
-    pending: bool = False
-    """Whether one more token follows token_ids: the in-flight token that the previous step sampled."""
-
-
-@dataclass
-class SchedulerStats:
-    """Counts since the scheduler was made."""
-
-    num_prompt_tokens: int = 0
-    """Tokens of admitted prompts."""
-    num_shared_tokens: int = 0
-    """Tokens of admitted prompts that were in the KV cache already."""
-    num_preempted: int = 0
-    """Number of times that a sequence was preempted."""
 
 
 class Scheduler:
@@ -117,9 +90,11 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise NanoinferError if a request can never be admitted, or if its prompt exceeds the context length."""
-        params, limits = request.params, self.limits
-        if params.n > limits.max_num_seqs:
-            raise NanoinferError(f"n={params.n} is more than max_num_seqs={limits.max_num_seqs}: raise it, or lower n")
+        params, limits, (name, width) = request.params, self.limits, request.width
+        if width > limits.max_num_seqs:
+            raise NanoinferError(
+                f"{name}={width} is more than max_num_seqs={limits.max_num_seqs}: raise it, or lower {name}"
+            )
         if params.slide_stride is not None and params.slide_stride > limits.block_size:
             raise NanoinferError(
                 f"slide_stride={params.slide_stride} is more than the context length {limits.block_size}: lower it"
@@ -212,19 +187,23 @@ class Scheduler:
             if _rank(s) <= _rank(winner) or (s.request.priority == winner.request.priority and not same_priority):
                 return False
             if s.handle is not None and not s.num_inflight_tokens and s not in planned:
-                insort(self._waiting, s, key=_rank)  # first: an interrupt must not lose it
-                self._running.remove(s)
-                if unforked := [other for other in s.request.sequences if other.admitted and self._awaits_fork(other)]:
-                    s.admitted = False  # all of them are admitted together again
-                    for other in unforked:
-                        other.admitted = False
-                        self._running.remove(other)
-                self.cache.keep(s)
-                s.num_cached = 0
-                self._preempted.append(s)
-                self.stats.num_preempted += 1
+                self._preempt(s)
                 return True
         return False
+
+    def _preempt(self, s: Sequence) -> None:
+        """Keep a running sequence in the prefix cache and let it wait."""
+        insort(self._waiting, s, key=_rank)  # first: an interrupt must not lose it
+        self._running.remove(s)
+        if unforked := [other for other in s.request.sequences if other.admitted and self._awaits_fork(other)]:
+            s.admitted = False  # all of them are admitted together again
+            for other in unforked:
+                other.admitted = False
+                self._running.remove(other)
+        self.cache.keep(s)
+        s.num_cached = 0
+        self._preempted.append(s)
+        self.stats.num_preempted += 1
 
     def take_preempted(self) -> list[Sequence]:
         """Return the sequences that were preempted since the last call."""
@@ -326,12 +305,6 @@ class Scheduler:
         token_ids = sequence.token_ids[first : first + count]
         return ScheduledSequence(sequence, token_ids, draws, forks, pending=len(token_ids) < count)
 
-    @staticmethod
-    def mark_in_flight(work: list[ScheduledSequence]) -> None:
-        """Count the sampled tokens of this work as in flight, until they are read and passed to `postprocess`."""
-        for sequence in drawing(work):
-            sequence.num_inflight_tokens += 1
-
     def postprocess(self, work: list[ScheduledSequence], tokens: list[list[int]]) -> list[Sequence]:
         """Append the sampled tokens to their sequences and return the sequences that have finished.
 
@@ -342,6 +315,8 @@ class Scheduler:
                 Tokens after the end of an output are discarded.
         """
         for sequence, drawn in zip(drawing(work), tokens, strict=True):
+            if sequence.request.beams is not None:
+                continue  # beams.py has appended its token
             sequence.num_inflight_tokens = max(0, sequence.num_inflight_tokens - 1)
             sequence.num_cached += len(drawn) - 1
             try:
@@ -351,6 +326,27 @@ class Scheduler:
             except NanoinferError as e:  # the tokenizer cannot decode the token
                 sequence.abort(str(e))
         return self.remove_finished()
+
+    # Beams -----------------------------------------------------------------------------------------------
+
+    def drop(self, sequence: Sequence) -> None:
+        """Close the engine's sequence of a beam that is not continued, if it has one."""
+        if sequence.handle is not None:
+            self.cache.detach(sequence)
+            self._engine.close(Handle(sequence.handle))
+        sequence.handle, sequence.num_cached = None, 0
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a dropped beam go on from another one. Without its KV cache if one of them was preempted."""
+        child.start, child.last_draw_step = parent.start, parent.last_draw_step
+        if parent.handle is not None and any(s is child for s in self._running):
+            child.handle, child.num_cached = self._engine.fork(Handle(parent.handle)), parent.num_cached
+
+    def requeue(self, request: Request) -> None:
+        """Let the running beams of a request wait that have no sequence in the engine."""
+        for s in [s for s in self._running if s.request is request and s.handle is None and s.finish_reason is None]:
+            insort(self._waiting, s, key=_rank)
+            self._running.remove(s)
 
     # Ends ------------------------------------------------------------------------------------------------
 
@@ -362,6 +358,8 @@ class Scheduler:
                 self.cache.keep(s)
         if ended:
             self._running = [s for s in self._running if s.finish_reason is None]
+        if any(s.request.beams for s in ended):  # a beam that waits ends with the others
+            self._waiting = [s for s in self._waiting if s.finish_reason is None]
         return ended
 
     def abort(self, request: Request, error: str | None = None) -> list[Sequence]:
@@ -400,8 +398,3 @@ class Scheduler:
 def _rank(s: Sequence) -> tuple[int, int, int]:
     """Return a sequence's place in the order of admission: by priority, then by arrival."""
     return s.request.priority, s.request.request_id, s.sample_index
-
-
-def drawing(work: list[ScheduledSequence]) -> list[Sequence]:
-    """Return the sequences that sample a token, in the order of the logits' rows: each followed by its forks."""
-    return [s for w in work if w.draws for s in (w.sequence, *w.forks)]

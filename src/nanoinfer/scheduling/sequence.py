@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.text import OutputText
 
 if TYPE_CHECKING:
@@ -60,8 +60,16 @@ class Request:
     """Requests of smaller priority are admitted first."""
     salt: str | None = None
     """Only requests of the same salt share prefixes."""
+    beams: BeamSearchParams | None = None
+    """Parameters of a beam search, whose beams are the sequences (beams.py); None: the sequences are sampled."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that were in the KV cache when the request was first admitted."""
+
+    @property
+    def width(self) -> tuple[str, int]:
+        """The parameter that sets the number of its sequences, and the number: ("n", 4)."""
+        name = "beam_width" if self.beams is not None else "n" if self.params.best_of is None else "best_of"
+        return name, self.params.num_sequences
 
     @property
     def finished(self) -> bool:
@@ -91,6 +99,8 @@ class Sequence:
     """Sampled tokens that have not been read from the device: 1 with overlap scheduling, else 0."""
     last_draw_step: int = 0
     """The step that last sampled a token for it, or admitted it. The smallest has priority for prefill."""
+    cumulative_logprob: float | None = None
+    """Sum of the log-probabilities of the generated tokens, if it is the result of a beam search."""
     finish_reason: str | None = None
     """stop, length, abort or error; None: not finished."""
     stop_reason: int | str | None = None

@@ -11,13 +11,14 @@ its window slides. Proposals never exceed max_tokens, the context length or the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 from nanoinfer.arrays import Array
-from nanoinfer.scheduling.scheduler import ScheduledSequence, drawing
+from nanoinfer.engines.base import Engine, Handle
+from nanoinfer.scheduling.work import ScheduledSequence, drawing
 from nanoinfer.speculative.adaptive_k import AcceptanceStats, AdaptiveK, DraftBudget, StepOutcome
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, UsesHidden
 
@@ -164,6 +165,32 @@ class Speculator:
         """Free the state of all sequences. Works after an exception interrupted any other method."""
         self._acceptance.clear()
         self.drafter.reset()
+
+
+def by_speculator(
+    work: list[ScheduledSequence], speculators: Mapping[scheduling.Request, Speculator]
+) -> list[tuple[Speculator | None, list[ScheduledSequence]]]:
+    """Return the work grouped by speculator. Requests have different ones if the draft was changed in between."""
+    if not speculators:
+        return [(None, work)]
+    parts: dict[Speculator | None, list[ScheduledSequence]] = {}
+    for w in work:
+        parts.setdefault(speculators.get(w.sequence.request), []).append(w)
+    return list(parts.items())
+
+
+def drop_without_room(engine: Engine, work: Sequence[ScheduledSequence], done: SpecStep) -> None:
+    """Drop the proposals for which the KV cache has no room. No sequence is preempted for a proposal."""
+    need = engine.blocks_needed
+    counts = [(w, Handle(cast(int, w.sequence.handle)), len(w.token_ids)) for w in work]
+    free = engine.num_free_blocks - sum(need(handle, count) for _, handle, count in counts)
+    for w, handle, count in counts:
+        if (proposal := done.proposals.get(w.sequence)) is not None:
+            more = need(handle, count + len(proposal.token_ids)) - need(handle, count)
+            if more > free:
+                del done.proposals[w.sequence]
+            else:
+                free -= more
 
 
 def _newest_rows(work: Sequence[ScheduledSequence], done: SpecStep, tokens: Sequence[Sequence[int]]) -> list[int]:

@@ -120,4 +120,4 @@ def _normalised(weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _sampled(token: int, logits: Array, row: SamplerRow) -> Sampled:
-    return Sampled(token, find_logprobs(logits, token, row.params.logprobs))
+    return Sampled(token, find_logprobs(logits, token, row.params.num_logprobs))

@@ -1,0 +1,45 @@
+"""The work of one step: which tokens of which sequences it processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nanoinfer.scheduling.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """One sequence's part of one step."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    """Tokens to process."""
+    draws: bool
+    """Whether to sample a token: no uncached tokens are left after these."""
+    forks: list[Sequence] = field(default_factory=list)
+    """Siblings to fork from this sequence, which sample from the same logits."""
+    pending: bool = False
+    """Whether one more token follows token_ids: the in-flight token that the previous step sampled."""
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the scheduler was made."""
+
+    num_prompt_tokens: int = 0
+    """Tokens of admitted prompts."""
+    num_shared_tokens: int = 0
+    """Tokens of admitted prompts that were in the KV cache already."""
+    num_preempted: int = 0
+    """Number of times that a sequence was preempted."""
+
+
+def drawing(work: list[ScheduledSequence]) -> list[Sequence]:
+    """Return the sequences that sample a token, in the order of the logits' rows: each followed by its forks."""
+    return [s for w in work if w.draws for s in (w.sequence, *w.forks)]
+
+
+def mark_in_flight(work: list[ScheduledSequence]) -> None:
+    """Count the sampled tokens of this work as in flight, until they are read and passed to `Scheduler.postprocess`."""
+    for sequence in drawing(work):
+        sequence.num_inflight_tokens += 1
