@@ -239,6 +239,24 @@ def test_a_beam_that_was_closed_is_computed_again_while_the_others_wait(chunk: i
     assert not engine.held
 
 
+def test_beams_whose_parents_are_closed_keep_what_they_share() -> None:
+    core, engine, _ = make_core(RANDOM, max_num_seqs=4)
+    request = beam_request(core, [0, 1], replace(BEAMS, beam_width=3), ())
+    core.step()
+    core.step()
+    a, b, c = request.sequences
+    a.token_ids, b.token_ids, c.token_ids = [0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 5, 6]
+    for s in request.sequences:
+        engine.held[Handle(s.handle or 0)], s.num_cached = list(s.token_ids), 4
+    for s in (a, b):  # as preemption does
+        engine.close(Handle(s.handle or 0))
+        s.handle, s.num_cached = None, 0
+    order = core._beams._extend(request.sequences, [0, 1, 2], [(0, 7), (0, 6), (0, 5)], core._free)
+    assert [request.sequences[i].token_ids for i in order] == [[0, 1, 2, 3, t] for t in (7, 6, 5)]
+    assert [(s.handle is None, s.num_cached) for s in (a, b, c)] == [(True, 0), (True, 0), (False, 2)]
+    assert engine.held == {c.handle: [0, 1]}
+
+
 def test_cancelling_a_search_frees_all_beams_and_leaves_its_neighbour_alone() -> None:
     core, engine, _ = make_core(RANDOM, max_num_seqs=8)
     gone, stays = (beam_request(core, ids, BEAMS, ()) for ids in ([0], [1]))

@@ -116,24 +116,38 @@ class BeamSearches:
         """
         parents = [live[at] for at, _ in chosen]
         unused = [s.sample_index for s in sequences if s.sample_index not in parents]
-        for i in unused:  # before the forks, which need their room
-            free(sequences[i])
         beams: list[int] = []
+        copies: list[tuple[Sequence, Sequence, bool]] = []
         for parent in parents:
             beams.append(parent if parent not in beams else unused.pop())
-            if beams[-1] != parent:
-                self._fork(sequences[parent], sequences[beams[-1]])
+            if (child := sequences[beams[-1]]) is not sequences[parent]:
+                closed = child.handle is None and child.num_output_tokens > 0
+                copies.append((sequences[parent], child, closed))
+        for parent_seq, child, _ in copies:  # before the forks, which need their room
+            if parent_seq.handle is not None:
+                free(child)
+        for parent_seq, child, closed in copies:
+            self._copy(parent_seq, child, closed)
         for i, (_, token) in zip(beams, chosen, strict=True):
             sequences[i].token_ids.append(token)
         return beams
 
-    def _fork(self, parent: Sequence, child: Sequence) -> None:
-        """Make an unused sequence a copy of a beam; of one that was closed, without its KV cache."""
+    def _copy(self, parent: Sequence, child: Sequence, closed: bool) -> None:
+        """Make an unused sequence a copy of a beam. One that was `closed` stays so: the scheduler opens it again.
+
+        If the parent is closed, an open child keeps the tokens that the two have in common.
+        """
+        if closed:
+            child.num_cached = 0
+        elif parent.handle is not None:
+            child.handle, child.num_cached = self._engine.fork(Handle(parent.handle)), parent.num_cached
+        else:
+            pairs = zip(parent.token_ids, child.token_ids, strict=True)
+            common = next((i for i, (a, b) in enumerate(pairs) if a != b), len(parent.token_ids) - 1)
+            child.num_cached = min(common, child.num_cached)
+            self._engine.truncate(Handle(cast(int, child.handle)), child.num_cached)
         child.token_ids = list(parent.token_ids)
-        child.start, child.num_cached = parent.start, parent.num_cached
-        child.last_draw_step = parent.last_draw_step
-        if parent.handle is not None:
-            child.handle = self._engine.fork(Handle(parent.handle))
+        child.start, child.last_draw_step = parent.start, parent.last_draw_step
 
 
 def _end(request: Request, search: BeamSearch, free: Callable[[Sequence], None]) -> None:
