@@ -22,7 +22,16 @@ from typing import Any
 import pytest
 
 from conftest import CHARS, make_folder
-from nanoinfer import LLM, AsyncLLM, AsyncOutputStream, NanoinferError, RequestOutput, ResultError, SamplingParams
+from nanoinfer import (
+    LLM,
+    AsyncLLM,
+    AsyncOutputStream,
+    BeamSearchParams,
+    NanoinferError,
+    RequestOutput,
+    ResultError,
+    SamplingParams,
+)
 from nanoinfer import async_engine as async_engine_module
 from nanoinfer.arrays import to_numpy
 from nanoinfer.async_engine import CLOSED
@@ -101,7 +110,10 @@ async def refused(stream: AsyncOutputStream, kind: type[Exception] = NanoinferEr
 def same(a: RequestOutput, b: RequestOutput) -> None:
     """Assert that two outputs are equal; log-probabilities up to what depends on the other sequences of a batch."""
     assert (a.prompt, a.prompt_token_ids, a.num_dropped_tokens) == (b.prompt, b.prompt_token_ids, b.num_dropped_tokens)
-    assert [replace(o, logprobs=None) for o in a.outputs] == [replace(o, logprobs=None) for o in b.outputs]
+    exact = [[replace(o, logprobs=None, cumulative_logprob=None) for o in x.outputs] for x in (a, b)]
+    assert exact[0] == exact[1]
+    totals = [[o.cumulative_logprob or 0.0 for o in x.outputs] for x in (a, b)]
+    assert totals[0] == pytest.approx(totals[1], abs=1e-3)
     assert a.metrics.num_output_tokens == b.metrics.num_output_tokens
     for x, y in zip(
         [a.prompt_logprobs, *(o.logprobs for o in a.outputs)],
@@ -153,6 +165,20 @@ def test_outputs_equal_those_of_generate(llm: LLM, kind: str) -> None:
             assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
             assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == (o.finish_reason, o.stop_reason)
         assert last.metrics.num_output_tokens == output.metrics.num_output_tokens
+
+
+@pytest.mark.parametrize("kind", ["cumulative", "delta", "final_only"])
+@pytest.mark.parametrize(
+    "params", [SamplingParams(seed=5, max_tokens=6, n=2, best_of=4), BeamSearchParams(3, 6)], ids=str
+)
+def test_outputs_that_are_chosen_at_the_end(llm: LLM, kind: str, params: Any) -> None:
+    expected = llm.generate("To be", params)[0]
+
+    async def main(model: AsyncLLM) -> list[RequestOutput]:
+        return [output async for output in model.generate("To be", params, output_kind=kind)]
+
+    (output,) = run(main, llm)
+    same(output, expected)
 
 
 def test_synchronous_calls_of_another_thread_run_beside(llm: LLM) -> None:
@@ -444,7 +470,7 @@ def test_an_exception_of_the_engine_ends_what_runs(
     monkeypatch.setattr(llm.engine, "extend", fail)
 
     async def main(model: AsyncLLM) -> None:
-        streams = [model.generate(p, LONG) for p in PROMPTS]
+        streams = [model.generate(p, LONG) for p in PROMPTS[:4]]
         for stream in streams:
             await anext(stream)
         broken.set()
@@ -502,16 +528,16 @@ def test_an_interrupt_in_another_thread_reaches_the_iterators(llm: LLM, monkeypa
     monkeypatch.setattr(llm.engine, "extend", interrupt)
 
     async def main(model: AsyncLLM) -> None:
-        running = [model.generate(p, LONG) for p in PROMPTS]
+        running = [model.generate(p, LONG) for p in PROMPTS[:4]]
         for stream in running:
             await anext(stream)
-        waiting = [asyncio.create_task(whole(model.generate("To be", replace(GREEDY, n=2)))) for _ in range(3)]
+        waiting = [asyncio.create_task(whole(model.generate("To be", replace(GREEDY, n=3)))) for _ in range(3)]
         with pytest.raises(KeyboardInterrupt):  # ends the running requests, and none of those that wait
             llm.generate(["Go"] * 50, GREEDY)
         for stream in running:
             assert "an operation of another thread was interrupted" in await refused(stream, ResultError)
         for output in await asyncio.gather(*waiting):
-            assert [o.finish_reason for o in output.outputs] == ["length", "length"]
+            assert [o.finish_reason for o in output.outputs] == ["length"] * 3
 
     run(main, llm)
 
@@ -769,7 +795,7 @@ PROGRAM = """
 import asyncio, os, signal, sys, threading, time, traceback
 from nanoinfer import AsyncLLM, NanoinferError, SamplingParams
 params = SamplingParams(max_tokens=100000, overflow="slide", slide_stride=16)
-model = AsyncLLM(sys.argv[1], engine=sys.argv[2], max_num_seqs=4)
+model = AsyncLLM(sys.argv[1], engine=sys.argv[2], max_num_seqs=8)
 async def read():
     async for output in model.generate("To be", params): pass
 async def first(count=6):

@@ -195,9 +195,11 @@ class AsyncEngine:
             delta = self._deltas.popleft()
             if (request := self._submitted.get(delta.request_id)) is None or request.request is None:
                 continue
-            if delta.error is not None or (delta.finish_reason is not None and request.request.finished):
+            made = request.request
+            at_end = made.params.num_sequences > made.params.n  # best_of: the outputs are chosen at the end
+            if delta.finish_reason is not None and (made.finished or (delta.error is not None and not at_end)):
                 ended[request] = None
-            elif request.output_kind != FINAL_ONLY:
+            elif request.output_kind != FINAL_ONLY and not at_end:
                 sent.append((request, delta))
         self._send([*sent, *self._finish(ended)])
 

@@ -27,7 +27,7 @@ from nanoinfer.llm import LLM
 from nanoinfer.messages import Message, as_conversation
 from nanoinfer.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from nanoinfer.prompts import Prompt
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.requests import Params
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.workers import Workers
 
@@ -93,7 +93,7 @@ class AsyncLLM:
     def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
@@ -108,7 +108,8 @@ class AsyncLLM:
         Args:
             prompt: in the forms of `LLM.generate`, with or without a cache_salt. Do not change it before the first
                 output.
-            sampling_params: None is SamplingParams().
+            sampling_params: SamplingParams or BeamSearchParams; None is SamplingParams(). With best_of, and for a beam
+                search, there is one output, at the end.
             request_id: for `abort`, and in the outputs. None: a random one.
             priority: requests of smaller priority are admitted first.
             output_kind: cumulative: each output has all tokens so far. delta: each output has the tokens since the one
@@ -133,7 +134,7 @@ class AsyncLLM:
     def chat(
         self,
         messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         request_id: str | None = None,
         *,
         chat_template: str | None = None,
@@ -167,7 +168,7 @@ class AsyncLLM:
     def _stream(
         self,
         make: Callable[[], Request],
-        sampling_params: SamplingParams | None,
+        sampling_params: Params | None,
         request_id: str | None,
         output_kind: str,
     ) -> AsyncOutputStream:

@@ -129,12 +129,15 @@ def _completion(s: Sequence, received: _Received, logprobs: Logprobs, output_kin
     if output_kind == DELTA:
         at, text = received.tokens_taken, text[received.text_taken :]
     end, first = received.num_tokens, len(s.prompt_token_ids)
-    values = logprobs.of(s)
+    token_ids, values, total = s.token_ids[first : first + end], logprobs.of(s), None
+    if values is not None:
+        total = sum(found[token].logprob for token, found in zip(token_ids, values[:end], strict=True))
     return CompletionOutput(
         s.sample_index,
         text,
-        s.token_ids[first + at : first + end],
+        token_ids[at:],
         received.finish_reason,
         s.stop_reason if received.finish_reason is not None else None,
         None if values is None else values[at:end],
+        cumulative_logprob=total,
     )
