@@ -179,16 +179,32 @@ def test_a_smaller_priority_is_admitted_first_and_preempts() -> None:
 
 def test_the_queue_is_bounded() -> None:
     world = World(EngineLimits(1, 64, 64), SchedulerConfig(max_num_queued=2))
-    requests = [make_request(3, SamplingParams(max_tokens=2), 64) for _ in range(4)]
-    world.scheduler.add(requests[0])
-    with pytest.raises(QueueFull, match="1 requests wait, and 2 more would exceed max_num_queued=2: "):
-        world.scheduler.add(*requests[1:3])
+    requests = [make_request(3, SamplingParams(max_tokens=2), 64) for _ in range(5)]
+    world.scheduler.add(*requests[:2])  # one of them will have the place
+    with pytest.raises(QueueFull, match="2 requests wait for 1 places, and 2 more would exceed max_num_queued=2: "):
+        world.scheduler.add(*requests[2:4])
     world.step()
-    world.scheduler.add(*requests[1:3])
-    with pytest.raises(QueueFull, match="2 requests wait, and 1 more"):
+    world.scheduler.add(requests[2])
+    with pytest.raises(QueueFull, match="2 requests wait for 0 places, and 1 more"):
         world.scheduler.add(requests[3])
     world.run_all()
-    assert [r.finished for r in requests] == [True, True, True, False]
+    assert [r.finished for r in requests] == [True, True, True, False, False]
+    world.scheduler.add(*requests[3:])
+    world.run_all()
+
+
+def test_a_sequence_is_admitted_beside_windows_that_are_full() -> None:
+    """Three sequences whose windows slide: they need no further block, and a fourth must not wait for their end."""
+    world = World(EngineLimits(4, 16, 52), SchedulerConfig(enable_prefix_caching=False))
+    for _ in range(3):
+        world.scheduler.add(make_request(16, SamplingParams(max_tokens=100, overflow="slide"), 16))
+    for _ in range(3):
+        world.step()
+    last = make_request(3, SamplingParams(max_tokens=2), 16)
+    world.scheduler.add(last)
+    for _ in range(10):
+        world.step()
+    assert last.finished
 
 
 # Every engine ------------------------------------------------------------------------------------------------
@@ -243,7 +259,7 @@ def test_tokens_do_not_depend_on_sharing_and_preemption(name: str, chunk: int, c
 
 def test_the_public_settings(tmp_path: Path) -> None:
     folder = str(make_folder(tmp_path / "model"))
-    llm = LLM(folder, max_num_queued=3, max_num_batched_tokens=16, engine="native")
+    llm = LLM(folder, max_num_queued=3, max_num_seqs=1, max_num_batched_tokens=16, engine="native")
     prompt_ids = list(range(1, 27))
     params = SamplingParams(temperature=0, max_tokens=3)
     first = llm.generate({"prompt_token_ids": prompt_ids}, params)[0]
@@ -252,7 +268,7 @@ def test_the_public_settings(tmp_path: Path) -> None:
     salted = llm.generate({"prompt_token_ids": prompt_ids, "cache_salt": "me"}, params, priority=[3])[0]
     assert salted.num_cached_tokens == 0
     assert first.outputs[0].token_ids == again.outputs[0].token_ids == salted.outputs[0].token_ids
-    refuses(lambda: llm.generate([[1]] * 4, params), "max_num_queued=3")
+    refuses(lambda: llm.generate([[1]] * 5, params), "max_num_queued=3")
     refuses(lambda: llm.generate([[1]], params, priority=[1, 2]), "1 prompts, but 2 priorities")
     refuses(lambda: llm.generate([[1]], params, priority=["high"]), "priority='high'")  # type: ignore[list-item]
     refuses(lambda: llm.generate({"prompt_token_ids": [1], "cache_salt": 5}, params), "cache_salt=5")

@@ -30,6 +30,8 @@ from nanoinfer.scheduling.prefix_cache import MIN_WAIT, PrefixCache
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, drawing
 
+_HEADROOM = 16
+"""Tokens that each running sequence can grow by after an admission before blocks run out."""
 _MAX_LOOKUPS = 4
 """Waiting sequences that a step looks up in the prefix cache, for each that the engine can run."""
 
@@ -76,14 +78,13 @@ class Scheduler:
     def add(self, *requests: Request) -> None:
         """Queue requests that passed `check`.
 
-        Raises:
-            QueueFull: more than max_num_queued requests would wait. None of them is queued.
+        Raises QueueFull, and queues none of them, if more than max_num_queued would find no place.
         """
-        most, count = self.config.max_num_queued, len(requests)
-        if most is not None and len(self._waiting) + count > most:
+        most, places = self.config.max_num_queued, max(0, self.limits.max_num_seqs - len(self._running))
+        if most is not None and len(self._waiting) + len(requests) > most + places:
             raise QueueFull(
-                f"{len(self._waiting)} requests wait, and {count} more would exceed max_num_queued={most}: try again"
-                " later, or raise it"
+                f"{len(self._waiting)} requests wait for {places} places, and {len(requests)} more would exceed"
+                f" max_num_queued={most}: try again later, or raise it"
             )
         for request in requests:
             insort(self._waiting, request.sequences[0], key=_rank)
@@ -118,9 +119,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting sequences in their order, until one has no room."""
-        if not self._waiting:
-            return
-        promised = self._promised()
+        promised = self._promised() if self._waiting else 0
         for first in self._waiting[: _MAX_LOOKUPS * self.limits.max_num_seqs]:
             most = self.limits.max_num_seqs - (1 if first.admitted else len(first.request.sequences))
             if len(self._running) > most and self._running[-1].request.priority <= first.request.priority:
@@ -145,12 +144,17 @@ class Scheduler:
                     first.num_cached = 0
                     return
                 promised = self._promised()
-            promised += self._blocks_needed(first, len(window) - num_shared) + 1
+            promised += self._blocks_to_go_on(first)
             self._start(first, len(window), num_shared)
 
     def _promised(self) -> int:
-        """Return the number of blocks that running sequences need for what is not cached, and one more for each."""
-        return sum(self._blocks_needed(s, self._num_uncached(s)) + 1 for s in self._running if s.handle is not None)
+        """Return the number of blocks that the running sequences need to go on for some steps."""
+        return sum(self._blocks_to_go_on(s) for s in self._running if s.handle is not None)
+
+    def _blocks_to_go_on(self, s: Sequence) -> int:
+        """Return the number of blocks for a sequence's uncached tokens and the next few, if it may have so many."""
+        more = min(_HEADROOM, s.max_tokens - s.num_output_tokens, self.limits.block_size - (s.num_tokens - s.start))
+        return self._blocks_needed(s, self._num_uncached(s) + max(0, more))
 
     def _has_room(self, s: Sequence, count: int, reserved: int) -> bool:
         """Close kept sequences until `count` tokens fit beside `reserved` blocks; return whether they do."""
@@ -175,13 +179,8 @@ class Scheduler:
     def _preempt_last(self, winner: Sequence, *, same_priority: bool, planned: Collection[Sequence] = ()) -> bool:
         """Preempt the last running sequence in the order of admission for the sake of another one.
 
-        Args:
-            winner: the victim must come after it.
-            same_priority: whether the victim may have the same priority.
-            planned: sequences that are part of the step and must stay.
-
-        Returns:
-            whether there was one.
+        The victim comes after `winner`, has the same priority only if `same_priority`, and is not one of `planned`,
+        which are part of the step. Returns whether there was one.
         """
         for s in reversed(self._running):
             if _rank(s) <= _rank(winner) or (s.request.priority == winner.request.priority and not same_priority):
