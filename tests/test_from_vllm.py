@@ -277,6 +277,18 @@ def test_chat(llm: LLM) -> None:
             llm.chat([message], **{name: None})
 
 
+@row('`{"prompt": ..., "cache_salt": ...}`', "`generate(prompts, priority=...)`")
+@row("`enable_prefix_caching`, `max_num_batched_tokens`, `LLM.reset_prefix_cache()`")
+def test_sharing(folder: Path) -> None:
+    llm = LLM(str(folder), enable_prefix_caching=True, max_num_batched_tokens=2048)
+    assert llm.core.scheduler.config == LLM(str(folder)).core.scheduler.config
+    prompts = [{"prompt": "GoGoGo", "cache_salt": salt} for salt in ("a", "a", "b")]
+    cached = [llm.generate(p, GREEDY, priority=[1])[0].num_cached_tokens for p in prompts]
+    assert cached == [0, 5, 0]
+    llm.reset_prefix_cache()
+    assert llm.generate(prompts[0], GREEDY)[0].num_cached_tokens == 0
+
+
 @row("`SamplingParams`", "`LLM(...)`", "speculative decoding")
 @row("`LLM.encode`, `LLM.embed`, `LLM.classify`, `LLM.score`")
 def test_what_is_not_here(folder: Path, llm: LLM) -> None:
