@@ -149,7 +149,6 @@ def test_killed_at_each_operation_on_a_file(llm: LLM, tmp_path: Path, monkeypatc
         for again in (at, 1 + at // 2):  # killed twice
             with suppress(Killed), dying(again):
                 generate(llm, out, source)
-        assert not out.exists() or out.read_bytes() != whole or at > len(operations) - 3
         generate(llm, out, source)
         assert out.read_bytes() == whole, (at, operations[at - 1])
         assert not out.with_name(f"{out.name}.state.tmp").exists()

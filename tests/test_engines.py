@@ -91,6 +91,7 @@ def generate(core: Core, prompts: list[list[int]], params: list[SamplingParams])
     while core.unfinished:
         core.step()
         core.scheduler.check_integrity()
+    core.reset_prefix_cache()  # another core may use the engine next
     return [[o.token_ids for o in core.output(r).outputs] for r in requests]
 
 
@@ -479,7 +480,9 @@ def test_few_frames_from_a_step_to_what_computes(name: str, monkeypatch: pytest.
         triton_engine = importlib.import_module("nanoinfer.engines.triton_engine")
         monkeypatch.setattr(triton_engine, "product", counted(triton_engine.product))
     elif name == "native":
-        monkeypatch.setattr(engine, "_decoder", SimpleNamespace(extend=counted(engine._decoder.extend)))
+        decoder = engine._decoder
+        room = {"blocks_free": decoder.blocks_free, "open": decoder.open}
+        monkeypatch.setattr(engine, "_decoder", SimpleNamespace(extend=counted(decoder.extend), **room))
     else:
         monkeypatch.setattr(torch.nn.functional, "linear", counted(torch.nn.functional.linear))
     core.step()

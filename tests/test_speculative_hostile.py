@@ -67,6 +67,7 @@ def texts(outputs: list[RequestOutput]) -> list[list[tuple[object, ...]]]:
 def assert_nothing_is_held(llm: LLM) -> None:
     assert llm.core.speculator is not None
     drafter = llm.core.speculator.drafter
+    llm.reset_prefix_cache()
     for engine in [llm.engine, *([drafter.engine] if isinstance(drafter, DraftModel) else [])]:
         handles = [engine.open() for _ in range(engine.limits.max_num_seqs)]
         for h in handles:

@@ -217,17 +217,17 @@ class Core:
         while True:
             with self._turn():
                 self._settle()
-                if self.scheduler.has_room(num_tokens):
-                    self._clean = False
-                    try:
-                        result = use(self.engine)
-                    except BaseException as e:
-                        if not isinstance(e, Exception) or set(self.engine.handles) != self.scheduler.handles:
-                            self._recover(e)
-                        self._clean = True
-                        raise
+                self._clean = False
+                try:
+                    found = [use(self.engine)] if self.scheduler.has_room(num_tokens) else []
+                except BaseException as e:
+                    if not isinstance(e, Exception) or set(self.engine.handles) != self.scheduler.handles:
+                        self._recover(e)
                     self._clean = True
-                    return result
+                    raise
+                self._clean = True
+                if found:
+                    return found[0]
             self.step()
 
     def _turn(self) -> AbstractContextManager[object]:

@@ -142,6 +142,8 @@ class Scheduler:
                 if not self._preempt_last(first, same_priority=False):
                     self.cache.keep(first)
                     first.num_cached = 0
+                    if not self._running:
+                        raise NanoinferError("the KV cache has no room: sequences of another scheduler are open in it")
                     return
                 promised = self._promised()
             promised += self._blocks_to_go_on(first)
@@ -227,8 +229,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledSequence]:
         """Admit waiting sequences and return the work of the next step.
 
-        It is empty only if no request is unfinished, or if all running sequences end with their in-flight tokens.
-        """
+        It is empty only if no request is unfinished, or if all running sequences end with their in-flight tokens."""
         self._admit()
         self._step += 1
         ready = (s for s in self._running if not self._awaits_fork(s) and not s.ends_when_read)
