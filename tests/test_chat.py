@@ -78,6 +78,7 @@ def llm(folder: Path) -> LLM:
 
 
 def test_chat_is_generate_on_the_rendered_prompt(llm: LLM) -> None:
+    llm.reset_prefix_cache()
     text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     (output,) = llm.chat(HI, GREEDY)
     (expected,) = llm.generate(text, GREEDY)
