@@ -648,7 +648,7 @@ def test_a_loop_that_is_gone_frees_its_requests(llm: LLM) -> None:
         async def begin() -> None:
             await anext(stream)
 
-        await asyncio.to_thread(lambda: asyncio.run(begin()))  # nobody closes the stream
+        await asyncio.to_thread(lambda: asyncio.run(begin()))  # the stream is not closed
         await freed(model)
 
     run(main, llm)
