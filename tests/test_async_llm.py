@@ -270,13 +270,17 @@ async def leave_by_an_exception(stream: AsyncOutputStream) -> None:
             raise ZeroDivisionError
 
 
-async def leave_by_cancellation(stream: AsyncOutputStream) -> None:
-    await anext(stream)
+async def cancelled_after(seconds: float, stream: AsyncOutputStream) -> None:
     task = asyncio.create_task(whole(stream))
-    await asyncio.sleep(0.005)
+    await asyncio.sleep(seconds)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def leave_by_cancellation(stream: AsyncOutputStream) -> None:
+    await anext(stream)
+    await cancelled_after(0.005, stream)
 
 
 async def leave_by_timeout(stream: AsyncOutputStream) -> None:
@@ -285,11 +289,7 @@ async def leave_by_timeout(stream: AsyncOutputStream) -> None:
 
 
 async def leave_before_it_is_prepared(stream: AsyncOutputStream) -> None:
-    task = asyncio.create_task(whole(stream))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled_after(0, stream)
 
 
 async def leave_before_it_begins(stream: AsyncOutputStream) -> None:
