@@ -125,17 +125,19 @@ class Scheduler:
         promised = self._promised() if self._waiting else 0
         for first in self._waiting[: _MAX_LOOKUPS * self.limits.max_num_seqs]:
             most = self.limits.max_num_seqs - (1 if first.admitted else len(first.request.sequences))
-            if len(self._running) > most and self._running[-1].request.priority <= first.request.priority:
+            if first.awaits_search:
+                continue
+            insists = first.admitted and first.request.beams is not None  # other beams wait for it, and hold memory
+            if len(self._running) > most and self._running[-1].request.priority <= first.request.priority - insists:
                 return
-            window = first.token_ids[first.wanted_start :]
-            scores = first.request.scores
+            window, scores = first.token_ids[first.wanted_start :], first.request.scores
             may_share = window if scores is None else window[: scores.next + 1]  # logits that are read are computed
             entry, num_shared = self.cache.find(may_share, first.request.salt)
             if entry is not None and num_shared >= entry.num_cached + MIN_WAIT:
                 continue
             before = self.stats.num_preempted
             while len(self._running) > most:
-                if not self._preempt_last(first, same_priority=False):
+                if not self._preempt_last(first, same_priority=insists):
                     return
             if self.stats.num_preempted > before:
                 entry, num_shared = self.cache.find(may_share, first.request.salt)
@@ -144,7 +146,7 @@ class Scheduler:
             self.cache.open(first, window, entry, num_shared)
             first.start, first.num_cached = first.wanted_start, num_shared
             while not self._has_room(first, len(window) - num_shared, promised):
-                if not self._preempt_last(first, same_priority=False) and not self._release_beam(first):
+                if not self._preempt_last(first, same_priority=insists) and not self._preempt_beam(first):
                     self.cache.keep(first)
                     first.num_cached = 0
                     if not self._running:
@@ -199,6 +201,7 @@ class Scheduler:
         """Keep a running sequence in the prefix cache and let it wait."""
         unforked = [other for other in s.request.sequences if other.admitted and other.awaits_fork]
         s.admitted = not unforked  # all of them are admitted together again
+        s.awaits_search = s.request.beams is not None and not s.num_uncached
         insort(self._waiting, s, key=_rank)  # before it is removed: an interrupt must not lose it
         self._running.remove(s)
         for other in unforked:
@@ -267,7 +270,7 @@ class Scheduler:
     def _make_room(self, s: Sequence, count: int, reserved: int, planned: Collection[Sequence]) -> bool:
         """Close kept sequences and preempt later ones until `count` tokens fit; return whether they do."""
         while not self._has_room(s, count, reserved):
-            if not self._preempt_last(s, same_priority=True, planned=planned) and not self._release_beam(s, planned):
+            if not self._preempt_last(s, same_priority=True, planned=planned) and not self._preempt_beam(s, planned):
                 return False
         return True
 
@@ -329,21 +332,18 @@ class Scheduler:
 
     # Beams -----------------------------------------------------------------------------------------------
 
-    def _release_beam(self, winner: Sequence, planned: Collection[Sequence] = ()) -> bool:
-        """Make room for a beam: keep one of its search whose logits were read. Return whether there was one.
-
-        It has nothing to do until all logits of the search were read. Then `requeue` lets it wait."""
+    def _preempt_beam(self, winner: Sequence, planned: Collection[Sequence] = ()) -> bool:
+        """Preempt a beam whose logits were read, for one of the same search; return whether there was one."""
         for s in self._running:
-            waits = s.request is winner.request and s.request.beams is not None and not s.num_uncached
-            if waits and s.handle is not None and s not in planned:
-                self.cache.keep(s)
-                s.num_cached = 0
-                self.stats.num_preempted += 1
+            if s.request is winner.request and s.handle is not None and not s.num_uncached and s not in planned:
+                self._preempt(s)
                 return True
         return False
 
     def requeue(self, request: Request) -> None:
-        """Let the running beams of a request wait that have no sequence in the engine."""
+        """Let the beams of the next step wait that have no sequence in the engine."""
+        for s in request.sequences:
+            s.awaits_search = False
         for s in [s for s in self._running if s.request is request and s.handle is None and s.finish_reason is None]:
             insort(self._waiting, s, key=_rank)
             self._running.remove(s)

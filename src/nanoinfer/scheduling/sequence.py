@@ -116,6 +116,8 @@ class Sequence:
     """Tokens of the window that are in the KV cache or in the scheduled step."""
     admitted: bool = False
     """Whether it has been running; it waits again if it was preempted."""
+    awaits_search: bool = False
+    """Whether it is a beam that was preempted after its logits were read: it waits for those of the other beams."""
     num_inflight_tokens: int = 0
     """Sampled tokens that have not been read from the device: 1 with overlap scheduling, else 0."""
     last_draw_step: int = 0
