@@ -140,6 +140,7 @@ class AsyncLLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
         priority: int = 0,
         output_kind: str = CUMULATIVE,
     ) -> AsyncOutputStream:
@@ -147,6 +148,7 @@ class AsyncLLM:
 
         Args:
             messages, chat_template, add_generation_prompt, chat_template_kwargs: as for `LLM.chat`.
+            cache_salt: only conversations and prompts of the same salt share their prefixes.
             sampling_params, request_id, priority, output_kind: as for `generate`.
 
         Raises:
@@ -158,7 +160,7 @@ class AsyncLLM:
 
         def make() -> Request:
             text = self.llm._formatter.render(conversation, options)
-            prompt = {"prompt_token_ids": self.llm._formatter.encode(text)}
+            prompt = {"prompt_token_ids": self.llm._formatter.encode(text), "cache_salt": cache_salt}
             (request,) = self.llm._requests.make_all([prompt], sampling_params, [priority])
             request.prompt = text
             return request

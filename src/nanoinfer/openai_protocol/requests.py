@@ -20,7 +20,6 @@ class GenerationRequest:
     params: SamplingParams
     """With echo and logprobs, they ask for prompt_logprobs too."""
     prompts: Sequence[Mapping[str, Any]] = ()
-    """With their cache_salt."""
     messages: Any = None
     """Not checked yet; None: prompts are given."""
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -28,7 +27,7 @@ class GenerationRequest:
     model: str | None = None
     priority: int = 0
     cache_salt: str | None = None
-    """Of the messages."""
+    """Only requests of the same salt share the keys and values of prefixes."""
     echo: bool = False
     """Whether the prompt is returned before the output."""
     prompt_only: bool = False
@@ -79,8 +78,7 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
         if "messages" not in given:
             raise FieldError("messages is missing: give a list of {'role': ..., 'content': ...}", "messages")
         return GenerationRequest(params, messages=given["messages"], **options)
-    salt = {"cache_salt": options["cache_salt"]} if options["cache_salt"] is not None else {}
-    return GenerationRequest(params, [{**p, **salt} for p in _prompts(given.get("prompt"))], **options)
+    return GenerationRequest(params, _prompts(given.get("prompt")), **options)
 
 
 def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

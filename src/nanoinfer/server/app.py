@@ -49,9 +49,12 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> App:
     """
     service = Service(llm, config)
     app: App = Errors(Router([_route(service, spec) for spec in ROUTES]))
-    # The middleware, outermost last: plain ASGI applications around `app`. Errors around all turns exceptions of the
-    # middleware into responses.
-    # (limits, auth, metrics, access log)
+    middleware: tuple[Callable[[App], App], ...] = (
+        # Plain ASGI applications around `app`, the innermost first. What a middleware's `receive` raises in a route is
+        # answered by Errors; a middleware that refuses a request answers it by itself.
+    )
+    for wrap in middleware:
+        app = wrap(app)
     return app
 
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from nanoinfer.async_streams import MergedStreams
-from nanoinfer.openai_protocol import GenerationRequest, json_bytes, response_body
+from nanoinfer.errors import NanoinferError
+from nanoinfer.openai_protocol import ChunkWriter, GenerationRequest, error_body, json_bytes, response_body
 from nanoinfer.outputs import RequestOutput
-from nanoinfer.server.http import DisconnectWatch, Receive, Scope, Send, read_object, respond
+from nanoinfer.server.http import EVENTS, DisconnectWatch, Receive, Scope, Send, read_object, respond
 from nanoinfer.server.service import Service, new_id
+
+STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 async def generate(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request to generate."""
+    """Answer a request to generate, whole or as a stream. If the client disconnects, all its requests end."""
     request = service.parse(scope["path"], await read_object(receive))
     request_id = new_id()
-    merged = MergedStreams(service.start(request, request_id))
+    merged = MergedStreams(service.start(request, request_id, request.cache_salt))
     try:
         async with DisconnectWatch(receive, merged.close):
-            await _answer(service, request, request_id, merged, send)
+            await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
     finally:
         merged.close()
 
@@ -33,20 +35,38 @@ async def _answer(
         outputs.update(found)
     if merged.closed:
         return
-    created = int(time.time())
+    every = [outputs[i] for i in range(len(outputs))]
+    common = service.common(request_id)
 
     def build() -> bytes:
-        every = [outputs[i] for i in range(len(outputs))]
-        return json_bytes(
-            response_body(
-                request,
-                every,
-                request_id=request_id,
-                model=service.names[0],
-                created=created,
-                decode=service.decode,
-            )
-        )
+        return json_bytes(response_body(request, every, **common))
 
     large = request.params.logprobs is not None or request.prompt_logprobs
     await respond(send, await asyncio.to_thread(build) if large else build())
+
+
+async def _stream(
+    service: Service, request: GenerationRequest, request_id: str, merged: MergedStreams, send: Send
+) -> None:
+    """Send the outputs while they are generated.
+
+    The response begins with the first of them: an error before is a response of its own. One that comes later is the
+    last event.
+    """
+    writer = ChunkWriter(request, **service.common(request_id))
+    started = False
+    try:
+        async for found in merged:
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            if chunks := writer.write(found):
+                await send({"type": "http.response.body", "body": chunks, "more_body": True})
+    except NanoinferError as e:
+        if not started:
+            raise
+        event = b"data: " + json_bytes(error_body(e)) + b"\n\n"
+        await send({"type": "http.response.body", "body": event})
+    else:
+        if not merged.closed:
+            await send({"type": "http.response.body", "body": writer.end()})

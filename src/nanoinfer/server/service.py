@@ -48,8 +48,14 @@ class Service:
         self.check_model(request.model)
         return request
 
-    def start(self, request: GenerationRequest, request_id: str) -> list[AsyncOutputStream]:
-        """Return a stream of outputs for each prompt. They are queued when they are read."""
+    def start(self, request: GenerationRequest, request_id: str, salt: str | None) -> list[AsyncOutputStream]:
+        """Return a stream of outputs for each prompt. They are queued when they are read.
+
+        Args:
+            request: from `parse`.
+            request_id: of the response.
+            salt: only requests of the same salt share the keys and values of prefixes.
+        """
         kind = "delta" if request.stream else "final_only"
         if request.chat:
             return [
@@ -59,14 +65,22 @@ class Service:
                     request_id,
                     add_generation_prompt=request.add_generation_prompt,
                     chat_template_kwargs=request.chat_template_kwargs,
+                    cache_salt=salt,
                     priority=request.priority,
                     output_kind=kind,
                 )
             ]
+        salted = {} if salt is None else {"cache_salt": salt}
         return [
-            self.llm.generate(prompt, request.params, f"{request_id}-{i}", priority=request.priority, output_kind=kind)
+            self.llm.generate(
+                {**prompt, **salted}, request.params, f"{request_id}-{i}", priority=request.priority, output_kind=kind
+            )
             for i, prompt in enumerate(request.prompts)
         ]
+
+    def common(self, request_id: str) -> dict[str, Any]:
+        """Return the arguments that `response_body` and `ChunkWriter` share."""
+        return {"request_id": request_id, "model": self.names[0], "created": int(time.time()), "decode": self.decode}
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids; empty without a tokenizer."""
