@@ -1,43 +1,25 @@
-"""The ASGI application: the table of routes, and the stack of middleware around them."""
+"""The ASGI application: the routes, and the stack of middleware around them."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError, one_line
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, error_body, error_object, status_code
-from nanoinfer.server import generation, routes
+from nanoinfer.openai_protocol import error_body, error_object, json_bytes, status_code
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import App, ClientDisconnected, Message, Receive, Scope, Send, respond_json
+from nanoinfer.server.openapi import document
 from nanoinfer.server.service import Service
+from nanoinfer.server.table import ROUTES, RouteSpec
 
 log = logging.getLogger("nanoinfer")
-Handler = Callable[[Service, Scope, Receive, Send], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class RouteSpec:
-    """A route: a row of the table, and of the OpenAPI document."""
-
-    method: str
-    path: str
-    handler: Handler
-
-
-ROUTES = (
-    RouteSpec("POST", COMPLETIONS, generation.generate),
-    RouteSpec("POST", CHAT, generation.generate),
-    RouteSpec("GET", "/v1/models", routes.models),
-    RouteSpec("GET", "/v1/models/{model:path}", routes.model),
-    RouteSpec("GET", "/health", routes.health),
-)
 
 
 def build_app(llm: AsyncLLM, config: ServerConfig) -> App:
@@ -48,6 +30,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> App:
         config: options and limits.
     """
     service = Service(llm, config)
+    service.openapi = functools.cache(lambda: json_bytes(document(ROUTES, service.defaults)))
     app: App = Errors(Router([_route(service, spec) for spec in ROUTES]))
     middleware: tuple[Callable[[App], App], ...] = (
         # Plain ASGI applications around `app`, the innermost first. What a middleware's `receive` raises in a route is
