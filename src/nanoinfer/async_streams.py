@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.prompts import numbered
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncOutputStream
@@ -37,7 +38,7 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
                 for stream in self._streams:
                     stream.begin(self._event)
             while self._open:
-                if found := [(i, stream.take()) for i, stream in self._open.items() if stream.ready]:
+                if found := [(i, self._take(i)) for i, stream in self._open.items() if stream.ready]:
                     for i, _ in found:
                         if self._open[i].done:
                             del self._open[i]
@@ -48,6 +49,10 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
             self.close()
             raise
         raise StopAsyncIteration
+
+    def _take(self, i: int) -> RequestOutput:
+        with numbered(i, len(self._streams)):
+            return self._streams[i].take()
 
     def close(self) -> None:
         """Cancel the requests that are not finished. The iterator yields nothing more."""
