@@ -1,0 +1,1 @@
+"""The HTTP server in OpenAI's shape: routes, middleware, metrics and the page."""
