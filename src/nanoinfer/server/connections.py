@@ -6,7 +6,7 @@ waits for, a few times in each time limit, and aborts it when that takes longer 
     head       from the connection's first byte, or its opening, to the end of the request's headers
     body       that the application no longer reads, because it has refused the request; it is discarded
     unread     the response: the client must take 16 KiB in send_timeout_sec while the transport's buffer is full
-    closing    the rest of the response after the end; then the connection is reset
+    closing    the same after the connection's end; then it is reset
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _BoundedProtocol(H11Protocol):
         """Abort the connection if what it waits for has taken too long; else look again later."""
         now, phase = self.loop.time(), (self._waits_for(), self._num_requests)
         num_unread = self.transport.get_write_buffer_size()
-        progress = phase[0] == "unread" and num_unread <= self._num_unread - _MIN_READ_BYTES
+        progress = phase[0] in ("unread", "closing") and num_unread <= self._num_unread - _MIN_READ_BYTES
         if phase != self._phase or progress:
             self._phase, self._since, self._num_unread = phase, now, num_unread
         elif now - self._since >= self._time_limits.get(phase[0], float("inf")):

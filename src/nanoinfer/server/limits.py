@@ -176,7 +176,7 @@ class BoundRequests:
             message = f"max_requests_in_flight={self.limits.max_requests_in_flight} requests are answered: try again"
             return await too_many(message).send(send)
         most = self.limits.max_header_bytes
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > most:  # uvicorn passes some longer ones on
+        if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > most:  # uvicorn passes some longer ones on
             return await headers_too_large(most).send(send)
         self.num_in_flight += counts
         try:
