@@ -22,8 +22,10 @@ from nanoinfer import NanoinferError, ResultError, SamplingParams
 from nanoinfer.async_engine import CLOSED
 from nanoinfer.errors import QueueFull
 from nanoinfer.openai_protocol import FieldError, GenerationRequest
-from nanoinfer.server.auth import RequireKey, combined_salt, load_keys
-from nanoinfer.server.limits import BoundRequests, Limits, check_request, read_object
+from nanoinfer.server.auth import RequireKey, combined_salt, with_keys
+from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.http import read_object
+from nanoinfer.server.limits import BoundRequests, check_request
 from nanoinfer.server.origins import CheckOrigins
 
 KEYS = ("first-key", "second-key")
@@ -121,17 +123,19 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
     (tmp_path / "keys").write_text("in-file\n\n  second \r\n")
     monkeypatch.setenv("NANOINFER_API_KEY", "of-env other-env")
     expected = ("given", "of-env", "other-env", "in-file", "second")
-    assert load_keys(["given", "given"], tmp_path / "keys") == expected
+    config = with_keys(ServerConfig(api_key=("given", "given"), api_key_file=str(tmp_path / "keys")))
+    assert (config.api_key, config.api_key_file) == (expected, None)
+    assert "given" not in repr(config)
     monkeypatch.delenv("NANOINFER_API_KEY")
-    assert load_keys([]) == ()
+    assert with_keys(ServerConfig()).api_key == ()
     (tmp_path / "empty").write_text("\n \n")
     for bad in (["with space"], [""], ["ä-key"], ["x" * 513]):
         with pytest.raises(NanoinferError, match="API key 1 of 1 is not") as caught:
-            load_keys(bad)
+            with_keys(ServerConfig(api_key=tuple(bad)))
         assert not bad[0] or bad[0] not in str(caught.value)
     for file in ("empty", "missing"):
         with pytest.raises(NanoinferError, match=file):
-            load_keys([], tmp_path / file)
+            with_keys(ServerConfig(api_key_file=str(tmp_path / file)))
 
 
 # Host and Origin -----------------------------------------------------------------------------------------
@@ -214,14 +218,14 @@ def test_preflight_requests_are_answered_for_allowed_origins_only() -> None:
 @pytest.mark.parametrize("origin", ["ui.example", "https://ui.example/", "https://", "://x", "https://a,https://b"])
 def test_a_malformed_allowed_origin_is_an_error(origin: str) -> None:
     with pytest.raises(NanoinferError, match="allowed_origin="):
-        CheckOrigins(echo, "127.0.0.1", (), (origin,))
+        ServerConfig(allowed_origin=(origin,))
 
 
 # Size and number -----------------------------------------------------------------------------------------
 
 
 def bounded(app: Any = echo, **limits: Any) -> BoundRequests:
-    return BoundRequests(app, Limits(**limits))
+    return BoundRequests(app, ServerConfig(**limits))
 
 
 @pytest.mark.parametrize("chunks", [[b"x" * 100, b""], [b"x" * 60, b"x" * 40, b""]])
@@ -433,7 +437,14 @@ def test_refused_input_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def parsed(body: bytes) -> Any:
-    return run(read_object(body))
+    return run(read_object(receiving(body)))
+
+
+def receiving(body: bytes) -> Receive:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body}
+
+    return receive
 
 
 def test_json_objects_are_read() -> None:
@@ -449,7 +460,7 @@ def test_json_objects_are_read() -> None:
     [
         (b"", "the body is not JSON"),
         (b"{", "the body is not JSON"),
-        (b"[1]", "the body is a JSON list, not an object"),
+        (b"[1]", "the body is not a JSON object"),
         (b'{"n": 1, "n": 2}', "the key 'n' is duplicated"),
         (b'{"n": 1' + b"0" * 1001 + b"}", "a number of 1002 characters; the limit is 1000"),
         (b'{"x": "\xff"}', "the body is not UTF-8"),
@@ -466,7 +477,7 @@ def test_other_json_is_refused(body: bytes, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-SIZE = Limits().max_body_bytes
+SIZE = ServerConfig().max_body_bytes
 HEAVY = {
     "lists": b'{"x":[' + b"[]," * (SIZE // 3) + b"1]}",
     "objects": b'{"x":[' + b"{}," * (SIZE // 3) + b"1]}",
@@ -483,7 +494,7 @@ HEAVY = {
 def test_json_of_the_maximum_size_is_parsed_in_bounded_time(name: str) -> None:
     async def main() -> float:
         began = time.perf_counter()
-        await read_object(HEAVY[name])
+        await read_object(receiving(HEAVY[name]))
         return time.perf_counter() - began
 
     assert run(main()) < 3  # 0.2 s on an idle machine
@@ -496,7 +507,7 @@ def request(num_prompts: int = 1, **params: Any) -> GenerationRequest:
     return GenerationRequest(SamplingParams(**params), [{"prompt": "a"}] * num_prompts)
 
 
-SMALL = Limits(max_sequences=8, max_logprobs=5, max_stop=2, max_stop_chars=10, max_token_entries=3)
+SMALL = ServerConfig(max_sequences=8, max_logprobs=5, max_stop=2, max_stop_chars=10, max_token_entries=3)
 
 
 @pytest.mark.parametrize(
@@ -533,7 +544,7 @@ def test_what_is_above_a_limit_is_refused(refused: GenerationRequest, param: str
                                  {"max_logprobs": -1}, {"max_connections": True}])  # fmt: skip
 def test_limits_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(NanoinferError, match=next(iter(bad))):
-        Limits(**bad)
+        ServerConfig(**bad)
 
 
 def test_limits_hold_together() -> None:

@@ -31,7 +31,6 @@ from nanoinfer.files import escaped, reason
 
 log = logging.getLogger("nanoinfer.server")
 
-LEVELS = ("debug", "info", "warning", "error", "critical")
 MAX_LINES = 10_000  # that wait to be written; more are discarded
 _MAX_PATH_CHARS = 256
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
@@ -99,6 +98,10 @@ def count_tokens(scope: Scope, num_prompt: int, num_output: int) -> None:
     tokens[1] += num_output
 
 
+def ignore(entry: Mapping[str, Any]) -> None:
+    """Record nothing."""
+
+
 class LogRequests:
     """ASGI middleware, the outermost: gives each request an id, and calls `record` at its end.
 
@@ -110,7 +113,7 @@ class LogRequests:
         record: gets the entry of the access log of each request.
     """
 
-    def __init__(self, app: ASGIApp, record: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, app: ASGIApp, record: Callable[[Mapping[str, Any]], None]) -> None:
         self.app, self._record = app, record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -181,7 +184,7 @@ class OneLine(logging.Formatter):
 
 
 def configure_logging(level: str) -> None:
-    """Log what nanoinfer and uvicorn report to standard error, from a level on: one of LEVELS.
+    """Log what nanoinfer and uvicorn report to standard error, from a level on: one of `LOG_LEVELS`.
 
     If standard error cannot be written, for example because the disk is full, the record is lost and nothing else.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nanoinfer import environment
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, read_limited
+from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.errors import Refusal
 
 PUBLIC = frozenset({"/health", "/", "/page.css", "/page.js"})
@@ -21,18 +23,15 @@ answer GET with constant files; they tell nothing about the model or its request
 MAX_KEY_FILE_BYTES = 1 << 16
 
 
-def load_keys(given: Sequence[str], file: Path | None = None) -> tuple[str, ...]:
-    """Return the API keys of a server: those given, those of a file, and those of NANOINFER_API_KEY.
-
-    Args:
-        given: keys from the command line, where other users of the machine see them in the list of processes.
-        file: has one key in each line; blank lines are left out.
+def with_keys(config: ServerConfig) -> ServerConfig:
+    """Return a configuration with all keys: those given, those of NANOINFER_API_KEY, and those of the file.
 
     Raises:
         NanoinferError: the file cannot be read, or has no key; or a key has characters that a header cannot carry.
     """
-    keys = [*given, *environment.api_keys()]
-    if file is not None:
+    keys = [*config.api_key, *environment.api_keys()]
+    if config.api_key_file is not None:
+        file = Path(config.api_key_file)
         lines = read_limited(file, MAX_KEY_FILE_BYTES, "a list of API keys").decode("utf-8", "replace").split("\n")
         found = [line.strip() for line in lines if line.strip()]
         if not found:
@@ -41,7 +40,7 @@ def load_keys(given: Sequence[str], file: Path | None = None) -> tuple[str, ...]
     for i, key in enumerate(keys):
         if not re.fullmatch(r"[!-~]{1,512}", key):  # the message does not show it
             raise NanoinferError(f"API key {i + 1} of {len(keys)} is not 1 to 512 ASCII characters without spaces")
-    return tuple(dict.fromkeys(keys))
+    return replace(config, api_key=tuple(dict.fromkeys(keys)), api_key_file=None)
 
 
 def combined_salt(scope: Scope, salt: str | None) -> str | None:
@@ -61,7 +60,7 @@ class RequireKey:
 
     Args:
         app: the application.
-        keys: from `load_keys`.
+        keys: from `with_keys`.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.errors import Refusal, headers_too_large
-from nanoinfer.server.limits import Limits
 
 log = logging.getLogger("nanoinfer.server")
 
@@ -30,17 +30,17 @@ _CHECKS = 4  # in the shortest time limit
 _HEADERS_TOO_LARGE = 431
 
 
-def bounded_protocol(limits: Limits) -> type[H11Protocol]:
-    """Return the protocol class for uvicorn.Config(http=...) that holds these limits."""
-    return type("BoundedProtocol", (_BoundedProtocol,), {"limits": limits})
+def bounded_protocol(config: ServerConfig) -> type[H11Protocol]:
+    """Return the protocol class for uvicorn.Config(http=...) that holds these config."""
+    return type("BoundedProtocol", (_BoundedProtocol,), {"bounds": config})
 
 
-def uvicorn_options(limits: Limits) -> dict[str, Any]:
+def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     """Return the options of uvicorn.Config that hold the limits and keep uvicorn from doing more than HTTP."""
     return {
-        "http": bounded_protocol(limits),
-        "h11_max_incomplete_event_size": limits.max_header_bytes,
-        "timeout_keep_alive": math.ceil(limits.keep_alive_sec),
+        "http": bounded_protocol(config),
+        "h11_max_incomplete_event_size": config.max_header_bytes,
+        "timeout_keep_alive": math.ceil(config.keep_alive_sec),
         "ws": "none",
         "proxy_headers": False,  # no header changes the client's address
         "server_header": False,
@@ -50,17 +50,17 @@ def uvicorn_options(limits: Limits) -> dict[str, Any]:
 
 
 class _BoundedProtocol(H11Protocol):
-    limits: Limits
+    bounds: ServerConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        limits = self.limits
+        config = self.bounds
         self._time_limits = {
-            "head": limits.header_timeout_sec,
-            "idle": limits.keep_alive_sec,
-            "body": limits.body_timeout_sec,
-            "unread": limits.send_timeout_sec,
-            "closing": limits.send_timeout_sec,
+            "head": config.header_timeout_sec,
+            "idle": config.keep_alive_sec,
+            "body": config.body_timeout_sec,
+            "unread": config.send_timeout_sec,
+            "closing": config.send_timeout_sec,
         }
         self._interval = min(1.0, min(self._time_limits.values()) / _CHECKS)
         self._phase, self._since, self._num_unread = ("", 0), 0.0, 0
@@ -69,8 +69,8 @@ class _BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.limits.max_connections:
-            message = f"the server has max_connections={self.limits.max_connections} open connections: try again later"
+        if len(self.connections) > self.bounds.max_connections:
+            message = f"the server has max_connections={self.bounds.max_connections} open connections: try again later"
             refusal = Refusal(503, message, headers=(("retry-after", "1"),))
             transport.write(_plain_response(refusal))
             transport.close()
@@ -97,7 +97,7 @@ class _BoundedProtocol(H11Protocol):
         error = sys.exc_info()[1]
         refusal = Refusal(400, "the request is not HTTP/1.1")
         if isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == _HEADERS_TOO_LARGE:
-            refusal = headers_too_large(self.limits.max_header_bytes)
+            refusal = headers_too_large(self.bounds.max_header_bytes)
         self.transport.write(_plain_response(refusal))
         self.transport.close()
 
@@ -120,7 +120,7 @@ class _BoundedProtocol(H11Protocol):
         if self.flow.write_paused:
             return "unread"
         if self.cycle is not None and not self.cycle.response_complete:
-            return "response"  # limits.py bounds it
+            return "response"  # config.py bounds it
         if self.conn.their_state is h11.SEND_BODY:
             return "body"
         begun = self._num_requests == 0 or self.conn.trailing_data[0]

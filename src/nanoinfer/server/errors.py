@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import Send
 
 from nanoinfer import openai_protocol
@@ -13,7 +14,6 @@ from nanoinfer.async_engine import CLOSED
 from nanoinfer.errors import NanoinferError, QueueFull
 
 RETRY_AFTER_SEC = 1
-_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Refusal:
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object."""
-        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        return openai_protocol.error_object(self.message, self.status, self.param, self.code)
 
     @property
     def content(self) -> bytes:
@@ -76,10 +75,13 @@ def internal_error() -> Refusal:
 
 def refusal_of(error: Exception) -> Refusal:
     """Return the response to a request for which an exception was raised."""
+    if isinstance(error, HTTPException):  # Starlette's router: an unknown path or method
+        return Refusal(error.status_code, error.detail, headers=tuple((error.headers or {}).items()))
     if isinstance(error, QueueFull):
         return too_many(str(error))
     if not isinstance(error, NanoinferError):
         return internal_error()
     if str(error) == CLOSED:
         return Refusal(503, "the server is shutting down", headers=(("retry-after", str(RETRY_AFTER_SEC)),))
-    return Refusal(openai_protocol.status_code(error), str(error), openai_protocol.error_body(error)["error"]["param"])
+    body = openai_protocol.error_body(error)["error"]
+    return Refusal(openai_protocol.status_code(error), body["message"], body["param"], body["code"])

@@ -1,4 +1,4 @@
-"""What one request may ask for and take: `Limits`, the middleware that holds them, and checks for the routes.
+"""What one request may ask for and take: the middleware that holds the limits, and checks for the routes.
 
 connections.py holds those of a connection (heads, slow readers). docs/server-security.md lists all of them, with the
 status that a client sees.
@@ -8,99 +8,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, fields
-from typing import Any
 
 import anyio
-import anyio.to_thread
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanoinfer.checks import keep_float, keep_int, show
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import parse_json
 from nanoinfer.openai_protocol import FieldError, GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.errors import Refusal, headers_too_large, internal_error, refusal_of, too_many
 
 log = logging.getLogger("nanoinfer.server")
 
 MAX_JSON_DEPTH = 64
-_LOOP_BYTES = 1 << 16  # a longer body is parsed in a thread: 1 MiB of JSON takes up to 0.15 s
 _DEPTHS = bytes(1 if c in b"[{" else 255 if c in b"]}" else 0 for c in range(256))
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the server. `SamplingParams`, the engine and the scheduler have their own."""
-
-    max_body_bytes: int = 1 << 20
-    """Maximum size of a request's body, in bytes."""
-    max_header_bytes: int = 1 << 14
-    """Maximum size of a request's line and headers together, in bytes."""
-    max_connections: int = 1024
-    """Maximum number of open connections."""
-    max_requests_in_flight: int = 512
-    """Maximum number of requests that are received or answered at the same time."""
-    max_sequences: int = 256
-    """Maximum number of outputs that one request generates: prompts times n or best_of."""
-    max_logprobs: int = 20
-    """Maximum value of logprobs, top_logprobs and prompt_logprobs."""
-    max_stop: int = 16
-    """Maximum number of stop strings."""
-    max_stop_chars: int = 256
-    """Maximum length of a stop string, in characters."""
-    max_token_entries: int = 1024
-    """Maximum number of entries of logit_bias, and of stop_token_ids."""
-    header_timeout_sec: float = 10.0
-    """Maximum time to receive a request's line and headers, in seconds."""
-    body_timeout_sec: float = 30.0
-    """Maximum time to receive a request's body, in seconds."""
-    send_timeout_sec: float = 30.0
-    """Time in seconds in which a client must take 16 KiB of a response, or its end."""
-    request_timeout_sec: float = 600.0
-    """Maximum time to answer a request, in seconds."""
-    keep_alive_sec: float = 10.0
-    """Time in seconds after which an idle connection is closed."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name == "max_logprobs":
-                keep_int(self, field.name, 0)
-            elif field.name.endswith("_sec"):
-                keep_float(self, field.name, 0.0, 86_400.0, low_open=True)
-            else:
-                keep_int(self, field.name, 1)
 
 
 # For the routes ------------------------------------------------------------------------------------------
 
 
-async def read_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body, whose size `BoundRequests` has limited.
-
-    Raises:
-        NanoinferError: it is no JSON object, has a key twice, a number of more than 1,000 digits, or nests too deep.
-    """
-    if len(body) > _LOOP_BYTES:
-        return await anyio.to_thread.run_sync(_parse, body)
-    return _parse(body)
-
-
-def _parse(body: bytes) -> dict[str, Any]:
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as e:
-        raise NanoinferError(f"the body is not UTF-8 (byte {e.start}: {e.reason})") from None
-    if body.count(b"[") + body.count(b"{") > MAX_JSON_DEPTH:
-        _check_depth(body)
-    found = parse_json(text, "the body is not JSON")
-    if not isinstance(found, dict):
-        raise NanoinferError(f"the body is a JSON {type(found).__name__}, not an object: {show(found)}")
-    return found
-
-
-def _check_depth(body: bytes) -> None:
-    """Raise NanoinferError if JSON nests deeper than MAX_JSON_DEPTH. Brackets inside of strings do not count."""
+def check_depth(body: bytes) -> None:
+    """Raise NanoinferError if JSON in UTF-8 nests deeper than MAX_JSON_DEPTH. Brackets in strings do not count."""
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+        return
     depth, inside = 0, False
     for part in body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"'):
         if not inside and (b"[" in part or b"{" in part or b"]" in part or b"}" in part):
@@ -114,33 +44,33 @@ def _check_depth(body: bytes) -> None:
 _OTHERS = bytes(c for c in range(256) if c not in b"[]{}")
 
 
-def check_request(request: GenerationRequest, limits: Limits) -> None:
-    """Check what a request asks for against the server's limits.
+def check_request(request: GenerationRequest, config: ServerConfig) -> None:
+    """Check what a request asks for against the server's config.
 
     Raises:
         FieldError: a value is above its limit.
     """
     params = request.params
     num_prompts = max(1, len(request.prompts))
-    if num_prompts * params.num_sequences > limits.max_sequences:
+    if num_prompts * params.num_sequences > config.max_sequences:
         name = "n" if params.best_of is None else "best_of"
         raise FieldError(
             f"{num_prompts} prompts with {name}={params.num_sequences} are more than the server's max_sequences="
-            f"{limits.max_sequences}: send fewer prompts, or lower {name}",
+            f"{config.max_sequences}: send fewer prompts, or lower {name}",
             "prompt" if num_prompts > 1 else name,
         )
-    _check_values(params, limits)
+    _check_values(params, config)
 
 
-def _check_values(params: SamplingParams, limits: Limits) -> None:
+def _check_values(params: SamplingParams, config: ServerConfig) -> None:
     for name in ("logprobs", "prompt_logprobs"):
-        _require_at_most(name, getattr(params, name) or 0, "max_logprobs", limits.max_logprobs)
-    _require_at_most("the number of strings in stop", len(params.stop), "max_stop", limits.max_stop, "stop")
+        _require_at_most(name, getattr(params, name) or 0, "max_logprobs", config.max_logprobs)
+    _require_at_most("the number of strings in stop", len(params.stop), "max_stop", config.max_stop, "stop")
     for text in params.stop:
-        _require_at_most("the length of a string in stop", len(text), "max_stop_chars", limits.max_stop_chars, "stop")
+        _require_at_most("the length of a string in stop", len(text), "max_stop_chars", config.max_stop_chars, "stop")
     for name in ("logit_bias", "stop_token_ids"):
         size = len(getattr(params, name) or ())
-        _require_at_most(f"the size of {name}", size, "max_token_entries", limits.max_token_entries, name)
+        _require_at_most(f"the size of {name}", size, "max_token_entries", config.max_token_entries, name)
 
 
 def _require_at_most(what: str, value: int, limit: str, most: int, param: str | None = None) -> None:
@@ -160,23 +90,25 @@ class BoundRequests:
 
     Args:
         app: the application.
-        limits: the limits.
+        limits: the config.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self.app, self.limits = app, limits
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self.app, self.config = app, config
         self.num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on within the limits."""
+        """Pass the request on within the config."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         counts = scope["method"] not in ("GET", "HEAD", "OPTIONS")
-        if counts and self.num_in_flight >= self.limits.max_requests_in_flight:
-            message = f"max_requests_in_flight={self.limits.max_requests_in_flight} requests are answered: try again"
+        if counts and self.num_in_flight >= self.config.max_requests_in_flight:
+            message = f"max_requests_in_flight={self.config.max_requests_in_flight} requests are answered: try again"
             return await too_many(message).send(send)
-        most = self.limits.max_header_bytes
-        if sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > most:  # uvicorn passes some longer ones on
+        most = self.config.max_header_bytes
+        if (
+            sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > most
+        ):  # uvicorn passes some longer ones on
             return await headers_too_large(most).send(send)
         self.num_in_flight += counts
         try:
@@ -190,13 +122,13 @@ class BoundRequests:
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
         """Return the body; None if the client disconnects."""
-        most = self.limits.max_body_bytes
+        most = self.config.max_body_bytes
         too_large = Refusal(413, f"the body has more than max_body_bytes={most} bytes: send less")
         length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if not length.isdigit() or int(length[:20]) > most:
             return too_large
         body, more = bytearray(), True
-        with anyio.move_on_after(self.limits.body_timeout_sec):
+        with anyio.move_on_after(self.config.body_timeout_sec):
             while more:
                 message = await receive()
                 if message["type"] == "http.disconnect":
@@ -206,7 +138,7 @@ class BoundRequests:
                     return too_large
                 more = message.get("more_body", False)
         if more:
-            return Refusal(408, f"the body was not received within {self.limits.body_timeout_sec:g} seconds")
+            return Refusal(408, f"the body was not received within {self.config.body_timeout_sec:g} seconds")
         return bytes(body)
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
@@ -224,7 +156,7 @@ class BoundRequests:
 
         async with anyio.create_task_group() as group:
             group.start_soon(response.watch, receive, group.cancel_scope.cancel)
-            seconds = self.limits.request_timeout_sec
+            seconds = self.config.request_timeout_sec
             with anyio.move_on_after(seconds) as time_limit:
                 try:
                     await self.app(scope, receive_body, response.send)
