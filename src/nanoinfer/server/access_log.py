@@ -98,10 +98,6 @@ def count_tokens(scope: Scope, num_prompt: int, num_output: int) -> None:
     tokens[1] += num_output
 
 
-def ignore(entry: Mapping[str, Any]) -> None:
-    """Record nothing."""
-
-
 class LogRequests:
     """ASGI middleware, the outermost: gives each request an id, and calls `record` at its end.
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.routing import Route, Router
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS
 from nanoinfer.server import generation, routes
-from nanoinfer.server.access_log import AccessLog, LogRequests, ignore
+from nanoinfer.server.access_log import AccessLog, LogRequests
 from nanoinfer.server.auth import RequireKey
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import App, Receive, Scope, Send
@@ -36,6 +37,7 @@ ROUTES = (
     RouteSpec("GET", "/v1/models", routes.models),
     RouteSpec("GET", "/v1/models/{model:path}", routes.model),
     RouteSpec("GET", "/health", routes.health),
+    RouteSpec("GET", "/metrics", routes.metrics),
 )
 
 
@@ -58,7 +60,13 @@ def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None 
     app: App = BoundRequests(routes_app, config)
     app = RequireKey(app, config.api_key)
     app = CheckOrigins(app, config.host, config.allowed_host, config.allowed_origin)
-    return LogRequests(app, access_log.write if access_log is not None else ignore)
+
+    def record(entry: Mapping[str, Any]) -> None:
+        service.metrics.responded(entry)
+        if access_log is not None:
+            access_log.write(entry)
+
+    return LogRequests(app, record)
 
 
 def _route(service: Service, spec: RouteSpec) -> Route:

@@ -21,12 +21,14 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
     request = service.parse(scope["path"], await read_object(receive))
     check_request(request, service.config)
     request_id = new_id()
-    merged = MergedStreams(service.start(request, request_id, combined_salt(scope, request.cache_salt)))
-    try:
-        async with DisconnectWatch(receive, merged.close):
-            await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
-    finally:
-        merged.close()
+    streams = service.start(request, request_id, combined_salt(scope, request.cache_salt))
+    with service.metrics.watch(scope, request.params, len(streams)) as watch:
+        merged = MergedStreams(streams, watch.receive)
+        try:
+            async with DisconnectWatch(receive, merged.close):
+                await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
+        finally:
+            merged.close()
 
 
 async def _answer(
