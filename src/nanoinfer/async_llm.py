@@ -193,6 +193,11 @@ class AsyncLLM:
         """Number of requests that are prepared, waiting or running."""
         return 0 if self._closed else self._running().engine.num_unfinished
 
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be made: `close` was not called, and the engine thread has not ended."""
+        return not self._closed and not self._running().engine.ended.done()
+
     # Other calls -----------------------------------------------------------------------------------------
 
     async def tokenize(self, prompt: Prompt) -> list[int]:

@@ -11,8 +11,8 @@ A field that is null has its default. A field that is not supported is an error.
 """
 
 from nanoinfer.openai_protocol.chunks import ChunkWriter
-from nanoinfer.openai_protocol.errors import FieldError, error_body, error_object, status_code
-from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, SAMPLING
+from nanoinfer.openai_protocol.errors import error_body, error_object, status_code
+from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, SAMPLING, FieldError
 from nanoinfer.openai_protocol.requests import GenerationRequest, parse, with_fields
 from nanoinfer.openai_protocol.responses import Decode, json_bytes, plain_logprobs, response_body, usage
 

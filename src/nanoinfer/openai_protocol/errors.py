@@ -6,22 +6,7 @@ import re
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, QueueFull, ResultError
-from nanoinfer.openai_protocol.fields import FIELDS, SAMPLING
-
-
-class FieldError(NanoinferError):
-    """A field of a request is unknown, missing or not supported, or has a bad value.
-
-    Args:
-        message: one line.
-        param: name of the field.
-        status: HTTP status.
-        code: OpenAI's code, such as "model_not_found".
-    """
-
-    def __init__(self, message: str, param: str | None, status: int = 400, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
+from nanoinfer.openai_protocol.fields import FIELDS, SAMPLING, FieldError
 
 
 def status_code(error: NanoinferError) -> int:

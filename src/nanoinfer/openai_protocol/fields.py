@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from nanoinfer.checks import show
+from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -13,6 +15,21 @@ BOTH = (COMPLETIONS, CHAT)
 MAX_PROMPTS = 128
 """Prompts of one request to /v1/completions."""
 SAMPLING = tuple(f.name for f in fields(SamplingParams))
+
+
+class FieldError(NanoinferError):
+    """A field of a request is unknown, missing or not supported, or has a bad value.
+
+    Args:
+        message: one line.
+        param: name of the field.
+        status: HTTP status.
+        code: OpenAI's code, such as "model_not_found".
+    """
+
+    def __init__(self, message: str, param: str | None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,7 @@ FIELDS: dict[str, Field] = {
     ),
     "chat_template_kwargs": Field(_OBJECT, "Further variables of the chat template.", (CHAT,)),
     "add_generation_prompt": Field(_BOOL, "End the prompt with the beginning of the answer (default: true).", (CHAT,)),
+    "logprobs": Field(_BOOL, "Return the log-probability of each token.", (CHAT,)),
     "return_token_ids": Field(_BOOL, "Return the token ids of the prompt and of each choice."),
     "priority": Field(_INT, "Requests of smaller priority are admitted first (default: 0)."),
     "cache_salt": Field(
@@ -81,6 +99,27 @@ FIELDS: dict[str, Field] = {
 """The fields that are not fields of SamplingParams, or that have another type there."""
 
 
-def names(url: str) -> set[str]:
-    """Return the names of the fields that a route has."""
-    return {name for name, field in FIELDS.items() if url in field.urls} | set(SAMPLING)
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+_CONVERSATION = ("model", "messages", "chat_template_kwargs", "add_generation_prompt")
+TABLES: dict[str, dict[str, Field]] = {
+    **{url: {name: field for name, field in FIELDS.items() if url in field.urls} for url in BOTH},
+    TOKENIZE: {
+        **{name: FIELDS[name] for name in _CONVERSATION},
+        "prompt": Field(_STRING, "The text, instead of messages."),
+        "add_special_tokens": Field(_BOOL, "Begin with the tokenizer's start token, if it has one (default: true)."),
+        "return_token_strs": Field(_BOOL, "Return the text of each token."),
+    },
+    DETOKENIZE: {"model": FIELDS["model"], "tokens": Field(_TOKEN_IDS, "The token ids.")},
+}
+"""The fields of each route that are not fields of SamplingParams, or that have another type there."""
+
+
+def check_names(given: Mapping[str, Any], url: str) -> None:
+    """Check that a route has the fields, and supports the values of those that have few. Raises FieldError."""
+    known = TABLES[url]
+    for name, value in given.items():
+        if name not in known and not (url in BOTH and name in SAMPLING):
+            raise FieldError(f"the field {show(name)} is not supported for {url}: leave it out", name)
+        neutral = known[name].neutral if name in known else None
+        if neutral is not None and value not in neutral:
+            raise FieldError(f"{name}={show(value)} is not supported: leave it out", name)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoinfer.checks import require_bool, require_int, show
-from nanoinfer.openai_protocol.errors import FieldError
-from nanoinfer.openai_protocol.fields import CHAT, FIELDS, MAX_PROMPTS, SAMPLING, names
+from nanoinfer.openai_protocol.fields import CHAT, FIELDS, MAX_PROMPTS, SAMPLING, FieldError, check_names
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -61,7 +60,7 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
         NanoinferError: a sampling parameter is out of range; its message begins with its name.
     """
     given = {name: value for name, value in body.items() if value is not None}
-    _check_names(given, url)
+    check_names(given, url)
     sampling = {name: given[name] for name in SAMPLING if name in given}
     if url == CHAT:
         _convert_chat_fields(given, sampling)
@@ -91,16 +90,6 @@ def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
     if isinstance(bias, Mapping):
         given = {**given, "logit_bias": {_token_id(key): value for key, value in bias.items()}}
     return replace(defaults, **given)
-
-
-def _check_names(given: Mapping[str, Any], url: str) -> None:
-    known = names(url)
-    for name, value in given.items():
-        if name not in known:
-            raise FieldError(f"the field {show(name)} is not supported for {url}: leave it out", name)
-        neutral = FIELDS[name].neutral if name in FIELDS else None
-        if neutral is not None and value not in neutral:
-            raise FieldError(f"{name}={show(value)} is not supported: leave it out", name)
 
 
 def _options(given: Mapping[str, Any], streams: bool) -> dict[str, Any]:

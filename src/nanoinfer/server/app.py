@@ -1,44 +1,24 @@
-"""The ASGI application: the table of routes, and the stack of middleware around them."""
+"""The ASGI application: the routes, and the stack of middleware around them."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.routing import Route, Router
 
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS
-from nanoinfer.server import generation, routes
+from nanoinfer.openai_protocol import json_bytes
 from nanoinfer.server.access_log import AccessLog, LogRequests
 from nanoinfer.server.auth import RequireKey
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import App, Receive, Scope, Send
 from nanoinfer.server.limits import BoundRequests
+from nanoinfer.server.openapi import document
 from nanoinfer.server.origins import CheckOrigins
 from nanoinfer.server.service import Service
-
-Handler = Callable[[Service, Scope, Receive, Send], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class RouteSpec:
-    """A route: a row of the table, and of the OpenAPI document."""
-
-    method: str
-    path: str
-    handler: Handler
-
-
-ROUTES = (
-    RouteSpec("POST", COMPLETIONS, generation.generate),
-    RouteSpec("POST", CHAT, generation.generate),
-    RouteSpec("GET", "/v1/models", routes.models),
-    RouteSpec("GET", "/v1/models/{model:path}", routes.model),
-    RouteSpec("GET", "/health", routes.health),
-    RouteSpec("GET", "/metrics", routes.metrics),
-)
+from nanoinfer.server.table import ROUTES, RouteSpec
 
 
 def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None = None) -> App:
@@ -50,14 +30,15 @@ def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None 
         access_log: the caller closes it; None: none.
     """
     service = Service(llm, config)
+    service.openapi = functools.cache(lambda: json_bytes(document(ROUTES, service.defaults)))
     router = Router([_route(service, spec) for spec in ROUTES])
 
-    async def routes_app(scope: Scope, receive: Receive, send: Send) -> None:
+    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = router  # Starlette's routes then raise HTTPException
         await router(scope, receive, send)
 
     # Around the routes, the innermost first. BoundRequests answers their exceptions.
-    app: App = BoundRequests(routes_app, config)
+    app: App = BoundRequests(routed, config)
     app = RequireKey(app, config.api_key)
     app = CheckOrigins(app, config.host, config.allowed_host, config.allowed_origin)
 

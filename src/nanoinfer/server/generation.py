@@ -17,7 +17,10 @@ STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b
 
 
 async def generate(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request to generate, whole or as a stream. If the client disconnects, all its requests end."""
+    """Generate: one response, or a stream of server-sent events.
+
+    If the client disconnects, all requests end that were made for its prompts.
+    """
     request = service.parse(scope["path"], await read_object(receive))
     check_request(request, service.config)
     request_id = new_id()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanoinfer.async_llm import AsyncLLM, AsyncOutputStream
 from nanoinfer.checks import show
-from nanoinfer.openai_protocol import CHAT, FieldError, GenerationRequest, parse
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, GenerationRequest, parse
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.metrics import Metrics
@@ -32,7 +32,12 @@ class Service:
         """Names of the model; responses have the first."""
         self.created = int(time.time())
         self.metrics = Metrics(llm, self.names[0])
-        self.defaults = {"completions": SamplingParams(max_tokens=MAX_TOKENS), "chat": SamplingParams(max_tokens=None)}
+        self.defaults = {COMPLETIONS: SamplingParams(max_tokens=MAX_TOKENS), CHAT: SamplingParams(max_tokens=None)}
+        self.roofline_tokens_per_sec: float | None = None
+        """Maximum tokens/s of one sequence that the memory bandwidth of this machine allows; None: not measured."""
+
+        self.openapi: Callable[[], bytes] = bytes
+        """Returns the OpenAPI document; set by `build_app`, which knows the routes."""
 
     def check_model(self, name: object) -> None:
         """Raise FieldError, which is a 404, for a model that is not served. None is the served one."""
@@ -46,7 +51,7 @@ class Service:
 
     def parse(self, url: str, body: Mapping[str, Any]) -> GenerationRequest:
         """Read the body of a request to generate. Raises as `openai_protocol.parse`, and for an unknown model."""
-        request = parse(url, body, self.defaults["chat" if url == CHAT else "completions"], streams=True)
+        request = parse(url, body, self.defaults[url], streams=True)
         self.check_model(request.model)
         return request
 
