@@ -8,7 +8,9 @@ from nanoinfer.async_streams import MergedStreams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol import ChunkWriter, GenerationRequest, error_body, json_bytes, response_body
 from nanoinfer.outputs import RequestOutput
-from nanoinfer.server.http import EVENTS, DisconnectWatch, Receive, Scope, Send, read_object, respond
+from nanoinfer.server.auth import combined_salt
+from nanoinfer.server.http import EVENTS, Receive, Scope, Send, read_object, respond
+from nanoinfer.server.limits import check_request
 from nanoinfer.server.service import Service, new_id
 
 STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -17,16 +19,18 @@ STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b
 async def generate(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Generate: one response, or a stream of server-sent events.
 
-    If the client disconnects, all requests end that were made for its prompts.
+    If the client disconnects, the task is cancelled, and all requests end that were made for the prompts.
     """
     request = service.parse(scope["path"], await read_object(receive))
+    check_request(request, service.config)
     request_id = new_id()
-    merged = MergedStreams(service.start(request, request_id, request.cache_salt))
-    try:
-        async with DisconnectWatch(receive, merged.close):
+    streams = service.start(request, request_id, combined_salt(scope, request.cache_salt))
+    with service.metrics.watch(scope, request.params, len(streams)) as watch:
+        merged = MergedStreams(streams, watch.receive)
+        try:
             await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
-    finally:
-        merged.close()
+        finally:
+            merged.close()
 
 
 async def _answer(
@@ -36,8 +40,6 @@ async def _answer(
     outputs: dict[int, RequestOutput] = {}
     async for found in merged:
         outputs.update(found)
-    if merged.closed:
-        return
     every = [outputs[i] for i in range(len(outputs))]
     common = service.common(request_id)
 
@@ -71,5 +73,4 @@ async def _stream(
         event = b"data: " + json_bytes(error_body(e)) + b"\n\n"
         await send({"type": "http.response.body", "body": event})
     else:
-        if not merged.closed:
-            await send({"type": "http.response.body", "body": writer.end()})
+        await send({"type": "http.response.body", "body": writer.end()})

@@ -18,9 +18,13 @@ from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, reason
 from nanoinfer.openai_protocol import error_object
+from nanoinfer.server.access_log import AccessLog, configure_logging
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.connections import uvicorn_options
 from nanoinfer.server.http import App, Message, Receive, Scope, Send, respond_json
+
+log = logging.getLogger("nanoinfer.server")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -65,13 +69,20 @@ def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
         config: options and limits.
         bound: from `bind`; is closed at the end.
     """
-    server = _Server(build_app(llm, config), config, f"nanoinfer: listening on {url(bound)}")
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `Errors` logs what concerns users
+    configure_logging(config.log_level)
+    access_log = AccessLog(config.access_log) if config.access_log is not None else None
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `BoundRequests` logs what concerns users
+    app = build_app(llm, config, access_log)
+    server = _Server(app, config, f"nanoinfer: listening on {url(bound)}")
     try:
         asyncio.run(server.serve(sockets=[bound]))
     finally:
         bound.close()
         llm.shutdown()
+        if access_log is not None:
+            access_log.close()
+    if server.num_cut:
+        log.warning("%d requests were ended after shutdown_timeout=%g seconds", server.num_cut, config.shutdown_timeout)
     if server.force_exit:
         raise KeyboardInterrupt
 
@@ -81,14 +92,13 @@ class _Server(uvicorn.Server):
 
     def __init__(self, app: App, config: ServerConfig, ready: str) -> None:
         self._ready = ready
+        self.num_cut = 0
+        """Number of requests that did not end within the time limit of the shutdown."""
         super().__init__(
             uvicorn.Config(
                 self._until_the_end(app),
                 lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
+                **uvicorn_options(config),
                 timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
             )
         )
@@ -109,6 +119,7 @@ class _Server(uvicorn.Server):
             except asyncio.CancelledError:
                 if not self.should_exit:
                     raise
+                self.num_cut += 1
                 if not started:
                     await respond_json(send, error_object("the server has been shut down", 503), 503)
 
