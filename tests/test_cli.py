@@ -22,8 +22,8 @@ from conftest import make_folder
 from nanoinfer import SamplingParams
 from nanoinfer.bench.run import Plan
 from nanoinfer.cli import app, help, main
-from nanoinfer.cli.options import field_docs
 from nanoinfer.config import EngineConfig
+from nanoinfer.field_docs import field_docs
 from nanoinfer.training.train_config import TrainConfig
 
 Run = Callable[..., tuple[int, str, str]]

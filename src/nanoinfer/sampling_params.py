@@ -13,6 +13,26 @@ MAX_LOGPROBS = 1000
 MAX_NUM_SAMPLES = 128
 MAX_BEAM_WIDTH = 64
 OVERFLOWS = ("stop", "slide")
+RANGES: dict[str, tuple[int, int | None] | tuple[float, float]] = {
+    "max_tokens": (1, None),
+    "temperature": (0.0, 1e6),
+    "top_k": (-1, None),
+    "top_p": (0.0, 1.0),  # without 0
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-1e3, 1e3),
+    "frequency_penalty": (-1e3, 1e3),
+    "repetition_penalty": (1e-3, 1e3),  # in this range no logit overflows
+    "seed": (0, 2**64 - 1),
+    "n": (1, MAX_NUM_SAMPLES),
+    "best_of": (1, MAX_NUM_SAMPLES),
+    "min_tokens": (0, None),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "slide_stride": (1, None),
+}
+"""Smallest and largest value of each field of SamplingParams that is a number; integers where these are."""
+OPTIONAL = ("max_tokens", "seed", "best_of", "logprobs", "prompt_logprobs", "slide_stride")
+"""Those of them that may be None."""
 
 
 @dataclass(frozen=True)
@@ -70,32 +90,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._accept_bare_values()
-        keep_int(self, "max_tokens", 1, optional=True)
-        keep_float(self, "temperature", 0.0, 1e6)
-        keep_int(self, "top_k", -1)
+        for name, (low, high) in RANGES.items():
+            if isinstance(low, int):
+                keep_int(self, name, low, None if high is None else int(high), optional=name in OPTIONAL)
+            else:
+                keep_float(self, name, low, high or 0.0, low_open=name == "top_p")
         object.__setattr__(self, "top_k", max(0, self.top_k))
-        keep_float(self, "top_p", 0.0, 1.0, low_open=True)
-        keep_float(self, "min_p", 0.0, 1.0)
-        keep_float(self, "presence_penalty", -1e3, 1e3)
-        keep_float(self, "frequency_penalty", -1e3, 1e3)
-        keep_float(self, "repetition_penalty", 1e-3, 1e3)  # in this range no logit overflows
-        keep_int(self, "seed", 0, 2**64 - 1, optional=True)
-        keep_int(self, "n", 1, MAX_NUM_SAMPLES)
-        keep_int(self, "best_of", 1, MAX_NUM_SAMPLES, optional=True)
         if self.best_of is not None and self.best_of < self.n:
             raise NanoinferError(f"best_of={self.best_of} is less than n={self.n}: raise best_of, or lower n")
         require_bool("ignore_eos", self.ignore_eos)
-        keep_int(self, "min_tokens", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise NanoinferError(
                 f"min_tokens={show(self.min_tokens)} is more than max_tokens={show(self.max_tokens)}: raise max_tokens"
             )
-        keep_int(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
-        keep_int(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         require_choice("overflow", self.overflow, OVERFLOWS)
         if self.max_tokens is None and self.overflow == "slide":
             raise NanoinferError("max_tokens=None does not end with overflow='slide': set max_tokens")
-        keep_int(self, "slide_stride", 1, optional=True)
         if self.slide_stride is not None and self.overflow != "slide":
             raise NanoinferError(
                 f"slide_stride={show(self.slide_stride)} needs overflow='slide', not {self.overflow!r}"

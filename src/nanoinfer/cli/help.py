@@ -46,6 +46,11 @@ TOPICS: dict[str, dict[str, str]] = {
         "Speculative decoding": "draft speculate_k speculate_rule",
         **_ENGINE,
     },
+    "serve": {
+        "Speculative decoding": "draft speculate_k speculate_rule",
+        "Scheduling": "max_num_batched_tokens max_num_queued enable_prefix_caching",
+        "Engine and memory": _ENGINE["Engine and memory"] + " sampler",
+    },
     "eval": {"Engine and memory": _ENGINE["Engine and memory"] + " sampler"},
     "bench": {
         "What to measure without --suite": "engine dtype quantization sampler batch prompt_tokens output_tokens"

@@ -1,0 +1,58 @@
+"""Read the streams of several requests of `AsyncLLM` in one task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from nanoinfer.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from nanoinfer.async_llm import AsyncOutputStream
+
+
+class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
+    """Yields, when there are new outputs, those of all streams: pairs of a stream's index and its output.
+
+    The step of the engine that produces tokens for several streams wakes the task once, not once for each. An error of
+    one stream closes all.
+
+    Args:
+        streams: not read yet.
+    """
+
+    def __init__(self, streams: Sequence[AsyncOutputStream]) -> None:
+        self._streams = streams
+        self._open = dict(enumerate(streams))
+        self._event = asyncio.Event()
+        self._begun = False
+        self.closed = False
+        """Whether `close` was called before the last output."""
+
+    async def __anext__(self) -> list[tuple[int, RequestOutput]]:
+        try:
+            if not self._begun:
+                self._begun = True
+                for stream in self._streams:
+                    stream.begin(self._event)
+            while self._open:
+                if found := [(i, stream.take()) for i, stream in self._open.items() if stream.ready]:
+                    for i, _ in found:
+                        if self._open[i].done:
+                            del self._open[i]
+                    return found
+                self._event.clear()
+                await self._event.wait()
+        except BaseException:  # the task was cancelled, or a request has failed
+            self.close()
+            raise
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Cancel the requests that are not finished. The iterator yields nothing more."""
+        self.closed = self.closed or bool(self._open)
+        for stream in self._open.values():
+            stream.leave()
+        self._open = {}
+        self._event.set()

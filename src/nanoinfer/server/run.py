@@ -1,0 +1,115 @@
+"""The process of the server: its socket, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped, reason
+from nanoinfer.server.app import build_app
+from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.http import App
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Return a socket that is bound to the host and port, but does not listen yet.
+
+    Raises:
+        NanoinferError: the host is unknown, or the port is in use or not permitted.
+    """
+    where = f"{escaped(config.host)}:{config.port}"
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, proto)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except (OSError, UnicodeError) as e:  # UnicodeError: a name that is too long
+        raise NanoinferError(
+            f"{where} cannot be listened on: {reason(e)}: choose another --host or --port (0: a free one)"
+        ) from None
+    return bound
+
+
+def url(bound: socket.socket) -> str:
+    """Return the URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if bound.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
+    """Serve a model until SIGTERM or SIGINT, then finish what runs within the time limit. A second SIGINT ends at once.
+
+    Args:
+        llm: is closed at the end.
+        config: options and limits.
+        bound: from `bind`; is closed at the end.
+    """
+    server = _Server(build_app(llm, config), config)
+    ready = f"nanoinfer: listening on {url(bound)}"
+
+    async def run() -> None:
+        server.ready = ready
+        await server.serve(sockets=[bound])
+
+    try:
+        asyncio.run(run())
+    finally:
+        bound.close()
+        llm.shutdown()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, without its log and with exit code 0 after a signal."""
+
+    ready = ""
+
+    def __init__(self, app: App, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self.ready, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle the signals. uvicorn raises them again at the end, so that the exit code would be that of a kill."""
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the shutdown; at the second SIGINT, end at once."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True
