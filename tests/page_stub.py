@@ -69,6 +69,7 @@ class Stub:
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.num_closed = 0  # streams that ended before their last token
         self.wants_key = False
+        self.drafts = True
         self.info: dict[str, Any] = INFO
 
     def wait_until_closed(self, count: int) -> None:
@@ -111,7 +112,10 @@ class Stub:
         try:
             for i, token in enumerate(tokens):
                 await asyncio.sleep(0.01)
-                yield _event(_chunk(token, i, chat, last=i == len(tokens) - 1))
+                chunk = _chunk(token, i, chat, last=i == len(tokens) - 1)
+                if not self.drafts:
+                    del chunk["choices"][0]["draft_accepted"]
+                yield _event(chunk)
                 if prompt == "lost" and i == 1:
                     return
                 if prompt == "fails" and i == 1:

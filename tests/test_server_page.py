@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,9 @@ pytest.importorskip("starlette", reason="pip install 'nanoinfer[server]'")
 pytest.importorskip("uvicorn", reason="pip install 'nanoinfer[server]'")
 
 import page_stub
+from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.server import page_routes
+from nanoinfer.server.config import ServerConfig
 
 if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, Page
@@ -191,6 +194,7 @@ def test_the_speed_stands_beside_the_limit_of_the_roofline(page: Page) -> None:
 
 def test_without_a_limit_or_a_draft_nothing_is_said_of_them(page: Page, stub: page_stub.Stub) -> None:
     stub.info = {**stub.info, "roofline_tokens_per_sec": None, "speculation": False, "quantization": None}
+    stub.drafts = False
     open_page(page, stub.url)
     ask(page, "x")
     assert page.is_hidden("#limit")
@@ -303,6 +307,31 @@ def test_stop_in_the_middle(page: Page, stub: page_stub.Stub, by: str) -> None:
     assert tokens(page) == TEXT
 
 
+def test_the_focus_is_not_lost_with_the_button_that_had_it(page: Page) -> None:
+    page.check("input[value=completion]", force=True)
+    page.fill("#input", "long")
+    page.focus("#send")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".token >> nth=2")
+    assert page.evaluate("document.activeElement.id") == "stop"
+    page.keyboard.press("Enter")
+    page.wait_for_selector(IDLE)
+    assert page.evaluate("document.activeElement.id") == "send"
+
+
+def test_the_end_of_the_transcript_is_followed_unless_one_scrolls_back(page: Page) -> None:
+    box = "document.getElementById('transcript')"
+    for _ in range(12):
+        ask(page, "x")
+    until(page, f"{box}.scrollTop > 0 && {box}.scrollHeight - {box}.scrollTop - {box}.clientHeight < 2")
+    begin(page, "long")
+    page.evaluate(f"{box}.scrollTop = 0")
+    page.wait_for_timeout(100)
+    assert page.evaluate(f"{box}.scrollTop") == 0
+    page.keyboard.press("Escape")
+    page.wait_for_selector(IDLE)
+
+
 def test_a_stopped_answer_is_part_of_the_conversation(page: Page, stub: page_stub.Stub) -> None:
     begin(page, "long", mode="chat")
     page.wait_for_selector(".token >> nth=5")
@@ -404,6 +433,53 @@ def test_the_api_key_is_asked_for_and_kept_for_the_session(page: Page, stub: pag
     assert page_stub.KEY not in page.content()
     assert '"Authorization: Bearer $NANOINFER_API_KEY"' in page.inner_text("#curl")
     assert 'api_key=os.environ["NANOINFER_API_KEY"]' in page.inner_text("#python")
+
+
+# The real server ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    llm = LLM("shakespeare", engine="native", threads=1)
+    yield llm
+    del llm
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[str]:
+    from nanoinfer.server.app import build_app
+
+    served = AsyncLLM.from_llm(llm)
+    with page_stub.serve(build_app(served, ServerConfig())) as url:
+        yield url
+    served.shutdown()
+
+
+def test_the_servers_own_answer(page: Page, server: str, llm: LLM) -> None:
+    open_page(page, server)
+    assert page.is_disabled("input[value=chat]")  # shakespeare has no chat template
+    names = {f.name for f in fields(SamplingParams)} - {"prompt_logprobs"}
+    assert {e.removeprefix("c-") for e in page.evaluate("[...document.querySelectorAll('.control > *')].map(e => e.id)")
+            if e.startswith("c-")} == names  # fmt: skip
+    page.fill("#c-max_tokens", "40")
+    page.fill("#c-seed", "7")
+    page.fill("#c-stop", "zzz")
+    ask(page, "O Romeo,")
+    (output,) = llm.generate("O Romeo,", SamplingParams(max_tokens=40, seed=7, logprobs=5))[0].outputs
+    assert tokens(page) == [next(iter(step.values())).decoded_token for step in output.logprobs or ()]
+    assert "".join(tokens(page)) == output.text
+    page.hover(".token >> nth=3")
+    first = next(iter((output.logprobs or ())[3].values()))
+    assert page.inner_text("#tip p >> nth=0") == f"{json.dumps(first.decoded_token)} token {output.token_ids[3]}"
+    assert page.locator("#tip tr").count() in (5, 6)  # the token itself may not be among the most likely ones
+
+
+def test_an_error_of_the_server_marks_the_control(page: Page, server: str) -> None:
+    open_page(page, server)
+    page.fill("#c-top_p", "1.5")
+    ask(page, "x")
+    assert page.inner_text("#alert") == page.inner_text("#error-top_p") != ""
+    assert page.get_attribute("#c-top_p", "aria-invalid") == "true"
 
 
 # Parameters and code ------------------------------------------------------------------------------------------

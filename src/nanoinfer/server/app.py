@@ -13,6 +13,7 @@ from starlette.routing import Route, Router
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.openai_protocol import error_body, error_object, json_bytes, status_code
+from nanoinfer.server import page_routes
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import App, ClientDisconnected, Message, Receive, Scope, Send, respond_json
 from nanoinfer.server.openapi import document
@@ -31,7 +32,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig) -> App:
     """
     service = Service(llm, config)
     service.openapi = functools.cache(lambda: json_bytes(document(ROUTES, service.defaults)))
-    app: App = Errors(Router([_route(service, spec) for spec in ROUTES]))
+    app: App = Errors(Router([*(_route(service, spec) for spec in ROUTES), *page_routes.routes()]))
     middleware: tuple[Callable[[App], App], ...] = (
         # Plain ASGI applications around `app`, the innermost first. What a middleware's `receive` raises in a route is
         # answered by Errors; a middleware that refuses a request answers it by itself.

@@ -4,7 +4,7 @@ import { TokenText, element, tokensOfChoice } from "./tokens.js";
 
 export class Answer {
   count = 0; // tokens of all outputs
-  accepted = 0; // those of them that were accepted from the draft
+  accepted; // those of them that were accepted from the draft; undefined without one
   text = ""; // of the first output
   #articles;
   #outputs = []; // {element, tokens: TokenText} of each of the n outputs
@@ -32,7 +32,7 @@ export class Answer {
     return this.#outputs[index];
   }
 
-  /** Add a chunk that arrived `elapsed` milliseconds after the request. Return the number of its tokens. */
+  /** Add a chunk that arrived `elapsed` milliseconds after the request. */
   add(chunk, elapsed) {
     let added = 0;
     for (const choice of chunk.choices) {
@@ -41,14 +41,13 @@ export class Answer {
       this.#output(choice.index).tokens.add(text, tokens);
       if (choice.index === 0) this.text += text;
       added += tokens.length;
-      this.accepted += tokens.filter((token) => token.accepted).length;
+      if (choice.draft_accepted) this.accepted = (this.accepted ?? 0) + tokens.filter((t) => t.accepted).length;
       if (choice.finish_reason) this.note(`finish_reason ${choice.finish_reason}`, choice.index);
     }
-    if (!added) return 0;
+    if (!added) return;
     this.count += added;
     this.#first ??= { elapsed, count: added };
     this.#last = elapsed;
-    return added;
   }
 
   /** Milliseconds to the first token; undefined before it. */

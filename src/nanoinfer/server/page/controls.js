@@ -73,7 +73,7 @@ function withoutNull(schema, resolve) {
 
 function helpText({ description, minimum, maximum }, hint) {
   const low = minimum === undefined ? "" : `At least ${minimum}.`;
-  const high = maximum === undefined ? "" : `At most ${maximum}.`;
+  const high = maximum === undefined || maximum > Number.MAX_SAFE_INTEGER ? "" : `At most ${maximum}.`;
   return [description, low, high, hint].filter(Boolean).join(" ");
 }
 
@@ -177,15 +177,14 @@ export class Controls {
     return control ? control.kind.read(control.input, "logprobs") : null;
   }
 
-  /** Show an error at its control, and focus it. Return whether there is one of this name. */
+  /** Show an error at the control of a parameter, if there is one, and focus it. */
   showError(name, message) {
     const control = this.#controls.get(name === "top_logprobs" ? "logprobs" : name);
-    if (!control) return false;
+    if (!control) return;
     control.error.textContent = message;
     control.input.setAttribute("aria-invalid", "true");
     for (let box = control.row.closest("details"); box; box = box.parentElement.closest("details")) box.open = true;
     control.input.focus();
-    return true;
   }
 
   clearErrors() {

@@ -8,13 +8,15 @@ import { element, explainTokens } from "./tokens.js";
 
 const COMPLETIONS = "v1/completions", CHAT = "v1/chat/completions";
 const byId = (id) => document.getElementById(id);
-const input = byId("input");
+const input = byId("input"), transcript = byId("transcript");
 
 let info = null; // of /info
 let controls = null;
 let messages = []; // of the chat
 let running = null; // the AbortController of the request that runs
-let needsKey = false;
+let needsKey = Boolean(apiKey.get());
+let atEnd = true; // whether the end of the transcript is visible
+let drawing = false; // whether the next frame shows what is new
 
 const chatMode = () => document.querySelector("input[name=mode]:checked").value === "chat";
 
@@ -107,13 +109,13 @@ async function send() {
   try {
     const body = requestBody(chat);
     answer = new Answer(byId(chat ? "chat" : "completion"), { chat, prompt, model: info.model });
-    follow(true);
+    atEnd = true;
+    draw(answer);
     const start = performance.now();
     const response = await request(chat ? CHAT : COMPLETIONS, forDisplay(body, chat), running.signal);
     for await (const chunk of events(response)) {
-      if (!answer.add(chunk, performance.now() - start)) continue;
-      showSpeed(answer);
-      follow();
+      answer.add(chunk, performance.now() - start);
+      draw(answer);
     }
     say(`Finished: ${answer.count} tokens.`);
   } catch (error) {
@@ -127,7 +129,8 @@ async function send() {
   }
   running = null;
   showRunning(false);
-  if (!answer?.count) answer?.remove(); // the prompt is still in its field
+  if (answer?.count) showSpeed(answer);
+  else answer?.remove(); // the prompt is still in its field
   if (chat && answer?.count) {
     messages.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
     if (input.value === prompt) input.value = "";
@@ -136,10 +139,12 @@ async function send() {
 }
 
 function showRunning(on) {
-  byId("send").disabled = on;
-  byId("stop").disabled = !on;
+  const [from, to] = on ? [byId("send"), byId("stop")] : [byId("stop"), byId("send")];
+  to.disabled = false;
+  if (document.activeElement === from) to.focus(); // a disabled button would lose it
+  from.disabled = true;
   byId("clear").disabled = on;
-  byId("transcript").setAttribute("aria-busy", String(on));
+  transcript.setAttribute("aria-busy", String(on));
   if (on) say("Generating.");
 }
 
@@ -150,17 +155,14 @@ function say(text) {
 
 // What is shown of it -------------------------------------------------------------------------------------------
 
-let followed = false;
-
-/** Scroll to the end of the transcript before the next frame, if its end was visible. */
-function follow(always = false) {
-  if (followed && !always) return;
-  followed = true;
-  const box = byId("transcript");
-  const atEnd = always || box.scrollHeight - box.scrollTop - box.clientHeight < 80;
+/** Before the next frame, show the speed, and scroll to the end of the transcript if it was visible. */
+function draw(answer) {
+  if (drawing) return;
+  drawing = true;
   requestAnimationFrame(() => {
-    followed = false;
-    if (atEnd) box.scrollTop = box.scrollHeight;
+    drawing = false;
+    showSpeed(answer);
+    if (atEnd) transcript.scrollTop = transcript.scrollHeight;
   });
 }
 
@@ -172,9 +174,9 @@ function showSpeed(answer) {
     "div", {}, element("dt", { className, textContent: name }), element("dd", { textContent: value }),
   ));
   stats.replaceChildren();
-  if (answer) add("time to first token", `${answer.ttft.toFixed(0)} ms`);
-  if (answer) add("tokens", answer.count);
-  if (answer && info.speculation) add("accepted from the draft", answer.accepted, "accepted"); // coloured as the tokens
+  if (answer?.count) add("time to first token", `${answer.ttft.toFixed(0)} ms`);
+  if (answer?.count) add("tokens", answer.count);
+  if (answer?.accepted !== undefined) add("accepted from the draft", answer.accepted, "accepted"); // with their colour
   if (speed) add("tokens per second", speed.toFixed(speed < 10 ? 1 : 0));
   byId("limit").hidden = !limit;
   if (!limit) return;
@@ -188,7 +190,7 @@ function showSpeed(answer) {
 function showError(error) {
   if (!(error instanceof ApiError)) throw error;
   say("");
-  const shown = controls?.showError(error.param, error.message);
+  controls?.showError(error.param, error.message);
   byId("alert").textContent = error.message;
   byId("alert").hidden = false;
   if (["prompt", "messages"].includes(error.param)) {
@@ -198,8 +200,6 @@ function showError(error) {
     needsKey = true;
     byId("key-form").hidden = false;
     byId("key").focus();
-  } else if (!shown && controls) {
-    input.focus();
   }
 }
 
@@ -211,7 +211,7 @@ function clearErrors() {
 
 // Events ------------------------------------------------------------------------------------------------------
 
-const tip = explainTokens(byId("transcript"), byId("tip"));
+const tip = explainTokens(transcript, byId("tip"));
 
 byId("prompt-form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -240,6 +240,9 @@ document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   tip.hide();
   running?.abort();
+});
+transcript.addEventListener("scroll", () => {
+  atEnd = transcript.scrollHeight - transcript.scrollTop - transcript.clientHeight < 40;
 });
 document.addEventListener("input", (event) => {
   if (event.target.name === "mode") showMode();
