@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nanoinfer.outputs import RequestOutput
@@ -20,10 +20,15 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
 
     Args:
         streams: not read yet.
+        observe: is called with new outputs: the stream's index, its output, and whether it is the last.
     """
 
-    def __init__(self, streams: Sequence[AsyncOutputStream]) -> None:
-        self._streams = streams
+    def __init__(
+        self,
+        streams: Sequence[AsyncOutputStream],
+        observe: Callable[[Sequence[tuple[int, RequestOutput, bool]]], None] | None = None,
+    ) -> None:
+        self._streams, self._observe = streams, observe
         self._open = dict(enumerate(streams))
         self._event = asyncio.Event()
         self._begun = False
@@ -38,6 +43,8 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
                     stream.begin(self._event)
             while self._open:
                 if found := [(i, stream.take()) for i, stream in self._open.items() if stream.ready]:
+                    if self._observe is not None:
+                        self._observe([(i, output, self._open[i].done) for i, output in found])
                     for i, _ in found:
                         if self._open[i].done:
                             del self._open[i]

@@ -274,6 +274,8 @@ class Core:
     def _schedule(self) -> list[ScheduledSequence]:
         """Return the work of the next step, after freeing what was made for the sequences that were preempted."""
         work = self.scheduler.schedule()
+        for request in [w.sequence.request for w in work if not w.sequence.request.scheduled_sec]:
+            request.scheduled_sec = self._clock()
         for s in self.scheduler.take_preempted():
             self._forget(s)
         return work
@@ -292,6 +294,7 @@ class Core:
         if not self.scheduler.unfinished:
             self._in_flight = None  # all its sequences have finished: discard the in-flight step
         deltas = [request_outputs.delta(s, num_before) for s, num_before in before]
+        self.scheduler.stats.num_output_tokens += sum(delta.num_tokens for delta in deltas)
         for (s, _), delta in zip(before, deltas, strict=True):
             if s.request.deltas is not None:
                 s.request.deltas.append(delta)

@@ -139,6 +139,7 @@ def _metrics(request: Request, lengths: Seq[int], stats: SpecStats | None, now: 
         tpot_sec=(now - first) / (longest - 1) if longest > 1 else None,
         total_sec=now - request.arrival_sec,
         speculation=None if stats is None else _speculation(stats),
+        queue_sec=(request.scheduled_sec or now) - request.arrival_sec,
     )
 
 

@@ -39,13 +39,14 @@ def serve(
     """Serve a model over HTTP with OpenAI's interface."""
     config = LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation, scheduler=scheduler)
     try:
-        from nanoinfer.server import run
+        from nanoinfer.server import auth, run
     except ModuleNotFoundError as e:
         package = (e.name or "").partition(".")[0]
         if package not in ("uvicorn", "starlette", "prometheus_client"):
             raise
         raise NanoinferError(missing_extra(package, "server")) from None
 
+    server = auth.with_keys(server)
     with run.bind(server) as bound:  # before the model is loaded: a port in use is an error at once
         from nanoinfer.async_llm import AsyncLLM
 

@@ -48,6 +48,8 @@ class Request:
     """Tokens at the start of the prompt that are outside the sliding window of the first generated token."""
     arrival_sec: float = 0.0
     """Time when the request was made, on the core's clock."""
+    scheduled_sec: float = 0.0
+    """Time when it was first part of a step, on the core's clock; 0 before."""
     first_token_sec: float = 0.0
     """Time when its first token was sampled, on the core's clock; 0 before."""
     finished_sec: float = 0.0

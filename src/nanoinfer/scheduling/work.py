@@ -30,6 +30,8 @@ class SchedulerStats:
     """Tokens of admitted prompts."""
     num_shared_tokens: int = 0
     """Tokens of admitted prompts that were in the KV cache already."""
+    num_output_tokens: int = 0
+    """Tokens that were generated."""
     num_preempted: int = 0
     """Number of times that a sequence was preempted."""
 

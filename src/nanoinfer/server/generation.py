@@ -8,7 +8,9 @@ from nanoinfer.async_streams import MergedStreams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol import ChunkWriter, GenerationRequest, error_body, json_bytes, response_body
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.server.auth import combined_salt
 from nanoinfer.server.http import EVENTS, DisconnectWatch, Receive, Scope, Send, read_object, respond
+from nanoinfer.server.limits import check_request
 from nanoinfer.server.service import Service, new_id
 
 STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -20,13 +22,16 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
     If the client disconnects, all requests end that were made for its prompts.
     """
     request = service.parse(scope["path"], await read_object(receive))
+    check_request(request, service.config)
     request_id = new_id()
-    merged = MergedStreams(service.start(request, request_id, request.cache_salt))
-    try:
-        async with DisconnectWatch(receive, merged.close):
-            await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
-    finally:
-        merged.close()
+    streams = service.start(request, request_id, combined_salt(scope, request.cache_salt))
+    with service.metrics.watch(scope, request.params, len(streams)) as watch:
+        merged = MergedStreams(streams, watch.receive)
+        try:
+            async with DisconnectWatch(receive, merged.close):
+                await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
+        finally:
+            merged.close()
 
 
 async def _answer(

@@ -8,6 +8,7 @@ from typing import Any
 
 from nanoinfer.files import parse_json
 from nanoinfer.openai_protocol import FieldError, json_bytes
+from nanoinfer.server.limits import check_depth
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -48,6 +49,7 @@ def _parse(body: bytes) -> dict[str, Any]:
         text = body.decode()
     except UnicodeDecodeError as e:
         raise FieldError(f"the body is not UTF-8 (byte {e.start}: {e.reason}): convert it", None) from None
+    check_depth(body)
     found = parse_json(text, "the body is not JSON")
     if not isinstance(found, dict):
         raise FieldError("the body is not a JSON object: send {'model': ...}", None)

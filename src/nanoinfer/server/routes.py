@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, error_object
 from nanoinfer.openai_protocol.tokens import parse_detokenize, parse_tokenize
 from nanoinfer.server.http import Receive, Scope, Send, read_object, respond, respond_json
+from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE
 from nanoinfer.server.service import Service
 
 
@@ -17,6 +19,12 @@ async def health(service: Service, scope: Scope, receive: Receive, send: Send) -
         await respond(send, b"")
     else:
         await respond_json(send, error_object("the engine has ended: start the server again", 503), 503)
+
+
+async def metrics(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer the metrics in Prometheus' text format."""
+    text = await asyncio.to_thread(service.metrics.exposition)  # it may wait for a step
+    await respond(send, text, content_type=METRICS_TYPE)
 
 
 async def models(service: Service, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,8 +16,10 @@ import uvicorn
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, reason
+from nanoinfer.server.access_log import AccessLog, configure_logging
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.connections import uvicorn_options
 from nanoinfer.server.http import App
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -62,7 +64,9 @@ def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
         config: options and limits.
         bound: from `bind`; is closed at the end.
     """
-    server = _Server(build_app(llm, config), config)
+    configure_logging(config.log_level)
+    access_log = AccessLog(config.access_log) if config.access_log is not None else None
+    server = _Server(build_app(llm, config, access_log), config)
     ready = f"nanoinfer: listening on {url(bound)}"
 
     async def run() -> None:
@@ -74,6 +78,8 @@ def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
     finally:
         bound.close()
         llm.shutdown()
+        if access_log is not None:
+            access_log.close()
 
 
 class _Server(uvicorn.Server):
@@ -86,10 +92,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 lifespan="off",
-                ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
+                **uvicorn_options(config),
                 timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
             )
         )

@@ -12,6 +12,7 @@ from nanoinfer.checks import show
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, GenerationRequest, parse
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.metrics import Metrics
 
 MAX_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat's answer ends at the context length."""
@@ -30,6 +31,7 @@ class Service:
         self.names: Sequence[str] = config.served_model_name or (llm.llm.model_name,)
         """Names of the model; responses have the first."""
         self.created = int(time.time())
+        self.metrics = Metrics(llm, self.names[0])
         self.defaults = {COMPLETIONS: SamplingParams(max_tokens=MAX_TOKENS), CHAT: SamplingParams(max_tokens=None)}
         self.roofline_tokens_per_sec: float | None = None
         """Maximum tokens/s of one sequence that the memory bandwidth of this machine allows; None: not measured."""

@@ -35,5 +35,6 @@ ROUTES = (
     RouteSpec("POST", DETOKENIZE, routes.detokenize),
     RouteSpec("GET", "/info", routes.info),
     RouteSpec("GET", "/health", routes.health, ""),
+    RouteSpec("GET", "/metrics", routes.metrics, "text/plain"),
     RouteSpec("GET", "/openapi.json", routes.openapi),
 )
