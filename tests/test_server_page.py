@@ -482,6 +482,29 @@ def test_an_error_of_the_server_marks_the_control(page: Page, server: str) -> No
     assert page.get_attribute("#c-top_p", "aria-invalid") == "true"
 
 
+def test_the_page_of_a_server_with_an_api_key(page: Page, llm: LLM) -> None:
+    from nanoinfer.server.app import build_app
+
+    served = AsyncLLM.from_llm(llm)
+    with page_stub.serve(build_app(served, ServerConfig(api_key=("first", "second")))) as url:
+        open_page(page, url)
+        assert page.is_visible("#key-form")
+        page.fill("#key", "second")
+        page.click("text=Use key")
+        page.wait_for_selector("#c-temperature")
+        ask(page, "O Romeo,")
+        assert len(tokens(page)) == 16
+        page.evaluate("sessionStorage.setItem('nanoinfer.api_key', 'third')")
+        ask(page, "O Romeo,")
+        assert page.inner_text("#alert").startswith("the API key is missing or wrong")
+        page.fill("#key", "first")
+        page.press("#key", "Enter")  # sends the request again
+        page.wait_for_selector(".answer >> nth=1")
+        page.wait_for_selector(IDLE)
+        assert len(tokens(page)) == 16
+    served.shutdown()
+
+
 # Parameters and code ------------------------------------------------------------------------------------------
 
 

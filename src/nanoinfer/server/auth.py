@@ -14,8 +14,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nanoinfer import environment
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, read_limited
-from nanoinfer.server.config import ServerConfig
 from nanoinfer.server import page_routes
+from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.errors import Refusal
 
 PUBLIC = page_routes.paths() | {"/health"}
