@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 pytest.importorskip("starlette", reason="pip install 'nanoinfer[server]'")
 pytest.importorskip("uvicorn", reason="pip install 'nanoinfer[server]'")
 
+import nanoinfer
 import page_stub
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.server import page_routes
@@ -438,11 +440,16 @@ def test_the_api_key_is_asked_for_and_kept_for_the_session(page: Page, stub: pag
 # The real server ----------------------------------------------------------------------------------------------
 
 
+TEMPLATE = "{% for m in messages %}{{ m.role | upper }}:\n{{ m.content }}\n\n{% endfor %}ROMEO:\n"
+
+
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    llm = LLM("shakespeare", engine="native", threads=1)
-    yield llm
-    del llm
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """The model shakespeare, with a chat template."""
+    folder = tmp_path_factory.mktemp("page") / "theatre"
+    shutil.copytree(Path(nanoinfer.__file__).parent / "models/builtin/shakespeare", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return LLM(str(folder), engine="native", threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -455,23 +462,30 @@ def server(llm: LLM) -> Iterator[str]:
     served.shutdown()
 
 
-def test_the_servers_own_answer(page: Page, server: str, llm: LLM) -> None:
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_the_answer_is_that_of_the_library(page: Page, server: str, llm: LLM, mode: str) -> None:
     open_page(page, server)
-    assert page.is_disabled("input[value=chat]")  # shakespeare has no chat template
-    names = {f.name for f in fields(SamplingParams)} - {"prompt_logprobs"}
-    assert {e.removeprefix("c-") for e in page.evaluate("[...document.querySelectorAll('.control > *')].map(e => e.id)")
-            if e.startswith("c-")} == names  # fmt: skip
+    names = {f"c-{f.name}" for f in fields(SamplingParams)} - {"c-prompt_logprobs"}
+    assert set(page.evaluate("[...document.querySelectorAll('.control [id^=c-]')].map(e => e.id)")) == names
     page.fill("#c-max_tokens", "40")
     page.fill("#c-seed", "7")
     page.fill("#c-stop", "zzz")
-    ask(page, "O Romeo,")
-    (output,) = llm.generate("O Romeo,", SamplingParams(max_tokens=40, seed=7, logprobs=5))[0].outputs
-    assert tokens(page) == [next(iter(step.values())).decoded_token for step in output.logprobs or ()]
-    assert "".join(tokens(page)) == output.text
-    page.hover(".token >> nth=3")
-    first = next(iter((output.logprobs or ())[3].values()))
-    assert page.inner_text("#tip p >> nth=0") == f"{json.dumps(first.decoded_token)} token {output.token_ids[3]}"
-    assert page.locator("#tip tr").count() in (5, 6)  # the token itself may not be among the most likely ones
+    ask(page, "O Juliet,", mode=mode)
+    params = SamplingParams(max_tokens=40, seed=7, logprobs=5)
+    if mode == "chat":
+        (result,) = llm.chat([{"role": "user", "content": "O Juliet,"}], params)
+    else:
+        (result,) = llm.generate("O Juliet,", params)
+    (output,) = result.outputs
+    steps = [next(iter(step.values())) for step in output.logprobs or ()]
+    assert tokens(page) == [step.decoded_token for step in steps]
+    page.hover(f"#{mode} .token >> nth=3")
+    shown = page.locator("#tip p").all_inner_texts()
+    assert shown[0] == f"{json.dumps(steps[3].decoded_token)} token {output.token_ids[3]}"
+    assert float(re.findall(r"probability (.*)%", shown[1])[0]) == pytest.approx(
+        100 * math.exp(steps[3].logprob), rel=0.01, abs=0.005
+    )
+    assert page.locator("#tip tr").count() in (5, 6)  # with the token itself, if it is not among the most likely ones
 
 
 def test_an_error_of_the_server_marks_the_control(page: Page, server: str) -> None:
