@@ -161,7 +161,7 @@ function draw(answer) {
   drawing = true;
   requestAnimationFrame(() => {
     drawing = false;
-    showSpeed(answer);
+    if (answer.count) showSpeed(answer);
     if (atEnd) transcript.scrollTop = transcript.scrollHeight;
   });
 }
@@ -174,8 +174,8 @@ function showSpeed(answer) {
     "div", {}, element("dt", { className, textContent: name }), element("dd", { textContent: value }),
   ));
   stats.replaceChildren();
-  if (answer?.count) add("time to first token", `${answer.ttft.toFixed(0)} ms`);
-  if (answer?.count) add("tokens", answer.count);
+  if (answer) add("time to first token", `${answer.ttft.toFixed(0)} ms`);
+  if (answer) add("tokens", answer.count);
   if (answer?.accepted !== undefined) add("accepted from the draft", answer.accepted, "accepted"); // with their colour
   if (speed) add("tokens per second", speed.toFixed(speed < 10 ? 1 : 0));
   byId("limit").hidden = !limit;

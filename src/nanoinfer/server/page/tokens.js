@@ -78,24 +78,26 @@ function alternatives(token) {
 /** Show the tokens under the pointer, or with the focus, in a tip. Arrow keys, Home and End move between tokens. */
 export function explainTokens(root, tip) {
   let shown = null;
-  const show = (target) => {
-    const token = target?.closest?.(".token") ?? null;
-    if (token === shown || (target && tip.contains(target))) return;
+  const show = (token) => {
+    if (token === shown) return;
     shown?.removeAttribute("aria-describedby");
     shown = token;
-    const tokens = token ? tokensOf.get(token) ?? [] : [];
+    const tokens = tokensOf.get(token) ?? [];
     tip.hidden = !tokens.length;
     if (tip.hidden) return;
     tip.replaceChildren(...tokens.flatMap(details));
     token.setAttribute("aria-describedby", tip.id);
     place(tip, token.getClientRects()[0] ?? token.getBoundingClientRect());
   };
-  document.addEventListener("pointerover", ({ target }) => {
-    show([root, tip].some((box) => box.contains(target)) ? target : document.activeElement);
+  document.addEventListener("pointermove", ({ target }) => { // not pointerover: the text also moves under the pointer
+    if (!tip.contains(target)) show(target.closest(".token") ?? document.activeElement.closest(".token"));
   });
-  root.addEventListener("focusin", (event) => show(event.target));
+  root.addEventListener("focusin", ({ target }) => show(target.closest(".token")));
   root.addEventListener("focusout", () => show(null));
-  root.addEventListener("scroll", () => show(null));
+  document.addEventListener("scroll", () => { // of the transcript or the page: the focused token has another place
+    show(null);
+    show(document.activeElement.closest(".token"));
+  }, true);
   root.addEventListener("keydown", (event) => {
     const token = event.target.closest(".token");
     const next = token && {
