@@ -77,7 +77,7 @@ def test_every_other_path_needs_a_key(path: str) -> None:
     assert run(call(RequireKey(echo, KEYS), "GET", path)).status == 401
 
 
-@pytest.mark.parametrize("path", ["/health", "/", "/page.css", "/page.js"])
+@pytest.mark.parametrize("path", ["/health", "/", "/page/page.css", "/page/page.js"])
 def test_constant_files_and_health_need_no_key_to_be_read(path: str) -> None:
     assert run(call(RequireKey(echo, KEYS), "GET", path)).status == 200
     assert run(call(RequireKey(echo, KEYS), "POST", path)).status == 401
