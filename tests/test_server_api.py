@@ -446,6 +446,13 @@ def test_tokenize_and_detokenize(client: Client, chat: Client) -> None:
     assert chat.post("/tokenize", messages=HI, add_generation_prompt=False)["tokens"] == shorter
 
 
+def test_tokenizer_info(client: Client, chat: Client) -> None:
+    found = chat.get("/tokenizer_info")
+    assert (found["eos_token"], found["bos_token"], found["model_max_length"]) == ("<|im_end|>", None, 256)
+    assert found["chat_template"] == chat.llm._model.chat_template
+    assert client.get("/tokenizer_info")["chat_template"] is None
+
+
 def test_info(client: Client, chat: Client) -> None:
     found = client.get("/info")
     assert found["sampling_params"]["completions"] == {
@@ -482,5 +489,5 @@ def test_the_openapi_document_has_the_fields_that_the_parser_knows(client: Clien
             "description": "Outputs to return for each prompt, at most 128.",
         }  # fmt: skip
     paths = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
-             "/info", "/health", "/openapi.json"}  # fmt: skip
+             "/tokenizer_info", "/info", "/health", "/openapi.json"}  # fmt: skip
     assert paths <= set(document["paths"])
