@@ -206,8 +206,9 @@ class Connection:
 
     def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
         self.gone, self.num_chunks = asyncio.Event(), 0
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
-                 "headers": [(b"host", b"localhost")], "query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}  # fmt: skip
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
+                 "headers": [(b"host", b"localhost")], "http_version": "1.1", "scheme": "http",
+                 "root_path": ""}  # fmt: skip
         self._body: bytes | None = json.dumps(body).encode()
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
 
