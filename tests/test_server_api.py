@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -466,6 +467,13 @@ def test_info(client: Client, chat: Client) -> None:
         "roofline_tokens_per_sec": None,
     }  # fmt: skip
     assert chat.get("/info")["has_chat_template"] is True
+
+
+def test_info_has_the_limit_of_the_machine(client: Client, quick_ceiling: None) -> None:
+    measured = build_app(client.async_llm, ServerConfig(measure_roofline=True))
+    client = copy(client)
+    client.app = measured
+    assert client.get("/info")["roofline_tokens_per_sec"] > 1000
 
 
 def test_health(client: Client, tmp_path: Path) -> None:
