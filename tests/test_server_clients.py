@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -43,6 +47,25 @@ def server(folder: Path) -> Iterator[ServerProcess]:
 def client(server: ServerProcess) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
         yield made
+
+
+# The documentation --------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_page_work_as_written() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "server.md").read_text()
+    blocks = re.findall(r"```(bash|python)\n(.*?)```", page, re.S)
+    (curl,) = [text for kind, text in blocks if kind == "bash" and text.startswith("curl ")]
+    (example,) = [text for kind, text in blocks if kind == "python"]
+    assert "nanoinfer serve shakespeare\n" in page
+    with serving("shakespeare") as shakespeare:
+        if which("curl"):
+            line = curl.replace("http://127.0.0.1:8000", shakespeare.url)
+            done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=True)
+            (choice,) = json.loads(done.stdout)["choices"]
+            params = SamplingParams(max_tokens=40, temperature=0.8, top_k=50, seed=1)
+            assert choice["text"] == LLM("shakespeare").generate("O Romeo,", params)[0].outputs[0].text
+        exec(example.replace("http://127.0.0.1:8000", shakespeare.url), {})
 
 
 # openai-python ------------------------------------------------------------------------------------------------
