@@ -94,7 +94,12 @@ def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: f
 
 
 def assemble(
-    request: Request, outputs: list[CompletionOutput], lengths: Seq[int], stats: SpecStats | None, now: float
+    request: Request,
+    outputs: list[CompletionOutput],
+    lengths: Seq[int],
+    stats: SpecStats | None,
+    now: float,
+    request_id: str | None = None,
 ) -> RequestOutput:
     """Return the output of a request from those of its sequences, some of which may be left out.
 
@@ -102,9 +107,10 @@ def assemble(
         request, stats, now: as for `output`.
         outputs: of its sequences.
         lengths: number of tokens that each of its sequences has generated.
+        request_id: the id in the output; None: that of the request.
     """
     return RequestOutput(
-        request.request_id,
+        request.request_id if request_id is None else request_id,
         request.prompt,
         request.prompt_token_ids,
         outputs,
