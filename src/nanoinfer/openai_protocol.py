@@ -29,7 +29,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 """Fields that are supported with these values only."""
@@ -79,6 +78,10 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams) -> Genera
     given = {name: value for name, value in body.items() if value is not None}
     _check_names(given, url)
     sampling = {name: given[name] for name in SAMPLING if name in given}
+    if (structured := _structured_outputs(given.get("response_format"))) is not None:
+        if "structured_outputs" in given:
+            raise FieldError("response_format and structured_outputs are both given: give one", "response_format")
+        sampling["structured_outputs"] = structured
     if chat:
         _convert_chat_fields(given, sampling)
         params = with_fields(defaults, sampling)
@@ -155,12 +158,34 @@ def _param(error: NanoinferError) -> str | None:
 
 def _check_names(given: Mapping[str, Any], url: str) -> None:
     foreign = _COMPLETION_ONLY if url == CHAT else _CHAT_ONLY
-    known = {*SAMPLING, *IGNORED, *_NEUTRAL, *_COMPLETION_ONLY, *_CHAT_ONLY} - set(foreign)
+    known = {*SAMPLING, *IGNORED, *_NEUTRAL, *_COMPLETION_ONLY, *_CHAT_ONLY, "response_format"} - set(foreign)
     for name, value in given.items():
         if name not in known:
             raise FieldError(f"the field {show(name)} is not supported for {url}: leave it out", name)
         if name in _NEUTRAL and value not in _NEUTRAL[name]:
             raise FieldError(f"{name}={show(value)} is not supported: leave it out", name)
+
+
+def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
+    """Return the structured_outputs that OpenAI's response_format stands for; None for plain text."""
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise FieldError(
+            f"response_format={show(response_format)} is not supported: give an object whose type is text, json_object"
+            " or json_schema", "response_format",
+        )  # fmt: skip
+    described = response_format.get("json_schema")
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise FieldError(
+            f"response_format.json_schema={show(described)} has no schema: give {{'name': ..., 'schema': {{...}}}}",
+            "response_format",
+        )
+    return {"json": schema}
 
 
 def _convert_chat_fields(given: Mapping[str, Any], sampling: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ Examples:
     nanoinfer generate -p "To be" -n 2 --temp 0.6 --seed 1 --max-tokens 200
     nanoinfer generate --model gpt2 --file prompts.txt --lines --json
     echo "To be" | nanoinfer generate --draft shakespeare-draft
+    nanoinfer generate "Name:" --regex "[A-Z][a-z]{2,8}"
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 @flags(EngineConfig, "engine_config")
 @flags(SpeculationConfig, "speculation")
 @flags(decoding.BeamFlags, "beam_flags")
-@flags(SamplingParams, "params", skip=("logit_bias",), defaults=DEFAULTS)
+@flags(decoding.StructuredFlags, "structured_flags")
+@flags(SamplingParams, "params", skip=("logit_bias", "structured_outputs"), defaults=DEFAULTS)
 def generate(
     prompts: Annotated[
         list[str] | None,
@@ -80,6 +82,7 @@ def generate(
     speculation: SpeculationConfig,
     params: SamplingParams,
     beam_flags: decoding.BeamFlags,
+    structured_flags: decoding.StructuredFlags,
 ) -> None:
     """Generate text from prompts, streamed as it is generated."""
     if prompts and prompt:
@@ -89,6 +92,7 @@ def generate(
     texts = _read_prompts(prompts or prompt or [], file or [], lines)
     if logit_bias:
         params = dataclasses.replace(params, logit_bias=_parse_bias(logit_bias))
+    params = dataclasses.replace(params, structured_outputs=structured_flags.params())
     beams = beam_flags.search(params, SamplingParams(**DEFAULTS))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
 
