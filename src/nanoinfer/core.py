@@ -327,7 +327,7 @@ class Core:
             speculator: speculator of its requests.
             faults: failed sequences are added with the reason; they get no tokens.
         """
-        done = isolation.propose(speculator, work, faults) if speculator is not None else SpecStep()
+        done = isolation.prepare(speculator, work, faults)
         start = self._clock()
         batch, rule = self._batch(work, done), speculator.rule if speculator is not None else "reproduce"
         with self.observer.span(ENGINE):

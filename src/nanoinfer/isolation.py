@@ -7,20 +7,31 @@ do not depend on each other, so the other sequences get the same tokens as witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
+from typing import cast
 
 from nanoinfer.arrays import Array
 from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled, Sampler
-from nanoinfer.scheduling.work import ScheduledSequence
+from nanoinfer.scheduling.sequence import Sequence
+from nanoinfer.scheduling.work import ScheduledSequence, drawing
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 from nanoinfer.speculative.verify import Group, draw
+from nanoinfer.structured import masks
 
 Faults = dict[object, str]
 """Failed sequences, each with the reason in one line."""
 
 
-def propose(speculator: Speculator, work: list[ScheduledSequence], faults: Faults) -> SpecStep:
+def prepare(speculator: Speculator | None, work: list[ScheduledSequence], faults: Faults) -> SpecStep:
+    """Return the proposals for a step, and start computing the masks of structured outputs."""
+    done = _propose(speculator, work, faults) if speculator is not None else SpecStep()
+    if any(w.sequence.grammar is not None for w in work):
+        masks.start(drawing(work), done, speculator.rule if speculator is not None else "reproduce")
+    return done
+
+
+def _propose(speculator: Speculator, work: list[ScheduledSequence], faults: Faults) -> SpecStep:
     """Return the proposals for a step. Sequences that the drafter refuses get none and are added to `faults`."""
     try:
         return speculator.propose(work)
@@ -34,10 +45,20 @@ def propose(speculator: Speculator, work: list[ScheduledSequence], faults: Fault
         return done
 
 
-def draw_tokens(
-    sampler: Sampler, logits: Array, groups: Sequence[Group], rule: str, faults: Faults
-) -> list[list[Sampled]]:
-    """Return the tokens of each group, as `verify.draw` does. Failed groups get none and are added to `faults`."""
+def draw_tokens(sampler: Sampler, logits: Array, groups: Seq[Group], rule: str, faults: Faults) -> list[list[Sampled]]:
+    """Return the tokens of each group, as `verify.draw` does. Failed groups get none and are added to `faults`.
+
+    Groups with a grammar get tokens that it permits.
+    """
+    if not any(cast(Sequence, row).grammar is not None for row, _ in groups):
+        return _draw_tokens(sampler, logits, groups, rule, faults)
+    masked = masks.MaskedRows(logits, groups)
+    kept = masked.finish(groups, _draw_tokens(sampler, masked.logits, groups, rule, faults))
+    faults.update(masked.errors)
+    return kept
+
+
+def _draw_tokens(sampler: Sampler, logits: Array, groups: Seq[Group], rule: str, faults: Faults) -> list[list[Sampled]]:
     try:
         return draw(sampler, logits, groups, rule=rule)
     except Exception:

@@ -90,9 +90,8 @@ def generate(
             f"the prompts {prompts[0]!r:.40} (an argument) and {prompt[0]!r:.40} (--prompt): give arguments or --prompt"
         )
     texts = _read_prompts(prompts or prompt or [], file or [], lines)
-    if logit_bias:
-        params = dataclasses.replace(params, logit_bias=_parse_bias(logit_bias))
-    params = dataclasses.replace(params, structured_outputs=structured_flags.params())
+    bias, structured = _parse_bias(logit_bias or []), structured_flags.params()
+    params = dataclasses.replace(params, logit_bias=bias, structured_outputs=structured)
     beams = beam_flags.search(params, SamplingParams(**DEFAULTS))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
 
@@ -164,8 +163,8 @@ def _parse_ids(text: str) -> list[int]:
         raise NanoinferError(f"--token-ids: {text[:60]!r} is not a list of integers") from None
 
 
-def _parse_bias(entries: list[str]) -> dict[int, float]:
-    """["50256=-100"] -> {50256: -100.0}."""
+def _parse_bias(entries: list[str]) -> dict[int, float] | None:
+    """["50256=-100"] -> {50256: -100.0}; [] -> None."""
     bias = {}
     for entry in entries:
         token, _, value = entry.partition("=")
@@ -173,7 +172,7 @@ def _parse_bias(entries: list[str]) -> dict[int, float]:
             bias[int(token)] = float(value)
         except ValueError:
             raise NanoinferError(f"--logit-bias {entry!r} is not TOKEN_ID=BIAS") from None
-    return bias
+    return bias or None
 
 
 def _heading(prompts: list[str], n: int, echo: bool, i: int, k: int) -> str:
