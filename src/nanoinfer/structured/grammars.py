@@ -77,10 +77,12 @@ def read_mask(matcher: llguidance.LLMatcher) -> NDArray[np.bool_]:
 
     Raises NanoinferError if the matcher has exceeded a limit. The interpreter lock is released during the computation.
     """
-    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-    if matcher.is_error():
-        raise NanoinferError(explain(matcher.get_error()))
-    return np.unpackbits(bits, bitorder="little").view(np.bool_)
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").view(np.bool_)
+    if not matcher.is_error():
+        return bits
+    if _UNSATISFIABLE in (error := matcher.get_error()):
+        return np.zeros_like(bits)
+    raise NanoinferError(explain(error))
 
 
 class Grammars:
@@ -93,7 +95,10 @@ class Grammars:
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
         self._checker = LimitedProcess(
-            Path(__file__).with_name("check_worker.py"), ("llguidance",), _SETUP, "the grammar cannot be used"
+            Path(__file__).with_name("check_worker.py"),
+            ("llguidance",),
+            _SETUP,
+            "structured_outputs: the grammar cannot be compiled",
         )
         self._start()
 

@@ -75,25 +75,24 @@ class OutputGrammar:
     def compute(self, proposed: Seq[int]) -> None:
         """Compute the masks after the tokens so far, and after each proposed token as far as the grammar permits it."""
         self._masks, self._error = [], None
-        consumed = 0
         try:
-            self._masks.append(self._mask())
+            matcher = self._matcher.deep_copy() if proposed else self._matcher
+            found = self._grammar.first_mask if self._is_first else read_mask(matcher)
+            self._masks.append(self._permitted(found))
             for token_id in proposed:
-                if not self._matcher.try_consume_tokens([token_id]):
+                if not matcher.consume_token(token_id) or matcher.is_stopped():
                     break
-                consumed += 1
-                if self._matcher.is_stopped():
+                if not (mask := self._permitted(read_mask(matcher))).any():
                     break
-                self._masks.append(self._mask())
-            if consumed and not self._matcher.rollback(consumed):
-                raise NanoinferError(explain(self._matcher.get_error()))
+                self._masks.append(mask)
         except Exception as e:
-            self._error, self._grammar.broken = one_line(e), True
+            if not self._masks:  # else it comes again, if the proposals are accepted
+                self._error, self._grammar.broken = one_line(e), True
         finally:
             self._computed.set()
 
     def take(self) -> Masks:
-        """Wait for the masks and return them: (V,) bool for each of the first rows of the step.
+        """Wait for the masks and return them: (V,) bool for each of the step's rows that may be sampled from.
 
         Raises:
             NanoinferError: the grammar permits no token, or a limit is exceeded.
@@ -107,8 +106,7 @@ class OutputGrammar:
             )
         return self._masks
 
-    def _mask(self) -> NDArray[np.bool_]:
-        found = self._grammar.first_mask if self._is_first and not self._masks else read_mask(self._matcher)
+    def _permitted(self, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
         V = self._grammar.vocab_size
         mask: NDArray[np.bool_] = found[:V].copy()
         if found[V]:
@@ -165,6 +163,7 @@ class MaskedRows:
     def __init__(self, logits: Array, groups: Seq[Group]) -> None:
         self.errors: dict[object, str] = {}
         """Sequences for which there is no mask, with the reason."""
+        self._num_masked: dict[object, int] = {}
         self._raw: dict[object, NDArray[Any]] = {}
         self.logits = _writable(logits)
         at = 0
@@ -178,20 +177,25 @@ class MaskedRows:
                 else:
                     if row.params.num_logprobs is not None:
                         self._raw[row] = _clone(to_numpy(self.logits[at : at + count]))
+                    self._num_masked[row] = len(masks)
                     for i, mask in enumerate(masks[:count]):
                         _exclude(self.logits, at + i, ~mask)
             at += count
 
     def finish(self, groups: Seq[Group], kept: list[list[Sampled]]) -> list[list[Sampled]]:
-        """Return the sampled tokens with the model's log-probabilities; none for the sequences in `errors`."""
+        """Return the tokens that were sampled with a mask, with the model's log-probabilities.
+
+        Sequences in `errors` have none. Of a sequence with proposals, those after a complete output are discarded.
+        """
         finished = []
         for (row, _), some in zip(groups, kept, strict=True):
+            some = [] if row in self.errors else some[: self._num_masked.get(row)]
             if (raw := self._raw.get(row)) is not None:
                 num = row.params.num_logprobs
                 some = [
                     Sampled(found.token_id, find_logprobs(raw[i], found.token_id, num)) for i, found in enumerate(some)
                 ]
-            finished.append([] if row in self.errors else some)
+            finished.append(some)
         return finished
 
 
