@@ -100,7 +100,7 @@ class OverlapScheduler:
 
     def _unsupported(self, request: Request) -> bool:
         first = request.sequences[0]
-        return request.beams is not None or first.grammar is not None or self._sampler.covers(first) is not None
+        return not request.samples or first.grammar is not None or self._sampler.covers(first) is not None
 
     def launch(self, work: list[ScheduledSequence], batch: StepBatch) -> InFlightStep:
         """Launch a step.
