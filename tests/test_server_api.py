@@ -379,7 +379,7 @@ def test_a_model_without_a_template_has_no_chats(client: Client) -> None:
         (b'{"prompt": "\xff"}', "the body is not UTF-8"),
         (b"[1]", "is not a JSON object"),
         (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' is duplicated"),
-        (b"[" * 100_000, "the body is not JSON"),
+        (b"[" * 100_000, "the body's JSON nests deeper than 64 levels"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature=nan"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 2000 + b"}", "2000 characters"),
         (b'{"prompt": "\\ud800"}', "half a surrogate pair"),

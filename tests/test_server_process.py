@@ -148,6 +148,12 @@ def begun(server: ServerProcess, **body: Any) -> tuple[Any, Any]:
     return client, lines
 
 
+def num_running(server: ServerProcess) -> float:
+    """Return the number of requests that the engine runs."""
+    found = re.search(r"^nanoinfer:num_requests_running\{.*\} (\S+)$", httpx.get(server.url + "/metrics").text, re.M)
+    return float(found[1]) if found else 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_runs_is_finished_and_what_comes_is_refused(folder: Path, number: signal.Signals) -> None:
     with serving(folder) as server:
@@ -174,7 +180,7 @@ def test_the_shutdown_has_a_time_limit(folder: Path) -> None:
     with serving(folder, "--shutdown-timeout", "0.5") as server, ThreadPoolExecutor() as pool:
         client, lines = begun(server)
         whole = pool.submit(post, server)
-        time.sleep(0.3)
+        wait_until(lambda: num_running(server) == 2)
         at = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.wait() == 0
@@ -183,7 +189,8 @@ def test_the_shutdown_has_a_time_limit(folder: Path) -> None:
             list(lines)
         client.close()
         assert (whole.result().status_code, whole.result().json()["error"]["type"]) == (503, "server_error")
-        assert len(server.lines) == 1
+        assert "2 requests were ended after shutdown_timeout=0.5 seconds" in server.lines[1]
+        assert len(server.lines) == 2
 
 
 def test_a_second_interrupt_ends_at_once(folder: Path) -> None:
@@ -206,9 +213,9 @@ class Connection:
 
     def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
         self.gone, self.num_chunks = asyncio.Event(), 0
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"",
-                 "headers": [(b"host", b"localhost")], "http_version": "1.1", "scheme": "http",
-                 "root_path": ""}  # fmt: skip
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
+                 "headers": [(b"host", b"127.0.0.1")],
+                 "query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}  # fmt: skip
         self._body: bytes | None = json.dumps(body).encode()
         self.task = asyncio.ensure_future(app(scope, self._receive, self._send))
 

@@ -33,8 +33,6 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
         self._open = dict(enumerate(streams))
         self._event = asyncio.Event()
         self._begun = False
-        self.closed = False
-        """Whether `close` was called before the last output."""
 
     async def __anext__(self) -> list[tuple[int, RequestOutput]]:
         try:
@@ -63,8 +61,6 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
 
     def close(self) -> None:
         """Cancel the requests that are not finished. The iterator yields nothing more."""
-        self.closed = self.closed or bool(self._open)
         for stream in self._open.values():
             stream.leave()
         self._open = {}
-        self._event.set()

@@ -10,6 +10,7 @@ from starlette.routing import Route, Router
 
 from nanoinfer.async_llm import AsyncLLM
 from nanoinfer.openai_protocol import json_bytes
+from nanoinfer.server import page_routes
 from nanoinfer.server.access_log import AccessLog, LogRequests
 from nanoinfer.server.auth import RequireKey
 from nanoinfer.server.config import ServerConfig
@@ -31,7 +32,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None 
     """
     service = Service(llm, config)
     service.openapi = functools.cache(lambda: json_bytes(document(ROUTES, service.defaults)))
-    router = Router([_route(service, spec) for spec in ROUTES])
+    router = Router([*(_route(service, spec) for spec in ROUTES), *page_routes.routes()])
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
         scope["app"] = router  # Starlette's routes then raise HTTPException

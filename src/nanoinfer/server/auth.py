@@ -14,10 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from nanoinfer import environment
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, read_limited
+from nanoinfer.server import page_routes
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.errors import Refusal
 
-PUBLIC = frozenset({"/health", "/", "/page.css", "/page.js"})
+PUBLIC = page_routes.paths() | {"/health"}
 """Paths that need no key: a load balancer has none, and the page must load before a key can be entered into it. They
 answer GET with constant files; they tell nothing about the model or its requests."""
 MAX_KEY_FILE_BYTES = 1 << 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import signal
 import socket
@@ -22,6 +23,8 @@ from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.connections import uvicorn_options
 from nanoinfer.server.http import App, Message, Receive, Scope, Send, respond_json
+
+log = logging.getLogger("nanoinfer.server")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -77,6 +80,8 @@ def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
         llm.shutdown()
         if access_log is not None:
             access_log.close()
+    if server.num_cut:
+        log.warning("%d requests were ended after shutdown_timeout=%g seconds", server.num_cut, config.shutdown_timeout)
     if server.force_exit:
         raise KeyboardInterrupt
 
@@ -86,6 +91,8 @@ class _Server(uvicorn.Server):
 
     def __init__(self, app: App, config: ServerConfig, ready: str) -> None:
         self._ready = ready
+        self.num_cut = 0
+        """Number of requests that did not end within the time limit of the shutdown."""
         super().__init__(
             uvicorn.Config(
                 self._until_the_end(app),
@@ -111,6 +118,7 @@ class _Server(uvicorn.Server):
             except asyncio.CancelledError:
                 if not self.should_exit:
                     raise
+                self.num_cut += 1
                 if not started:
                     await respond_json(send, error_object("the server has been shut down", 503), 503)
 
