@@ -177,6 +177,19 @@ def test_a_full_queue_is_429(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_ended_and_freed(llm: LLM, stream: bool) -> None:
+    async def main(app: ASGIApp, model: AsyncLLM) -> None:
+        found = await post(app, LONG | {"n": 3, "stream": stream})
+        assert b"request_timeout_sec=0.3" in found.content
+        assert found.status == (200 if stream else 504)
+        assert found.complete
+        await until(lambda: not llm.core.scheduler.unfinished)
+        assert model.num_unfinished_requests == 0
+
+    serve(llm, main, request_timeout_sec=0.3)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_logits_that_are_not_finite_fail_one_request_alone(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
@@ -251,7 +264,7 @@ def test_bounds_of_a_request_are_400_with_the_field(llm: LLM) -> None:
             found = await post(app, SHORT | change)
             assert (found.status, found.error["param"]) == (400, param), (change, found.content)
         deep = b'{"prompt":' + b"[" * 70 + b"]" * 70 + b"}"
-        assert "nests deeper" in (await call(app, "POST", COMPLETIONS, body=deep)).error["message"]
+        assert "at most 64 levels" in (await call(app, "POST", COMPLETIONS, body=deep)).error["message"]
         assert (await call(app, "POST", COMPLETIONS, body=b"x" * 2001)).status == 413
 
     serve(llm, main, max_sequences=8, max_logprobs=5, max_stop=2, max_token_entries=3, max_body_bytes=2000)

@@ -39,7 +39,7 @@ def check_depth(body: bytes) -> None:
             for step in part.translate(_DEPTHS, _OTHERS):
                 depth += 1 if step == 1 else -1
                 if depth > MAX_JSON_DEPTH:
-                    raise NanoinferError(f"the body's JSON nests deeper than {MAX_JSON_DEPTH} levels")
+                    raise NanoinferError(f"the body is not JSON of at most {MAX_JSON_DEPTH} levels: it nests deeper")
         inside = not inside
 
 

@@ -11,6 +11,7 @@ from nanoinfer.async_llm import AsyncLLM, AsyncOutputStream
 from nanoinfer.checks import show
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, GenerationRequest, parse
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server import roofline
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.metrics import Metrics
 
@@ -33,8 +34,9 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(llm, self.names[0])
         self.defaults = {COMPLETIONS: SamplingParams(max_tokens=MAX_TOKENS), CHAT: SamplingParams(max_tokens=None)}
-        self.roofline_tokens_per_sec: float | None = None
-        """Maximum tokens/s of one sequence that the memory bandwidth of this machine allows; None: not measured."""
+        measured = roofline.tokens_per_sec(llm.llm._model) if config.measure_roofline else None
+        self.roofline_tokens_per_sec = measured
+        """Maximum tokens/s of one sequence that this machine allows; None: not measured."""
 
         self.openapi: Callable[[], bytes] = bytes
         """Returns the OpenAPI document; set by `build_app`, which knows the routes."""
