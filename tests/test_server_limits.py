@@ -493,11 +493,11 @@ HEAVY = {
 @pytest.mark.parametrize("name", HEAVY)
 def test_json_of_the_maximum_size_is_parsed_in_bounded_time(name: str) -> None:
     async def main() -> float:
-        began = time.perf_counter()
+        began = time.process_time()  # of all threads
         await read_object(receiving(HEAVY[name]))
-        return time.perf_counter() - began
+        return time.process_time() - began
 
-    assert run(main()) < 3  # 0.2 s on an idle machine
+    assert run(main()) < 2  # 0.2 s
 
 
 # What a request asks for ---------------------------------------------------------------------------------
@@ -541,7 +541,7 @@ def test_what_is_above_a_limit_is_refused(refused: GenerationRequest, param: str
 
 
 @pytest.mark.parametrize("bad", [{"max_body_bytes": 0}, {"send_timeout_sec": 0}, {"keep_alive_sec": float("nan")},
-                                 {"max_logprobs": -1}, {"max_connections": True}])  # fmt: skip
+                                 {"max_logprobs": -1}, {"log_level": "loud"}, {"max_connections": True}])  # fmt: skip
 def test_limits_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(NanoinferError, match=next(iter(bad))):
         ServerConfig(**bad)

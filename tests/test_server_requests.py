@@ -28,6 +28,7 @@ from starlette.types import ASGIApp
 from asgi import Response, call
 from conftest import CHARS, make_folder
 from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer.server import page_routes
 from nanoinfer.server.app import build_app
 from nanoinfer.server.auth import PUBLIC
 from nanoinfer.server.config import ServerConfig
@@ -76,14 +77,16 @@ async def until(is_true: Callable[[], bool]) -> None:
 
 def test_every_route_needs_a_key_but_health(llm: LLM) -> None:
     async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        assert len(ROUTES) >= 9
-        for route in ROUTES:
-            path = re.sub(r"\{.*\}", "x", route.path)
-            status = (await call(app, route.method, path, body=b"{}")).status
+        routes = [(route.method, route.path) for route in ROUTES]
+        routes += [("GET", route.path) for route in page_routes.routes()]
+        assert len(routes) >= 15
+        for method, path in routes:
+            path = re.sub(r"\{.*\}", "x", path)
+            status = (await call(app, method, path, body=b"{}")).status
             assert (status == 401) == (path not in PUBLIC), path
             key = {"authorization": "Bearer a-key"}
-            assert (await call(app, route.method, path, headers=key, body=b"{}")).status not in (401, 500), path
-        assert {r.path for r in ROUTES} & PUBLIC >= {"/health"}
+            assert (await call(app, method, path, headers=key, body=b"{}")).status not in (401, 500), path
+        assert {path for _, path in routes} >= PUBLIC
 
     serve(llm, main, api_key=("a-key",))
 
@@ -171,6 +174,19 @@ def test_a_full_queue_is_429(llm: LLM) -> None:
         assert (await post(app, SHORT)).status == 200
 
     serve(llm, main)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_is_ended_and_freed(llm: LLM, stream: bool) -> None:
+    async def main(app: ASGIApp, model: AsyncLLM) -> None:
+        found = await post(app, LONG | {"n": 3, "stream": stream})
+        assert b"request_timeout_sec=0.3" in found.content
+        assert found.status == (200 if stream else 504)
+        assert found.complete
+        await until(lambda: not llm.core.scheduler.unfinished)
+        assert model.num_unfinished_requests == 0
+
+    serve(llm, main, request_timeout_sec=0.3)
 
 
 @pytest.mark.parametrize("stream", [False, True])

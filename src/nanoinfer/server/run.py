@@ -71,7 +71,6 @@ def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
     """
     configure_logging(config.log_level)
     access_log = AccessLog(config.access_log) if config.access_log is not None else None
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # `BoundRequests` logs what concerns users
     app = build_app(llm, config, access_log)
     server = _Server(app, config, f"nanoinfer: listening on {url(bound)}")
     try:
