@@ -24,7 +24,8 @@ pytest.importorskip("uvicorn", reason="pip install 'nanoinfer[server]'")
 import nanoinfer
 import page_stub
 from nanoinfer import LLM, AsyncLLM, SamplingParams
-from nanoinfer.server import page_routes
+from nanoinfer.roofline.ceilings import Ceiling
+from nanoinfer.server import page_routes, speed_limit
 from nanoinfer.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -476,8 +477,10 @@ def server(llm: LLM) -> Iterator[str]:
     from nanoinfer.server.app import build_app
 
     served = AsyncLLM.from_llm(llm)
-    with page_stub.serve(build_app(served, ServerConfig())) as url:
-        yield url
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed_limit, "_this_cpu", lambda: Ceiling("cpu", 20e9, {"float32": 1e12}, ""))
+        with page_stub.serve(build_app(served, ServerConfig())) as url:
+            yield url
     served.shutdown()
 
 
@@ -505,6 +508,14 @@ def test_the_answer_is_that_of_the_library(page: Page, server: str, llm: LLM, mo
         100 * math.exp(steps[3].logprob), rel=0.01, abs=0.005
     )
     assert page.locator("#tip tr").count() in (5, 6)  # with the token itself, if it is not among the most likely ones
+
+
+def test_the_limit_is_shown_once_it_is_measured(page: Page, server: str, llm: LLM) -> None:
+    open_page(page, server)
+    until(page, "fetch('info').then(r => r.json()).then(info => info.roofline_tokens_per_sec > 0)")
+    ask(page, "x", mode="completion")
+    limit = speed_limit.tokens_per_sec(llm)
+    until(page, f"document.getElementById('limit-label').textContent.includes(': {limit:.0f} tokens per second')")
 
 
 def test_an_error_of_the_server_marks_the_control(page: Page, server: str) -> None:

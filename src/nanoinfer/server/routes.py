@@ -63,7 +63,7 @@ async def info(service: Service, scope: Scope, receive: Receive, send: Send) -> 
             "dtype": llm.dtype,
             "quantization": described.quantization,
             "speculation": llm.core.speculator is not None,
-            "roofline_tokens_per_sec": service.roofline_tokens_per_sec,
+            "roofline_tokens_per_sec": service.speed_limit.get(),
             "sampling_params": {
                 "completions": dataclasses.asdict(service.defaults[COMPLETIONS]),
                 "chat": dataclasses.asdict(service.defaults[CHAT]),

@@ -13,6 +13,7 @@ from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, GenerationR
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.metrics import Metrics
+from nanoinfer.server.speed_limit import SpeedLimit
 
 MAX_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat's answer ends at the context length."""
@@ -33,9 +34,7 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(llm, self.names[0])
         self.defaults = {COMPLETIONS: SamplingParams(max_tokens=MAX_TOKENS), CHAT: SamplingParams(max_tokens=None)}
-        self.roofline_tokens_per_sec: float | None = None
-        """Maximum tokens/s of one sequence that the memory bandwidth of this machine allows; None: not measured."""
-
+        self.speed_limit = SpeedLimit(llm)
         self.openapi: Callable[[], bytes] = bytes
         """Returns the OpenAPI document; set by `build_app`, which knows the routes."""
 

@@ -129,13 +129,13 @@ async function send() {
   }
   running = null;
   showRunning(false);
-  if (answer?.count) showSpeed(answer);
-  else answer?.remove(); // the prompt is still in its field
+  if (!answer?.count) answer?.remove(); // the prompt is still in its field
   if (chat && answer?.count) {
     messages.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
     if (input.value === prompt) input.value = "";
   }
   showCode();
+  if (answer?.count) showLimit(answer);
 }
 
 function showRunning(on) {
@@ -183,6 +183,16 @@ function showSpeed(answer) {
   const share = speed ? `${((100 * speed) / limit).toFixed(0)}% of the` : "The";
   byId("limit-label").textContent = `${share} roofline's limit for one sequence: ${limit.toFixed(0)} tokens per second`;
   byId("meter").value = Math.min(1, (speed ?? 0) / limit);
+}
+
+/** Show the final speed. The limit may be known by now: the server measures it after the first request to /info. */
+async function showLimit(answer) {
+  showSpeed(answer);
+  if (info.roofline_tokens_per_sec) return;
+  try {
+    info = await (await request("info")).json();
+    showSpeed(answer);
+  } catch { /* it is shown after a later answer */ }
 }
 
 // Errors ------------------------------------------------------------------------------------------------------
