@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.prompts import numbered
 
 if TYPE_CHECKING:
     from nanoinfer.async_llm import AsyncOutputStream
@@ -32,8 +33,6 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
         self._open = dict(enumerate(streams))
         self._event = asyncio.Event()
         self._begun = False
-        self.closed = False
-        """Whether `close` was called before the last output."""
 
     async def __anext__(self) -> list[tuple[int, RequestOutput]]:
         try:
@@ -42,7 +41,7 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
                 for stream in self._streams:
                     stream.begin(self._event)
             while self._open:
-                if found := [(i, stream.take()) for i, stream in self._open.items() if stream.ready]:
+                if found := [(i, self._take(i)) for i, stream in self._open.items() if stream.ready]:
                     if self._observe is not None:
                         self._observe([(i, output, self._open[i].done) for i, output in found])
                     for i, _ in found:
@@ -56,10 +55,12 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
             raise
         raise StopAsyncIteration
 
+    def _take(self, i: int) -> RequestOutput:
+        with numbered(i, len(self._streams)):
+            return self._streams[i].take()
+
     def close(self) -> None:
         """Cancel the requests that are not finished. The iterator yields nothing more."""
-        self.closed = self.closed or bool(self._open)
         for stream in self._open.values():
             stream.leave()
         self._open = {}
-        self._event.set()

@@ -38,10 +38,21 @@ def error_object(message: str, status: int, param: str | None = None, code: str 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+_ABOUT = {
+    r"(the prompt|prompt|token id)\b": "prompt",
+    r"(message|role|content|content part|messages)\b": "messages",
+    r"model '": None,  # without a chat template
+}
+"""How messages begin that do not begin with the name of the field they are about."""
+
+
 def _param(error: NanoinferError) -> str | None:
     """Return the name of the field that an error is about, if it is known."""
     if isinstance(error, FieldError):
         return error.param
-    found = re.match(r"(?:prompt \d+ of \d+: )?(?:the (?=prompt ))?(\w+)", str(error))
-    known = {*SAMPLING, *FIELDS} - {"model"}  # "model 'x' has no chat template" is about messages
-    return found[1] if found and found[1] in known else None
+    text = re.sub(r"^prompt \d+ of \d+: ", "", str(error))
+    for start, name in _ABOUT.items():
+        if re.match(start, text):
+            return name
+    found = re.match(r"\w+", text)
+    return found[0] if found and (found[0] in SAMPLING or found[0] in FIELDS) else None

@@ -53,7 +53,7 @@ class Refusal:
         """Send it as the whole response."""
         content = self.content
         headers = [("content-type", "application/json"), ("content-length", str(len(content))), *self.headers]
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
         await send({"type": "http.response.start", "status": self.status, "headers": raw})
         await send({"type": "http.response.body", "body": content})
 

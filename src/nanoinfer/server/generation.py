@@ -9,7 +9,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol import ChunkWriter, GenerationRequest, error_body, json_bytes, response_body
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.server.auth import combined_salt
-from nanoinfer.server.http import EVENTS, DisconnectWatch, Receive, Scope, Send, read_object, respond
+from nanoinfer.server.http import EVENTS, Receive, Scope, Send, read_object, respond
 from nanoinfer.server.limits import check_request
 from nanoinfer.server.service import Service, new_id
 
@@ -19,7 +19,7 @@ STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b
 async def generate(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Generate: one response, or a stream of server-sent events.
 
-    If the client disconnects, all requests end that were made for its prompts.
+    If the client disconnects, the task is cancelled, and all requests end that were made for the prompts.
     """
     request = service.parse(scope["path"], await read_object(receive))
     check_request(request, service.config)
@@ -28,8 +28,7 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
     with service.metrics.watch(scope, request.params, len(streams)) as watch:
         merged = MergedStreams(streams, watch.receive)
         try:
-            async with DisconnectWatch(receive, merged.close):
-                await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
+            await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
         finally:
             merged.close()
 
@@ -41,8 +40,6 @@ async def _answer(
     outputs: dict[int, RequestOutput] = {}
     async for found in merged:
         outputs.update(found)
-    if merged.closed:
-        return
     every = [outputs[i] for i in range(len(outputs))]
     common = service.common(request_id)
 
@@ -76,5 +73,4 @@ async def _stream(
         event = b"data: " + json_bytes(error_body(e)) + b"\n\n"
         await send({"type": "http.response.body", "body": event})
     else:
-        if not merged.closed:
-            await send({"type": "http.response.body", "body": writer.end()})
+        await send({"type": "http.response.body", "body": writer.end()})
