@@ -198,10 +198,10 @@ async function showLimit(answer) {
 // Errors ------------------------------------------------------------------------------------------------------
 
 function showError(error) {
-  if (!(error instanceof ApiError)) throw error;
+  const message = error instanceof ApiError ? error.message : `The page has failed: ${error}`;
   say("");
-  controls?.showError(error.param, error.message);
-  byId("alert").textContent = error.message;
+  controls?.showError(error.param, message);
+  byId("alert").textContent = message;
   byId("alert").hidden = false;
   if (["prompt", "messages"].includes(error.param)) {
     input.setAttribute("aria-invalid", "true");
