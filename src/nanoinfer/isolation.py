@@ -7,11 +7,14 @@ do not depend on each other, so the other sequences get the same tokens as witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import cast
 
 from nanoinfer.arrays import Array
 from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled, Sampler
+from nanoinfer.scheduling.sequence import Scores, Sequence
 from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 from nanoinfer.speculative.verify import Group, draw
@@ -34,9 +37,19 @@ def propose(speculator: Speculator, work: list[ScheduledSequence], faults: Fault
         return done
 
 
-def draw_tokens(
-    sampler: Sampler, logits: Array, groups: Sequence[Group], rule: str, faults: Faults
-) -> list[list[Sampled]]:
+def read_scores(scored: Mapping[Sequence, slice], logits: Array, faults: Faults) -> None:
+    """Give each scored sequence its rows of the logits. Sequences whose rows are refused are added to `faults`."""
+    for s, rows in scored.items():
+        scores = cast(Scores, s.request.scores)
+        end = scores.next + rows.stop - rows.start
+        try:
+            scores.read(logits[rows], scores.target_ids[scores.next : end])
+        except Exception as e:
+            faults[s] = one_line(e)
+        scores.next = end
+
+
+def draw_tokens(sampler: Sampler, logits: Array, groups: Seq[Group], rule: str, faults: Faults) -> list[list[Sampled]]:
     """Return the tokens of each group, as `verify.draw` does. Failed groups get none and are added to `faults`."""
     try:
         return draw(sampler, logits, groups, rule=rule)

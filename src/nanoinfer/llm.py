@@ -306,11 +306,14 @@ class LLM:
         pairs = []
         for i, (context, continuation) in enumerate(zip(before, after, strict=True)):
             with numbered(i, len(after), "continuation"):
-                pairs.append(self._pair(context, continuation))
+                pair = self._pair(context, continuation)
+                scoring.check_continuation(pair[1], self.config.block_size)
+                pairs.append(pair)
+        found = scoring.loglikelihoods(self.core, pairs)
         outputs = []
-        for i, pair in enumerate(pairs):
-            with numbered(i, len(after), "continuation"):
-                outputs.append(scoring.loglikelihood(self.core, *pair))
+        for i in range(len(pairs)):
+            with numbered(i, len(pairs), "continuation"):
+                outputs.append(next(found))
         return outputs
 
     def _pair(self, context: str | list[int], continuation: str | list[int]) -> tuple[list[int], list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from nanoinfer.errors import ResultError
 
@@ -39,6 +39,8 @@ class CompletionOutput:
     """The error in one line, for finish_reason error."""
     cumulative_logprob: float | None = None
     """Sum of the generated tokens' log-probabilities; None without logprobs, best_of and beam search."""
+    draft_accepted: list[bool] | None = field(default=None, compare=False)
+    """For each token, whether a drafter proposed it and the model accepted it; None without a draft."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class OverlapScheduler:
         return not self._host_sampled
 
     def _unsupported(self, request: Request) -> bool:
-        return request.beams is not None or self._sampler.covers(request.sequences[0]) is not None
+        return not request.samples or self._sampler.covers(request.sequences[0]) is not None
 
     def launch(self, work: list[ScheduledSequence], batch: StepBatch) -> InFlightStep:
         """Launch a step.

@@ -87,10 +87,16 @@ def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: f
             logprobs.of(s),
             s.error,
             logprobs.cumulative(s),
+            accepted(s, 0, s.num_output_tokens),
         )
         for i, s in enumerate(_returned(request, logprobs))
     ]
     return assemble(request, outputs, [s.num_output_tokens for s in request.sequences], stats, now)
+
+
+def accepted(s: Sequence, first: int, end: int) -> list[bool] | None:
+    """Return which of the output tokens `first` to `end` a drafter proposed; None without a draft."""
+    return s.draft_accepted[first:end] if s.draft_accepted else None
 
 
 def assemble(

@@ -1,35 +1,43 @@
 """Scoring: log-probabilities of given tokens.
 
-Perplexity, log-likelihoods of continuations and `prompt_logprobs` use one operation: open a sequence, extend it by the
-tokens, and read the logits at the required positions, SCORE_CHUNK positions at a time. Each sequence is scored between
-two steps of the running requests (`Core.use_engine`).
+Perplexity, log-likelihoods of continuations and `prompt_logprobs` use one operation: requests that generate nothing,
+whose logits are read (`Scores`). The scheduler runs them beside other requests: in the same steps, in chunks, sharing
+prefixes. So many continuations of one context process it once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import to_numpy
+from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.core import Core
-from nanoinfer.engines.base import Engine, StepBatch
-from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.errors import NanoinferError, QueueFull, ResultError
 from nanoinfer.outputs import LoglikelihoodOutput, Logprob
 from nanoinfer.request_outputs import describe
 from nanoinfer.sampling.sampler import find_logprobs, not_finite
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.sequence import Request, Scores
+from nanoinfer.streams import Ownership
 
 if TYPE_CHECKING:
     from nanoinfer.models.tokenizers import Tokenizer
-    from nanoinfer.scheduling.sequence import Request
 
-SCORE_CHUNK = 128  # positions whose logits are in memory at a time: 26 MB with GPT-2's vocabulary
+MIN_SCORED = 256
+"""Positions whose logits are not read yet, of the requests that are queued at a time: enough to fill the steps. Not
+more, so that other requests find places."""
 Logits = NDArray[np.float32]
 T = TypeVar("T")
+Read = Callable[[Logits, list[int]], "list[T]"]
+"""Returns a value for each row of logits (M, V) and the token that follows."""
+Scored = tuple[list[int], int]
+"""Token ids, and the index of the first one that is scored, given those before it."""
 
 
 def log_likelihood(core: Core, ids: list[int], stride: int, progress: Callable[[int, int], None] | None) -> float:
@@ -45,8 +53,9 @@ def log_likelihood(core: Core, ids: list[int], stride: int, progress: Callable[[
         ResultError: the logits are not finite.
     """
     total = 0.0
-    for start, first, end in windows(len(ids), core.engine.limits.block_size, stride):
-        found = _use(core, ids[start:end], partial(_token_logprobs, first=first - start))
+    parts = list(windows(len(ids), core.engine.limits.block_size, stride))
+    texts = ((ids[start:end], first - start) for start, first, end in parts)
+    for (_, _, end), found in zip(parts, score(core, texts, _token_logprobs), strict=True):
         total += sum(logprob for logprob, _ in found)
         if not math.isfinite(total):
             raise _overflowed(f"the log-likelihood of its first {end} tokens is {total}")
@@ -55,23 +64,35 @@ def log_likelihood(core: Core, ids: list[int], stride: int, progress: Callable[[
     return total
 
 
-def loglikelihood(core: Core, context_ids: list[int], token_ids: list[int]) -> LoglikelihoodOutput:
-    """Return the log-likelihood of `token_ids` given a context of at least one token.
+def loglikelihoods(core: Core, pairs: list[tuple[list[int], list[int]]]) -> Iterator[LoglikelihoodOutput]:
+    """Yield the log-likelihood of the second item of each pair given the first. Both have at least one token.
 
     Raises:
-        NanoinferError: the continuation is longer than the context length.
+        NanoinferError: a continuation is longer than the context length.
         ResultError: the logits are not finite.
     """
     block_size = core.engine.limits.block_size
+
+    def texts() -> Iterator[Scored]:
+        for context_ids, token_ids in pairs:
+            ids = [*context_ids, *token_ids][-(block_size + 1) :]
+            yield ids, len(ids) - len(token_ids)
+
+    for (context_ids, token_ids), found in zip(pairs, score(core, texts(), _token_logprobs), strict=True):
+        dropped = max(0, len(context_ids) + len(token_ids) - (block_size + 1))
+        yield _loglikelihood(token_ids, found, dropped)
+
+
+def check_continuation(token_ids: list[int], block_size: int) -> None:
+    """Raise NanoinferError if a continuation is longer than the context length."""
     if len(token_ids) > block_size:
         raise NanoinferError(
             f"the continuation has {len(token_ids)} tokens, but the context length is {block_size}: shorten it, or use"
             " perplexity"
         )
-    ids = context_ids + token_ids
-    dropped = max(0, len(ids) - (block_size + 1))
-    first = len(context_ids) - dropped
-    found = _use(core, ids[dropped:], partial(_token_logprobs, first=first))
+
+
+def _loglikelihood(token_ids: list[int], found: list[tuple[float, bool]], dropped: int) -> LoglikelihoodOutput:
     values = [logprob for logprob, _ in found]
     if not math.isfinite(total := sum(values)):
         raise _overflowed(f"the log-likelihood of the continuation is {total}")
@@ -93,10 +114,12 @@ def add_prompt_logprobs(core: Core, request: Request, count: int, tokenizer: Tok
         raise NanoinferError(f"prompt_logprobs: token id {largest} is not less than vocab_size={vocab_size}")
     block_size = core.engine.limits.block_size
     read = partial(_described, count=count, tokenizer=tokenizer, vocab_size=vocab_size)
+    parts = windows(len(ids), block_size, max(1, block_size // 2))
+    texts = ((ids[start:end], first - start) for start, first, end in parts)
     request.prompt_logprobs = [None]
     try:
-        for start, first, end in windows(len(ids), block_size, max(1, block_size // 2)):
-            request.prompt_logprobs += _use(core, ids[start:end], partial(read, first=first - start))
+        for found in score(core, texts, read, request.salt):
+            request.prompt_logprobs += found
     except ResultError as e:
         request.prompt_logprobs = None
         for sequence in request.sequences:
@@ -132,37 +155,66 @@ def split_pair(encode: Callable[[str], list[int]], context: str, continuation: s
     return context_ids, encode(bare + continuation)[len(context_ids) :]
 
 
-def _use(core: Core, ids: list[int], read: Callable[[Engine, list[int]], T]) -> T:
-    """Call `read` with the engine between two steps, when the KV cache has room for a sequence of these tokens."""
-    return core.use_engine(len(ids), lambda engine: read(engine, ids))
+def score(core: Core, texts: Iterable[Scored], read: Read[T], salt: str | None = None) -> Iterator[list[T]]:
+    """Yield, in order, what `read` returns for the scored tokens of each text.
+
+    Steps run until the texts are scored; other requests go on in them.
+
+    Args:
+        core: of the model.
+        texts: at most block_size + 1 tokens each, of which the last at least is scored.
+        read: called for each part of a text.
+        salt: only requests of the same salt share prefixes.
+
+    Raises:
+        NanoinferError: a text can never be processed (see `Scheduler.check`).
+        ResultError: `read` has raised it, the engine has failed, or an interrupt in another thread ended the request.
+    """
+    requests: deque[Request] = deque()
+    values: dict[Request, list[T]] = {}
+    left = iter(texts)
+    more = next(left, None)
+    with Ownership(core, requests):
+        while more is not None or requests:
+            while more is not None and sum(_num_unread(r) for r in requests) < MIN_SCORED:
+                request, found = _request(core, more, read, salt)
+                requests.append(request)
+                values[request] = found
+                try:
+                    core.submit([request])
+                except QueueFull:  # it gets shorter with each step
+                    requests.pop()
+                    break
+                more = next(left, None)
+            core.step()
+            while requests and requests[0].finished:
+                (sequence,) = requests[0].sequences
+                if sequence.finish_reason != "stop":
+                    raise ResultError(sequence.error or "the text was not scored: another call was interrupted")
+                yield values.pop(requests.popleft())
 
 
-def _read_logits(engine: Engine, ids: list[int], first: int, read: Callable[[Logits, list[int]], list[T]]) -> list[T]:
-    """Call `read` with chunks of the tokens ids[first:] and the logits that predict them; return its results."""
-    handle = engine.open()
-    try:
-        found: list[T] = []
-        for at in range(0, len(ids) - 1, SCORE_CHUNK):
-            inputs = ids[at : min(at + SCORE_CHUNK, len(ids) - 1)]
-            targets = ids[at + 1 : at + 1 + len(inputs)]
-            num_logits = min(len(inputs), max(0, at + 1 + len(inputs) - first))
-            batch = StepBatch()
-            batch.add(handle, inputs, num_logits)
-            logits = engine.extend(batch)
-            if num_logits:
-                found += read(to_numpy(logits), targets[-num_logits:])
-        return found
-    finally:
-        engine.close(handle)
+def _request(core: Core, text: Scored, read: Read[T], salt: str | None) -> tuple[Request, list[T]]:
+    """Return a request that scores a text, and the list that its values are appended to."""
+    ids, first = text
+    found: list[T] = []
+
+    def append(logits: Array, target_ids: list[int]) -> None:
+        found.extend(read(to_numpy(logits), target_ids))
+
+    request = core.make(None, ids[:-1], SamplingParams(max_tokens=1), 0, salt=salt)
+    request.scores = Scores(ids[1:], first - 1, append)
+    return request, found
 
 
-def _token_logprobs(engine: Engine, ids: list[int], first: int) -> list[tuple[float, bool]]:
-    """Return, for each of ids[first:], its log-probability and whether it is a token of the largest probability."""
+def _num_unread(request: Request) -> int:
+    scores = request.scores
+    return len(scores.target_ids) - scores.next if scores is not None else 0
 
-    def read(logits: Logits, targets: list[int]) -> list[tuple[float, bool]]:
-        return [_logprob(row, target) for row, target in zip(logits, targets, strict=True)]
 
-    return _read_logits(engine, ids, first, read)
+def _token_logprobs(logits: Logits, target_ids: list[int]) -> list[tuple[float, bool]]:
+    """Return, for each row, the log-probability of its token and whether it is a token of the largest probability."""
+    return [_logprob(row, target) for row, target in zip(logits, target_ids, strict=True)]
 
 
 def _logprob(logits: Logits, target: int) -> tuple[float, bool]:
@@ -179,24 +231,20 @@ def _logprob(logits: Logits, target: int) -> tuple[float, bool]:
 
 
 def _described(
-    engine: Engine, ids: list[int], first: int, *, count: int, tokenizer: Tokenizer | None, vocab_size: int
+    logits: Logits, target_ids: list[int], *, count: int, tokenizer: Tokenizer | None, vocab_size: int
 ) -> list[dict[int, Logprob] | None]:
-    """Return the entries of `prompt_logprobs` for ids[first:].
+    """Return the entries of `prompt_logprobs`.
 
     Raises:
         ResultError: the logits are not finite.
     """
-
-    def read(logits: Logits, targets: list[int]) -> list[dict[int, Logprob] | None]:
-        found: list[dict[int, Logprob] | None] = []
-        for row, target in zip(logits[:, :vocab_size], targets, strict=True):
-            logprobs = find_logprobs(row, target, count) or {}
-            if not math.isfinite(logprobs[target][0]):
-                raise ResultError(not_finite())
-            found.append(describe(tokenizer, logprobs))
-        return found
-
-    return _read_logits(engine, ids, first, read)
+    found: list[dict[int, Logprob] | None] = []
+    for row, target in zip(logits[:, :vocab_size], target_ids, strict=True):
+        logprobs = find_logprobs(row, target, count) or {}
+        if not math.isfinite(logprobs[target][0]):
+            raise ResultError(not_finite())
+        found.append(describe(tokenizer, logprobs))
+    return found
 
 
 def _overflowed(what: str) -> ResultError:

@@ -1,7 +1,8 @@
-"""Which rows of a step's logits belong to which sequences.
+"""The engine's batch of a step, and which rows of its logits belong to which sequences.
 
 logits   a row for each token that is drawn: one for each sequence, 1 + k for one with k proposals
 sampled  its siblings sample from the row of the sequence that they are forked from
+scored   rows that are read for scores; no token is sampled from them
 beams    no token is sampled from the row of a beam: a beam search reads it (beams.py)
 """
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import cast
 
+from nanoinfer.engines.base import PENDING, Handle, StepBatch
 from nanoinfer.scheduling.sequence import Sequence
 from nanoinfer.scheduling.work import ScheduledSequence, drawing
 from nanoinfer.speculative.speculator import SpecStep
@@ -26,13 +29,33 @@ class StepRows:
     """The rows of `groups`, in order."""
     beams: dict[Sequence, int] = field(default_factory=dict)
     """The row of each beam."""
+    scored: dict[Sequence, slice] = field(default_factory=dict)
+    """The rows of each scored sequence."""
     num_rows: int = 0
+
+
+def batch_of(work: Seq[ScheduledSequence], done: SpecStep) -> StepBatch:
+    """Return the engine's batch: for each sequence the tokens that are not cached, followed by its proposal."""
+    batch = StepBatch()
+    for w in work:
+        handle = Handle(cast(int, w.sequence.handle))
+        if (proposal := done.proposals.get(w.sequence)) is not None:
+            drafts = proposal.token_ids
+            batch.add(handle, [*w.token_ids, *drafts], num_logits=1 + len(drafts))
+        else:
+            batch.add(handle, w.token_ids + [PENDING] * w.pending, num_logits=w.num_scored or int(w.draws))
+    return batch
 
 
 def rows_of(work: Seq[ScheduledSequence], done: SpecStep) -> StepRows:
     """Return the rows of a step with these proposals."""
     rows = StepRows()
-    for w in (w for w in work if w.draws):
+    for w in work:
+        if w.num_scored:
+            rows.scored[w.sequence] = slice(rows.num_rows, rows.num_rows + w.num_scored)
+            rows.num_rows += w.num_scored
+        if not w.draws:
+            continue
         proposal = done.proposals.get(w.sequence)
         count = 1 + (len(proposal.token_ids) if proposal is not None else 0)
         if w.sequence.request.beams is not None:

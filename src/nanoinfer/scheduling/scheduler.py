@@ -5,9 +5,10 @@
        '---- preempt -----'  (a prompt, a chunk of one, one token, or a window that slid)
 
 Rules:
-- Sequences are admitted by priority, then first come, first served, by what is free now: places for all sequences of
-  the request, and blocks for the part of its prompt that no other sequence shares, beside what the running ones need to
-  go on. A request whose prompt is being processed by another one waits for it, and later ones may pass it.
+- Sequences are admitted by priority, then preempted ones before new ones, then first come, first served, by what is
+  free now: places for all sequences of the request, and blocks for the part of its prompt that no other sequence
+  shares, beside what the running ones need to go on. A request whose prompt is being processed by another one waits for
+  it, and later ones may pass it.
 - Every decoding sequence runs in every step. The rest of `max_num_batched_tokens`, but at least a quarter of it, is
   spent on prefills (prompts, windows that slid) in chunks, the sequence whose last token is oldest first. So every
   sequence progresses, and a long prompt does not stall the others.
@@ -32,6 +33,8 @@ from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, drawing
 
 _HEADROOM = 16
 """Tokens that each running sequence can grow by after an admission before blocks run out."""
+_MAX_SCORED = 128
+"""Positions of a step whose logits are read for scores: 26 MB with GPT-2's vocabulary."""
 _MAX_LOOKUPS = 4
 """Waiting sequences that a step looks up in the prefix cache, for each that the engine can run."""
 
@@ -125,7 +128,9 @@ class Scheduler:
             if len(self._running) > most and self._running[-1].request.priority <= first.request.priority:
                 return
             window = first.token_ids[first.wanted_start :]
-            entry, num_shared = self.cache.find(window, first.request.salt)
+            scores = first.request.scores
+            may_share = window if scores is None else window[: scores.next + 1]  # logits that are read are computed
+            entry, num_shared = self.cache.find(may_share, first.request.salt)
             if entry is not None and num_shared >= entry.num_cached + MIN_WAIT:
                 continue
             before = self.stats.num_preempted
@@ -133,13 +138,13 @@ class Scheduler:
                 if not self._preempt_last(first, same_priority=False):
                     return
             if self.stats.num_preempted > before:
-                entry, num_shared = self.cache.find(window, first.request.salt)
+                entry, num_shared = self.cache.find(may_share, first.request.salt)
                 promised = self._promised()
             num_shared = min(num_shared, entry.num_cached) if entry is not None else 0
             self.cache.open(first, window, entry, num_shared)
             first.start, first.num_cached = first.wanted_start, num_shared
             while not self._has_room(first, len(window) - num_shared, promised):
-                if not self._preempt_last(first, same_priority=False):
+                if not self._preempt_last(first, same_priority=False) and not self._release_beam(first):
                     self.cache.keep(first)
                     first.num_cached = 0
                     if not self._running:
@@ -156,7 +161,7 @@ class Scheduler:
     def _blocks_to_go_on(self, s: Sequence) -> int:
         """Return the number of blocks for a sequence's uncached tokens and the next few, if it may have so many."""
         more = min(_HEADROOM, s.max_tokens - s.num_output_tokens, self.limits.block_size - (s.num_tokens - s.start))
-        return self._blocks_needed(s, self._num_uncached(s) + max(0, more))
+        return self._blocks_needed(s, s.num_uncached + max(0, more))
 
     def _has_room(self, s: Sequence, count: int, reserved: int) -> bool:
         """Close kept sequences until `count` tokens fit beside `reserved` blocks; return whether they do."""
@@ -174,16 +179,14 @@ class Scheduler:
             self.stats.num_prompt_tokens += num_tokens
             self.stats.num_shared_tokens += num_shared
         for s in new:
-            insort(self._running, s, key=_rank)
             s.admitted, s.last_draw_step = True, self._step
+            insort(self._running, s, key=_rank)
         self._waiting.remove(first)
 
     def _preempt_last(self, winner: Sequence, *, same_priority: bool, planned: Collection[Sequence] = ()) -> bool:
-        """Preempt the last running sequence in the order of admission for the sake of another one.
+        """Preempt the last running sequence that comes after `winner`; return whether there was one.
 
-        The victim comes after `winner`, has the same priority only if `same_priority`, and is not one of `planned`,
-        which are part of the step. Returns whether there was one.
-        """
+        It has the same priority only if `same_priority`, and is not one of `planned`, which are part of the step."""
         for s in reversed(self._running):
             if _rank(s) <= _rank(winner) or (s.request.priority == winner.request.priority and not same_priority):
                 return False
@@ -194,13 +197,13 @@ class Scheduler:
 
     def _preempt(self, s: Sequence) -> None:
         """Keep a running sequence in the prefix cache and let it wait."""
-        insort(self._waiting, s, key=_rank)  # first: an interrupt must not lose it
+        unforked = [other for other in s.request.sequences if other.admitted and other.awaits_fork]
+        s.admitted = not unforked  # all of them are admitted together again
+        insort(self._waiting, s, key=_rank)  # before it is removed: an interrupt must not lose it
         self._running.remove(s)
-        if unforked := [other for other in s.request.sequences if other.admitted and self._awaits_fork(other)]:
-            s.admitted = False  # all of them are admitted together again
-            for other in unforked:
-                other.admitted = False
-                self._running.remove(other)
+        for other in unforked:
+            other.admitted = False
+            self._running.remove(other)
         self.cache.keep(s)
         s.num_cached = 0
         self._preempted.append(s)
@@ -232,8 +235,8 @@ class Scheduler:
         It is empty only if no request is unfinished, or if all running sequences end with their in-flight tokens."""
         self._admit()
         self._step += 1
-        ready = (s for s in self._running if not self._awaits_fork(s) and not s.ends_when_read)
-        todo = [(s, self._num_uncached(s)) for s in ready]
+        ready = (s for s in self._running if not s.awaits_fork and not s.ends_when_read)
+        todo = [(s, s.num_uncached) for s in ready]
         decoding = [item for item in todo if item[1] == 1]
         longer = sorted((item for item in todo if item[1] > 1), key=lambda item: item[0].last_draw_step)
         most = self.config.max_num_batched_tokens
@@ -241,12 +244,16 @@ class Scheduler:
         bound = min(budget, sum(uncached for _, uncached in longer)) + len(todo) + len(decoding)  # a block and a copy
         has_room = bound <= self._engine.num_free_blocks
         work: dict[Sequence, ScheduledSequence] = {}
-        reserved = 0
+        reserved, may_score = 0, _MAX_SCORED
         for s, uncached in decoding + longer:
             if s.handle is None:  # preempted for an earlier one
                 continue
             if (count := min(uncached, budget) if uncached > 1 else 1) < 1:
                 break
+            if (scores := s.request.scores) is not None:
+                if (count := min(count, max(0, scores.next - s.num_cached) + may_score)) < 1:
+                    continue
+                may_score -= max(0, s.num_cached + count - scores.next)
             if not has_room:
                 if not self._make_room(s, count, reserved, work):
                     continue
@@ -260,7 +267,7 @@ class Scheduler:
     def _make_room(self, s: Sequence, count: int, reserved: int, planned: Collection[Sequence]) -> bool:
         """Close kept sequences and preempt later ones until `count` tokens fit; return whether they do."""
         while not self._has_room(s, count, reserved):
-            if not self._preempt_last(s, same_priority=True, planned=planned):
+            if not self._preempt_last(s, same_priority=True, planned=planned) and not self._release_beam(s, planned):
                 return False
         return True
 
@@ -276,33 +283,23 @@ class Scheduler:
         self.cache.detach(s)
         self._engine.truncate(Handle(s.handle or 0), 0)
 
-    @staticmethod
-    def _awaits_fork(sequence: Sequence) -> bool:
-        """Return whether a sequence waits for its first sibling to process the prompt."""
-        return sequence.sample_index > 0 and sequence.handle is None and not sequence.num_output_tokens
-
-    @staticmethod
-    def _num_uncached(sequence: Sequence) -> int:
-        """Return the number of tokens in a sequence's window that are not in the KV cache."""
-        start = sequence.wanted_start
-        cached = sequence.num_cached if start == sequence.start else 0
-        return sequence.num_tokens - start - cached
-
     def _work(self, sequence: Sequence, count: int, draws: bool) -> ScheduledSequence:
         """Return the work that processes `count` tokens of a sequence, and count them as cached."""
         if sequence.wanted_start != sequence.start:
             self._slide(sequence)
         first = sequence.start + sequence.num_cached
         sequence.num_cached += count
-        forks = []
+        token_ids, forks = sequence.token_ids[first : first + count], []
+        if (scores := sequence.request.scores) is not None:
+            sequence.last_draw_step = self._step
+            return ScheduledSequence(sequence, token_ids, False, num_scored=max(0, sequence.num_cached - scores.next))
         if draws:
             sequence.last_draw_step = self._step
             if len(sequence.request.sequences) > 1:
-                forks = [s for s in sequence.request.sequences if self._awaits_fork(s) and s.finish_reason is None]
+                forks = [s for s in sequence.request.sequences if s.awaits_fork and s.finish_reason is None]
             for fork in forks:
                 fork.start, fork.num_cached = sequence.start, sequence.num_cached
                 fork.last_draw_step = self._step
-        token_ids = sequence.token_ids[first : first + count]
         return ScheduledSequence(sequence, token_ids, draws, forks, pending=len(token_ids) < count)
 
     def postprocess(self, work: list[ScheduledSequence], tokens: list[list[int]]) -> list[Sequence]:
@@ -325,22 +322,25 @@ class Scheduler:
                         sequence.append(token)
             except NanoinferError as e:  # the tokenizer cannot decode the token
                 sequence.abort(str(e))
+        for w in work:
+            if w.num_scored:
+                w.sequence.finish_if_scored()
         return self.remove_finished()
 
     # Beams -----------------------------------------------------------------------------------------------
 
-    def drop(self, sequence: Sequence) -> None:
-        """Close the engine's sequence of a beam that is not continued, if it has one."""
-        if sequence.handle is not None:
-            self.cache.detach(sequence)
-            self._engine.close(Handle(sequence.handle))
-        sequence.handle, sequence.num_cached = None, 0
+    def _release_beam(self, winner: Sequence, planned: Collection[Sequence] = ()) -> bool:
+        """Make room for a beam: keep one of its search whose logits were read. Return whether there was one.
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let a dropped beam go on from another one. Without its KV cache if one of them was preempted."""
-        child.start, child.last_draw_step = parent.start, parent.last_draw_step
-        if parent.handle is not None and any(s is child for s in self._running):
-            child.handle, child.num_cached = self._engine.fork(Handle(parent.handle)), parent.num_cached
+        It has nothing to do until all logits of the search were read. Then `requeue` lets it wait."""
+        for s in self._running:
+            waits = s.request is winner.request and s.request.beams is not None and not s.num_uncached
+            if waits and s.handle is not None and s not in planned:
+                self.cache.keep(s)
+                s.num_cached = 0
+                self.stats.num_preempted += 1
+                return True
+        return False
 
     def requeue(self, request: Request) -> None:
         """Let the running beams of a request wait that have no sequence in the engine."""
@@ -395,6 +395,6 @@ class Scheduler:
         assert all(s.handle is None for s in self._waiting)
 
 
-def _rank(s: Sequence) -> tuple[int, int, int]:
-    """Return a sequence's place in the order of admission: by priority, then by arrival."""
-    return s.request.priority, s.request.request_id, s.sample_index
+def _rank(s: Sequence) -> tuple[int, bool, int, int]:
+    """Return a sequence's place in the order of admission: by priority, then preempted ones first, then by arrival."""
+    return s.request.priority, not s.admitted, s.request.request_id, s.sample_index

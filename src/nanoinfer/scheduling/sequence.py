@@ -6,6 +6,7 @@ A request has n sequences (samples). The first processes the prompt; the others 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.text import OutputText
 
 if TYPE_CHECKING:
+    from nanoinfer.arrays import Array
     from nanoinfer.outputs import Delta, Logprob
 
 
@@ -33,6 +35,18 @@ def window_start(num_tokens: int, block_size: int, stride: int) -> int:
 
 
 @dataclass(eq=False)
+class Scores:
+    """The logits of a prompt that a request reads instead of generating."""
+
+    target_ids: list[int]
+    """The token that follows each token of the prompt."""
+    next: int
+    """Position in the prompt of the next token whose logits are read."""
+    read: Callable[[Array, list[int]], None]
+    """Called for each part of the prompt, in order: with logits (M, V) and the tokens that follow."""
+
+
+@dataclass(eq=False, repr=False)
 class Request:
     """One prompt with its parameters and sequences."""
 
@@ -64,6 +78,8 @@ class Request:
     """Only requests of the same salt share prefixes."""
     beams: BeamSearchParams | None = None
     """Parameters of a beam search, whose beams are the sequences (beams.py); None: the sequences are sampled."""
+    scores: Scores | None = None
+    """The logits that are read; None: the sequences are sampled, or beams."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that were in the KV cache when the request was first admitted."""
 
@@ -74,12 +90,17 @@ class Request:
         return name, self.params.num_sequences
 
     @property
+    def samples(self) -> bool:
+        """Whether tokens are sampled: it is neither a beam search nor scored."""
+        return self.beams is None and self.scores is None
+
+    @property
     def finished(self) -> bool:
         """Whether all its sequences are finished."""
         return all(s.finish_reason is not None for s in self.sequences)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Sequence:
     """One sequence of a request: prompt and generated tokens."""
 
@@ -100,9 +121,12 @@ class Sequence:
     num_inflight_tokens: int = 0
     """Sampled tokens that have not been read from the device: 1 with overlap scheduling, else 0."""
     last_draw_step: int = 0
-    """The step that last sampled a token for it, or admitted it. The smallest has priority for prefill."""
+    """The step that last sampled a token for it, read its logits, or admitted it. The smallest has priority for
+    prefill."""
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of the generated tokens, if it is the result of a beam search."""
+    draft_accepted: list[bool] = field(default_factory=list)
+    """With a draft: for each generated token whether it was proposed. It may have more items than there are tokens."""
     finish_reason: str | None = None
     """stop, length, abort or error; None: not finished."""
     stop_reason: int | str | None = None
@@ -168,6 +192,17 @@ class Sequence:
         stride = self.params.slide_stride or max(1, self.block_size // 2)
         return window_start(self.num_tokens, self.block_size, stride)
 
+    @property
+    def num_uncached(self) -> int:
+        """Number of tokens in its window that are not in the KV cache."""
+        start = self.wanted_start
+        return self.num_tokens - start - (self.num_cached if start == self.start else 0)
+
+    @property
+    def awaits_fork(self) -> bool:
+        """Whether it waits for its first sibling to process the prompt."""
+        return self.sample_index > 0 and self.handle is None and not self.num_output_tokens
+
     def append(self, token_id: int) -> None:
         """Append a generated token and check whether it ends the sequence.
 
@@ -188,6 +223,12 @@ class Sequence:
             self._finish("stop", stop)
         elif ends:
             self._finish("length", None)
+
+    def finish_if_scored(self) -> None:
+        """End the sequence if all logits that its request reads were read."""
+        scores = self.request.scores
+        if scores is not None and scores.next == len(scores.target_ids) and self.finish_reason is None:
+            self._finish("stop", None)
 
     def abort(self, error: str | None = None) -> None:
         """End the sequence now: finish_reason is error if one is given, else abort.

@@ -20,6 +20,8 @@ class ScheduledSequence:
     """Siblings to fork from this sequence, which sample from the same logits."""
     pending: bool = False
     """Whether one more token follows token_ids: the in-flight token that the previous step sampled."""
+    num_scored: int = 0
+    """Number of logits that are read, after the last of these tokens; no token is sampled then."""
 
 
 @dataclass

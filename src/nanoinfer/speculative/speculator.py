@@ -179,12 +179,21 @@ def by_speculator(
     return list(parts.items())
 
 
-def drop_without_room(engine: Engine, work: Sequence[ScheduledSequence], done: SpecStep) -> None:
-    """Drop the proposals for which the KV cache has no room. No sequence is preempted for a proposal."""
+def drop_without_room(
+    engine: Engine, work: Sequence[ScheduledSequence], done: SpecStep, later: Sequence[ScheduledSequence] = ()
+) -> None:
+    """Drop the proposals for which the KV cache has no room. No sequence is preempted for a proposal.
+
+    Args:
+        engine: processes `work` with its proposals first, then `later`.
+        work: the work that the proposals belong to.
+        done: the proposals.
+        later: the rest of the step's work.
+    """
     need = engine.blocks_needed
-    counts = [(w, Handle(cast(int, w.sequence.handle)), len(w.token_ids)) for w in work]
+    counts = [(w, Handle(cast(int, w.sequence.handle)), len(w.token_ids)) for w in (*work, *later)]
     free = engine.num_free_blocks - sum(need(handle, count) for _, handle, count in counts)
-    for w, handle, count in counts:
+    for w, handle, count in counts[: len(work)]:
         if (proposal := done.proposals.get(w.sequence)) is not None:
             more = need(handle, count + len(proposal.token_ids)) - need(handle, count)
             if more > free:
