@@ -271,6 +271,7 @@ def test_the_tip_is_beside_a_token_that_was_out_of_view(page: Page, size: Any) -
     page.wait_for_selector(IDLE)
     page.focus(".token >> nth=0")
     for key, nth in (("End", -1), ("Home", 0)):
+        page.evaluate("document.getElementById('tip').style.left = '300px'")  # where one of a narrower tip may be
         page.keyboard.press(key)
         page.wait_for_timeout(150)  # the browser scrolls
         token, tip = page.locator(f".token >> nth={nth}").bounding_box(), page.locator("#tip").bounding_box()
@@ -279,6 +280,9 @@ def test_the_tip_is_beside_a_token_that_was_out_of_view(page: Page, size: Any) -
         assert 0 <= token["y"] <= size["height"]
         gap = max(tip["y"] - token["y"] - token["height"], token["y"] - tip["y"] - tip["height"])
         assert 0 <= gap < 8
+        row = page.locator("#tip tr >> nth=1").bounding_box()  # of one line, wherever the token is in its own
+        assert row is not None
+        assert row["height"] < 30
 
 
 def test_a_character_of_several_tokens_is_one_element(page: Page) -> None:
@@ -509,6 +513,26 @@ def test_the_answer_is_that_of_the_library(page: Page, server: str, llm: LLM, mo
         100 * math.exp(steps[3].logprob), rel=0.01, abs=0.005
     )
     assert page.locator("#tip tr").count() in (5, 6)  # with the token itself, if it is not among the most likely ones
+
+
+def test_the_tokens_that_a_draft_proposed(page: Page) -> None:
+    from nanoinfer.server.app import build_app
+
+    served = AsyncLLM("shakespeare", engine="native", threads=1, draft="shakespeare-draft")
+    with page_stub.serve(build_app(served, ServerConfig())) as url:
+        open_page(page, url)
+        page.fill("#c-max_tokens", "40")
+        page.fill("#c-temperature", "0")
+        with page.expect_response("**/v1/completions") as found:
+            ask(page, "ROMEO:")
+        chunks = [json.loads(event[6:]) for event in found.value.text().split("\n\n") if event.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    accepted = [flag for choice in choices for flag in choice.get("draft_accepted", ())]
+    coloured = "[...document.querySelectorAll('.token')].map(e => e.classList.contains('accepted'))"
+    assert page.evaluate(coloured) == accepted
+    assert 0 < sum(accepted) < len(accepted) == 40
+    assert page.inner_text("div:has(> dt.accepted) dd") == str(sum(accepted))
+    served.shutdown()
 
 
 def test_the_limit_is_shown_once_it_is_measured(page: Page, server: str, llm: LLM) -> None:
