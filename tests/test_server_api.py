@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -379,7 +380,7 @@ def test_a_model_without_a_template_has_no_chats(client: Client) -> None:
         (b'{"prompt": "\xff"}', "the body is not UTF-8"),
         (b"[1]", "is not a JSON object"),
         (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' is duplicated"),
-        (b"[" * 100_000, "the body's JSON nests deeper than 64 levels"),
+        (b"[" * 100_000, "the body is not JSON of at most 64 levels"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature=nan"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 2000 + b"}", "2000 characters"),
         (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
@@ -446,6 +447,13 @@ def test_tokenize_and_detokenize(client: Client, chat: Client) -> None:
     assert chat.post("/tokenize", messages=HI, add_generation_prompt=False)["tokens"] == shorter
 
 
+def test_tokenizer_info(client: Client, chat: Client) -> None:
+    found = chat.get("/tokenizer_info")
+    assert (found["eos_token"], found["bos_token"], found["model_max_length"]) == ("<|im_end|>", None, 256)
+    assert found["chat_template"] == chat.llm._model.chat_template
+    assert client.get("/tokenizer_info")["chat_template"] is None
+
+
 def test_info(client: Client, chat: Client) -> None:
     found = client.get("/info")
     assert found["sampling_params"]["completions"] == {
@@ -459,6 +467,13 @@ def test_info(client: Client, chat: Client) -> None:
         "roofline_tokens_per_sec": None,
     }  # fmt: skip
     assert chat.get("/info")["has_chat_template"] is True
+
+
+def test_info_has_the_limit_of_the_machine(client: Client, quick_ceiling: None) -> None:
+    measured = build_app(client.async_llm, ServerConfig(measure_roofline=True))
+    client = copy(client)
+    client.app = measured
+    assert client.get("/info")["roofline_tokens_per_sec"] > 1000
 
 
 def test_health(client: Client, tmp_path: Path) -> None:
@@ -482,5 +497,5 @@ def test_the_openapi_document_has_the_fields_that_the_parser_knows(client: Clien
             "description": "Outputs to return for each prompt, at most 128.",
         }  # fmt: skip
     paths = {"/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize", "/detokenize",
-             "/info", "/health", "/openapi.json"}  # fmt: skip
+             "/tokenizer_info", "/info", "/health", "/openapi.json"}  # fmt: skip
     assert paths <= set(document["paths"])

@@ -465,10 +465,10 @@ def test_json_objects_are_read() -> None:
         (b'{"n": 1' + b"0" * 1001 + b"}", "a number of 1002 characters; the limit is 1000"),
         (b'{"x": "\xff"}', "the body is not UTF-8"),
         ('{"x": 1}'.encode("utf-16"), "the body is not UTF-8"),
-        (b'{"a":' * 65 + b"1" + b"}" * 65, "nests deeper than 64 levels"),
-        (b'{"a":' + b"[" * 500_000, "nests deeper than 64 levels"),
-        (b'{"a\\"":' + b"[" * 65 + b"]" * 65 + b"}", "nests deeper than 64 levels"),
-        (b'{"a\\\\":' + b"[" * 65 + b"]" * 65 + b"}", "nests deeper than 64 levels"),
+        (b'{"a":' * 65 + b"1" + b"}" * 65, "not JSON of at most 64 levels"),
+        (b'{"a":' + b"[" * 500_000, "not JSON of at most 64 levels"),
+        (b'{"a\\"":' + b"[" * 65 + b"]" * 65 + b"}", "not JSON of at most 64 levels"),
+        (b'{"a\\\\":' + b"[" * 65 + b"]" * 65 + b"}", "not JSON of at most 64 levels"),
     ],
 )
 def test_other_json_is_refused(body: bytes, message: str) -> None:

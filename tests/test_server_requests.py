@@ -248,7 +248,7 @@ def test_bounds_of_a_request_are_400_with_the_field(llm: LLM) -> None:
             found = await post(app, SHORT | change)
             assert (found.status, found.error["param"]) == (400, param), (change, found.content)
         deep = b'{"prompt":' + b"[" * 70 + b"]" * 70 + b"}"
-        assert "nests deeper" in (await call(app, "POST", COMPLETIONS, body=deep)).error["message"]
+        assert "at most 64 levels" in (await call(app, "POST", COMPLETIONS, body=deep)).error["message"]
         assert (await call(app, "POST", COMPLETIONS, body=b"x" * 2001)).status == 413
 
     serve(llm, main, max_sequences=8, max_logprobs=5, max_stop=2, max_token_entries=3, max_body_bytes=2000)

@@ -116,8 +116,7 @@ class AsyncRequest:
             received.text_taken, received.tokens_taken = len(received.text), received.num_tokens
             received.changed = False
         lengths = [received.num_tokens for received in self._received]
-        output = request_outputs.assemble(self.request, outputs, lengths, None, clock())
-        return replace(output, request_id=self.request_id)
+        return request_outputs.assemble(self.request, outputs, lengths, None, clock(), self.request_id)
 
     def _rest(self, end: RequestOutput) -> list[CompletionOutput]:
         """Return what the iterator has not returned yet of the whole output."""

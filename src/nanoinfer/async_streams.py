@@ -56,6 +56,8 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
         raise StopAsyncIteration
 
     def _take(self, i: int) -> RequestOutput:
+        if len(self._streams) == 1:
+            return self._streams[i].take()
         with numbered(i, len(self._streams)):
             return self._streams[i].take()
 

@@ -39,7 +39,7 @@ from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
-from nanoinfer.scheduling.work import ScheduledSequence, drawing, mark_in_flight
+from nanoinfer.scheduling.work import ScheduledSequence, drawing, mark_in_flight, mark_scheduled
 from nanoinfer.speculative.speculator import SpecStep, Speculator, by_speculator, drop_without_room
 from nanoinfer.step_rows import batch_of, rows_of
 
@@ -274,9 +274,7 @@ class Core:
 
     def _schedule(self) -> list[ScheduledSequence]:
         """Return the work of the next step, after freeing what was made for the sequences that were preempted."""
-        work = self.scheduler.schedule()
-        for request in [w.sequence.request for w in work if not w.sequence.request.scheduled_sec]:
-            request.scheduled_sec = self._clock()
+        mark_scheduled(work := self.scheduler.schedule(), self._clock())
         for s in self.scheduler.take_preempted():
             self._forget(s)
         return work

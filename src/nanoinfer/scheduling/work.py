@@ -43,6 +43,12 @@ def drawing(work: list[ScheduledSequence]) -> list[Sequence]:
     return [s for w in work if w.draws for s in (w.sequence, *w.forks)]
 
 
+def mark_scheduled(work: list[ScheduledSequence], now: float) -> None:
+    """Note the time of the first step of each request."""
+    for w in work:
+        w.sequence.request.scheduled_sec = w.sequence.request.scheduled_sec or now
+
+
 def mark_in_flight(work: list[ScheduledSequence]) -> None:
     """Count the sampled tokens of this work as in flight, until they are read and passed to `Scheduler.postprocess`."""
     for sequence in drawing(work):

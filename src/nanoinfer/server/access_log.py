@@ -180,7 +180,7 @@ class OneLine(logging.Formatter):
 
 
 def configure_logging(level: str) -> None:
-    """Log what nanoinfer and uvicorn report to standard error, from a level on: one of `LOG_LEVELS`.
+    """Log what nanoinfer reports to standard error, from a level on: one of `LOG_LEVELS`.
 
     If standard error cannot be written, for example because the disk is full, the record is lost and nothing else.
     """
@@ -190,4 +190,5 @@ def configure_logging(level: str) -> None:
     for name in ("nanoinfer", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level.upper())
+        # uvicorn reports what clients do, which the access log has, and exceptions that were reported before.
+        logger.setLevel(level.upper() if name == "nanoinfer" or level == "debug" else "CRITICAL")

@@ -41,7 +41,9 @@ def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None 
         try:
             await router(scope, receive, send)
         except HTTPException as e:
-            raise HTTPException(e.status_code, f"{scope['method']} {show(scope['path'])}: {e.detail}", e.headers) from None
+            raise HTTPException(
+                e.status_code, f"{scope['method']} {show(scope['path'])}: {e.detail}", e.headers
+            ) from None
 
     # Around the routes, the innermost first. BoundRequests answers their exceptions.
     app: App = BoundRequests(routed, config)

@@ -26,6 +26,8 @@ class ServerConfig:
     """Name of the model in requests and responses, instead of its own. May be repeated: responses have the first."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
+    measure_roofline: bool = False
+    """Measure this machine for a few seconds at the start, and show its limit of tokens/s on the page."""
     api_key: tuple[str, ...] = field(default=(), repr=False)
     """Key that requests must have; NANOINFER_API_KEY and --api-key-file hide it from other users. May be repeated."""
     api_key_file: str | None = None

@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.types import Send
 
 from nanoinfer import openai_protocol
@@ -75,8 +74,6 @@ def internal_error() -> Refusal:
 
 def refusal_of(error: Exception) -> Refusal:
     """Return the response to a request for which an exception was raised."""
-    if isinstance(error, HTTPException):  # Starlette's router: an unknown path or method
-        return Refusal(error.status_code, error.detail, headers=tuple((error.headers or {}).items()))
     if isinstance(error, QueueFull):
         return too_many(str(error))
     if not isinstance(error, NanoinferError):

@@ -10,9 +10,11 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import anyio
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped
 from nanoinfer.openai_protocol import FieldError, GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.config import ServerConfig
@@ -37,7 +39,7 @@ def check_depth(body: bytes) -> None:
             for step in part.translate(_DEPTHS, _OTHERS):
                 depth += 1 if step == 1 else -1
                 if depth > MAX_JSON_DEPTH:
-                    raise NanoinferError(f"the body's JSON nests deeper than {MAX_JSON_DEPTH} levels")
+                    raise NanoinferError(f"the body is not JSON of at most {MAX_JSON_DEPTH} levels: it nests deeper")
         inside = not inside
 
 
@@ -171,7 +173,15 @@ class BoundRequests:
 
 
 def _note(error: Exception, scope: Scope) -> Refusal:
-    """Log an exception of the application on one line, without its message, which may contain a prompt."""
+    """Return the response to an exception of the application.
+
+    An unexpected one is logged on one line, without its message, which may contain a prompt.
+    """
+    if isinstance(error, HTTPException):  # Starlette's router: an unknown path or method
+        headers = tuple((error.headers or {}).items())
+        return Refusal(
+            error.status_code, f"{scope['method']} {escaped(scope['path'])}: {error.detail}", headers=headers
+        )
     refusal = refusal_of(error)
     if refusal == internal_error():
         at = error.__traceback__

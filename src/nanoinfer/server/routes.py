@@ -63,7 +63,7 @@ async def info(service: Service, scope: Scope, receive: Receive, send: Send) -> 
             "dtype": llm.dtype,
             "quantization": described.quantization,
             "speculation": llm.core.speculator is not None,
-            "roofline_tokens_per_sec": service.speed_limit.get(),
+            "roofline_tokens_per_sec": service.roofline_tokens_per_sec,
             "sampling_params": {
                 "completions": dataclasses.asdict(service.defaults[COMPLETIONS]),
                 "chat": dataclasses.asdict(service.defaults[CHAT]),
@@ -91,6 +91,18 @@ async def tokenize(service: Service, scope: Scope, receive: Receive, send: Send)
     strings = [service.decode([token]) for token in ids] if request.return_token_strs else None
     found = {"count": len(ids), "max_model_len": service.llm.llm.config.block_size, "tokens": ids}
     await respond_json(send, {**found, "token_strs": strings})
+
+
+async def tokenizer_info(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Return the special tokens and the chat template, in vLLM's shape."""
+    described = service.llm.llm._model
+    described.require_tokenizer()
+    special: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+    special |= described.special_tokens
+    if special["eos_token"] is None and described.end_token_ids:
+        special["eos_token"] = service.decode(described.end_token_ids[:1])
+    length, template = service.llm.llm.config.block_size, described.chat_template
+    await respond_json(send, {**special, "chat_template": template, "model_max_length": length})
 
 
 async def detokenize(service: Service, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,9 +11,9 @@ from nanoinfer.async_llm import AsyncLLM, AsyncOutputStream
 from nanoinfer.checks import show
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, GenerationRequest, parse
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server import roofline
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.metrics import Metrics
-from nanoinfer.server.speed_limit import SpeedLimit
 
 MAX_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat's answer ends at the context length."""
@@ -34,7 +34,10 @@ class Service:
         self.created = int(time.time())
         self.metrics = Metrics(llm, self.names[0])
         self.defaults = {COMPLETIONS: SamplingParams(max_tokens=MAX_TOKENS), CHAT: SamplingParams(max_tokens=None)}
-        self.speed_limit = SpeedLimit(llm)
+        measured = roofline.tokens_per_sec(llm.llm._model) if config.measure_roofline else None
+        self.roofline_tokens_per_sec = measured
+        """Maximum tokens/s of one sequence that this machine allows; None: not measured."""
+
         self.openapi: Callable[[], bytes] = bytes
         """Returns the OpenAPI document; set by `build_app`, which knows the routes."""
 

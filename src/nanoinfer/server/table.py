@@ -33,6 +33,7 @@ ROUTES = (
     RouteSpec("GET", "/v1/models/{model:path}", routes.model),
     RouteSpec("POST", TOKENIZE, routes.tokenize),
     RouteSpec("POST", DETOKENIZE, routes.detokenize),
+    RouteSpec("GET", "/tokenizer_info", routes.tokenizer_info),
     RouteSpec("GET", "/info", routes.info),
     RouteSpec("GET", "/health", routes.health, ""),
     RouteSpec("GET", "/metrics", routes.metrics, "text/plain"),

@@ -135,7 +135,7 @@ async function send() {
     if (input.value === prompt) input.value = "";
   }
   showCode();
-  if (answer?.count) showLimit(answer);
+  if (answer?.count) showSpeed(answer);
 }
 
 function showRunning(on) {
@@ -178,21 +178,12 @@ function showSpeed(answer) {
   if (answer) add("tokens", answer.count);
   if (answer?.accepted !== undefined) add("accepted from the draft", answer.accepted, "accepted"); // with their colour
   if (speed) add("tokens per second", speed.toFixed(speed < 10 ? 1 : 0));
-  byId("limit").hidden = !limit;
-  if (!limit) return;
-  const share = speed ? `${((100 * speed) / limit).toFixed(0)}% of the` : "The";
-  byId("limit-label").textContent = `${share} roofline's limit for one sequence: ${limit.toFixed(0)} tokens per second`;
-  byId("meter").value = Math.min(1, (speed ?? 0) / limit);
-}
-
-/** Show the final speed. The limit may be known by now: the server measures it after the first request to /info. */
-async function showLimit(answer) {
-  showSpeed(answer);
-  if (info.roofline_tokens_per_sec) return;
-  try {
-    info = await (await request("info")).json();
-    showSpeed(answer);
-  } catch { /* it is shown after a later answer */ }
+  const share = speed && limit ? `${((100 * speed) / limit).toFixed(0)}% of the` : "The";
+  const how = "is not measured: nanoinfer serve --measure-roofline";
+  const value = limit ? `for one sequence: ${limit.toFixed(0)} tokens per second` : how;
+  byId("limit").textContent = `${share} roofline's limit ${value}`;
+  byId("meter").hidden = !limit;
+  byId("meter").value = limit ? Math.min(1, (speed ?? 0) / limit) : 0;
 }
 
 // Errors ------------------------------------------------------------------------------------------------------
