@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, fields
@@ -260,6 +261,62 @@ def test_prompt_logprobs_and_token_ids(client: Client) -> None:
         assert [c.get("prompt_token_ids") for c in mine] == [expected.prompt_token_ids, *[None] * (len(mine) - 1)]
 
 
+def test_accepted_proposals_are_in_the_chunks(client: Client) -> None:
+    prompt = "to be or to be or to be or"
+    given: dict[str, Any] = {"prompt": prompt, "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    client.llm.set_draft("prompt-lookup", speculate_k=3)
+    try:
+        (expected,) = client.llm.generate(prompt, SamplingParams(max_tokens=5, temperature=0))
+        (choice,) = client.post(COMPLETIONS, **given)["choices"]
+        chunks = [c for chunk in client.stream(COMPLETIONS, **given) for c in chunk["choices"]]
+    finally:
+        client.llm.set_draft(None)
+    (o,) = expected.outputs
+    assert o.draft_accepted is not None
+    assert (choice["token_ids"], choice["draft_accepted"]) == (o.token_ids, o.draft_accepted)
+    assert [token for c in chunks for token in c["token_ids"]] == o.token_ids
+    assert [flag for c in chunks for flag in c.get("draft_accepted", [])] == o.draft_accepted
+
+
+def test_priority_and_salt_reach_the_engine(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    make = client.llm.core.make
+
+    def record(*arguments: Any) -> Any:
+        made.append(arguments[5:7])
+        return make(*arguments)
+
+    monkeypatch.setattr(client.llm.core, "make", record)
+    client.post(COMPLETIONS, prompt=["a", [3]], priority=-2, cache_salt="x")
+    assert made == [("x", -2)] * 2
+
+
+FORMATS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "text"}}, ""),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+    ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+]
+
+
+@pytest.mark.parametrize("given, pattern", FORMATS, ids=str)
+def test_structured_outputs(client: Client, given: dict[str, Any], pattern: str) -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    params = SamplingParams(max_tokens=8, seed=1, structured_outputs=given.get("structured_outputs"))
+    (expected,) = client.llm.generate("To be", params)
+    (choice,) = client.post(COMPLETIONS, prompt="To be", max_tokens=8, seed=1, **given)["choices"]
+    assert choice["text"] == expected.outputs[0].text
+    assert re.fullmatch(pattern or ".*", choice["text"], re.S)
+    assert joined(client.stream(COMPLETIONS, prompt="To be", max_tokens=8, seed=1, **given), 1) == shapes(expected)
+
+
+def test_response_format_of_a_chat(chat: Client) -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    given = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = chat.post(CHAT, messages=HI, seed=1, max_tokens=60, response_format=given)
+    assert json.loads(body["choices"][0]["message"]["content"]) in ({"a": 1}, {"a": 2})
+
+
 # Chats --------------------------------------------------------------------------------------------------------
 
 
@@ -325,6 +382,10 @@ ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of", "less than n=3"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "logit_bias"),
     (COMPLETIONS, {"prompt": "a", "logit_bias": {"9999": 1}}, 400, "logit_bias", "token id 9999"),
+    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "x"}}, 400, "response_format", "is not supported"),
+    (COMPLETIONS, {"prompt": "a", "response_format": 5}, 400, "response_format", "is not supported"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(", "x": 1}}, 400, "structured_outputs", "x"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "structured_outputs", "regex"),
     (COMPLETIONS, {"prompt": "a", "priority": 2**40}, 400, "priority", "priority="),
     (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, 400, "cache_salt", "cache_salt=''"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {}}, 400, "stream_options", "needs stream=true"),

@@ -336,7 +336,7 @@ class Core:
             speculator: of the requests.
             faults: failed sequences are added with the reason; they get no tokens.
         """
-        done = isolation.propose(speculator, work, faults) if speculator is not None else SpecStep()
+        done = isolation.prepare(speculator, work, faults)
         if done.proposals:
             drop_without_room(self.engine, work, done, later)
         start = self._clock()

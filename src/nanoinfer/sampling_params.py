@@ -1,17 +1,20 @@
-"""Parameters of one request: SamplingParams and BeamSearchParams, frozen dataclasses with vLLM's names."""
+"""Parameters of one request: SamplingParams, StructuredOutputsParams and BeamSearchParams, with vLLM's names."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nanoinfer.checks import keep_float, keep_int, require_bool, require_choice, require_float, require_int, show
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, one_line
 
 MAX_LOGPROBS = 1000
 MAX_NUM_SAMPLES = 128
 MAX_BEAM_WIDTH = 64
+MAX_GRAMMAR_CHARS = 1 << 17
+MAX_CHOICES = 10_000
 OVERFLOWS = ("stop", "slide")
 RANGES: dict[str, tuple[int, int | None] | tuple[float, float]] = {
     "max_tokens": (1, None),
@@ -33,6 +36,86 @@ RANGES: dict[str, tuple[int, int | None] | tuple[float, float]] = {
 """Smallest and largest value of each field of SamplingParams that is a number; integers where these are."""
 OPTIONAL = ("max_tokens", "seed", "best_of", "logprobs", "prompt_logprobs", "slide_stride")
 """Those of them that may be None."""
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What an output must match: exactly one of json, regex, choice, grammar and json_object.
+
+    Raises:
+        NanoinferError: none or several of them are given, or a value has the wrong type or is too long.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    """A JSON schema: an object, or its text. It is kept as text."""
+    regex: str | None = None
+    """A regular expression, of Rust's syntax, that the whole output must match."""
+    choice: tuple[str, ...] | None = None
+    """Strings, one of which the output must be."""
+    grammar: str | None = None
+    """A context-free grammar: Lark (llguidance's variant) or GBNF (llama.cpp's)."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    disable_any_whitespace: bool = False
+    """Generate JSON without white space between its parts."""
+
+    def __post_init__(self) -> None:
+        if self.json_object is not None:
+            require_bool("structured_outputs.json_object", self.json_object)
+        require_bool("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
+        given = self._given
+        if len(given) != 1:
+            what = " and ".join(given) or "nothing"
+            raise NanoinferError(f"structured_outputs has {what}: give exactly one of {', '.join(KINDS)}")
+        if isinstance(self.json, Mapping):
+            object.__setattr__(self, "json", _as_text(self.json))
+        for name in ("json", "regex", "grammar"):
+            _check_text(f"structured_outputs.{name}", getattr(self, name))
+        if self.choice is not None:
+            self._check_choices()
+
+    def _check_choices(self) -> None:
+        given: Any = self.choice
+        if isinstance(given, str) or not isinstance(given, (list, tuple)) or not 1 <= len(given) <= MAX_CHOICES:
+            raise NanoinferError(f"structured_outputs.choice={show(given)} is not a list of 1 to {MAX_CHOICES} strings")
+        for text in given:
+            if not isinstance(text, str) or not text:
+                raise NanoinferError(f"structured_outputs.choice: {show(text)} is not a non-empty string")
+        _check_text("structured_outputs.choice", "".join(given))
+        object.__setattr__(self, "choice", tuple(given))
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in KINDS if (value := getattr(self, name)) is not None and value is not False]
+
+    @property
+    def kind(self) -> str:
+        """The field that is given: one of KINDS."""
+        return self._given[0]
+
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def _as_text(schema: Mapping[str, Any]) -> str:
+    """Return a JSON schema as text, in the order of its keys."""
+    try:
+        return json.dumps(schema, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise NanoinferError(f"structured_outputs.json={show(schema)} is not JSON: {one_line(e)}") from None
+
+
+def _check_text(name: str, text: Any) -> None:
+    """Check the text of a schema or grammar, unless it is None."""
+    if text is None:
+        return
+    if not isinstance(text, str) or not text.strip():
+        kinds = "an object or a string" if name.endswith("json") else "a string"
+        raise NanoinferError(f"{name}={show(text)} is not {kinds} with content")
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise NanoinferError(f"{name} has {len(text)} characters, the limit is {MAX_GRAMMAR_CHARS}: shorten it")
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise NanoinferError(f"{name} contains a lone surrogate, which UTF-8 cannot encode: remove it")
 
 
 @dataclass(frozen=True)
@@ -87,6 +170,8 @@ class SamplingParams:
     """At the context length: stop (finish_reason length) or slide (drop the oldest tokens)."""
     slide_stride: int | None = None
     """Tokens dropped at a time when sliding; 1 is nanoGPT's behavior (default: half the context length)."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the output must match: a JSON schema, a regular expression, ... (docs/structured-outputs.md)."""
 
     def __post_init__(self) -> None:
         self._accept_bare_values()
@@ -138,6 +223,16 @@ class SamplingParams:
                 object.__setattr__(self, "logit_bias", dict(self.logit_bias))
             except (TypeError, ValueError):
                 raise NanoinferError(f"logit_bias={show(self.logit_bias)} is not a dict of token id to bias") from None
+        structured: Any = self.structured_outputs
+        if isinstance(structured, Mapping):
+            names = [f.name for f in fields(StructuredOutputsParams)]
+            if unknown := [key for key in structured if key not in names]:
+                raise NanoinferError(
+                    f"structured_outputs has the unknown field {show(unknown[0])}: use {', '.join(names)}"
+                )
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**structured))
+        elif structured is not None and not isinstance(structured, StructuredOutputsParams):
+            raise NanoinferError(f"structured_outputs={show(structured)} is not a StructuredOutputsParams")
 
     @property
     def greedy(self) -> bool:

@@ -30,6 +30,7 @@ TOPICS: dict[str, dict[str, str]] = {
     "generate": {
         **_OUTPUT,
         "Sampling": _SAMPLING["Sampling"] + " best_of logit_bias",
+        "Structured outputs": "json_schema json_object regex choice grammar",
         "Beam search": "beam_width length_penalty early_stopping",
         "Speculative decoding": "draft speculate_k speculate_rule",
         **_ENGINE,

@@ -93,7 +93,17 @@ FIELDS: dict[str, Field] = {
     "tools": Field({"type": "array"}, "Not supported.", (CHAT,), ([],)),
     "tool_choice": Field({}, "Not supported.", (CHAT,), ("none", "auto")),
     "parallel_tool_calls": Field(_BOOL, "Not supported.", (CHAT,), (True, False)),
-    "response_format": Field(_OBJECT, "Not supported.", BOTH, ({"type": "text"},)),
+    "response_format": Field(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema"]},
+                "json_schema": {"type": "object", "properties": {"schema": _OBJECT}, "required": ["schema"]},
+            },
+            "required": ["type"],
+        },
+        "What the output must match, as OpenAI has it; structured_outputs is vLLM's form.",
+    ),
     "modalities": Field({"type": "array"}, "Text only.", (CHAT,), (["text"],)),
 }
 """The fields that are not fields of SamplingParams, or that have another type there."""

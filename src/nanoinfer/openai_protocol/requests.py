@@ -62,6 +62,10 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
     given = {name: value for name, value in body.items() if value is not None}
     check_names(given, url)
     sampling = {name: given[name] for name in SAMPLING if name in given}
+    if (structured := _structured_outputs(given.get("response_format"))) is not None:
+        if "structured_outputs" in given:
+            raise FieldError("response_format and structured_outputs are both given: give one", "response_format")
+        sampling["structured_outputs"] = structured
     if url == CHAT:
         _convert_chat_fields(given, sampling)
     options: dict[str, Any] = _options(given, streams)
@@ -140,6 +144,28 @@ def _check_stream(params: SamplingParams, options: Mapping[str, Any]) -> None:
         raise FieldError("prompt_logprobs is not supported with stream=true: use echo and logprobs", "prompt_logprobs")
 
 
+def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
+    """Return the structured_outputs that OpenAI's response_format stands for; None for plain text."""
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise FieldError(
+            f"response_format={show(response_format)} is not supported: give an object whose type is text, json_object"
+            " or json_schema", "response_format",
+        )  # fmt: skip
+    described = response_format.get("json_schema")
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise FieldError(
+            f"response_format.json_schema={show(described)} has no schema: give {{'name': ..., 'schema': {{...}}}}",
+            "response_format",
+        )
+    return {"json": schema}
+
+
 def _convert_chat_fields(given: Mapping[str, Any], sampling: dict[str, Any]) -> None:
     """Add the fields that a chat request names differently to the sampling parameters."""
     if "max_completion_tokens" in given:
@@ -150,7 +176,7 @@ def _convert_chat_fields(given: Mapping[str, Any], sampling: dict[str, Any]) -> 
     if "logprobs" in given:
         require_bool("logprobs", given["logprobs"])
         sampling["logprobs"] = (num_top or 0) if given["logprobs"] else None
-    if num_top is not None and not given.get("logprobs"):
+    if num_top not in (None, 0) and not given.get("logprobs"):
         raise FieldError(f"top_logprobs={show(num_top)} needs logprobs=true", "top_logprobs")
 
 
