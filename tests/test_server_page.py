@@ -534,6 +534,15 @@ def test_the_tokens_that_a_draft_proposed(page: Page) -> None:
     served.shutdown()
 
 
+def test_a_parameter_that_is_an_object(page: Page, server: str) -> None:
+    pytest.importorskip("llguidance", reason="pip install 'nanoinfer[structured]'")
+    open_page(page, server)
+    page.evaluate("document.querySelector('#controls details').open = true")
+    page.fill("#c-structured_outputs", '{"regex": "[a-d]{5}"}')
+    ask(page, "O Juliet,", mode="completion")
+    assert re.fullmatch("[a-d]{5}", "".join(tokens(page)))
+
+
 def test_an_error_of_the_server_marks_the_control(page: Page, server: str) -> None:
     open_page(page, server)
     page.fill("#c-top_p", "1.5")
