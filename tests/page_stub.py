@@ -118,6 +118,8 @@ class Stub:
                 yield _event(chunk)
                 if prompt == "lost" and i == 1:
                     return
+                if prompt == "garbage" and i == 1:
+                    yield "data: {oops\n\n"
                 if prompt == "fails" and i == 1:
                     yield _event({"error": {"message": "logits are not finite", "param": None}})
                     return

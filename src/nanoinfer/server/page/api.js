@@ -13,7 +13,7 @@ export class ApiError extends Error {
 
 export const apiKey = {
   get: () => sessionStorage.getItem(KEY),
-  set: (value) => sessionStorage.setItem(KEY, value),
+  set: (value) => sessionStorage.setItem(KEY, value.replace(/[^!-~]/g, "")), // fetch refuses others in a header
 };
 
 /** Return the response to a GET, or to a POST if there is a body. Raises ApiError for a status that is not 2xx. */

@@ -129,13 +129,13 @@ async function send() {
   }
   running = null;
   showRunning(false);
-  if (answer?.count) showSpeed(answer);
-  else answer?.remove(); // the prompt is still in its field
+  if (!answer?.count) answer?.remove(); // the prompt is still in its field
   if (chat && answer?.count) {
     messages.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
     if (input.value === prompt) input.value = "";
   }
   showCode();
+  if (answer?.count) showSpeed(answer);
 }
 
 function showRunning(on) {
@@ -178,20 +178,21 @@ function showSpeed(answer) {
   if (answer) add("tokens", answer.count);
   if (answer?.accepted !== undefined) add("accepted from the draft", answer.accepted, "accepted"); // with their colour
   if (speed) add("tokens per second", speed.toFixed(speed < 10 ? 1 : 0));
-  byId("limit").hidden = !limit;
-  if (!limit) return;
-  const share = speed ? `${((100 * speed) / limit).toFixed(0)}% of the` : "The";
-  byId("limit-label").textContent = `${share} roofline's limit for one sequence: ${limit.toFixed(0)} tokens per second`;
-  byId("meter").value = Math.min(1, (speed ?? 0) / limit);
+  const share = speed && limit ? `${((100 * speed) / limit).toFixed(0)}% of the` : "The";
+  const how = "is not measured: nanoinfer serve --measure-roofline";
+  const value = limit ? `for one sequence: ${limit.toFixed(0)} tokens per second` : how;
+  byId("limit").textContent = `${share} roofline's limit ${value}`;
+  byId("meter").hidden = !limit;
+  byId("meter").value = limit ? Math.min(1, (speed ?? 0) / limit) : 0;
 }
 
 // Errors ------------------------------------------------------------------------------------------------------
 
 function showError(error) {
-  if (!(error instanceof ApiError)) throw error;
+  const message = error instanceof ApiError ? error.message : `The page has failed: ${error}`;
   say("");
-  controls?.showError(error.param, error.message);
-  byId("alert").textContent = error.message;
+  controls?.showError(error.param, message);
+  byId("alert").textContent = message;
   byId("alert").hidden = false;
   if (["prompt", "messages"].includes(error.param)) {
     input.setAttribute("aria-invalid", "true");

@@ -94,10 +94,12 @@ export function explainTokens(root, tip) {
   });
   root.addEventListener("focusin", ({ target }) => show(target.closest(".token")));
   root.addEventListener("focusout", () => show(null));
-  document.addEventListener("scroll", () => { // of the transcript or the page: the focused token has another place
-    show(null);
-    show(document.activeElement.closest(".token"));
-  }, true);
+  for (const type of ["scroll", "resize"]) { // the focused token has another place
+    window.addEventListener(type, () => {
+      show(null);
+      show(document.activeElement.closest(".token"));
+    }, true); // of the transcript, too
+  }
   root.addEventListener("keydown", (event) => {
     const token = event.target.closest(".token");
     const next = token && {
