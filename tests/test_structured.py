@@ -112,6 +112,13 @@ def test_every_complete_output_matches(llm: LLM, kind: str, temperature: float) 
     assert all(o.error is None for o in output.outputs)
 
 
+def test_the_pages_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "structured-outputs.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(program, {})
+    assert re.fullmatch("[A-Z][a-z]{2,8}\n", capsys.readouterr().out)
+
+
 def test_any_json_object(llm: LLM) -> None:
     (output,) = llm.generate("a", params(Structured(json_object=True), n=8, temperature=1.5))
     finished = [o.text for o in output.outputs if o.finish_reason == "stop"]

@@ -1,10 +1,11 @@
 """The child process that compiles grammars on trial (grammars.py starts it). It imports nothing of this package.
 
-It reads one JSON document a line: first its limits, then grammars. It answers each grammar with {"error": ...}, which
-is null for one that compiles.
+It reads one JSON document a line: first its limits, then grammars, {"text": ..., "convert": whether it may be GBNF}. It
+answers each with {"lark": the grammar in llguidance's variant of Lark, "error": null if it compiles}.
 
 A grammar comes from a request, so it is untrusted. llguidance bounds some of the work; but 106 KB of references that
-refer to references overflow the stack, and a large multipleOf takes any amount of time and memory. The operating system
+refer to references overflow the stack, a large multipleOf takes any amount of time and memory, and the conversion of
+GBNF is quadratic. The operating system
 limits what happens here, and the serving process compiles only what has compiled here.
 """
 
@@ -20,6 +21,7 @@ import resource
 import signal
 
 import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
 
 MAX_ERROR = 1000  # characters
 
@@ -30,6 +32,14 @@ def check(tokenizer: llguidance.LLTokenizer, grammar: str, limits: llguidance.LL
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher.get_error()[:MAX_ERROR] if matcher.is_error() else None
+
+
+def to_lark(text: str) -> tuple[str, str | None]:
+    """Return a grammar in Lark, and why it cannot be converted, or None."""
+    try:
+        return any_to_lark(text), None
+    except Exception as e:  # of many types
+        return "", f"neither Lark nor GBNF: {e}"[:MAX_ERROR]
 
 
 def main() -> None:
@@ -43,9 +53,11 @@ def main() -> None:
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, setup["cpu_sec"])
-        error = check(tokenizer, json.loads(line), parser_limits)
+        request = json.loads(line)
+        lark, error = to_lark(request["text"]) if request["convert"] else (request["text"], None)
+        error = error or check(tokenizer, lark + setup["options"], parser_limits)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(json.dumps({"error": error}).encode() + b"\n")
+        sys.stdout.buffer.write(json.dumps({"lark": lark, "error": error}).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -48,7 +48,13 @@ WHITE_SPACE = r" |\r?\n[ \t]{0,16}"
 """White space at each place of JSON that may have some. Unbounded white space never ends with small models."""
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _UNSATISFIABLE = "NoExtensionBias"  # llguidance's name for: no byte can come next
-_SETUP = {"cpu_sec": CPU_SEC, "memory_bytes": MEMORY_BYTES, "stack_bytes": 1 << 20, "limits": LIMITS}
+_SETUP = {
+    "cpu_sec": CPU_SEC,
+    "memory_bytes": MEMORY_BYTES,
+    "stack_bytes": 1 << 20,
+    "limits": LIMITS,
+    "options": _OPTIONS,
+}
 
 
 class Grammar:
@@ -145,12 +151,12 @@ class Grammars:
         except ImportError:
             raise NanoinferError(f"structured_outputs: {missing_extra('llguidance', 'structured')}") from None
         vocabulary = self._table()
-        lark = to_lark(wanted)
-        answer = self._checker.ask(json.dumps(lark).encode() + b"\n")
+        request = {"text": to_text(wanted), "convert": wanted.grammar is not None}
+        answer = self._checker.ask(json.dumps(request).encode() + b"\n")
         if answer["error"] is not None:
             raise NanoinferError(f"{name}: {explain(answer['error'])}")
         limits = llguidance.LLParserLimits(**LIMITS)
-        matcher = llguidance.LLMatcher(vocabulary, lark, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(vocabulary, answer["lark"] + _OPTIONS, log_level=0, limits=limits)
         if matcher.is_error():
             raise NanoinferError(f"{name}: {explain(matcher.get_error())}")
         try:
@@ -185,27 +191,22 @@ class Grammars:
         return made.result()
 
 
-def to_lark(wanted: StructuredOutputsParams) -> str:
-    """Return the grammar in llguidance's variant of Lark. Raises NanoinferError if it cannot be parsed."""
+def to_text(wanted: StructuredOutputsParams) -> str:
+    """Return the grammar in Lark, or as it was given. Raises NanoinferError if a schema is not JSON."""
     if wanted.json is not None or wanted.json_object:
         schema: dict[str, Any] = {"type": "object"} if wanted.json is None else _schema(str(wanted.json))
         compact = wanted.disable_any_whitespace
         white_space = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITE_SPACE}
         schema.setdefault("x-guidance", white_space)
-        return f"start: %json {json.dumps(schema)}{_OPTIONS}"
+        return f"start: %json {json.dumps(schema)}"
     if wanted.choice is not None:
-        return f"start: {' | '.join(map(json.dumps, wanted.choice))}{_OPTIONS}"
+        return f"start: {' | '.join(map(json.dumps, wanted.choice))}"
     if wanted.regex is not None:
         from llguidance import LLMatcher
 
         made: str = json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]["lark_grammar"]
-        return made + _OPTIONS
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return str(any_to_lark(str(wanted.grammar))) + _OPTIONS
-    except Exception as e:  # of many types
-        raise NanoinferError(f"structured_outputs.grammar is neither Lark nor GBNF: {one_line(e)}") from None
+        return made
+    return str(wanted.grammar)
 
 
 def _schema(text: str) -> dict[str, Any]:
