@@ -191,6 +191,29 @@ def test_openai_completions(run: Run, llm: LLM) -> None:
     assert (other["text"], other["logprobs"]) == (expected_other.outputs[0].text, None)
 
 
+def test_openai_echo_and_best_of(run: Run, llm: LLM) -> None:
+    given: dict[str, Any] = {"max_tokens": 3, "seed": 3}
+    write(
+        "in.jsonl",
+        openai(COMPLETIONS, prompt=["To be", [3, 4]], echo=True, logprobs=1, **given),
+        openai(COMPLETIONS, prompt="To be", echo=True, logprobs=0, **given | {"max_tokens": 0}),
+        openai(COMPLETIONS, prompt="To be", n=2, best_of=4, **given),
+    )
+    assert run("in.jsonl", "out.jsonl", "--temp", 1, "--top-k", 0)[0] == 0
+    echoed, scored, best = (record["response"]["body"] for record in read("out.jsonl"))
+    outputs = llm.generate(["To be", [3, 4]], SamplingParams(**given, logprobs=1, prompt_logprobs=1))
+    for choice, output, prompt in zip(echoed["choices"], outputs, ["To be", llm.decode([3, 4])], strict=True):
+        assert choice["text"] == prompt + output.outputs[0].text
+        steps = [*(output.prompt_logprobs or [])[1:], *(output.outputs[0].logprobs or [])]
+        values = [next(iter(step.values())).logprob for step in steps if step]
+        assert choice["logprobs"]["token_logprobs"] == [None, *values]
+        assert "prompt_logprobs" not in choice
+    assert (scored["choices"][0]["text"], scored["usage"]["completion_tokens"]) == ("To be", 0)
+    assert scored["choices"][0]["logprobs"]["token_logprobs"] == echoed["choices"][0]["logprobs"]["token_logprobs"][:5]
+    (expected,) = llm.generate("To be", SamplingParams(**given, n=2, best_of=4))
+    assert [c["text"] for c in best["choices"]] == [o.text for o in expected.outputs]
+
+
 OPENAI_ERRORS: list[tuple[dict[str, object], str, str | None]] = [
     (openai(COMPLETIONS), "prompt is missing", "prompt"),
     (openai(COMPLETIONS, prompt=[]), "prompt has 0 items", "prompt"),
@@ -198,10 +221,10 @@ OPENAI_ERRORS: list[tuple[dict[str, object], str, str | None]] = [
     (openai(COMPLETIONS, prompt=["a", 5]), "prompt=5 is neither", "prompt"),
     (openai(COMPLETIONS, prompt="a", stream=True), "stream=True is not supported", "stream"),
     (openai(COMPLETIONS, prompt="a", suffix="b"), "suffix='b' is not supported", "suffix"),
-    (openai(COMPLETIONS, prompt="a", n=2, best_of=3), "best_of=3 is not supported", "best_of"),
+    (openai(COMPLETIONS, prompt="a", n=3, best_of=2), "best_of=2 is less than n=3", "best_of"),
     (openai(COMPLETIONS, prompt="a", tools=[1]), "'tools' is not supported for /v1/completions", "tools"),
     (openai(COMPLETIONS, prompt="a", temperature=3e9), "temperature=3000000000.0", "temperature"),
-    (openai(COMPLETIONS, prompt="a" * 33), "the prompt has 33 tokens", None),
+    (openai(COMPLETIONS, prompt="a" * 33), "the prompt has 33 tokens", "prompt"),
     (openai(CHAT), "messages is missing", "messages"),
     (openai(CHAT, messages=[]), "messages=[] is not a conversation", "messages"),
     (openai(CHAT, messages=[{"role": "user", "content": "a"}]), "has no chat template", None),

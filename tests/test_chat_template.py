@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from conftest import refuses
+from nanoinfer import limited_process
 from nanoinfer.models import chat_template
 from nanoinfer.models.chat_template import ChatTemplate
 
@@ -292,7 +294,7 @@ def test_a_template_that_failed_renders_again(little_time: None) -> None:
 def test_a_worker_that_was_killed_is_replaced() -> None:
     template = ChatTemplate("{{ messages[0].role }}")
     assert template.render(TURNS) == "user"
-    worker = template._worker
+    worker = template._worker._child
     assert worker is not None
     worker._process.kill()
     refuses(lambda: template.render(TURNS), "its process ended with code -9")
@@ -303,8 +305,8 @@ def test_a_worker_that_was_killed_is_replaced() -> None:
 
 
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template.sys, "executable", "/no/such/python")
-    refuses(lambda: ChatTemplate("x").render([]), "no process can be started to render the chat template")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    refuses(lambda: ChatTemplate("x").render([]), "the chat template cannot be rendered: no process can be started")
 
 
 def test_the_worker_can_open_nothing() -> None:
@@ -313,7 +315,7 @@ def test_the_worker_can_open_nothing() -> None:
     try:
         template = ChatTemplate("x")
         template.render([])
-        worker = template._worker
+        worker = template._worker._child
         assert worker is not None
         place = f"/proc/{worker._process.pid}"
         with open(f"{place}/environ", "rb") as f:
@@ -345,14 +347,14 @@ def test_threads_and_forks_share_a_template() -> None:
 def test_an_interrupt_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     assert template.render([{"role": "user", "content": "a"}]) == "a"
-    read: Callable[..., bytes] = chat_template._Worker._read_line
+    read: Callable[..., bytes] = limited_process._Child._read_line
 
     def interrupted(self: Any, deadline: float) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat_template._Worker, "_read_line", interrupted)
+    monkeypatch.setattr(limited_process._Child, "_read_line", interrupted)
     with pytest.raises(KeyboardInterrupt):
         template.render([{"role": "user", "content": "b"}])
-    monkeypatch.setattr(chat_template._Worker, "_read_line", read)
+    monkeypatch.setattr(limited_process._Child, "_read_line", read)
     assert template.render([{"role": "user", "content": "c"}]) == "c"
     assert threading.active_count() >= 1

@@ -266,6 +266,8 @@ def test_metrics_are_the_clock_s_differences() -> None:
     assert (a.num_prompt_tokens, a.num_output_tokens) == (3, 4)
     assert (a.ttft_sec, a.tpot_sec, a.total_sec) == (3.0, 2.0 / 3, 5.0)
     assert (b.ttft_sec, b.tpot_sec, b.total_sec) == (8.0, None, 8.0)  # waiting included
+    assert (a.queue_sec, b.queue_sec) == (1.0, 5.0)  # until the step that processes the prompt begins
+    assert core.scheduler.stats.num_output_tokens == a.num_output_tokens + b.num_output_tokens
 
 
 def test_metrics_of_several_samples_go_by_the_longest() -> None:

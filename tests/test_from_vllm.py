@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import tokenizers as hf
 import torch
 
 from conftest import CHARS, TINY, make_folder, make_model, refuses, submit
-from nanoinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from nanoinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanoinfer.models import tokenizers
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from test_tokenizers import bpe
@@ -152,6 +152,19 @@ def test_samples_and_seeds(llm: LLM) -> None:
     assert len({o.text for o in out.outputs}) == 3
     again = SamplingParams(max_tokens=8, n=3, seed=out.seed)
     assert llm.generate(["a", "Go"], [GREEDY, again])[1].outputs == out.outputs
+
+
+@row("`structured_outputs=StructuredOutputsParams(...)`", "`StructuredOutputsParams`")
+def test_structured_outputs(llm: LLM) -> None:
+    pytest.importorskip("llguidance")
+    table = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in PAGE.splitlines() if "|" in line}
+    here = re.findall(r"`(\w+)`", table["`structured_outputs=StructuredOutputsParams(...)`"][1])
+    assert sorted(here) == sorted(f.name for f in fields(StructuredOutputsParams))
+    for name in re.findall(r"`(\w+)`", table["`StructuredOutputsParams`"][1]):
+        with pytest.raises(TypeError, match=name):
+            StructuredOutputsParams(**{name: None})
+    asked = replace(GREEDY, structured_outputs=StructuredOutputsParams(choice=["Yes", "No"]))
+    assert one(llm, params=asked).text in ("Yes", "No")
 
 
 @row("`logit_bias`")

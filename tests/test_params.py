@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 NAN, INF = math.nan, math.inf
 NAMES = [f.name for f in fields(SamplingParams)]
@@ -38,6 +38,24 @@ BAD: dict[str, list[Any]] = {
     "logit_bias": [7, "ab", {-1: 0.0}, {1.0: 0.0}, {True: 0.0}, {1: NAN}, {1: INF}, {1: 1e7}, {1: "a"}, {"a": 1}, [1]],
     "overflow": ["", "Slide", "wrap", None, True, 1, ["slide"]],
     "slide_stride": [0, -1, 1.0, True, "1"],
+    "structured_outputs": [
+        7,
+        "ab",
+        ["json"],
+        True,
+        {"jsn": "x"},
+        {"regex": ""},
+        {"regex": 3},
+        {"json": []},
+        {"json": " "},
+        {"grammar": b"x"},
+        {"choice": []},
+        {"choice": "ab"},
+        {"choice": 0},
+        {"json_object": 1},
+        {"json": {1j: NAN}},
+        {"disable_any_whitespace": "no"},
+    ],
 }
 
 
@@ -93,6 +111,41 @@ def test_a_number_too_large_for_a_float_is_an_error_like_any(name: str, digits: 
 def test_accepted_forms(given_: dict[str, Any], kept: dict[str, Any]) -> None:
     params = SamplingParams(**given_)
     assert {name: getattr(params, name) for name in kept} == kept
+
+
+@pytest.mark.parametrize(
+    "given_, kind, kept",
+    [
+        ({"json": {"type": "object", "b": 1, "a": None}}, "json", '{"type": "object", "b": 1, "a": null}'),
+        ({"json": '{"type": "object"}', "regex": None}, "json", '{"type": "object"}'),
+        ({"regex": "a+", "json_object": False}, "regex", "a+"),
+        ({"choice": ["yes", "no"]}, "choice", ("yes", "no")),
+        ({"grammar": 'start: "a"'}, "grammar", 'start: "a"'),
+        ({"json_object": True}, "json_object", True),
+    ],
+)
+def test_structured_outputs_are_one_of_five_kinds(given_: dict[str, Any], kind: str, kept: Any) -> None:
+    structured = StructuredOutputsParams(**given_)
+    assert (structured.kind, getattr(structured, kind)) == (kind, kept)
+    assert SamplingParams(structured_outputs=structured) == SamplingParams(structured_outputs=given_)  # type: ignore[arg-type]
+
+
+def test_structured_outputs_that_contradict_or_are_too_long() -> None:
+    with pytest.raises(NanoinferError, match=r"^structured_outputs has nothing: give exactly one of json, regex, "):
+        StructuredOutputsParams()
+    with pytest.raises(NanoinferError, match=r"^structured_outputs has json and regex: give exactly one of json, "):
+        StructuredOutputsParams(json="{}", regex="a")
+    with pytest.raises(NanoinferError, match=r"^structured_outputs.regex has 131073 characters, the limit is 131072: "):
+        StructuredOutputsParams(regex="a" * 131073)
+    with pytest.raises(NanoinferError, match=r"^structured_outputs.choice has 131074 characters, the limit is 131072"):
+        StructuredOutputsParams(choice=("a" * 65537,) * 2)
+    with pytest.raises(NanoinferError, match=r"^structured_outputs.grammar contains a lone surrogate"):
+        StructuredOutputsParams(grammar='start: "\ud800"')
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(NanoinferError, match=r"^structured_outputs.json=a dict is not JSON: RecursionError"):
+        StructuredOutputsParams(json=deep)
 
 
 def test_fields_that_contradict_each_other() -> None:

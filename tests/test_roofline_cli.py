@@ -17,8 +17,8 @@ import torch
 
 from conftest import TINY, edit_config, make_model
 from nanoinfer.cli import main
-from nanoinfer.cli.options import field_docs
 from nanoinfer.cli.roofline import si
+from nanoinfer.field_docs import field_docs
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.ceilings import DEVICES
 from nanoinfer.roofline.formats import FORMATS

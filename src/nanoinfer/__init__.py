@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         RequestOutput,
         SpeculationMetrics,
     )
-    from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+    from nanoinfer.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
     from nanoinfer.streams import OutputStream, TextStream
 
     __version__: str
@@ -53,6 +53,7 @@ __all__ = [
     "ResultError",
     "SamplingParams",
     "SpeculationMetrics",
+    "StructuredOutputsParams",
     "TextStream",
 ]
 
@@ -65,6 +66,7 @@ _MODULES = {
     "OutputStream": "streams",
     "ResultError": "errors",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "sampling_params",
     "TextStream": "streams",
 }
 """Name -> the module to import it from; the names that are not here are in `outputs`."""

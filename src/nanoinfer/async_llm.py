@@ -140,6 +140,7 @@ class AsyncLLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
         priority: int = 0,
         output_kind: str = CUMULATIVE,
     ) -> AsyncOutputStream:
@@ -147,6 +148,7 @@ class AsyncLLM:
 
         Args:
             messages, chat_template, add_generation_prompt, chat_template_kwargs: as for `LLM.chat`.
+            cache_salt: only conversations and prompts of the same salt share their prefixes.
             sampling_params, request_id, priority, output_kind: as for `generate`.
 
         Raises:
@@ -158,7 +160,7 @@ class AsyncLLM:
 
         def make() -> Request:
             text = self.llm._formatter.render(conversation, options)
-            prompt = {"prompt_token_ids": self.llm._formatter.encode(text)}
+            prompt = {"prompt_token_ids": self.llm._formatter.encode(text), "cache_salt": cache_salt}
             (request,) = self.llm._requests.make_all([prompt], sampling_params, [priority])
             request.prompt = text
             return request
@@ -190,6 +192,11 @@ class AsyncLLM:
     def num_unfinished_requests(self) -> int:
         """Number of requests that are prepared, waiting or running."""
         return 0 if self._closed else self._running().engine.num_unfinished
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be made: `close` was not called, and the engine thread has not ended."""
+        return not self._closed and not self._running().engine.ended.done()
 
     # Other calls -----------------------------------------------------------------------------------------
 
@@ -261,7 +268,8 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
     """Yields the outputs of one request, which it owns. Use it in one task at a time."""
 
     _request: AsyncRequest | None = None  # until the first iteration
-    _done = False
+    done = False
+    """Whether the iterator yields nothing more."""
 
     def __init__(
         self,
@@ -277,22 +285,20 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         """The id that the caller gave, or that was made."""
 
     async def __anext__(self) -> RequestOutput:
-        if self._done:
+        if self.done:
             raise StopAsyncIteration
         try:
-            request = self._request or self._begin()
+            request = self._request or self.begin(asyncio.Event())
             await request.wait()
-            core = self._llm.llm.core
-            output = request.take(core._logprobs, core._clock)
+            return self.take()
         except BaseException:  # the task was cancelled, or the request has failed
-            self._leave()
+            self.leave()
             raise
-        self._done = request.ended
-        return output
 
-    def _begin(self) -> AsyncRequest:
+    def begin(self, event: asyncio.Event) -> AsyncRequest:
+        """Queue the request. The event is set when there is something to take."""
         threads, make = self._llm._running(), self._make
-        request = AsyncRequest(self.request_id, self._output_kind, asyncio.get_running_loop())
+        request = AsyncRequest(self.request_id, self._output_kind, asyncio.get_running_loop(), event)
         self._engine = threads.engine
         self._engine.register(request)
         self._request = request
@@ -300,14 +306,28 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         workers.put(lambda: threads.engine.prepare(request, make))
         return request
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take."""
+        return self._request is not None and self._request.ready
+
+    def take(self) -> RequestOutput:
+        """Return the output that is ready. Raises the error of a request that has failed."""
+        assert self._request is not None
+        core = self._llm.llm.core
+        output = self._request.take(core._logprobs, core._clock)
+        self.done = self._request.ended
+        return output
+
     async def aclose(self) -> None:
         """Cancel the request if it is not finished. The iterator yields nothing more."""
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
-        if not self._done and (request := self._request) is not None and not request.ended:
+    def leave(self) -> None:
+        """Cancel the request if it is not finished."""
+        if not self.done and (request := self._request) is not None and not request.ended:
             self._engine.drop(request)
-        self._done = True
+        self.done = True
 
     def __del__(self) -> None:
-        self._leave()
+        self.leave()

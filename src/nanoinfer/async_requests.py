@@ -40,16 +40,21 @@ class AsyncRequest:
         request_id: given by the caller, or made.
         output_kind: one of OUTPUT_KINDS.
         loop: the event loop of its iterator.
+        event: is set when there is something to take; requests that one task reads share it.
     """
 
-    def __init__(self, request_id: str, output_kind: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, request_id: str, output_kind: str, loop: asyncio.AbstractEventLoop, event: asyncio.Event
+    ) -> None:
         self.request_id, self.output_kind, self.loop = request_id, output_kind, loop
         self.request: Request | None = None  # until it is prepared
         self.dropped = False  # whether the iterator has ended; nothing is sent any more
         self.aborted = False  # whether `AsyncLLM.abort` was called; the output so far is sent
         self._received: list[_Received] = []
         self._end: RequestOutput | Exception | None = None
-        self._event = asyncio.Event()  # set while there is something to take
+        self._event = event
+        self.ready = False
+        """Whether there is something to take."""
 
     # In the thread of the event loop ---------------------------------------------------------------------
 
@@ -59,6 +64,7 @@ class AsyncRequest:
             self._merge(item)
         elif self._end is None:
             self._end = item
+        self.ready = True
         self._event.set()
 
     def _merge(self, delta: Delta) -> None:
@@ -73,7 +79,9 @@ class AsyncRequest:
 
     async def wait(self) -> None:
         """Wait until there is something to take."""
-        await self._event.wait()
+        while not self.ready:
+            self._event.clear()
+            await self._event.wait()
 
     @property
     def ended(self) -> bool:
@@ -90,7 +98,7 @@ class AsyncRequest:
         Raises:
             Exception: the request has failed.
         """
-        self._event.clear()
+        self.ready = False
         end = self._end
         if isinstance(end, Exception):
             raise end
@@ -108,8 +116,7 @@ class AsyncRequest:
             received.text_taken, received.tokens_taken = len(received.text), received.num_tokens
             received.changed = False
         lengths = [received.num_tokens for received in self._received]
-        output = request_outputs.assemble(self.request, outputs, lengths, None, clock())
-        return replace(output, request_id=self.request_id)
+        return request_outputs.assemble(self.request, outputs, lengths, None, clock(), self.request_id)
 
     def _rest(self, end: RequestOutput) -> list[CompletionOutput]:
         """Return what the iterator has not returned yet of the whole output."""

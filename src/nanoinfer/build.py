@@ -64,6 +64,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
         device=device,
         dtype=dtype,
         seed=config.seed,
+        quantization=options.quantization or getattr(loaded.weights, "quantization", None),  # of packed weights
         chat_template=loaded.chat_template,
         no_chat_template_reason=loaded.no_chat_template_reason,
         special_tokens=loaded.special_tokens,

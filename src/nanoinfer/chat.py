@@ -11,6 +11,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.messages import Message
 from nanoinfer.model_info import ModelInfo
 from nanoinfer.models.chat_template import ChatTemplate
+from nanoinfer.models.tokenizers import decode
 
 _ARGUMENTS = ("messages", "add_generation_prompt")  # of a template, with parameters of their own
 
@@ -67,3 +68,7 @@ class ChatFormatter:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt; the template, not the tokenizer, has added its start token."""
         return self._model.require_tokenizer().encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids; empty without a tokenizer."""
+        return decode(self._model.tokenizer, token_ids) if self._model.tokenizer else ""

@@ -39,7 +39,7 @@ from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
-from nanoinfer.scheduling.work import ScheduledSequence, drawing, mark_in_flight
+from nanoinfer.scheduling.work import ScheduledSequence, drawing, mark_in_flight, mark_scheduled
 from nanoinfer.speculative.speculator import SpecStep, Speculator, by_speculator, drop_without_room
 from nanoinfer.step_rows import batch_of, rows_of
 
@@ -274,7 +274,7 @@ class Core:
 
     def _schedule(self) -> list[ScheduledSequence]:
         """Return the work of the next step, after freeing what was made for the sequences that were preempted."""
-        work = self.scheduler.schedule()
+        mark_scheduled(work := self.scheduler.schedule(), self._clock())
         for s in self.scheduler.take_preempted():
             self._forget(s)
         return work
@@ -293,6 +293,7 @@ class Core:
         if not self.scheduler.unfinished:
             self._in_flight = None  # all its sequences have finished: discard the in-flight step
         deltas = [request_outputs.delta(s, num_before) for s, num_before in before]
+        self.scheduler.stats.num_output_tokens += sum(delta.num_tokens for delta in deltas)
         for (s, _), delta in zip(before, deltas, strict=True):
             if s.request.deltas is not None:
                 s.request.deltas.append(delta)
@@ -335,7 +336,7 @@ class Core:
             speculator: of the requests.
             faults: failed sequences are added with the reason; they get no tokens.
         """
-        done = isolation.propose(speculator, work, faults) if speculator is not None else SpecStep()
+        done = isolation.prepare(speculator, work, faults)
         if done.proposals:
             drop_without_room(self.engine, work, done, later)
         start = self._clock()

@@ -1,6 +1,7 @@
 """The environment of this process: all environment variables that nanoinfer reads, and the usable CPUs.
 
 NANOINFER_ISA         instruction set of the native engine (`nanoinfer engines` lists them); default: the fastest
+NANOINFER_API_KEY     keys of `nanoinfer serve`, separated by white space
 NANOINFER_NO_NATIVE   read at installation: 1 omits the native extension (see pyproject.toml)
 """
 
@@ -12,6 +13,11 @@ import os
 def isa() -> str:
     """Return the requested instruction set; "" is the fastest. The native engine raises for unsupported ones."""
     return os.environ.get("NANOINFER_ISA", "")
+
+
+def api_keys() -> list[str]:
+    """Return the API keys of a server that are given by the environment."""
+    return os.environ.get("NANOINFER_API_KEY", "").split()
 
 
 def num_cpus() -> int:

@@ -15,15 +15,24 @@ from nanoinfer.arrays import Array
 from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled, Sampler
 from nanoinfer.scheduling.sequence import Scores, Sequence
-from nanoinfer.scheduling.work import ScheduledSequence
+from nanoinfer.scheduling.work import ScheduledSequence, drawing
 from nanoinfer.speculative.speculator import SpecStep, Speculator
 from nanoinfer.speculative.verify import Group, draw
+from nanoinfer.structured import masks
 
 Faults = dict[object, str]
 """Failed sequences, each with the reason in one line."""
 
 
-def propose(speculator: Speculator, work: list[ScheduledSequence], faults: Faults) -> SpecStep:
+def prepare(speculator: Speculator | None, work: list[ScheduledSequence], faults: Faults) -> SpecStep:
+    """Return the proposals for a step, and start computing the masks of structured outputs."""
+    done = _propose(speculator, work, faults) if speculator is not None else SpecStep()
+    if any(w.sequence.grammar is not None for w in work):
+        masks.start(drawing(work), done, speculator.rule if speculator is not None else "reproduce")
+    return done
+
+
+def _propose(speculator: Speculator, work: list[ScheduledSequence], faults: Faults) -> SpecStep:
     """Return the proposals for a step. Sequences that the drafter refuses get none and are added to `faults`."""
     try:
         return speculator.propose(work)
@@ -50,7 +59,19 @@ def read_scores(scored: Mapping[Sequence, slice], logits: Array, faults: Faults)
 
 
 def draw_tokens(sampler: Sampler, logits: Array, groups: Seq[Group], rule: str, faults: Faults) -> list[list[Sampled]]:
-    """Return the tokens of each group, as `verify.draw` does. Failed groups get none and are added to `faults`."""
+    """Return the tokens of each group, as `verify.draw` does. Failed groups get none and are added to `faults`.
+
+    Groups with a grammar get tokens that it permits.
+    """
+    if not any(cast(Sequence, row).grammar is not None for row, _ in groups):
+        return _draw_tokens(sampler, logits, groups, rule, faults)
+    masked = masks.MaskedRows(logits, groups)
+    kept = masked.finish(groups, _draw_tokens(sampler, masked.logits, groups, rule, faults))
+    faults.update(masked.errors)
+    return kept
+
+
+def _draw_tokens(sampler: Sampler, logits: Array, groups: Seq[Group], rule: str, faults: Faults) -> list[list[Sampled]]:
     try:
         return draw(sampler, logits, groups, rule=rule)
     except Exception:

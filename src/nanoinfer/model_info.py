@@ -34,6 +34,8 @@ class ModelInfo:
     """"float32", "bfloat16" or "float16"."""
     seed: int
     """Seed of random weights."""
+    quantization: str | None = None
+    """"int8" or "int4"; None: the dtype."""
     chat_template: str | None = None
     """The model's own Jinja template."""
     no_chat_template_reason: str = ""

@@ -75,6 +75,8 @@ class RequestMetrics:
     total_sec: float
     speculation: SpeculationMetrics | None = None
     """Statistics of speculative decoding; None without a draft."""
+    queue_sec: float = 0.0
+    """Time from the request's arrival to the first step that it is part of."""
 
 
 @dataclass(frozen=True)

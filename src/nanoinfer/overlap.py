@@ -9,8 +9,8 @@ is discarded when it is read. Conditions known in advance (max_tokens, a full co
 the right step.
 
 Covered: engines that implement `OverlapEngine`, with a sampler on the device. Not covered, and run without overlap:
-speculation, beam search, requests with parameters that the device sampler does not support, and requests whose samples
-have not been forked yet.
+speculation, beam search, structured outputs, requests with parameters that the device sampler does not support, and
+requests whose samples have not been forked yet.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class OverlapScheduler:
         return not self._host_sampled
 
     def _unsupported(self, request: Request) -> bool:
-        return not request.samples or self._sampler.covers(request.sequences[0]) is not None
+        first = request.sequences[0]
+        return not request.samples or first.grammar is not None or self._sampler.covers(first) is not None
 
     def launch(self, work: list[ScheduledSequence], batch: StepBatch) -> InFlightStep:
         """Launch a step.

@@ -100,7 +100,12 @@ def accepted(s: Sequence, first: int, end: int) -> list[bool] | None:
 
 
 def assemble(
-    request: Request, outputs: list[CompletionOutput], lengths: Seq[int], stats: SpecStats | None, now: float
+    request: Request,
+    outputs: list[CompletionOutput],
+    lengths: Seq[int],
+    stats: SpecStats | None,
+    now: float,
+    request_id: str | None = None,
 ) -> RequestOutput:
     """Return the output of a request from those of its sequences, some of which may be left out.
 
@@ -108,9 +113,10 @@ def assemble(
         request, stats, now: as for `output`.
         outputs: of its sequences.
         lengths: number of tokens that each of its sequences has generated.
+        request_id: the id in the output; None: that of the request.
     """
     return RequestOutput(
-        request.request_id,
+        request.request_id if request_id is None else request_id,
         request.prompt,
         request.prompt_token_ids,
         outputs,
@@ -145,6 +151,7 @@ def _metrics(request: Request, lengths: Seq[int], stats: SpecStats | None, now: 
         tpot_sec=(now - first) / (longest - 1) if longest > 1 else None,
         total_sec=now - request.arrival_sec,
         speculation=None if stats is None else _speculation(stats),
+        queue_sec=(request.scheduled_sec or now) - request.arrival_sec,
     )
 
 

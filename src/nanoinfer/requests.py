@@ -14,6 +14,8 @@ from nanoinfer.model_info import ModelInfo
 from nanoinfer.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.sequence import Request
+from nanoinfer.structured.grammars import Grammars
+from nanoinfer.structured.masks import OutputGrammar
 
 Params = SamplingParams | BeamSearchParams
 log = logging.getLogger("nanoinfer")
@@ -30,6 +32,7 @@ class RequestFactory:
     def __init__(self, core: Core, model: ModelInfo) -> None:
         self._core = core
         self._model = model
+        self._grammars = Grammars(model)
 
     def make_all(
         self,
@@ -83,6 +86,10 @@ class RequestFactory:
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         text = prompt if isinstance(prompt, str) else None
         request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids, salt, priority, search)
+        if params.structured_outputs is not None:
+            grammar = self._grammars.compile(params.structured_outputs)
+            for s in request.sequences:
+                s.grammar = OutputGrammar(grammar, request.end_token_ids)
         if request.num_dropped_tokens:
             log.warning(
                 "the prompt has %d tokens, the context length is %d: the first %d tokens are dropped (overflow=slide)",

@@ -1,18 +1,121 @@
-"""Parameters of one request: SamplingParams and BeamSearchParams, frozen dataclasses with vLLM's names."""
+"""Parameters of one request: SamplingParams, StructuredOutputsParams and BeamSearchParams, with vLLM's names."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from nanoinfer.checks import keep_float, keep_int, require_bool, require_choice, require_float, require_int, show
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, one_line
 
 MAX_LOGPROBS = 1000
 MAX_NUM_SAMPLES = 128
 MAX_BEAM_WIDTH = 64
+MAX_GRAMMAR_CHARS = 1 << 17
+MAX_CHOICES = 10_000
 OVERFLOWS = ("stop", "slide")
+RANGES: dict[str, tuple[int, int | None] | tuple[float, float]] = {
+    "max_tokens": (1, None),
+    "temperature": (0.0, 1e6),
+    "top_k": (-1, None),
+    "top_p": (0.0, 1.0),  # without 0
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-1e3, 1e3),
+    "frequency_penalty": (-1e3, 1e3),
+    "repetition_penalty": (1e-3, 1e3),  # in this range no logit overflows
+    "seed": (0, 2**64 - 1),
+    "n": (1, MAX_NUM_SAMPLES),
+    "best_of": (1, MAX_NUM_SAMPLES),
+    "min_tokens": (0, None),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "slide_stride": (1, None),
+}
+"""Smallest and largest value of each field of SamplingParams that is a number; integers where these are."""
+OPTIONAL = ("max_tokens", "seed", "best_of", "logprobs", "prompt_logprobs", "slide_stride")
+"""Those of them that may be None."""
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What an output must match: exactly one of json, regex, choice, grammar and json_object.
+
+    Raises:
+        NanoinferError: none or several of them are given, or a value has the wrong type or is too long.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    """A JSON schema: an object, or its text. It is kept as text."""
+    regex: str | None = None
+    """A regular expression, of Rust's syntax, that the whole output must match."""
+    choice: tuple[str, ...] | None = None
+    """Strings, one of which the output must be."""
+    grammar: str | None = None
+    """A context-free grammar: Lark (llguidance's variant) or GBNF (llama.cpp's)."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    disable_any_whitespace: bool = False
+    """Generate JSON without white space between its parts."""
+
+    def __post_init__(self) -> None:
+        if self.json_object is not None:
+            require_bool("structured_outputs.json_object", self.json_object)
+        require_bool("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
+        given = self._given
+        if len(given) != 1:
+            what = " and ".join(given) or "nothing"
+            raise NanoinferError(f"structured_outputs has {what}: give exactly one of {', '.join(KINDS)}")
+        if isinstance(self.json, Mapping):
+            object.__setattr__(self, "json", _as_text(self.json))
+        for name in ("json", "regex", "grammar"):
+            _check_text(f"structured_outputs.{name}", getattr(self, name))
+        if self.choice is not None:
+            self._check_choices()
+
+    def _check_choices(self) -> None:
+        given: Any = self.choice
+        if isinstance(given, str) or not isinstance(given, (list, tuple)) or not 1 <= len(given) <= MAX_CHOICES:
+            raise NanoinferError(f"structured_outputs.choice={show(given)} is not a list of 1 to {MAX_CHOICES} strings")
+        for text in given:
+            if not isinstance(text, str) or not text:
+                raise NanoinferError(f"structured_outputs.choice: {show(text)} is not a non-empty string")
+        _check_text("structured_outputs.choice", "".join(given))
+        object.__setattr__(self, "choice", tuple(given))
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in KINDS if (value := getattr(self, name)) is not None and value is not False]
+
+    @property
+    def kind(self) -> str:
+        """The field that is given: one of KINDS."""
+        return self._given[0]
+
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def _as_text(schema: Mapping[str, Any]) -> str:
+    """Return a JSON schema as text, in the order of its keys."""
+    try:
+        return json.dumps(schema, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise NanoinferError(f"structured_outputs.json={show(schema)} is not JSON: {one_line(e)}") from None
+
+
+def _check_text(name: str, text: Any) -> None:
+    """Check the text of a schema or grammar, unless it is None."""
+    if text is None:
+        return
+    if not isinstance(text, str) or not text.strip():
+        kinds = "an object or a string" if name.endswith("json") else "a string"
+        raise NanoinferError(f"{name}={show(text)} is not {kinds} with content")
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise NanoinferError(f"{name} has {len(text)} characters, the limit is {MAX_GRAMMAR_CHARS}: shorten it")
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise NanoinferError(f"{name} contains a lone surrogate, which UTF-8 cannot encode: remove it")
 
 
 @dataclass(frozen=True)
@@ -67,35 +170,27 @@ class SamplingParams:
     """At the context length: stop (finish_reason length) or slide (drop the oldest tokens)."""
     slide_stride: int | None = None
     """Tokens dropped at a time when sliding; 1 is nanoGPT's behavior (default: half the context length)."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the output must match: a JSON schema, a regular expression, ... (docs/structured-outputs.md)."""
 
     def __post_init__(self) -> None:
         self._accept_bare_values()
-        keep_int(self, "max_tokens", 1, optional=True)
-        keep_float(self, "temperature", 0.0, 1e6)
-        keep_int(self, "top_k", -1)
+        for name, (low, high) in RANGES.items():
+            if isinstance(low, int):
+                keep_int(self, name, low, None if high is None else int(high), optional=name in OPTIONAL)
+            else:
+                keep_float(self, name, low, high or 0.0, low_open=name == "top_p")
         object.__setattr__(self, "top_k", max(0, self.top_k))
-        keep_float(self, "top_p", 0.0, 1.0, low_open=True)
-        keep_float(self, "min_p", 0.0, 1.0)
-        keep_float(self, "presence_penalty", -1e3, 1e3)
-        keep_float(self, "frequency_penalty", -1e3, 1e3)
-        keep_float(self, "repetition_penalty", 1e-3, 1e3)  # in this range no logit overflows
-        keep_int(self, "seed", 0, 2**64 - 1, optional=True)
-        keep_int(self, "n", 1, MAX_NUM_SAMPLES)
-        keep_int(self, "best_of", 1, MAX_NUM_SAMPLES, optional=True)
         if self.best_of is not None and self.best_of < self.n:
             raise NanoinferError(f"best_of={self.best_of} is less than n={self.n}: raise best_of, or lower n")
         require_bool("ignore_eos", self.ignore_eos)
-        keep_int(self, "min_tokens", 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise NanoinferError(
                 f"min_tokens={show(self.min_tokens)} is more than max_tokens={show(self.max_tokens)}: raise max_tokens"
             )
-        keep_int(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
-        keep_int(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         require_choice("overflow", self.overflow, OVERFLOWS)
         if self.max_tokens is None and self.overflow == "slide":
             raise NanoinferError("max_tokens=None does not end with overflow='slide': set max_tokens")
-        keep_int(self, "slide_stride", 1, optional=True)
         if self.slide_stride is not None and self.overflow != "slide":
             raise NanoinferError(
                 f"slide_stride={show(self.slide_stride)} needs overflow='slide', not {self.overflow!r}"
@@ -128,6 +223,16 @@ class SamplingParams:
                 object.__setattr__(self, "logit_bias", dict(self.logit_bias))
             except (TypeError, ValueError):
                 raise NanoinferError(f"logit_bias={show(self.logit_bias)} is not a dict of token id to bias") from None
+        structured: Any = self.structured_outputs
+        if isinstance(structured, Mapping):
+            names = [f.name for f in fields(StructuredOutputsParams)]
+            if unknown := [key for key in structured if key not in names]:
+                raise NanoinferError(
+                    f"structured_outputs has the unknown field {show(unknown[0])}: use {', '.join(names)}"
+                )
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams(**structured))
+        elif structured is not None and not isinstance(structured, StructuredOutputsParams):
+            raise NanoinferError(f"structured_outputs={show(structured)} is not a StructuredOutputsParams")
 
     @property
     def greedy(self) -> bool:

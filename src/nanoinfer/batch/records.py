@@ -45,12 +45,13 @@ class Form(Protocol):
         ...
 
 
-def read_form(line: Line, model: str, several: bool) -> tuple[Form, NanoinferError | None]:
+def read_form(line: Line, model: str, decode: openai.Decode, several: bool) -> tuple[Form, NanoinferError | None]:
     """Return the form of a line, and why it cannot be read; None: it is a JSON object.
 
     Args:
         line: the line.
         model: name of the model, for OpenAI's records.
+        decode: returns the text of token ids.
         several: whether there are several files, so that records name theirs.
     """
     fields: Mapping[str, Any] = {}
@@ -59,7 +60,7 @@ def read_form(line: Line, model: str, several: bool) -> tuple[Form, NanoinferErr
     except NanoinferError as e:
         return OwnForm(line.place, fields, several), e
     if "body" in fields or "url" in fields or "method" in fields:
-        return OpenAIForm(line.place, fields, model), None
+        return OpenAIForm(line.place, fields, model, decode), None
     return OwnForm(line.place, fields, several), None
 
 
@@ -142,8 +143,8 @@ class OwnForm:
 class OpenAIForm:
     """A line of an OpenAI batch file."""
 
-    def __init__(self, place: Place, fields: Mapping[str, Any], model: str) -> None:
-        self._fields, self._model = fields, model
+    def __init__(self, place: Place, fields: Mapping[str, Any], model: str, decode: openai.Decode) -> None:
+        self._fields, self._model, self._decode = fields, model, decode
         self._number, self._line = place.number, place.line
         self._id = fields.get("custom_id") if _is_id(fields.get("custom_id")) else None
         self._request: GenerationRequest | None = None
@@ -168,10 +169,11 @@ class OpenAIForm:
     def record(self, outputs: Sequence[RequestOutput]) -> Record:
         """Return the record of a line that succeeded."""
         assert self._request is not None
-        return self._response(
-            200,
-            openai.response_body(self._request, outputs, request_id=str(self._number), model=self._model, created=0),
+        number, model = str(self._number), self._model
+        body = openai.response_body(
+            self._request, outputs, request_id=number, model=model, created=0, decode=self._decode
         )
+        return self._response(200, body)
 
     def error(self, error: NanoinferError) -> Record:
         """Return the record of a line that failed."""

@@ -134,7 +134,7 @@ class BatchRunner:
 
     def _start(self, line: Line, several: bool) -> None:
         """Queue the requests of a line; if it is bad, make its error record."""
-        form, error = read_form(line, self._model, several)
+        form, error = read_form(line, self._model, self._formatter.decode, several)
         entry = _Entry(line.place, form, line.num_bytes)
         self._window.append(entry)
         self._num_bytes += entry.num_bytes

@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": ("generate:generate", "Generate text from prompts, streamed as it is generated."),
     "chat": ("chat:chat", "Hold a conversation with a model that has a chat template."),
     "batch": ("batch:batch", "Generate for each line of a JSONL file; continue after an interruption."),
+    "serve": ("serve:serve", "Serve a model over HTTP with OpenAI's interface."),
     "pack": ("pack:pack", "Pack weights into a folder that engine native maps into memory."),
     "engines": ("engines:engines", "List the engines and what each supports on this machine."),
     "eval": ("eval:evaluate", "Print the perplexity of a text file, and bits per character."),

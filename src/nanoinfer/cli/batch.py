@@ -40,7 +40,7 @@ _CAPACITY = (
 
 @flags(EngineConfig, "engine_config")
 @flags(SpeculationConfig, "speculation")
-@flags(SamplingParams, "params", skip=("seed", "logit_bias"), defaults=DEFAULTS)
+@flags(SamplingParams, "params", skip=("seed", "logit_bias", "structured_outputs"), defaults=DEFAULTS)
 def batch(
     files: Annotated[
         list[str],

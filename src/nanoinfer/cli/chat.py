@@ -21,7 +21,7 @@ from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.files import read_text
 from nanoinfer.sampling_params import SamplingParams
 
-_SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "logit_bias")
+_SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
 
 
 @flags(EngineConfig, "engine_config")

@@ -1,14 +1,16 @@
-"""How `nanoinfer generate` decodes: sampling, the best of several samples, or beam search."""
+"""How `nanoinfer generate` decodes: sampling, the best of several samples, or beam search; structured outputs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import read_text
 from nanoinfer.outputs import Delta, RequestOutput
-from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanoinfer.llm import LLM
@@ -46,7 +48,8 @@ class BeamFlags:
             return None
         for name in (f.name for f in fields(params) if f.name not in SHARED):
             if getattr(params, name) != getattr(defaults, name):
-                raise NanoinferError(f"--{name.replace('_', '-')} is not used with --beam-width: leave one of them out")
+                flag = "--" + name.replace("_", "-") if name != "structured_outputs" else "a structured output"
+                raise NanoinferError(f"{flag} is not used with --beam-width: leave one of them out")
         if params.n > self.beam_width:
             raise NanoinferError(f"n={params.n} is more than beam_width={self.beam_width}: raise --beam-width")
         if (early := self.early_stopping or "false") not in EARLY_STOPPING:
@@ -58,6 +61,37 @@ class BeamFlags:
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
             early_stopping=EARLY_STOPPING[early],
         )
+
+
+@dataclass(frozen=True)
+class StructuredFlags:
+    """The flags of structured outputs, of which at most one is given."""
+
+    json_schema: str | None = None
+    """JSON schema that the output must match: its text, or a file."""
+    json_object: bool = False
+    """The output must be a JSON object."""
+    regex: str | None = None
+    """Regular expression (Rust's syntax) that the whole output must match."""
+    choice: tuple[str, ...] = ()
+    """The output must be this string, or another one that is given so. May be repeated."""
+    grammar: Path | None = None
+    """File with a context-free grammar, Lark or GBNF, that the output must match."""
+
+    def params(self) -> StructuredOutputsParams | None:
+        """Return what the flags ask for, or None. Raises NanoinferError if several are given, or a file is bad."""
+        if self == StructuredFlags():
+            return None
+        given = [
+            f"--{f.name.replace('_', '-')}" for f in fields(self) if getattr(self, f.name) not in (None, False, ())
+        ]
+        if len(given) > 1:
+            raise NanoinferError(f"{' and '.join(given)} are both given: leave one of them out")
+        schema = self.json_schema
+        if schema is not None and not schema.lstrip().startswith("{"):
+            schema = read_text(Path(schema), "a JSON schema")
+        grammar = None if self.grammar is None else read_text(self.grammar, "a grammar")
+        return StructuredOutputsParams(schema, self.regex, self.choice or None, grammar, self.json_object or None)
 
 
 def start(

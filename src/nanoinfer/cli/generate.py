@@ -5,6 +5,7 @@ Examples:
     nanoinfer generate -p "To be" -n 2 --temp 0.6 --seed 1 --max-tokens 200
     nanoinfer generate --model gpt2 --file prompts.txt --lines --json
     echo "To be" | nanoinfer generate --draft shakespeare-draft
+    nanoinfer generate "Name:" --regex "[A-Z][a-z]{2,8}"
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 @flags(EngineConfig, "engine_config")
 @flags(SpeculationConfig, "speculation")
 @flags(decoding.BeamFlags, "beam_flags")
-@flags(SamplingParams, "params", skip=("logit_bias",), defaults=DEFAULTS)
+@flags(decoding.StructuredFlags, "structured_flags")
+@flags(SamplingParams, "params", skip=("logit_bias", "structured_outputs"), defaults=DEFAULTS)
 def generate(
     prompts: Annotated[
         list[str] | None,
@@ -80,6 +82,7 @@ def generate(
     speculation: SpeculationConfig,
     params: SamplingParams,
     beam_flags: decoding.BeamFlags,
+    structured_flags: decoding.StructuredFlags,
 ) -> None:
     """Generate text from prompts, streamed as it is generated."""
     if prompts and prompt:
@@ -87,8 +90,8 @@ def generate(
             f"the prompts {prompts[0]!r:.40} (an argument) and {prompt[0]!r:.40} (--prompt): give arguments or --prompt"
         )
     texts = _read_prompts(prompts or prompt or [], file or [], lines)
-    if logit_bias:
-        params = dataclasses.replace(params, logit_bias=_parse_bias(logit_bias))
+    bias, structured = _parse_bias(logit_bias or []), structured_flags.params()
+    params = dataclasses.replace(params, logit_bias=bias, structured_outputs=structured)
     beams = beam_flags.search(params, SamplingParams(**DEFAULTS))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
 
@@ -160,8 +163,8 @@ def _parse_ids(text: str) -> list[int]:
         raise NanoinferError(f"--token-ids: {text[:60]!r} is not a list of integers") from None
 
 
-def _parse_bias(entries: list[str]) -> dict[int, float]:
-    """["50256=-100"] -> {50256: -100.0}."""
+def _parse_bias(entries: list[str]) -> dict[int, float] | None:
+    """["50256=-100"] -> {50256: -100.0}; [] -> None."""
     bias = {}
     for entry in entries:
         token, _, value = entry.partition("=")
@@ -169,7 +172,7 @@ def _parse_bias(entries: list[str]) -> dict[int, float]:
             bias[int(token)] = float(value)
         except ValueError:
             raise NanoinferError(f"--logit-bias {entry!r} is not TOKEN_ID=BIAS") from None
-    return bias
+    return bias or None
 
 
 def _heading(prompts: list[str], n: int, echo: bool, i: int, k: int) -> str:

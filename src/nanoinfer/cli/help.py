@@ -30,6 +30,7 @@ TOPICS: dict[str, dict[str, str]] = {
     "generate": {
         **_OUTPUT,
         "Sampling": _SAMPLING["Sampling"] + " best_of logit_bias",
+        "Structured outputs": "json_schema json_object regex choice grammar",
         "Beam search": "beam_width length_penalty early_stopping",
         "Speculative decoding": "draft speculate_k speculate_rule",
         **_ENGINE,
@@ -45,6 +46,16 @@ TOPICS: dict[str, dict[str, str]] = {
         "Sampling": _SAMPLING["Sampling"] + " logprobs prompt_logprobs",
         "Speculative decoding": "draft speculate_k speculate_rule",
         **_ENGINE,
+    },
+    "serve": {
+        "Access and logs": "api_key api_key_file allowed_host allowed_origin access_log log_level",
+        "Limits of a request": "max_body_bytes max_header_bytes max_sequences max_logprobs max_stop max_stop_chars"
+        " max_token_entries",
+        "Limits of number and time": "max_connections max_requests_in_flight header_timeout_sec body_timeout_sec"
+        " send_timeout_sec request_timeout_sec keep_alive_sec",
+        "Speculative decoding": "draft speculate_k speculate_rule",
+        "Scheduling": "max_num_batched_tokens max_num_queued enable_prefix_caching",
+        "Engine and memory": _ENGINE["Engine and memory"] + " sampler",
     },
     "eval": {"Engine and memory": _ENGINE["Engine and memory"] + " sampler"},
     "bench": {

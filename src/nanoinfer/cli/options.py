@@ -6,21 +6,19 @@ A field `max_tokens: int = 128` followed by the string "Most tokens ..." becomes
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import inspect
-import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from nanoinfer.cli.values import parse_size, size_units, unescape
+from nanoinfer.field_docs import field_docs
 
 # Fields whose flags are written differently than in Python: how to read one, its metavar, what to add to the help.
 _WRITTEN: dict[str, tuple[Callable[[str], Any], str, str]] = {
@@ -31,24 +29,6 @@ _WRITTEN: dict[str, tuple[Callable[[str], Any], str, str]] = {
 # Second names of flags.
 _ALIASES = {"model": "-m", "n": "-n", "output": "-o", "temperature": "--temp"}
 _METAVARS = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH"}
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass: {"max_tokens": "Most tokens to generate."}."""
-    body = _classes(cls.__module__)[cls.__name__].body
-    docs = {}
-    for field, text in pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            assert isinstance(field.target, ast.Name)
-            docs[field.target.id] = " ".join(str(text.value.value).split())
-    return docs
-
-
-@functools.cache
-def _classes(module: str) -> dict[str, ast.ClassDef]:
-    """Return the syntax of a module's classes by name; faster than inspect.getsource(cls), which tokenizes each."""
-    body = ast.parse(inspect.getsource(sys.modules[module])).body
-    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
 
 
 def flags(

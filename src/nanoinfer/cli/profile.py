@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 NUM_OPERATORS = 12  # shown one by one; --json has them all
 PROMPT_TOKENS = 32
-_ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias")
+_ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "structured_outputs")
 
 
 @flags(EngineConfig, "engine_config")

@@ -19,6 +19,7 @@ from nanoinfer.scheduling.text import OutputText
 if TYPE_CHECKING:
     from nanoinfer.arrays import Array
     from nanoinfer.outputs import Delta, Logprob
+    from nanoinfer.structured.masks import OutputGrammar
 
 
 def window_start(num_tokens: int, block_size: int, stride: int) -> int:
@@ -62,6 +63,8 @@ class Request:
     """Tokens at the start of the prompt that are outside the sliding window of the first generated token."""
     arrival_sec: float = 0.0
     """Time when the request was made, on the core's clock."""
+    scheduled_sec: float = 0.0
+    """Time when it was first part of a step, on the core's clock; 0 before."""
     first_token_sec: float = 0.0
     """Time when its first token was sampled, on the core's clock; 0 before."""
     finished_sec: float = 0.0
@@ -127,6 +130,8 @@ class Sequence:
     """Sum of the log-probabilities of the generated tokens, if it is the result of a beam search."""
     draft_accepted: list[bool] = field(default_factory=list)
     """With a draft: for each generated token whether it was proposed. It may have more items than there are tokens."""
+    grammar: OutputGrammar | None = None
+    """State of the grammar that the output must match; None: it may be anything."""
     finish_reason: str | None = None
     """stop, length, abort or error; None: not finished."""
     stop_reason: int | str | None = None
@@ -206,7 +211,8 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Append a generated token and check whether it ends the sequence.
 
-        The conditions are checked in this order: end token, stop string, max_tokens, context length.
+        The conditions are checked in this order: end token, stop string, complete by its grammar, max_tokens, context
+        length.
         """
         assert self.finish_reason is None
         self.token_ids.append(token_id)
@@ -215,12 +221,13 @@ class Sequence:
         if may_stop and token_id in self.end_token_ids:
             self.text.flush(may_stop=False)
             return self._finish("stop", token_id)
+        complete = self.grammar is not None and self.grammar.push(token_id)
         stop = self.text.push(token_id, may_stop=may_stop)
         full = params.overflow != "slide" and len(self.token_ids) > self.block_size
-        ends = num_output_tokens >= self.max_tokens or full
+        ends = num_output_tokens >= self.max_tokens or full or complete
         if stop is None and ends:
             stop = self.text.flush(may_stop=may_stop)
-        if stop is not None:
+        if stop is not None or complete:
             self._finish("stop", stop)
         elif ends:
             self._finish("length", None)

@@ -32,6 +32,8 @@ class SchedulerStats:
     """Tokens of admitted prompts."""
     num_shared_tokens: int = 0
     """Tokens of admitted prompts that were in the KV cache already."""
+    num_output_tokens: int = 0
+    """Tokens that were generated."""
     num_preempted: int = 0
     """Number of times that a sequence was preempted."""
 
@@ -39,6 +41,12 @@ class SchedulerStats:
 def drawing(work: list[ScheduledSequence]) -> list[Sequence]:
     """Return the sequences that sample a token, in the order of the logits' rows: each followed by its forks."""
     return [s for w in work if w.draws for s in (w.sequence, *w.forks)]
+
+
+def mark_scheduled(work: list[ScheduledSequence], now: float) -> None:
+    """Note the time of the first step of each request."""
+    for w in work:
+        w.sequence.request.scheduled_sec = w.sequence.request.scheduled_sec or now
 
 
 def mark_in_flight(work: list[ScheduledSequence]) -> None:

@@ -1,0 +1,53 @@
+"""`nanoinfer serve`: an HTTP server with OpenAI's interface.
+
+Examples:
+    nanoinfer serve shakespeare
+    nanoinfer serve gpt2 --quantization int8 --port 9000
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from nanoinfer.cli.generate import TokenizerFlag
+from nanoinfer.cli.options import flags
+from nanoinfer.config import EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
+from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.server.config import ServerConfig
+
+
+@flags(EngineConfig, "engine_config")
+@flags(SpeculationConfig, "speculation")
+@flags(SchedulerConfig, "scheduler")
+@flags(ServerConfig, "server")
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET."
+        ),
+    ],
+    tokenizer: TokenizerFlag = None,
+    *,
+    server: ServerConfig,
+    engine_config: EngineConfig,
+    speculation: SpeculationConfig,
+    scheduler: SchedulerConfig,
+) -> None:
+    """Serve a model over HTTP with OpenAI's interface."""
+    config = LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation, scheduler=scheduler)
+    try:
+        from nanoinfer.server import auth, run
+    except ModuleNotFoundError as e:
+        package = (e.name or "").partition(".")[0]
+        if package not in ("uvicorn", "starlette", "prometheus_client"):
+            raise
+        raise NanoinferError(missing_extra(package, "server")) from None
+
+    server = auth.with_keys(server)
+    with run.bind(server) as bound:  # before the model is loaded: a port in use is an error at once
+        from nanoinfer.async_llm import AsyncLLM
+
+        run.serve(AsyncLLM.from_config(config), server, bound)

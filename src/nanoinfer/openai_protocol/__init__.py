@@ -1,0 +1,36 @@
+"""OpenAI's shapes of requests and responses, for batch files and for the HTTP server.
+
+fields.py     the fields of a request: what each means, or why it has no effect; also for the OpenAPI document
+requests.py   `parse` reads the body of a request to /v1/completions or /v1/chat/completions
+responses.py  the body of its response
+chunks.py     the chunks of a streamed response
+errors.py     the body of an error
+
+Besides OpenAI's own fields, a request may have all fields of `SamplingParams` (vLLM's extra fields: top_k, min_p, ...).
+A field that is null has its default. A field that is not supported is an error.
+"""
+
+from nanoinfer.openai_protocol.chunks import ChunkWriter
+from nanoinfer.openai_protocol.errors import error_body, error_object, status_code
+from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, SAMPLING, FieldError
+from nanoinfer.openai_protocol.requests import GenerationRequest, parse, with_fields
+from nanoinfer.openai_protocol.responses import Decode, json_bytes, plain_logprobs, response_body, usage
+
+__all__ = [
+    "CHAT",
+    "COMPLETIONS",
+    "SAMPLING",
+    "ChunkWriter",
+    "Decode",
+    "FieldError",
+    "GenerationRequest",
+    "error_body",
+    "error_object",
+    "json_bytes",
+    "parse",
+    "plain_logprobs",
+    "response_body",
+    "status_code",
+    "usage",
+    "with_fields",
+]

@@ -1,0 +1,58 @@
+"""Errors in OpenAI's shape, with the name of the field."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from nanoinfer.errors import NanoinferError, QueueFull, ResultError
+from nanoinfer.openai_protocol.fields import FIELDS, SAMPLING, FieldError
+
+
+def status_code(error: NanoinferError) -> int:
+    """Return the HTTP status: 500 for a request that failed while it ran, 429 if the queue is full, or 4xx."""
+    if isinstance(error, FieldError):
+        return error.status
+    return 500 if isinstance(error, ResultError) else 429 if isinstance(error, QueueFull) else 400
+
+
+def error_body(error: NanoinferError) -> dict[str, Any]:
+    """Return the body of a response to a request that failed or was refused."""
+    code = error.code if isinstance(error, FieldError) else None
+    return error_object(str(error), status_code(error), _param(error), code)
+
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return an error in OpenAI's shape.
+
+    Args:
+        message: one line.
+        status: the HTTP status, which determines the type.
+        param: name of the field.
+        code: for programs.
+    """
+    kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+_ABOUT = {
+    r"(the prompt|prompt|token id)\b": "prompt",
+    r"(message|role|content|content part|messages)\b": "messages",
+    r"model '": None,  # without a chat template
+}
+"""How messages begin that do not begin with the name of the field they are about."""
+
+
+def _param(error: NanoinferError) -> str | None:
+    """Return the name of the field that an error is about, if it is known."""
+    if isinstance(error, FieldError):
+        return error.param
+    text = re.sub(r"^prompt \d+ of \d+: ", "", str(error))
+    for start, name in _ABOUT.items():
+        if re.match(start, text):
+            return name
+    found = re.match(r"\w+", text)
+    return found[0] if found and (found[0] in SAMPLING or found[0] in FIELDS) else None

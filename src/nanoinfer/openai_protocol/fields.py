@@ -1,0 +1,135 @@
+"""The fields of the body of a request: one table, which `parse` and the OpenAPI document read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanoinfer.checks import show
+from nanoinfer.errors import NanoinferError
+from nanoinfer.sampling_params import SamplingParams
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BOTH = (COMPLETIONS, CHAT)
+MAX_PROMPTS = 128
+"""Prompts of one request to /v1/completions."""
+SAMPLING = tuple(f.name for f in fields(SamplingParams))
+
+
+class FieldError(NanoinferError):
+    """A field of a request is unknown, missing or not supported, or has a bad value.
+
+    Args:
+        message: one line.
+        param: name of the field.
+        status: HTTP status.
+        code: OpenAI's code, such as "model_not_found".
+    """
+
+    def __init__(self, message: str, param: str | None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of a request."""
+
+    schema: Mapping[str, Any]
+    """JSON schema of its values."""
+    doc: str
+    urls: tuple[str, ...] = BOTH
+    """The routes that have it."""
+    neutral: tuple[Any, ...] | None = None
+    """The values that are supported, all of which have no effect; None: any."""
+
+
+_BOOL = {"type": "boolean"}
+_STRING = {"type": "string"}
+_INT = {"type": "integer"}
+_OBJECT = {"type": "object"}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+
+FIELDS: dict[str, Field] = {
+    "model": Field(_STRING, "Name of the model, as /v1/models lists it."),
+    "prompt": Field(
+        {"anyOf": [_STRING, _TOKEN_IDS, {"type": "array", "items": {"anyOf": [_STRING, _TOKEN_IDS]}}]},
+        f"A string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these.",
+        (COMPLETIONS,),
+    ),
+    "messages": Field(
+        {"type": "array", "minItems": 1, "items": _OBJECT}, "The conversation: a role and a content each.", (CHAT,)
+    ),
+    "stream": Field(_BOOL, "Send the output as server-sent events, while it is generated."),
+    "stream_options": Field(
+        {
+            "type": "object",
+            "properties": {"include_usage": _BOOL, "continuous_usage_stats": _BOOL, "include_obfuscation": _BOOL},
+            "additionalProperties": False,
+        },
+        "With include_usage, the last chunk has the token counts; with continuous_usage_stats every chunk has them.",
+    ),
+    "echo": Field(
+        _BOOL, "Return the prompt before the output; with logprobs, its log-probabilities too.", (COMPLETIONS,)
+    ),
+    "max_completion_tokens": Field({"type": "integer", "minimum": 1}, "The newer name of max_tokens.", (CHAT,)),
+    "top_logprobs": Field(
+        {"type": "integer", "minimum": 0}, "Most likely tokens to return with their log-probabilities.", (CHAT,)
+    ),
+    "chat_template_kwargs": Field(_OBJECT, "Further variables of the chat template.", (CHAT,)),
+    "add_generation_prompt": Field(_BOOL, "End the prompt with the beginning of the answer (default: true).", (CHAT,)),
+    "logprobs": Field(_BOOL, "Return the log-probability of each token.", (CHAT,)),
+    "return_token_ids": Field(_BOOL, "Return the token ids of the prompt and of each choice."),
+    "priority": Field(_INT, "Requests of smaller priority are admitted first (default: 0)."),
+    "cache_salt": Field(
+        {"type": "string", "minLength": 1}, "Only requests of the same salt share the keys and values of prefixes."
+    ),
+    **{
+        name: Field({}, "Accepted without effect.")
+        for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+    },
+    "suffix": Field(_STRING, "Not supported: the models here do not fill in.", (COMPLETIONS,), ("",)),
+    "tools": Field({"type": "array"}, "Not supported.", (CHAT,), ([],)),
+    "tool_choice": Field({}, "Not supported.", (CHAT,), ("none", "auto")),
+    "parallel_tool_calls": Field(_BOOL, "Not supported.", (CHAT,), (True, False)),
+    "response_format": Field(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema"]},
+                "json_schema": {"type": "object", "properties": {"schema": _OBJECT}, "required": ["schema"]},
+            },
+            "required": ["type"],
+        },
+        "What the output must match, as OpenAI has it; structured_outputs is vLLM's form.",
+    ),
+    "modalities": Field({"type": "array"}, "Text only.", (CHAT,), (["text"],)),
+}
+"""The fields that are not fields of SamplingParams, or that have another type there."""
+
+
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+_CONVERSATION = ("model", "messages", "chat_template_kwargs", "add_generation_prompt")
+TABLES: dict[str, dict[str, Field]] = {
+    **{url: {name: field for name, field in FIELDS.items() if url in field.urls} for url in BOTH},
+    TOKENIZE: {
+        **{name: FIELDS[name] for name in _CONVERSATION},
+        "prompt": Field(_STRING, "The text, instead of messages."),
+        "add_special_tokens": Field(_BOOL, "Begin with the tokenizer's start token, if it has one (default: true)."),
+        "return_token_strs": Field(_BOOL, "Return the text of each token."),
+    },
+    DETOKENIZE: {"model": FIELDS["model"], "tokens": Field(_TOKEN_IDS, "The token ids.")},
+}
+"""The fields of each route that are not fields of SamplingParams, or that have another type there."""
+
+
+def check_names(given: Mapping[str, Any], url: str) -> None:
+    """Check that a route has the fields, and supports the values of those that have few. Raises FieldError."""
+    known = TABLES[url]
+    for name, value in given.items():
+        if name not in known and not (url in BOTH and name in SAMPLING):
+            raise FieldError(f"the field {show(name)} is not supported for {url}: leave it out", name)
+        neutral = known[name].neutral if name in known else None
+        if neutral is not None and value not in neutral:
+            raise FieldError(f"{name}={show(value)} is not supported: leave it out", name)

@@ -1,0 +1,199 @@
+"""Read the body of a request to /v1/completions or /v1/chat/completions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanoinfer.checks import require_bool, require_int, show
+from nanoinfer.openai_protocol.fields import CHAT, FIELDS, MAX_PROMPTS, SAMPLING, FieldError, check_names
+from nanoinfer.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What a request asks for: prompts in the forms of `LLM.generate`, or the messages of a chat."""
+
+    params: SamplingParams
+    """With echo and logprobs, they ask for prompt_logprobs too."""
+    prompts: Sequence[Mapping[str, Any]] = ()
+    messages: Any = None
+    """Not checked yet; None: prompts are given."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    add_generation_prompt: bool = True
+    model: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    """Only requests of the same salt share the keys and values of prefixes."""
+    echo: bool = False
+    """Whether the prompt is returned before the output."""
+    prompt_only: bool = False
+    """Whether max_tokens is 0. One token is generated, and not returned."""
+    prompt_logprobs: bool = False
+    """Whether prompt_logprobs are returned in vLLM's shape."""
+    return_token_ids: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    """Whether the last chunk of a stream has the token counts."""
+    continuous_usage: bool = False
+    """Whether every chunk has them."""
+
+    @property
+    def chat(self) -> bool:
+        """Whether this is a chat."""
+        return self.messages is not None
+
+
+def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, streams: bool = False) -> GenerationRequest:
+    """Read the body of a request.
+
+    Args:
+        url: COMPLETIONS or CHAT.
+        body: the JSON object.
+        defaults: sampling parameters that the body does not have.
+        streams: whether stream=true is supported.
+
+    Raises:
+        FieldError: a field is unknown or not supported; or there is no prompt.
+        NanoinferError: a sampling parameter is out of range; its message begins with its name.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    check_names(given, url)
+    sampling = {name: given[name] for name in SAMPLING if name in given}
+    if (structured := _structured_outputs(given.get("response_format"))) is not None:
+        if "structured_outputs" in given:
+            raise FieldError("response_format and structured_outputs are both given: give one", "response_format")
+        sampling["structured_outputs"] = structured
+    if url == CHAT:
+        _convert_chat_fields(given, sampling)
+    options: dict[str, Any] = _options(given, streams)
+    if options["echo"] and type(given.get("max_tokens")) is int and given["max_tokens"] == 0:
+        options["prompt_only"], sampling["max_tokens"] = True, 1
+    params = with_fields(defaults, sampling)
+    options["prompt_logprobs"] = params.prompt_logprobs is not None
+    if options["stream"]:
+        _check_stream(params, options)
+    if options["echo"] and params.logprobs is not None:
+        params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+    if url == CHAT:
+        if "messages" not in given:
+            raise FieldError("messages is missing: give a list of {'role': ..., 'content': ...}", "messages")
+        return GenerationRequest(params, messages=given["messages"], **options)
+    return GenerationRequest(params, _prompts(given.get("prompt")), **options)
+
+
+def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters with some fields replaced by JSON values. The keys of logit_bias may be strings.
+
+    Raises:
+        NanoinferError: a value is out of range.
+    """
+    bias = given.get("logit_bias")
+    if isinstance(bias, Mapping):
+        given = {**given, "logit_bias": {_token_id(key): value for key, value in bias.items()}}
+    return replace(defaults, **given)
+
+
+def _options(given: Mapping[str, Any], streams: bool) -> dict[str, Any]:
+    """Return the fields of GenerationRequest that are not about sampling."""
+    found: dict[str, Any] = {}
+    for name, default in (("echo", False), ("stream", False), ("return_token_ids", False),
+                          ("add_generation_prompt", True)):  # fmt: skip
+        found[name] = given.get(name, default)
+        require_bool(name, found[name])
+    if found["stream"] and not streams:
+        raise FieldError("stream=True is not supported here: leave it out", "stream")
+    found["priority"] = require_int("priority", given.get("priority", 0), -(2**31), 2**31 - 1)
+    for name, kind, what in (("model", str, "a string"), ("cache_salt", str, "a string of one or more characters"),
+                             ("chat_template_kwargs", dict, "an object")):  # fmt: skip
+        found[name] = given.get(name)
+        if found[name] is not None and (
+            not isinstance(found[name], kind) or (name == "cache_salt" and not found[name])
+        ):
+            raise FieldError(f"{name}={show(found[name])} is not {what}", name)
+    found.update(_stream_options(given.get("stream_options"), found["stream"]))
+    return found
+
+
+def _stream_options(given: Any, stream: bool) -> dict[str, bool]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise FieldError(f"stream_options={show(given)} is not an object", "stream_options")
+    if not stream:
+        raise FieldError("stream_options needs stream=true", "stream_options")
+    known: Mapping[str, Any] = FIELDS["stream_options"].schema["properties"]
+    for name, value in given.items():
+        if name not in known or not isinstance(value, (bool, type(None))):
+            raise FieldError(f"stream_options.{name}={show(value)} is not supported: use {', '.join(known)}",
+                             "stream_options")  # fmt: skip
+    return {"include_usage": bool(given.get("include_usage")),
+            "continuous_usage": bool(given.get("continuous_usage_stats"))}  # fmt: skip
+
+
+def _check_stream(params: SamplingParams, options: Mapping[str, Any]) -> None:
+    if params.num_sequences > params.n:
+        raise FieldError(
+            f"best_of={params.best_of} is more than n={params.n}: the outputs are chosen at the end and cannot be"
+            " streamed: leave stream or best_of out",
+            "best_of",
+        )
+    if options["prompt_logprobs"]:
+        raise FieldError("prompt_logprobs is not supported with stream=true: use echo and logprobs", "prompt_logprobs")
+
+
+def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
+    """Return the structured_outputs that OpenAI's response_format stands for; None for plain text."""
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
+    if response_format is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise FieldError(
+            f"response_format={show(response_format)} is not supported: give an object whose type is text, json_object"
+            " or json_schema", "response_format",
+        )  # fmt: skip
+    described = response_format.get("json_schema")
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise FieldError(
+            f"response_format.json_schema={show(described)} has no schema: give {{'name': ..., 'schema': {{...}}}}",
+            "response_format",
+        )
+    return {"json": schema}
+
+
+def _convert_chat_fields(given: Mapping[str, Any], sampling: dict[str, Any]) -> None:
+    """Add the fields that a chat request names differently to the sampling parameters."""
+    if "max_completion_tokens" in given:
+        if "max_tokens" in given:
+            raise FieldError("max_tokens and max_completion_tokens are both given: give one", "max_completion_tokens")
+        sampling["max_tokens"] = require_int("max_completion_tokens", given["max_completion_tokens"], 1)
+    num_top = given.get("top_logprobs")
+    if "logprobs" in given:
+        require_bool("logprobs", given["logprobs"])
+        sampling["logprobs"] = (num_top or 0) if given["logprobs"] else None
+    if num_top not in (None, 0) and not given.get("logprobs"):
+        raise FieldError(f"top_logprobs={show(num_top)} needs logprobs=true", "top_logprobs")
+
+
+def _prompts(prompt: Any) -> list[dict[str, Any]]:
+    """Return the prompts of a completion: a string, a list of token ids, or a list of these."""
+    items = prompt if isinstance(prompt, list) and any(isinstance(p, (str, list)) for p in prompt) else [prompt]
+    if prompt is None or prompt == [] or len(items) > MAX_PROMPTS:
+        what = "is missing" if prompt is None else f"has {len(prompt)} items"
+        raise FieldError(
+            f"prompt {what}: give a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these", "prompt"
+        )
+    for item in items:
+        if not isinstance(item, (str, list)):
+            raise FieldError(f"prompt={show(item)} is neither a string nor a list of token ids", "prompt")
+    return [{"prompt" if isinstance(item, str) else "prompt_token_ids": item} for item in items]
+
+
+def _token_id(key: Any) -> Any:
+    """ "50256" -> 50256. Other keys are left for SamplingParams to refuse."""
+    return int(key) if isinstance(key, str) and re.fullmatch(r"[0-9]{1,10}", key) else key

@@ -1,0 +1,194 @@
+"""Request ids, the access log, and what is logged of an exception.
+
+The access log has one JSON object in each line. It has neither prompts nor outputs, headers, keys or the query:
+
+    {"time": "2026-11-22T08:00:00.123Z", "request_id": "...", "client": "127.0.0.1", "method": "POST",
+     "path": "/v1/completions", "status": 200, "duration_sec": 0.42, "prompt_tokens": 5, "completion_tokens": 60}
+
+A status of 0 means that the client disconnected before the response began; "complete": false that it did not get all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import re
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped, reason
+
+log = logging.getLogger("nanoinfer.server")
+
+MAX_LINES = 10_000  # that wait to be written; more are discarded
+_MAX_PATH_CHARS = 256
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class AccessLog:
+    """Writes lines to a file in a thread of its own, so that no request waits for the disk.
+
+    Lines that cannot be written, because the disk is full or too slow, are discarded; a warning is logged once.
+
+    Args:
+        path: a file to append to; "-" is standard output.
+
+    Raises:
+        NanoinferError: the file cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._fd = sys.stdout.fileno() if path == "-" else os.open(Path(path), flags, 0o640)
+        except (OSError, ValueError) as e:
+            raise NanoinferError(f"--access-log {escaped(path)} cannot be opened: {reason(e)}") from None
+        self._lines: queue.Queue[bytes | None] = queue.Queue(MAX_LINES)
+        self.num_discarded = 0
+        self._thread = threading.Thread(target=self._run, name="nanoinfer-access-log", daemon=True)
+        self._thread.start()
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Queue one line."""
+        try:
+            self._lines.put_nowait(json.dumps(entry).encode() + b"\n")
+        except queue.Full:
+            self._discard("the disk is too slow")
+
+    def close(self, timeout_sec: float = 2.0) -> None:
+        """Write what is queued, at most for `timeout_sec` seconds."""
+        try:
+            self._lines.put(None, timeout=timeout_sec)
+        except queue.Full:
+            return
+        self._thread.join(timeout_sec)
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                while line:  # a write to a full disk may take a part
+                    line = line[os.write(self._fd, line) :]
+            except OSError as e:
+                self._discard(reason(e))
+        if self._path != "-":
+            os.close(self._fd)
+
+    def _discard(self, why: str) -> None:
+        self.num_discarded += 1
+        if self.num_discarded == 1:
+            log.warning("lines of the access log %s are discarded: %s", escaped(self._path), why)
+
+
+def count_tokens(scope: Scope, num_prompt: int, num_output: int) -> None:
+    """Note a request's token counts for its line in the access log. Routes call it for each prompt."""
+    tokens = scope.setdefault("state", {}).setdefault("num_tokens", [0, 0])
+    tokens[0] += num_prompt
+    tokens[1] += num_output
+
+
+class LogRequests:
+    """ASGI middleware, the outermost: gives each request an id, and calls `record` at its end.
+
+    The id is that of the header X-Request-Id, if it is well-formed, or a random one. It is in scope["state"] as
+    "request_id" and in the response's header. Only HTTP and lifespan events pass.
+
+    Args:
+        app: the application.
+        record: gets the entry of the access log of each request.
+    """
+
+    def __init__(self, app: ASGIApp, record: Callable[[Mapping[str, Any]], None]) -> None:
+        self.app, self._record = app, record
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Give the request an id, pass it on, and record it."""
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        started, request_id = time.perf_counter(), _request_id(scope)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        status, complete = 0, False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                added = [(b"x-request-id", request_id.encode()), (b"x-content-type-options", b"nosniff")]
+                message = {**message, "headers": [*message.get("headers", []), *added]}
+            elif not message.get("more_body", False):
+                complete = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        finally:
+            entry = {
+                "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+                "request_id": request_id,
+                "client": (scope.get("client") or ("",))[0],
+                "method": scope["method"][:16],
+                "path": scope["path"][:_MAX_PATH_CHARS],
+                "status": status,
+                "duration_sec": round(time.perf_counter() - started, 6),
+            }
+            if (tokens := state.get("num_tokens")) is not None:
+                entry["prompt_tokens"], entry["completion_tokens"] = tokens
+            if not complete:
+                entry["complete"] = False
+            self._record(entry)
+
+
+def _request_id(scope: Scope) -> str:
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
+        return str(given[0], "ascii")
+    return secrets.token_hex(16)
+
+
+class OneLine(logging.Formatter):
+    """Formats a record on one line, without a traceback unless the level is debug.
+
+    Args:
+        tracebacks: whether to add them.
+    """
+
+    def __init__(self, tracebacks: bool) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+        self._tracebacks = tracebacks
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line, with the exception's type instead of the traceback."""
+        if self._tracebacks:
+            return super().format(record)
+        plain = logging.makeLogRecord({**record.__dict__, "exc_info": None, "exc_text": None, "stack_info": None})
+        text = " ".join(super().format(plain).split())
+        return f"{text}: {record.exc_info[0].__name__}" if record.exc_info and record.exc_info[0] else text
+
+
+def configure_logging(level: str) -> None:
+    """Log what nanoinfer reports to standard error, from a level on: one of `LOG_LEVELS`.
+
+    If standard error cannot be written, for example because the disk is full, the record is lost and nothing else.
+    """
+    logging.raiseExceptions = False
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine(level == "debug"))
+    for name in ("nanoinfer", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        # uvicorn reports what clients do, which the access log has, and exceptions that were reported before.
+        logger.setLevel(level.upper() if name == "nanoinfer" or level == "debug" else "CRITICAL")

@@ -1,0 +1,67 @@
+"""The ASGI application: the routes, and the stack of middleware around them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+
+from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.checks import show
+from nanoinfer.openai_protocol import json_bytes
+from nanoinfer.server import page_routes
+from nanoinfer.server.access_log import AccessLog, LogRequests
+from nanoinfer.server.auth import RequireKey
+from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.http import App, Receive, Scope, Send
+from nanoinfer.server.limits import BoundRequests
+from nanoinfer.server.openapi import document
+from nanoinfer.server.origins import CheckOrigins
+from nanoinfer.server.service import Service
+from nanoinfer.server.table import ROUTES, RouteSpec
+
+
+def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None = None) -> App:
+    """Return the ASGI application that serves a model.
+
+    Args:
+        llm: generates; the caller closes it.
+        config: options and limits; without an api_key_file (`auth.with_keys`).
+        access_log: the caller closes it; None: none.
+    """
+    service = Service(llm, config)
+    service.openapi = functools.cache(lambda: json_bytes(document(ROUTES, service.defaults)))
+    router = Router([*(_route(service, spec) for spec in ROUTES), *page_routes.routes()])
+
+    async def routed(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = router  # Starlette's routes then raise HTTPException
+        try:
+            await router(scope, receive, send)
+        except HTTPException as e:
+            raise HTTPException(
+                e.status_code, f"{scope['method']} {show(scope['path'])}: {e.detail}", e.headers
+            ) from None
+
+    # Around the routes, the innermost first. BoundRequests answers their exceptions.
+    app: App = BoundRequests(routed, config)
+    app = RequireKey(app, config.api_key)
+    app = CheckOrigins(app, config.host, config.allowed_host, config.allowed_origin)
+
+    def record(entry: Mapping[str, Any]) -> None:
+        service.metrics.responded(entry)
+        if access_log is not None:
+            access_log.write(entry)
+
+    return LogRequests(app, record)
+
+
+def _route(service: Service, spec: RouteSpec) -> Route:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        await spec.handler(service, scope, receive, send)
+
+    route = Route(spec.path, answer, methods=[spec.method])
+    route.app = answer  # Starlette takes a function for one of a Request, and wraps it
+    return route

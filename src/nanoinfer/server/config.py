@@ -1,0 +1,87 @@
+"""The options and limits of the server: one frozen dataclass, from which the flags of `nanoinfer serve` are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+from nanoinfer.checks import keep_float, keep_int, require_choice, show
+from nanoinfer.errors import NanoinferError
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Options of the server.
+
+    Raises:
+        NanoinferError: a field is out of range.
+    """
+
+    host: str = "127.0.0.1"
+    """Name or address of the interface to listen on; 0.0.0.0 is all."""
+    port: int = 8000
+    """Port to listen on; 0: a free one."""
+    served_model_name: tuple[str, ...] = ()
+    """Name of the model in requests and responses, instead of its own. May be repeated: responses have the first."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
+    measure_roofline: bool = False
+    """Measure this machine for a few seconds at the start, and show its limit of tokens/s on the page."""
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """Key that requests must have; NANOINFER_API_KEY and --api-key-file hide it from other users. May be repeated."""
+    api_key_file: str | None = None
+    """File with one API key in each line."""
+    allowed_host: tuple[str, ...] = ()
+    """Further name of this server in the Host header, without port; *: any. May be repeated."""
+    allowed_origin: tuple[str, ...] = ()
+    """Origin whose web pages may use the server, as https://name[:port]; *: any. May be repeated."""
+    access_log: str | None = None
+    """File for one JSON line per request; -: standard output (default: none)."""
+    log_level: str = "warning"
+    """debug (with tracebacks), info, warning, error or critical."""
+    max_body_bytes: int = 1 << 20
+    """Maximum size of a request's body, in bytes."""
+    max_header_bytes: int = 1 << 14
+    """Maximum size of a request's line and headers together, in bytes."""
+    max_connections: int = 1024
+    """Maximum number of open connections."""
+    max_requests_in_flight: int = 512
+    """Maximum number of requests that are received or answered at the same time."""
+    max_sequences: int = 256
+    """Maximum number of outputs that one request generates: prompts times n or best_of."""
+    max_logprobs: int = 20
+    """Maximum value of logprobs, top_logprobs and prompt_logprobs."""
+    max_stop: int = 16
+    """Maximum number of stop strings."""
+    max_stop_chars: int = 256
+    """Maximum length of a stop string, in characters."""
+    max_token_entries: int = 1024
+    """Maximum number of entries of logit_bias, and of stop_token_ids."""
+    header_timeout_sec: float = 10.0
+    """Maximum time to receive a request's line and headers, in seconds."""
+    body_timeout_sec: float = 30.0
+    """Maximum time to receive a request's body, in seconds."""
+    send_timeout_sec: float = 30.0
+    """Time in seconds in which a client must take 16 KiB of a response, or its end."""
+    request_timeout_sec: float = 600.0
+    """Maximum time to answer a request, in seconds."""
+    keep_alive_sec: float = 10.0
+    """Time in seconds after which an idle connection is closed."""
+
+    def __post_init__(self) -> None:
+        keep_int(self, "port", 0, 65535)
+        keep_float(self, "shutdown_timeout", 0.0, 86400.0)
+        require_choice("log_level", self.log_level, LOG_LEVELS)
+        for f in fields(self):
+            if f.name.startswith("max_"):
+                keep_int(self, f.name, 0 if f.name == "max_logprobs" else 1)
+            elif f.name.endswith("_sec"):
+                keep_float(self, f.name, 0.0, 86400.0, low_open=True)
+        for origin in self.allowed_origin:
+            scheme, separator, host = origin.partition("://")
+            if origin != "*" and (not scheme or not separator or not host or any(c in host for c in "/?#@, ")):
+                raise NanoinferError(f"allowed_origin={show(origin)} is neither * nor of the form https://name[:port]")
+        for name in self.served_model_name:
+            if not isinstance(name, str) or not name:
+                raise NanoinferError(f"served_model_name={show(name)} is not a string of one or more characters")

@@ -1,0 +1,84 @@
+"""Responses to requests that are refused or fail, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Send
+
+from nanoinfer import openai_protocol
+from nanoinfer.async_engine import CLOSED
+from nanoinfer.errors import NanoinferError, QueueFull
+
+RETRY_AFTER_SEC = 1
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error response.
+
+    Args:
+        status: the HTTP status.
+        message: one line that may be shown to the client.
+        param: name of the request's field.
+        code: OpenAI's code, which clients compare.
+        headers: further headers of the response.
+    """
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object."""
+        return openai_protocol.error_object(self.message, self.status, self.param, self.code)
+
+    @property
+    def content(self) -> bytes:
+        """The body in ASCII: a message may have characters that UTF-8 cannot represent."""
+        return json.dumps(self.body).encode()
+
+    @property
+    def event(self) -> bytes:
+        """The error as an event of a stream whose status has been sent."""
+        return b"data: " + self.content + b"\n\n"
+
+    async def send(self, send: Send) -> None:
+        """Send it as the whole response."""
+        content = self.content
+        headers = [("content-type", "application/json"), ("content-length", str(len(content))), *self.headers]
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+        await send({"type": "http.response.start", "status": self.status, "headers": raw})
+        await send({"type": "http.response.body", "body": content})
+
+
+def too_many(message: str) -> Refusal:
+    """Return the response to a request that may succeed later."""
+    return Refusal(429, message, code="rate_limit_exceeded", headers=(("retry-after", str(RETRY_AFTER_SEC)),))
+
+
+def headers_too_large(limit: int) -> Refusal:
+    """Return the response to a request whose headers have more than `limit` bytes."""
+    return Refusal(431, f"the request's line and headers have more than max_header_bytes={limit} bytes: send less")
+
+
+def internal_error() -> Refusal:
+    """Return the response to a request that has failed unexpectedly. It has nothing of the exception."""
+    return Refusal(500, "internal error: the server's log has the reason under this response's X-Request-Id")
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """Return the response to a request for which an exception was raised."""
+    if isinstance(error, QueueFull):
+        return too_many(str(error))
+    if not isinstance(error, NanoinferError):
+        return internal_error()
+    if str(error) == CLOSED:
+        return Refusal(503, "the server is shutting down", headers=(("retry-after", str(RETRY_AFTER_SEC)),))
+    body = openai_protocol.error_body(error)["error"]
+    return Refusal(openai_protocol.status_code(error), body["message"], body["param"], body["code"])

@@ -1,0 +1,76 @@
+"""/v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+
+from nanoinfer.async_streams import MergedStreams
+from nanoinfer.errors import NanoinferError
+from nanoinfer.openai_protocol import ChunkWriter, GenerationRequest, error_body, json_bytes, response_body
+from nanoinfer.outputs import RequestOutput
+from nanoinfer.server.auth import combined_salt
+from nanoinfer.server.http import EVENTS, Receive, Scope, Send, read_object, respond
+from nanoinfer.server.limits import check_request
+from nanoinfer.server.service import Service, new_id
+
+STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+
+
+async def generate(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Generate: one response, or a stream of server-sent events.
+
+    If the client disconnects, the task is cancelled, and all requests end that were made for the prompts.
+    """
+    request = service.parse(scope["path"], await read_object(receive))
+    check_request(request, service.config)
+    request_id = new_id()
+    streams = service.start(request, request_id, combined_salt(scope, request.cache_salt))
+    with service.metrics.watch(scope, request.params, len(streams)) as watch:
+        merged = MergedStreams(streams, watch.receive)
+        try:
+            await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
+        finally:
+            merged.close()
+
+
+async def _answer(
+    service: Service, request: GenerationRequest, request_id: str, merged: MergedStreams, send: Send
+) -> None:
+    """Send all outputs in one response."""
+    outputs: dict[int, RequestOutput] = {}
+    async for found in merged:
+        outputs.update(found)
+    every = [outputs[i] for i in range(len(outputs))]
+    common = service.common(request_id)
+
+    def build() -> bytes:
+        return json_bytes(response_body(request, every, **common))
+
+    large = request.params.logprobs is not None or request.prompt_logprobs
+    await respond(send, await asyncio.to_thread(build) if large else build())
+
+
+async def _stream(
+    service: Service, request: GenerationRequest, request_id: str, merged: MergedStreams, send: Send
+) -> None:
+    """Send the outputs while they are generated.
+
+    The response begins with the first of them: an error before is a response of its own. One that comes later is the
+    last event.
+    """
+    writer = ChunkWriter(request, **service.common(request_id))
+    started = False
+    try:
+        async for found in merged:
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            if chunks := writer.write(found):
+                await send({"type": "http.response.body", "body": chunks, "more_body": True})
+    except NanoinferError as e:
+        if not started:
+            raise
+        event = b"data: " + json_bytes(error_body(e)) + b"\n\n"
+        await send({"type": "http.response.body", "body": event})
+    else:
+        await send({"type": "http.response.body", "body": writer.end()})

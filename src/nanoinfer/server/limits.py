@@ -1,0 +1,231 @@
+"""What one request may ask for and take: the middleware that holds the limits, and checks for the routes.
+
+connections.py holds those of a connection (heads, slow readers). docs/server-security.md lists all of them, with the
+status that a client sees.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import anyio
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped
+from nanoinfer.openai_protocol import FieldError, GenerationRequest
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.errors import Refusal, headers_too_large, internal_error, refusal_of, too_many
+
+log = logging.getLogger("nanoinfer.server")
+
+MAX_JSON_DEPTH = 64
+_DEPTHS = bytes(1 if c in b"[{" else 255 if c in b"]}" else 0 for c in range(256))
+
+
+# For the routes ------------------------------------------------------------------------------------------
+
+
+def check_depth(body: bytes) -> None:
+    """Raise NanoinferError if JSON in UTF-8 nests deeper than MAX_JSON_DEPTH. Brackets in strings do not count."""
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+        return
+    depth, inside = 0, False
+    for part in body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"'):
+        if not inside and (b"[" in part or b"{" in part or b"]" in part or b"}" in part):
+            for step in part.translate(_DEPTHS, _OTHERS):
+                depth += 1 if step == 1 else -1
+                if depth > MAX_JSON_DEPTH:
+                    raise NanoinferError(f"the body is not JSON of at most {MAX_JSON_DEPTH} levels: it nests deeper")
+        inside = not inside
+
+
+_OTHERS = bytes(c for c in range(256) if c not in b"[]{}")
+
+
+def check_request(request: GenerationRequest, config: ServerConfig) -> None:
+    """Check what a request asks for against the server's config.
+
+    Raises:
+        FieldError: a value is above its limit.
+    """
+    params = request.params
+    num_prompts = max(1, len(request.prompts))
+    if num_prompts * params.num_sequences > config.max_sequences:
+        name = "n" if params.best_of is None else "best_of"
+        raise FieldError(
+            f"{num_prompts} prompts with {name}={params.num_sequences} are more than the server's max_sequences="
+            f"{config.max_sequences}: send fewer prompts, or lower {name}",
+            "prompt" if num_prompts > 1 else name,
+        )
+    _check_values(params, config)
+
+
+def _check_values(params: SamplingParams, config: ServerConfig) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        _require_at_most(name, getattr(params, name) or 0, "max_logprobs", config.max_logprobs)
+    _require_at_most("the number of strings in stop", len(params.stop), "max_stop", config.max_stop, "stop")
+    for text in params.stop:
+        _require_at_most("the length of a string in stop", len(text), "max_stop_chars", config.max_stop_chars, "stop")
+    for name in ("logit_bias", "stop_token_ids"):
+        size = len(getattr(params, name) or ())
+        _require_at_most(f"the size of {name}", size, "max_token_entries", config.max_token_entries, name)
+
+
+def _require_at_most(what: str, value: int, limit: str, most: int, param: str | None = None) -> None:
+    if value > most:
+        raise FieldError(f"{what} is {value}; the server's {limit} is {most}", param or what)
+
+
+# The middleware ------------------------------------------------------------------------------------------
+
+
+class BoundRequests:
+    """ASGI middleware: reads the body, then answers within limits of size, time and number.
+
+    The application gets the body whole. If the client disconnects, or the time is over, the application is cancelled,
+    which frees what the request has in the engine. An exception of the application is a response in OpenAI's shape,
+    and one line in the log; the traceback is logged at level debug.
+
+    Args:
+        app: the application.
+        limits: the config.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self.app, self.config = app, config
+        self.num_in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on within the config."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        counts = scope["method"] not in ("GET", "HEAD", "OPTIONS")
+        if counts and self.num_in_flight >= self.config.max_requests_in_flight:
+            message = f"max_requests_in_flight={self.config.max_requests_in_flight} requests are answered: try again"
+            return await too_many(message).send(send)
+        most = self.config.max_header_bytes
+        if (
+            sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > most
+        ):  # uvicorn passes some longer ones on
+            return await headers_too_large(most).send(send)
+        self.num_in_flight += counts
+        try:
+            body = await self._body(scope, receive)
+            if isinstance(body, Refusal):
+                await body.send(send)
+            elif body is not None:
+                await self._answer(scope, body, receive, send)
+        finally:
+            self.num_in_flight -= counts
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
+        """Return the body; None if the client disconnects."""
+        most = self.config.max_body_bytes
+        too_large = Refusal(413, f"the body has more than max_body_bytes={most} bytes: send less")
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if not length.isdigit() or int(length[:20]) > most:
+            return too_large
+        body, more = bytearray(), True
+        with anyio.move_on_after(self.config.body_timeout_sec):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                body += message.get("body", b"")
+                if len(body) > most:
+                    return too_large
+                more = message.get("more_body", False)
+        if more:
+            return Refusal(408, f"the body was not received within {self.config.body_timeout_sec:g} seconds")
+        return bytes(body)
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Call the application until it ends, the client disconnects, or the time is over."""
+        response = _Response(send)
+        failure: Refusal | None = None
+        given = False
+
+        async def receive_body() -> Message:
+            nonlocal given
+            if given:
+                await anyio.sleep_forever()  # until the application is cancelled or ends
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(response.watch, receive, group.cancel_scope.cancel)
+            seconds = self.config.request_timeout_sec
+            with anyio.move_on_after(seconds) as time_limit:
+                try:
+                    await self.app(scope, receive_body, response.send)
+                except Exception as e:
+                    failure = _note(e, scope)
+            if time_limit.cancelled_caught:
+                message = f"the request was ended after request_timeout_sec={seconds:g} seconds: lower max_tokens"
+                failure = Refusal(504, message, headers=(("x-should-retry", "false"),))
+            group.cancel_scope.cancel()
+        if failure is not None:
+            await response.fail(failure)
+
+
+def _note(error: Exception, scope: Scope) -> Refusal:
+    """Return the response to an exception of the application.
+
+    An unexpected one is logged on one line, without its message, which may contain a prompt.
+    """
+    if isinstance(error, HTTPException):  # Starlette's router: an unknown path or method
+        headers = tuple((error.headers or {}).items())
+        return Refusal(
+            error.status_code, f"{scope['method']} {escaped(scope['path'])}: {error.detail}", headers=headers
+        )
+    refusal = refusal_of(error)
+    if refusal == internal_error():
+        at = error.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        where = "" if at is None else f" at {at.tb_frame.f_globals.get('__name__')}:{at.tb_lineno}"
+        log.error(
+            "request %s: %s%s (--log-level debug shows the traceback)",
+            scope.get("state", {}).get("request_id", "-"),
+            type(error).__name__,
+            where,
+            exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
+        )
+    return refusal
+
+
+class _Response:
+    """Passes a response on, and knows how far it is."""
+
+    def __init__(self, send: Callable[[Message], Awaitable[None]]) -> None:
+        self._send = send
+        self._started = self._is_stream = self._complete = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._started = True
+            types = [value for name, value in message.get("headers", []) if name.lower() == b"content-type"]
+            self._is_stream = any(value.startswith(b"text/event-stream") for value in types)
+        elif not message.get("more_body", False):
+            self._complete = True
+        await self._send(message)
+
+    async def watch(self, receive: Receive, cancel: Callable[[], object]) -> None:
+        """Call `cancel` if the client disconnects before the response is complete."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not self._complete:
+            cancel()
+
+    async def fail(self, failure: Refusal) -> None:
+        """Send an error: as the response, or as the last event of a stream. Other responses are cut off."""
+        if not self._started:
+            await failure.send(self._send)
+        elif not self._complete:
+            if not self._is_stream:
+                raise ConnectionAbortedError("a response has failed after its status was sent")
+            await self._send({"type": "http.response.body", "body": failure.event})

@@ -1,0 +1,224 @@
+"""Prometheus metrics with vLLM's names under the prefix nanoinfer: (docs/metrics.md has the table).
+
+What runs, waits and is cached is read from the scheduler when /metrics is requested. The rest is observed in the event
+loop when an output is received, and from the metrics of a request's last output. The engine thread does nothing for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.types import Scope
+
+from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.engines.base import Engine
+from nanoinfer.errors import NanoinferError, ResultError
+from nanoinfer.kv.plan import KV_BLOCK
+from nanoinfer.outputs import RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server.access_log import count_tokens
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "nanoinfer:"
+
+_SHORT_SEC = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_LONG_SEC = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKENS = tuple(m * 10**e for e in range(5) for m in (1, 2, 5))
+_HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", _LONG_SEC),
+    "inter_token_latency_seconds": (
+        "Time between two outputs of a stream, as the event loop receives them.",
+        _SHORT_SEC,
+    ),
+    "request_time_per_output_token_seconds": ("Mean time of a request's tokens after the first.", _SHORT_SEC),
+    "e2e_request_latency_seconds": ("Time from a request's arrival to its last token.", _LONG_SEC),
+    "request_queue_time_seconds": ("Time from a request's arrival to its first step.", _LONG_SEC),
+    "request_prefill_time_seconds": ("Time from a request's first step to its first token.", _LONG_SEC),
+    "request_decode_time_seconds": ("Time from a request's first token to its last.", _LONG_SEC),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
+    "request_generation_tokens": ("Generated tokens of a request.", _TOKENS),
+    "request_params_n": ("Outputs that a request asks for.", (1, 2, 5, 10, 20, 50, 100)),
+    "request_params_max_tokens": ("max_tokens of a request, if it is given.", _TOKENS),
+}
+_SPECULATION = {
+    "spec_decode_num_drafts": "Steps that verified a draft.",
+    "spec_decode_num_draft_tokens": "Proposed tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Proposed tokens that were accepted.",
+}
+FINISH_REASONS = ("stop", "length", "abort", "error")
+
+
+class Metrics:
+    """The metrics of one server, in a registry of their own.
+
+    Args:
+        llm: the served model.
+        model_name: value of the label model_name.
+        clock: returns seconds; tests pass a fake one.
+    """
+
+    def __init__(self, llm: AsyncLLM, model_name: str, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._registry = CollectorRegistry()
+        self._registry.register(_Engine(llm, model_name))
+
+        def make(kind: Any, name: str, doc: str, labels: tuple[str, ...] = (), **options: Any) -> Any:
+            made = kind(PREFIX + name, doc, ("model_name", *labels), registry=self._registry, **options)
+            return made if labels else made.labels(model_name)
+
+        self._histograms = {
+            name: make(Histogram, name, doc, buckets=buckets) for name, (doc, buckets) in _HISTOGRAMS.items()
+        }
+        self._speculation = {name: make(Counter, name, doc) for name, doc in _SPECULATION.items()}
+        finished = make(Counter, "request_success", "Requests that have ended, by finish reason.", ("finished_reason",))
+        self._finished = {reason: finished.labels(model_name, reason) for reason in FINISH_REASONS}
+        self._responses = make(Counter, "http_responses", "Responses; 0: the client left before.", ("method", "status"))
+        self._model_name = model_name
+
+    def exposition(self) -> bytes:
+        """Return the metrics in Prometheus' text format. It may wait for a step: call it in a thread."""
+        return bytes(generate_latest(self._registry))
+
+    def responded(self, entry: Mapping[str, Any]) -> None:
+        """Count a response. Args: entry: of the access log."""
+        method = entry["method"] if entry["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+        self._responses.labels(self._model_name, method, str(entry["status"])).inc()
+
+    @contextmanager
+    def watch(self, scope: Scope, params: SamplingParams, num_prompts: int) -> Iterator[RequestWatch]:
+        """Observe the requests of one HTTP request within the context. Those that do not finish were aborted or failed.
+
+        Args:
+            scope: gets their token counts, for the access log.
+            params: of all of them.
+            num_prompts: their number.
+        """
+        watch = RequestWatch(self, scope, params)
+        reason: str | None = "abort"
+        try:
+            yield watch
+        except Exception as e:
+            refused = isinstance(e, NanoinferError) and not isinstance(e, ResultError) and not watch.began
+            reason = None if refused else "error"
+            raise
+        finally:
+            if reason is not None:
+                self._finished[reason].inc(num_prompts - watch.num_finished)
+
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to one of the histograms."""
+        self._histograms[name].observe(value)
+
+    def finish(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Observe the last output of a request."""
+        metrics = output.metrics
+        self._finished[_finish_reason(output)].inc()
+        self.observe("time_to_first_token_seconds", metrics.ttft_sec)
+        if metrics.tpot_sec is not None:
+            self.observe("request_time_per_output_token_seconds", metrics.tpot_sec)
+        self.observe("e2e_request_latency_seconds", metrics.total_sec)
+        self.observe("request_queue_time_seconds", metrics.queue_sec)
+        self.observe("request_prefill_time_seconds", metrics.ttft_sec - metrics.queue_sec)
+        self.observe("request_decode_time_seconds", metrics.total_sec - metrics.ttft_sec)
+        self.observe("request_prompt_tokens", metrics.num_prompt_tokens)
+        self.observe("request_generation_tokens", metrics.num_output_tokens)
+        self.observe("request_params_n", params.n)
+        if params.max_tokens is not None:
+            self.observe("request_params_max_tokens", params.max_tokens)
+        if (found := metrics.speculation) is not None:
+            counts = (found.num_verify_steps, found.num_proposed, found.num_accepted)
+            for name, count in zip(_SPECULATION, counts, strict=True):
+                self._speculation[name].inc(count)
+
+
+class RequestWatch:
+    """Observes the outputs of the requests of one HTTP request.
+
+    Args:
+        metrics: where to.
+        scope, params: as for `Metrics.watch`.
+    """
+
+    def __init__(self, metrics: Metrics, scope: Scope, params: SamplingParams) -> None:
+        self._metrics, self._scope, self._params = metrics, scope, params
+        self._last: dict[int, float] = {}
+        self.began = False
+        """Whether an output was received."""
+        self.num_finished = 0
+
+    def receive(self, found: Sequence[tuple[int, RequestOutput, bool]]) -> None:
+        """Observe outputs: the number of the request, the output, and whether it is the last."""
+        now = self._metrics.clock()
+        self.began = True
+        for i, output, last in found:
+            if i in self._last:
+                self._metrics.observe("inter_token_latency_seconds", now - self._last[i])
+            self._last[i] = now
+            if last:
+                self.num_finished += 1
+                self._metrics.finish(output, self._params)
+                count_tokens(self._scope, output.metrics.num_prompt_tokens, output.metrics.num_output_tokens)
+
+
+def _finish_reason(output: RequestOutput) -> str:
+    """Return the finish reason of a request: that of its first output."""
+    reason = next((o.finish_reason for o in output.outputs), None)
+    return reason if reason in FINISH_REASONS else "length"
+
+
+class _Engine(Collector):
+    """Reads what the scheduler counts, when the metrics are requested."""
+
+    def __init__(self, llm: AsyncLLM, model_name: str) -> None:
+        self._llm, self._model_name = llm, model_name
+        self._num_blocks = llm.llm.core.use_engine(1, _num_blocks)
+
+    def describe(self) -> list[Any]:
+        """Return nothing: the registry then does not collect at the beginning."""
+        return []
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """Yield the metrics."""
+        core = self._llm.llm.core
+        stats, running = core.scheduler.stats, len({s.request.request_id for s in core.scheduler.running})
+        for kind, name, doc, value in (
+            (GaugeMetricFamily, "num_requests_running", "Requests that the engine runs.", running),
+            (GaugeMetricFamily, "num_requests_waiting", "Requests that are prepared or wait.",
+             max(0, self._llm.num_unfinished_requests - running)),
+            (GaugeMetricFamily, "kv_cache_usage_perc", "Used share of the KV cache, kept prefixes included; 1 is all.",
+             self._usage()),
+            (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up.", stats.num_prompt_tokens),
+            (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found in the cache.", stats.num_shared_tokens),
+            (CounterMetricFamily, "num_preemptions", "Preempted sequences.", stats.num_preempted),
+            (CounterMetricFamily, "prompt_tokens", "Tokens of admitted prompts.", stats.num_prompt_tokens),
+            (CounterMetricFamily, "generation_tokens", "Generated tokens.", stats.num_output_tokens),
+        ):  # fmt: skip
+            family = kind(PREFIX + name, doc, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+
+    def _usage(self) -> float:
+        """Return the used share of the KV cache's blocks."""
+        for _ in range(3):
+            try:
+                return 1.0 - self._llm.llm.core.engine.num_free_blocks / self._num_blocks
+            except RuntimeError:  # a step has changed the engine's table of sequences while it was read
+                continue
+        return math.nan
+
+
+def _num_blocks(engine: Engine) -> int:
+    """Return the number of blocks of an engine's KV cache. Some engines count tokens as blocks of 1."""
+    handle = engine.open()
+    try:
+        tokens_per_block = KV_BLOCK // engine.blocks_needed(handle, KV_BLOCK)
+    finally:
+        engine.close(handle)
+    return -(-engine.limits.max_num_cached_tokens // tokens_per_block)

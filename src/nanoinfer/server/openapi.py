@@ -1,0 +1,139 @@
+"""The OpenAPI document: the table of routes, and the tables of fields that the parser reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import nanoinfer
+from nanoinfer.field_docs import field_docs
+from nanoinfer.openai_protocol.fields import BOTH, CHAT, COMPLETIONS, DETOKENIZE, TABLES, TOKENIZE
+from nanoinfer.sampling_params import OVERFLOWS, RANGES, SamplingParams
+from nanoinfer.server.table import RouteSpec
+
+REQUIRED = {COMPLETIONS: ["prompt"], CHAT: ["messages"], TOKENIZE: [], DETOKENIZE: ["tokens"]}
+_SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
+_FORMS: dict[str, dict[str, Any]] = {
+    "stop": {
+        "anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}]
+    },
+    "logit_bias": {"type": "object", "additionalProperties": {"type": "number"}},
+    "overflow": {"type": "string", "enum": list(OVERFLOWS)},
+}
+"""Schemas of fields of SamplingParams whose types do not say what JSON may have."""
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+
+
+def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams]) -> dict[str, Any]:
+    """Return the OpenAPI document.
+
+    Args:
+        routes: the table.
+        defaults: of the fields of SamplingParams, by route.
+    """
+    paths: dict[str, Any] = {}
+    for route in routes:
+        path = route.path.replace(":path}", "}")
+        paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, defaults)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "nanoinfer", "version": nanoinfer.__version__},
+        "paths": paths,
+        "components": {"schemas": {"Error": _ERROR}},
+    }
+
+
+def _operation(route: RouteSpec, path: str, defaults: Mapping[str, SamplingParams]) -> dict[str, Any]:
+    error = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    content: dict[str, Any] = {route.content_type: {}} if route.content_type else {}
+    if path in BOTH:
+        content["text/event-stream"] = {}
+    found: dict[str, Any] = {
+        "summary": (route.handler.__doc__ or "").partition("\n")[0],
+        "responses": {
+            "200": {"description": "The response.", **({"content": content} if content else {})},
+            "4XX": {"description": "The request is refused; param is the name of the field.", **error},
+            "5XX": {"description": "The request has failed.", **error},
+        },
+    }
+    if "{" in path:
+        name = path.partition("{")[2].partition("}")[0]
+        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+    if path in TABLES:
+        body = {"schema": request_schema(path, defaults.get(path))}
+        found["requestBody"] = {"required": True, "content": {"application/json": body}}
+    return found
+
+
+def request_schema(url: str, defaults: SamplingParams | None) -> dict[str, Any]:
+    """Return the schema of the body of requests to a route. Any field may be null, which is its default."""
+    properties = {} if defaults is None else _sampling(defaults)
+    for name, field in TABLES[url].items():
+        schema = dict(field.schema)
+        if field.neutral is not None:
+            schema = {"enum": list(field.neutral)}
+        properties[name] = {**schema, "description": field.doc}
+    return {
+        "type": "object",
+        "properties": {n: s if n in REQUIRED[url] else _nullable(s) for n, s in sorted(properties.items())},
+        "required": REQUIRED[url],
+        "additionalProperties": False,
+    }
+
+
+def _sampling(defaults: SamplingParams) -> dict[str, dict[str, Any]]:
+    """Return the schemas of the fields of SamplingParams."""
+    hints, docs = typing.get_type_hints(SamplingParams), field_docs(SamplingParams)
+    found = {}
+    for name in (f.name for f in dataclasses.fields(SamplingParams)):
+        schema = dict(_FORMS[name]) if name in _FORMS else _schema(hints[name])
+        if name in RANGES:
+            low, high = RANGES[name]
+            schema |= {"minimum": low} if high is None else {"minimum": low, "maximum": high}
+        default = getattr(defaults, name)
+        found[name] = {**schema, "description": docs[name], **({} if default is None else {"default": default})}
+    return found
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    """Return the schema of a type: int | None -> {"type": "integer"}; None is added by `_nullable`."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        hints, docs = typing.get_type_hints(hint), field_docs(hint)
+        inner = {
+            f.name: _nullable({**_schema(hints[f.name]), "description": docs[f.name]}) for f in dataclasses.fields(hint)
+        }
+        return {"type": "object", "properties": inner, "additionalProperties": False}
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        members = [_schema(member) for member in typing.get_args(hint) if member is not type(None)]
+        return members[0] if len(members) == 1 else {"anyOf": members}
+    if origin is tuple:
+        return {"type": "array", "items": _schema(typing.get_args(hint)[0])}
+    return {"type": _SCALARS.get(hint, "object")}
+
+
+def _nullable(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema that allows null, too."""
+    if isinstance(kind := schema.get("type"), str):
+        return {**schema, "type": [kind, "null"], **({"enum": [*schema["enum"], None]} if "enum" in schema else {})}
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
+    return {**schema, "enum": [*schema["enum"], None]} if "enum" in schema else schema

@@ -1,0 +1,24 @@
+"""The limit of a served model's speed, which the page shows beside the speed of an output."""
+
+from __future__ import annotations
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.model_info import ModelInfo
+
+
+def tokens_per_sec(model: ModelInfo) -> float | None:
+    """Measure this machine, and return the most tokens/s of one sequence that it allows; None if that is unknown.
+
+    The sequence has half the context length. A measurement takes seconds, and all cores.
+    """
+    from nanoinfer.roofline.arithmetic import decode
+    from nanoinfer.roofline.ceilings import MEASURE, find_device
+    from nanoinfer.roofline.formats import FORMATS
+    from nanoinfer.roofline.predict import predict
+
+    fmt = FORMATS[model.quantization or model.dtype]
+    context = max(1, model.config.block_size // 2)
+    try:
+        return 1 / predict(decode(model.config, fmt), find_device(MEASURE, model.device), fmt, 1, context).seconds
+    except NanoinferError:
+        return None

@@ -1,0 +1,120 @@
+"""The routes that do not generate: the model, its tokenizer, health."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, error_object
+from nanoinfer.openai_protocol.tokens import parse_detokenize, parse_tokenize
+from nanoinfer.server.http import Receive, Scope, Send, read_object, respond, respond_json
+from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE
+from nanoinfer.server.service import Service
+
+
+async def health(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer 200 with an empty body while the engine runs."""
+    if service.llm.is_running:
+        await respond(send, b"")
+    else:
+        await respond_json(send, error_object("the engine has ended: start the server again", 503), 503)
+
+
+async def metrics(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer the metrics in Prometheus' text format."""
+    text = await asyncio.to_thread(service.metrics.exposition)  # it may wait for a step
+    await respond(send, text, content_type=METRICS_TYPE)
+
+
+async def models(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """List the names of the model."""
+    await respond_json(send, {"object": "list", "data": [_model(service, name) for name in service.names]})
+
+
+async def model(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Describe one name of the model."""
+    service.check_model(name := scope["path_params"]["model"])
+    await respond_json(send, _model(service, name))
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "nanoinfer",
+        "root": service.llm.llm.model_name,
+        "max_model_len": service.llm.llm.config.block_size,
+    }
+
+
+async def info(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Describe the model, its engine and the defaults of requests."""
+    llm, described = service.llm.llm, service.llm.llm._model
+    await respond_json(
+        send,
+        {
+            "model": service.names[0],
+            "has_chat_template": described.chat_template is not None,
+            "block_size": llm.config.block_size,
+            "engine": llm.engine_name,
+            "device": llm.device,
+            "dtype": llm.dtype,
+            "quantization": described.quantization,
+            "speculation": llm.core.speculator is not None,
+            "roofline_tokens_per_sec": service.roofline_tokens_per_sec,
+            "sampling_params": {
+                "completions": dataclasses.asdict(service.defaults[COMPLETIONS]),
+                "chat": dataclasses.asdict(service.defaults[CHAT]),
+            },
+        },
+    )
+
+
+async def tokenize(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Return the token ids of a text, or of what the chat template makes of messages."""
+    request = parse_tokenize(await read_object(receive))
+    service.check_model(request.model)
+    tokenizer = service.llm.llm._model.require_tokenizer()
+    if request.messages is not None:
+        ids = await service.llm.apply_chat_template(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            chat_template_kwargs=request.chat_template_kwargs,
+        )
+    else:
+        start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        ids = await service.llm.tokenize(request.prompt) if request.prompt else start
+        if not request.add_special_tokens:
+            ids = ids[len(start) :]
+    strings = [service.decode([token]) for token in ids] if request.return_token_strs else None
+    found = {"count": len(ids), "max_model_len": service.llm.llm.config.block_size, "tokens": ids}
+    await respond_json(send, {**found, "token_strs": strings})
+
+
+async def tokenizer_info(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Return the special tokens and the chat template, in vLLM's shape."""
+    described = service.llm.llm._model
+    described.require_tokenizer()
+    special: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+    special |= described.special_tokens
+    if special["eos_token"] is None and described.end_token_ids:
+        special["eos_token"] = service.decode(described.end_token_ids[:1])
+    length, template = service.llm.llm.config.block_size, described.chat_template
+    await respond_json(send, {**special, "chat_template": template, "model_max_length": length})
+
+
+async def detokenize(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Return the text of token ids."""
+    name, ids = parse_detokenize(await read_object(receive))
+    service.check_model(name)
+    vocab_size = service.llm.llm.config.vocab_size
+    if bad := [token for token in ids if not 0 <= token < vocab_size]:
+        raise FieldError(f"tokens: token id {bad[0]} is not in [0, {vocab_size - 1}]"[:300], "tokens")
+    await respond_json(send, {"prompt": await service.llm.decode(ids)})
+
+
+async def openapi(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Return the OpenAPI document."""
+    await respond(send, service.openapi())

@@ -1,0 +1,145 @@
+"""The process of the server: its socket, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+
+from nanoinfer.async_llm import AsyncLLM
+from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped, reason
+from nanoinfer.openai_protocol import error_object
+from nanoinfer.server.access_log import AccessLog, configure_logging
+from nanoinfer.server.app import build_app
+from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.connections import uvicorn_options
+from nanoinfer.server.http import App, Message, Receive, Scope, Send, respond_json
+
+log = logging.getLogger("nanoinfer.server")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Return a socket that is bound to the host and port, but does not listen yet.
+
+    Raises:
+        NanoinferError: the host is unknown, or the port is in use or not permitted.
+    """
+    where = f"{escaped(config.host)}:{config.port}"
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, proto, _, address = min(
+            found, key=lambda info: info[0] != socket.AF_INET
+        )  # localhost has ::1, too
+        bound = socket.socket(family, kind, proto)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except BaseException:
+            bound.close()
+            raise
+    except (OSError, UnicodeError) as e:  # UnicodeError: a name that is too long
+        raise NanoinferError(
+            f"{where} cannot be listened on: {reason(e)}: choose another --host or --port (0: a free one)"
+        ) from None
+    return bound
+
+
+def url(bound: socket.socket) -> str:
+    """Return the URL of a bound socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if bound.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
+    """Serve a model until SIGTERM or SIGINT, then finish what runs within the time limit. A second SIGINT ends at once.
+
+    Args:
+        llm: is closed at the end.
+        config: options and limits.
+        bound: from `bind`; is closed at the end.
+    """
+    configure_logging(config.log_level)
+    access_log = AccessLog(config.access_log) if config.access_log is not None else None
+    app = build_app(llm, config, access_log)
+    server = _Server(app, config, f"nanoinfer: listening on {url(bound)}")
+    try:
+        asyncio.run(server.serve(sockets=[bound]))
+    finally:
+        bound.close()
+        llm.shutdown()
+        if access_log is not None:
+            access_log.close()
+    if server.num_cut:
+        log.warning("%d requests were ended after shutdown_timeout=%g seconds", server.num_cut, config.shutdown_timeout)
+    if server.force_exit:
+        raise KeyboardInterrupt
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, without its log and with exit code 0 after a signal."""
+
+    def __init__(self, app: App, config: ServerConfig, ready: str) -> None:
+        self._ready = ready
+        self.num_cut = 0
+        """Number of requests that did not end within the time limit of the shutdown."""
+        super().__init__(
+            uvicorn.Config(
+                self._until_the_end(app),
+                lifespan="off",
+                **uvicorn_options(config),
+                timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
+            )
+        )
+
+    def _until_the_end(self, app: App) -> App:
+        """Return an application that answers 503 to the requests that the shutdown's time limit has cancelled."""
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            started = False
+
+            async def watched(message: Message) -> None:
+                nonlocal started
+                started = True
+                await send(message)
+
+            try:
+                await app(scope, receive, watched)
+            except asyncio.CancelledError:
+                if not self.should_exit:
+                    raise
+                self.num_cut += 1
+                if not started:
+                    await respond_json(send, error_object("the server has been shut down", 503), 503)
+
+        return answer
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._ready, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle the signals. uvicorn raises them again at the end, so that the exit code would be that of a kill."""
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the shutdown; at the second SIGINT, end at once."""
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_exit = True
+        self.should_exit = True

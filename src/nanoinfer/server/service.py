@@ -1,0 +1,101 @@
+"""What the routes share: the model, its names, and how a request's prompts become requests of `AsyncLLM`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nanoinfer.async_llm import AsyncLLM, AsyncOutputStream
+from nanoinfer.checks import show
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, GenerationRequest, parse
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.server import roofline
+from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.metrics import Metrics
+
+MAX_TOKENS = 16
+"""OpenAI's default of max_tokens for completions; a chat's answer ends at the context length."""
+
+
+class Service:
+    """A served model.
+
+    Args:
+        llm: generates.
+        config: of the server.
+    """
+
+    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+        self.llm, self.config = llm, config
+        self.names: Sequence[str] = config.served_model_name or (llm.llm.model_name,)
+        """Names of the model; responses have the first."""
+        self.created = int(time.time())
+        self.metrics = Metrics(llm, self.names[0])
+        self.defaults = {COMPLETIONS: SamplingParams(max_tokens=MAX_TOKENS), CHAT: SamplingParams(max_tokens=None)}
+        measured = roofline.tokens_per_sec(llm.llm._model) if config.measure_roofline else None
+        self.roofline_tokens_per_sec = measured
+        """Maximum tokens/s of one sequence that this machine allows; None: not measured."""
+
+        self.openapi: Callable[[], bytes] = bytes
+        """Returns the OpenAPI document; set by `build_app`, which knows the routes."""
+
+    def check_model(self, name: object) -> None:
+        """Raise FieldError, which is a 404, for a model that is not served. None is the served one."""
+        if name is not None and name not in self.names:
+            raise FieldError(
+                f"the model {show(name)} does not exist: this server has {', '.join(self.names)}",
+                "model",
+                404,
+                "model_not_found",
+            )
+
+    def parse(self, url: str, body: Mapping[str, Any]) -> GenerationRequest:
+        """Read the body of a request to generate. Raises as `openai_protocol.parse`, and for an unknown model."""
+        request = parse(url, body, self.defaults[url], streams=True)
+        self.check_model(request.model)
+        return request
+
+    def start(self, request: GenerationRequest, request_id: str, salt: str | None) -> list[AsyncOutputStream]:
+        """Return a stream of outputs for each prompt. They are queued when they are read.
+
+        Args:
+            request: from `parse`.
+            request_id: of the response.
+            salt: only requests of the same salt share the keys and values of prefixes.
+        """
+        kind = "delta" if request.stream else "final_only"
+        if request.chat:
+            return [
+                self.llm.chat(
+                    request.messages,
+                    request.params,
+                    request_id,
+                    add_generation_prompt=request.add_generation_prompt,
+                    chat_template_kwargs=request.chat_template_kwargs,
+                    cache_salt=salt,
+                    priority=request.priority,
+                    output_kind=kind,
+                )
+            ]
+        salted = {} if salt is None else {"cache_salt": salt}
+        return [
+            self.llm.generate(
+                {**prompt, **salted}, request.params, f"{request_id}-{i}", priority=request.priority, output_kind=kind
+            )
+            for i, prompt in enumerate(request.prompts)
+        ]
+
+    def common(self, request_id: str) -> dict[str, Any]:
+        """Return the arguments that `response_body` and `ChunkWriter` share."""
+        return {"request_id": request_id, "model": self.names[0], "created": int(time.time()), "decode": self.decode}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids; empty without a tokenizer."""
+        return self.llm.llm.decode(token_ids) if self.llm.llm.tokenizer is not None else ""
+
+
+def new_id() -> str:
+    """Return what follows "cmpl-" in the id of a response."""
+    return secrets.token_hex(16)

@@ -1,0 +1,218 @@
+"""The tokens that a grammar permits at each position of an output, computed while the engine runs.
+
+    start    a thread computes the masks of a step's rows, which depend on the tokens so far and on the proposals only
+    (core)   the engine extends the sequences and returns the logits
+    apply    wait for the masks; exclude the other tokens' logits, before the sampler sees them
+    push     (Sequence.append) advance by a sampled token; after the last one that the grammar permits, the output ends
+
+So penalties, biases, filters and random numbers work on masked logits as on any, and all samplers give the same tokens.
+Log-probabilities are those of the model: they are computed from the logits before.
+
+With proposals, each row that is verified has its mask. Proposals after the first that the grammar refuses are dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.arrays import Array, to_numpy
+from nanoinfer.errors import NanoinferError, one_line
+from nanoinfer.sampling.sampler import Sampled, find_logprobs
+from nanoinfer.speculative.base import Proposal
+from nanoinfer.structured.grammars import Grammar, explain, read_mask
+
+if TYPE_CHECKING:
+    from nanoinfer.scheduling.sequence import Sequence
+    from nanoinfer.speculative.speculator import SpecStep
+    from nanoinfer.speculative.verify import Group
+
+Masks = list[NDArray[np.bool_]]
+EXCLUDED = float("-inf")
+
+
+class OutputGrammar:
+    """The state of a grammar after the tokens of one output.
+
+    Args:
+        grammar: compiled.
+        end_token_ids: tokens that end the output, permitted where the grammar permits an end.
+    """
+
+    def __init__(self, grammar: Grammar, end_token_ids: Seq[int]) -> None:
+        self._grammar, self._matcher = grammar, grammar.new_matcher()
+        self._ends = [i for i in end_token_ids if i < grammar.vocab_size]
+        self._is_first = True
+        self._computed = threading.Event()
+        self._masks: Masks = []
+        self._error: str | None = None
+
+    def push(self, token_id: int) -> bool:
+        """Add a token; return whether the output is complete: nothing may follow.
+
+        Raises:
+            NanoinferError: the grammar does not permit the token, or a limit is exceeded.
+        """
+        self._is_first = False
+        if not self._matcher.consume_token(token_id):
+            self._grammar.broken = True
+            raise NanoinferError(f"structured_outputs: {explain(self._matcher.get_error())}")
+        return bool(self._matcher.is_stopped())
+
+    def num_permitted(self, token_ids: list[int]) -> int:
+        """Return how many of the next tokens the grammar permits."""
+        return int(self._matcher.validate_tokens(token_ids))
+
+    def start(self) -> None:
+        """Prepare for `compute`, which another thread calls before `take`."""
+        self._computed.clear()
+
+    def compute(self, proposed: Seq[int]) -> None:
+        """Compute the masks after the tokens so far, and after each proposed token as far as the grammar permits it."""
+        self._masks, self._error = [], None
+        try:
+            matcher = self._matcher.deep_copy() if proposed else self._matcher
+            found = self._grammar.first_mask if self._is_first else read_mask(matcher)
+            self._masks.append(self._permitted(found))
+            for token_id in proposed:
+                if not matcher.consume_token(token_id) or matcher.is_stopped():
+                    break
+                if not (mask := self._permitted(read_mask(matcher))).any():
+                    break
+                self._masks.append(mask)
+        except Exception as e:
+            if not self._masks:  # else it comes again, if the proposals are accepted
+                self._error, self._grammar.broken = one_line(e), True
+        finally:
+            self._computed.set()
+
+    def take(self) -> Masks:
+        """Wait for the masks and return them: (V,) bool for each of the step's rows that may be sampled from.
+
+        Raises:
+            NanoinferError: the grammar permits no token, or a limit is exceeded.
+        """
+        self._computed.wait()
+        if self._error is not None:
+            raise NanoinferError(f"structured_outputs: {self._error}")
+        if not self._masks[0].any():
+            raise NanoinferError(
+                "structured_outputs: no token of the model continues the output as the grammar asks: change the grammar"
+            )
+        return self._masks
+
+    def _permitted(self, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        V = self._grammar.vocab_size
+        mask: NDArray[np.bool_] = found[:V].copy()
+        if found[V]:
+            mask[self._ends] = True
+        return mask
+
+
+def start(sequences: Seq[Sequence], done: SpecStep, rule: str) -> None:
+    """Cut the proposals of sequences with a grammar, and start computing their masks.
+
+    Args:
+        sequences: those that sample in this step.
+        done: the proposals of the step.
+        rule: of verification. "reject" needs the first refused proposal: replacing it depends on its probability.
+    """
+    work: list[tuple[OutputGrammar, list[int]]] = []
+    for s in sequences:
+        if (grammar := s.grammar) is None:
+            continue
+        proposed: list[int] = []
+        if (proposal := done.proposals.get(s)) is not None:
+            count = grammar.num_permitted(proposal.token_ids) + (rule == "reject")
+            if (cut := _first(proposal, count)) is None:
+                del done.proposals[s]
+            else:
+                done.proposals[s], proposed = cut, cut.token_ids
+        grammar.start()
+        work.append((grammar, proposed))
+    if work:
+
+        def compute() -> None:
+            for grammar, proposed in work:
+                grammar.compute(proposed)
+
+        work[0][0]._grammar.workers.put(compute)
+
+
+def _first(proposal: Proposal, count: int) -> Proposal | None:
+    """Return the first tokens of a proposal; None if there are none."""
+    if count >= len(proposal.token_ids):
+        return proposal
+    weights = None if proposal.weights is None else proposal.weights[:count]
+    return replace(proposal, token_ids=proposal.token_ids[:count], weights=weights) if count else None
+
+
+class MaskedRows:
+    """The rows of a step with some sequences that have a grammar.
+
+    Args:
+        logits: the rows of `groups`, (R, V) float32; changed where they are NumPy's or on the CPU.
+        groups: the sequences that are sampled.
+    """
+
+    def __init__(self, logits: Array, groups: Seq[Group]) -> None:
+        self.errors: dict[object, str] = {}
+        """Sequences for which there is no mask, with the reason."""
+        self._num_masked: dict[object, int] = {}
+        self._raw: dict[object, NDArray[Any]] = {}
+        self.logits = _writable(logits)
+        at = 0
+        for row, proposal in groups:
+            count = 1 + (len(proposal.token_ids) if proposal is not None else 0)
+            if (grammar := getattr(row, "grammar", None)) is not None:
+                try:
+                    masks = grammar.take()
+                except NanoinferError as e:
+                    self.errors[row] = str(e)
+                else:
+                    if row.params.num_logprobs is not None:
+                        self._raw[row] = _clone(to_numpy(self.logits[at : at + count]))
+                    self._num_masked[row] = len(masks)
+                    for i, mask in enumerate(masks[:count]):
+                        _exclude(self.logits, at + i, ~mask)
+            at += count
+
+    def finish(self, groups: Seq[Group], kept: list[list[Sampled]]) -> list[list[Sampled]]:
+        """Return the tokens that were sampled with a mask, with the model's log-probabilities.
+
+        Sequences in `errors` have none. Of a sequence with proposals, those after a complete output are discarded.
+        """
+        finished = []
+        for (row, _), some in zip(groups, kept, strict=True):
+            some = [] if row in self.errors else some[: self._num_masked.get(row)]
+            if (raw := self._raw.get(row)) is not None:
+                num = row.params.num_logprobs
+                some = [
+                    Sampled(found.token_id, find_logprobs(raw[i], found.token_id, num)) for i, found in enumerate(some)
+                ]
+            finished.append(some)
+        return finished
+
+
+def _writable(logits: Array) -> Any:
+    """Return the logits where they can be changed: themselves, or a copy of a tensor."""
+    return logits if isinstance(logits, np.ndarray) and logits.flags.writeable else _clone(logits)
+
+
+def _clone(array: Any) -> Any:
+    return array.copy() if isinstance(array, np.ndarray) else array.clone()
+
+
+def _exclude(logits: Any, row: int, excluded: NDArray[np.bool_]) -> None:
+    """Exclude tokens of one row, on any device."""
+    if isinstance(logits, np.ndarray):
+        np.copyto(logits[row], EXCLUDED, where=excluded)
+        return
+    import torch
+
+    logits[row].masked_fill_(torch.from_numpy(excluded).to(logits.device), EXCLUDED)
