@@ -14,7 +14,7 @@ from typing import cast
 
 from nanoinfer.engines.base import PENDING, Handle, StepBatch
 from nanoinfer.scheduling.sequence import Sequence
-from nanoinfer.scheduling.work import ScheduledSequence, drawing
+from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.speculator import SpecStep
 from nanoinfer.speculative.verify import Group
 
@@ -61,7 +61,8 @@ def rows_of(work: Seq[ScheduledSequence], done: SpecStep) -> StepRows:
         if w.sequence.request.beams is not None:
             rows.beams[w.sequence] = rows.num_rows
         else:
-            rows.groups += [(s, done.proposals.get(s)) for s in drawing([w])]
+            rows.groups.append((w.sequence, proposal))
+            rows.groups += [(s, None) for s in w.forks]
             rows.sampled += [*range(rows.num_rows, rows.num_rows + count), *[rows.num_rows] * len(w.forks)]
         rows.num_rows += count
     return rows

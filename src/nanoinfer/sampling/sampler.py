@@ -130,7 +130,8 @@ def changes_logits(row: SamplerRow) -> bool:
 
 def excludes_end_tokens(row: SamplerRow) -> bool:
     """Return whether min_tokens excludes the row's end tokens at this position."""
-    return bool(row.params.min_tokens > row.num_output_tokens and row.end_token_ids)
+    most = row.params.min_tokens
+    return bool(most and most > row.num_output_tokens and row.end_token_ids)
 
 
 def _argmax(logits: NDArray[Any], rows: Sequence[SamplerRow]) -> list[int]:

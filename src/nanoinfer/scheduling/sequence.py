@@ -212,14 +212,15 @@ class Sequence:
         """
         assert self.finish_reason is None
         self.token_ids.append(token_id)
-        may_stop = self.num_output_tokens >= self.params.min_tokens
+        num_output_tokens, params = self.num_output_tokens, self.params
+        may_stop = num_output_tokens >= params.min_tokens
         if may_stop and token_id in self.end_token_ids:
             self.text.flush(may_stop=False)
             return self._finish("stop", token_id)
         complete = self.grammar is not None and self.grammar.push(token_id)
         stop = self.text.push(token_id, may_stop=may_stop)
-        full = self.params.overflow != "slide" and len(self.token_ids) > self.block_size
-        ends = self.num_output_tokens >= self.max_tokens or full or complete
+        full = params.overflow != "slide" and len(self.token_ids) > self.block_size
+        ends = num_output_tokens >= self.max_tokens or full or complete
         if stop is None and ends:
             stop = self.text.flush(may_stop=may_stop)
         if stop is not None or complete:

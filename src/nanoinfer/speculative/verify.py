@@ -58,6 +58,8 @@ def draw(sampler: Sampler, logits: Array, groups: Sequence[Group], *, rule: str 
     Raises:
         NanoinferError: a row's logits are not finite (the model overflowed).
     """
+    if all(proposal is None for _, proposal in groups):
+        return [[token] for token in sampler(logits, [row for row, _ in groups])]
     rows: list[SamplerRow] = []
     for row, proposal in groups:
         drafts = proposal.token_ids if proposal is not None else []
