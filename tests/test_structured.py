@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import re
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -360,6 +362,23 @@ def test_masks_are_computed_while_the_engine_runs(llm: LLM, monkeypatch: pytest.
     monkeypatch.setattr(llm.engine, "extend", waiting)
     assert llm.generate("go", params("choice"))[0].outputs[0].text in ("yes", "no", "no idea")
     assert threads == {"nanoinfer-masks"}
+
+
+def test_the_thread_ends_with_the_model(folder: Path) -> None:
+    def names() -> int:
+        return sum(t.name == "nanoinfer-masks" for t in threading.enumerate())
+
+    gc.collect()
+    before = names()
+    model = make_llm(folder)
+    model.generate("go", params("choice"))
+    assert names() == before + 1
+    del model
+    gc.collect()
+    end = time.monotonic() + 30
+    while names() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert names() == before
 
 
 def test_requests_without_a_grammar_do_no_work_for_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

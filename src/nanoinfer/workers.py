@@ -67,6 +67,9 @@ class Workers:
         for _ in range(self._max_threads):
             self._calls.put(None)
 
+    def __del__(self) -> None:
+        self.stop()
+
 
 def _work(calls: SimpleQueue[Callable[[], None] | None], around: Callable[[], AbstractContextManager[None]]) -> None:
     while (call := calls.get()) is not None:
