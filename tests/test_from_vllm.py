@@ -203,7 +203,7 @@ def test_prompt_logprobs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     extend = llm.engine.extend
     monkeypatch.setattr(llm.engine, "extend", lambda batch: (fed.append(len(batch.token_ids)), extend(batch))[1])
     (out,) = llm.generate("To be", replace(GREEDY, max_tokens=1, prompt_logprobs=1))
-    assert fed == [4, 5]  # the last token predicts none of the prompt
+    assert fed == [4, 1]  # the last token predicts none of the prompt, and the others are shared
     assert out.prompt_logprobs is not None
     assert out.prompt_logprobs[0] is None
     assert [next(iter(found)) for found in out.prompt_logprobs[1:] if found] == out.prompt_token_ids[1:]

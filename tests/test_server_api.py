@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="the extra test-server is not installed")
+httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
 pytest.importorskip("starlette", reason="the extra server is not installed")
 
 from conftest import make_folder  # noqa: E402

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-openai = pytest.importorskip("openai", reason="the extra test-server is not installed")
+openai = pytest.importorskip("openai", reason="the extra test is not installed")
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
 
 from nanoinfer import LLM, SamplingParams  # noqa: E402

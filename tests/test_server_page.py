@@ -40,7 +40,7 @@ SVG_NAMESPACE = "http://www.w3.org/2000/svg"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[BrowserContext]:
-    api = pytest.importorskip("playwright.sync_api", reason="pip install 'nanoinfer[test-browser]'")
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-clients")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("no Chromium on PATH (Debian: apt install chromium)")

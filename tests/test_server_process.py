@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-httpx = pytest.importorskip("httpx", reason="the extra test-server is not installed")
+httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
 
 from dataclasses import replace  # noqa: E402

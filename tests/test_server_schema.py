@@ -1,6 +1,6 @@
 """Schemathesis over /openapi.json: no request that it generates is answered by a 5xx, or by what the document has not.
 
-`make test-server-schema` installs it and runs 10,000 cases; the suite runs some hundred, if it is installed.
+`make test-clients` installs it and runs some hundred cases, `make test-server-schema` 10,000.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def narrowed(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(TOOL is None, reason="schemathesis is not installed: make test-server-schema")
+@pytest.mark.skipif(TOOL is None, reason="schemathesis is not installed: make test-clients")
 def test_no_generated_request_is_a_server_error(tmp_path: Path) -> None:
     assert TOOL is not None
     with serving(MODEL, "--engine", "native", "--max-num-seqs", "16", "--access-log", str(tmp_path / "log")) as server:
