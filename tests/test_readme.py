@@ -16,10 +16,13 @@ from nanoinfer.bench.results import read
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.splitlines() if line]
+BLOCKS = re.findall(r"```bash\n(?!curl )(.*?)```", README, re.S)  # tests/test_server_clients.py runs curl
+LINES = [line for block in BLOCKS for line in block.splitlines() if line]
 NOT_RUN = {
     "make demo": "installs PyTorch: minutes, and the network",
     "make test": "runs this file",
+    "pip install '.[server]'": "needs the network",
+    "nanoinfer serve shakespeare": "runs until it is stopped; tests/test_server_clients.py starts it",
     "pip install .": "builds the extension; .ci/build builds it and checks the wheel",
     'nanoinfer chat path/to/model.gguf --system "Be brief."': "needs a chat model; tests/test_chat_command.py has one",
     "nanoinfer bench --suite ladder --report out/": "takes minutes; tests/test_bench_report.py makes a report",

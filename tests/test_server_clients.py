@@ -58,6 +58,7 @@ def test_the_commands_of_the_page_work_as_written() -> None:
     (curl,) = [text for kind, text in blocks if kind == "bash" and text.startswith("curl ")]
     (example,) = [text for kind, text in blocks if kind == "python"]
     assert "nanoinfer serve shakespeare\n" in page
+    assert curl in (Path(__file__).parents[1] / "README.md").read_text()
     with serving("shakespeare") as shakespeare:
         if which("curl"):
             line = curl.replace("http://127.0.0.1:8000", shakespeare.url)
