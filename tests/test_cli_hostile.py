@@ -74,6 +74,7 @@ def base(command: str, folder: Path, out: Path) -> list[str]:
         "engines": [],
         "eval": [text, "--model", tiny, "--stride", "32"],
         "bench": ["--batch", "1"],
+        "serve": [tiny, "--port", "0"],
         "profile": ["Go", "--model", tiny, "--max-tokens", "2"],
         "roofline": ["gpt2", "--device", "t4"],
         "train": ["--data", text, "--out", str(out / "model"), *train],
@@ -108,6 +109,7 @@ def test_hostile_options(
 
     monkeypatch.setattr(huggingface, "download", offline)
     monkeypatch.setattr("nanoinfer.cli.bench.run", lambda plan, command: ([], False))  # measuring takes seconds
+    monkeypatch.setattr("nanoinfer.server.run.serve", lambda llm, config, bound: llm.shutdown())
     mine = PAIRS[group::SHARED]
     mine = random.Random(group).sample(mine, min(num_pairs, len(mine)))
     for i, (command, option, value) in enumerate(mine):

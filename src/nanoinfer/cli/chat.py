@@ -18,7 +18,7 @@ import typer
 from nanoinfer.cli.generate import DEFAULTS, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
-from nanoinfer.files import read_text
+from nanoinfer.files import escaped, read_text
 from nanoinfer.sampling_params import SamplingParams
 
 _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
@@ -49,6 +49,8 @@ def chat(
     llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation))
     session = Session(llm.conversation(system, chat_template=template), params)
     if sys.stdin.isatty():
-        print(f"{llm.model_name} on {llm.engine_name}, {llm.dtype}. /help lists the commands.", file=sys.stderr)
+        print(
+            f"{escaped(llm.model_name)} on {llm.engine_name}, {llm.dtype}. /help lists the commands.", file=sys.stderr
+        )
     if not session.run():
         raise typer.Exit(1)

@@ -22,6 +22,7 @@ from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.files import escaped
 from nanoinfer.progress import ProgressBar
 
 _FLAGS = ("dtype", "quantization", "threads")
@@ -61,4 +62,4 @@ def pack(
             loaded.take(), output, format, tokenizer_json, options.threads or environment.num_cpus(), bar.update
         )
     write_folder(output, chat_files.to_files(loaded.chat_template, loaded.special_tokens))
-    print(f"{output}: {format} weights of {model}, {num_bytes:,} bytes", file=sys.stderr)
+    print(f"{escaped(output)}: {format} weights of {escaped(model)}, {num_bytes:,} bytes", file=sys.stderr)

@@ -20,6 +20,7 @@ import typer
 
 from nanoinfer.cli.options import flags
 from nanoinfer.errors import NanoinferError, ResultError, missing_extra
+from nanoinfer.files import escaped
 from nanoinfer.progress import ProgressBar
 from nanoinfer.training.train_config import TrainConfig
 
@@ -77,7 +78,9 @@ class _Writer:
         from nanoinfer import LLM, SamplingParams
 
         assert self._target is not None
-        print(f"{self._target} generates {num_tokens} tokens after each of {len(texts)} prompts", file=sys.stderr)
+        print(
+            f"{escaped(self._target)} generates {num_tokens} tokens after each of {len(texts)} prompts", file=sys.stderr
+        )
         self._llm = self._llm or LLM(self._target, device=self._config.device, **self.precision())
         params = [
             SamplingParams(
