@@ -49,7 +49,7 @@ def traffic(count: int, seed: int) -> list[tuple[list[int], int]]:
     """Return (prompt, number of output tokens) of each request."""
     rng = np.random.default_rng(seed)
     shapes = zip(rng.integers(16, 129, count), rng.integers(32, 97, count), strict=True)
-    return [(rng.integers(0, 50000, n).tolist(), int(m)) for n, m in shapes]
+    return [(rng.integers(0, 49000, n).tolist(), int(m)) for n, m in shapes]
 
 
 async def one(host: str, port: int, model: str, prompt: list[int], max_tokens: int) -> Stream:
