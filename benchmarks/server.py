@@ -161,7 +161,7 @@ def main() -> None:
         if given.peer:
             with peer(given.peer) as port:
                 rates.setdefault("peer", []).append(report("peer", *asyncio.run(load(port, "model", requests))))
-    for name in rates:
+    for name in rates.keys() - {"server"}:
         ratios = [a / b for a, b in zip(rates["server"], rates[name], strict=True)]
         print(f"server / {name}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 
