@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp, Message
+
+from nanoinfer import LLM, AsyncLLM
+from nanoinfer.server.access_log import AccessLog
+from nanoinfer.server.app import build_app
+from nanoinfer.server.config import ServerConfig
 
 HOST = {"host": "localhost:8000"}
 
@@ -32,6 +37,21 @@ class Response:
         assert set(found) == {"message", "type", "param", "code"}
         assert "\n" not in found["message"]
         return found
+
+
+def serve(
+    llm: LLM,
+    main: Callable[[ASGIApp, AsyncLLM], Coroutine[Any, Any, Any]],
+    log: AccessLog | None = None,
+    **options: Any,
+) -> Any:
+    """Run a program with the server's application and its model. `options` are those of ServerConfig."""
+
+    async def run() -> Any:
+        async with AsyncLLM.from_llm(llm) as model:
+            return await asyncio.wait_for(main(build_app(model, ServerConfig(**options), log), model), 60)
+
+    return asyncio.run(run())
 
 
 async def call(

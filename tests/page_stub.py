@@ -58,7 +58,7 @@ KEY = "secret"
 
 
 class Stub:
-    """What the tests look at: the requests that came, and whether the server wants the key."""
+    """What the tests look at: the requests that were received, and whether the server requires the key."""
 
     url = ""
 

@@ -114,7 +114,7 @@ def test_the_salt_of_the_prefix_cache_is_that_of_the_key() -> None:
     assert combined_salt(first, "mine") != combined_salt(second, "mine")
     assert combined_salt(first, "mine") == combined_salt(again, "mine") != combined_salt(first, None)
     assert (combined_salt(open_server, None), combined_salt(open_server, "mine")) == (None, "mine")
-    # Nobody can give a salt that is that of another key, and it does not tell the key.
+    # A request cannot name the salt of another key, and the key cannot be derived from it.
     assert combined_salt(first, str(combined_salt(second, "x"))) != combined_salt(second, "x")
     assert KEYS[0] not in str(combined_salt(first, None))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,18 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
+import asgi
 from asgi import call
 from conftest import make_folder
 from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.server.access_log import MAX_LINES, AccessLog, LogRequests, OneLine, configure_logging
-from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.metrics import FINISH_REASONS, PREFIX, Metrics
 
 ROOT = Path(__file__).parent.parent
 COMPLETIONS = "/v1/completions"
+serve = functools.partial(asgi.serve, served_model_name=("m",))
 BODY = {"prompt": "To be or not to b", "max_tokens": 8, "temperature": 0}
 
 
@@ -44,15 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def llm(folder: Path) -> LLM:
     return LLM(str(folder), engine="native", max_num_seqs=4)
-
-
-def serve(llm: LLM, main: Callable[[ASGIApp, AsyncLLM], Coroutine[Any, Any, Any]], log: AccessLog | None = None) -> Any:
-    async def run() -> Any:
-        async with AsyncLLM.from_llm(llm) as model:
-            app = build_app(model, ServerConfig(served_model_name=("m",)), log)
-            return await asyncio.wait_for(main(app, model), 60)
-
-    return asyncio.run(run())
 
 
 async def post(app: ASGIApp, **changes: Any) -> Any:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,11 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from starlette.types import ASGIApp
 
-from asgi import Response, call
+from asgi import Response, call, serve
 from conftest import CHARS, make_folder
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.server import page_routes
-from nanoinfer.server.app import build_app
 from nanoinfer.server.auth import PUBLIC
-from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.table import ROUTES
 from nanoinfer.speculative.speculator import Speculator
 
@@ -48,14 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def llm(folder: Path) -> LLM:
     return LLM(str(folder), engine="native", max_num_seqs=4, max_num_queued=2)
-
-
-def serve(llm: LLM, main: Callable[[ASGIApp, AsyncLLM], Coroutine[Any, Any, Any]], **options: Any) -> Any:
-    async def run() -> Any:
-        async with AsyncLLM.from_llm(llm) as model:
-            return await asyncio.wait_for(main(build_app(model, ServerConfig(**options)), model), 60)
-
-    return asyncio.run(run())
 
 
 async def post(app: ASGIApp, body: dict[str, Any], path: str = COMPLETIONS, **options: Any) -> Response:

@@ -527,3 +527,11 @@ def test_batch_lines_have_them(run: Run, folder: Path, tmp_path: Path) -> None:
     assert "structured_outputs.regex: invalid regex" in json.dumps(records[2]["error"])
     assert records[3]["error"] is None
     assert os.path.getsize(tmp_path / "out.jsonl") > 0
+
+
+def test_an_accepted_proposal_that_completes_the_output_is_marked(folder: Path) -> None:
+    llm = LLM(str(folder), draft="prompt-lookup", speculate_k=5)
+    params = SamplingParams(max_tokens=20, temperature=0, structured_outputs={"regex": " hello"})
+    (o,) = llm.generate("hello hello hello", params)[0].outputs
+    assert (o.text, o.finish_reason) == (" hello", "stop")
+    assert o.draft_accepted == [False, *[True] * 5]

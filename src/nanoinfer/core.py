@@ -351,8 +351,8 @@ class Core:
             if some or s.request.beams is not None:
                 self._note_first(s, now)
             self._logprobs.add(s, some)
-            if speculator is not None and some:
-                s.draft_accepted += [True] * (len(some) - 1) + [False]
+            if speculator is not None:
+                s.draft_accepted += done.accepted(s, [drawn.token_id for drawn in some])
             if (proposal := done.proposals.get(s)) is not None and len(some) <= len(proposal.token_ids):
                 handle = Handle(cast(int, s.handle))
                 num_wrong = len(proposal.token_ids) + 1 - len(some)

@@ -20,7 +20,7 @@ from nanoinfer.server.errors import Refusal
 
 PUBLIC = page_routes.paths() | {"/health"}
 """Paths that need no key: a load balancer has none, and the page must load before a key can be entered into it. They
-answer GET with constant files; they tell nothing about the model or its requests."""
+answer GET with constant files, which depend on neither the model nor its requests."""
 MAX_KEY_FILE_BYTES = 1 << 16
 
 

@@ -199,7 +199,7 @@ def _note(error: Exception, scope: Scope) -> Refusal:
 
 
 class _Response:
-    """Passes a response on, and knows how far it is."""
+    """Passes a response on, and records whether it has started, is a stream, and is complete."""
 
     def __init__(self, send: Callable[[Message], Awaitable[None]]) -> None:
         self._send = send

@@ -39,7 +39,7 @@ class Service:
         """Maximum tokens/s of one sequence that this machine allows; None: not measured."""
 
         self.openapi: Callable[[], bytes] = bytes
-        """Returns the OpenAPI document; set by `build_app`, which knows the routes."""
+        """Returns the OpenAPI document; set by `build_app`, which has the routes."""
 
     def check_model(self, name: object) -> None:
         """Raise FieldError, which is a 404, for a model that is not served. None is the served one."""

@@ -52,6 +52,13 @@ class SpecStep:
     drafted: tuple[int, int, int] | None = None
     """Arguments of `Drafter.estimate_sec` for the requests to the drafter; None if there were none."""
 
+    def accepted(self, sequence: scheduling.Sequence, token_ids: Sequence[int]) -> list[bool]:
+        """Return which of a sequence's new tokens are those of its proposal: all but the last, and that one if the
+        output is complete with it."""
+        proposal = self.proposals.get(sequence)
+        drafts = proposal.token_ids if proposal is not None else []
+        return [i < len(drafts) and token == drafts[i] for i, token in enumerate(token_ids)]
+
 
 class Speculator:
     """Proposes tokens for the sequences that decode.
