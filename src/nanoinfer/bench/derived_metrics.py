@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from nanoinfer.bench.results import Row
 
 NAIVE = ("recompute", "nanogpt")  # backends without a cache
-_FORMATS = FORMATS | {  # llama.cpp's: blocks of 32 weights and a 16-bit scale
-    "Q8_0": WeightFormat("Q8_0", 8, 2, group_size=32, group_bytes=2),
-    "Q4_0": WeightFormat("Q4_0", 4, 2, group_size=32, group_bytes=2),
-}
+
+
+def _format(case: Case) -> WeightFormat | None:
+    """Return the format of a case's weights, None if it is unknown. llama.cpp has a KV cache in float16."""
+    fmt = FORMATS.get(case.format)
+    return fmt if fmt is None or case.backend != "llama.cpp" or fmt.is_float else fmt.with_cache(2)
 
 
 def installed_shape(model: str) -> ModelConfig | None:
@@ -42,8 +44,7 @@ def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]
 
     A decode step at the mean length stands for all. Without a cache a step reads and computes the whole prefix.
     """
-    fmt = _FORMATS.get(case.format)
-    if fmt is None:
+    if (fmt := _format(case)) is None:
         return {}
     cost = (arithmetic.prefill if case.backend in NAIVE else arithmetic.decode)(config, fmt)
     mean = case.mean_length(config.block_size)
@@ -65,10 +66,11 @@ def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
     row.update(costs(case, config, ceiling))
     if speed is None or row.bytes_per_token is None or case.workload == "mixed" or case.draft is not None:
         return
-    row.mbu_percent = 100 * row.bytes_per_token * speed / ceiling.bandwidth_bytes_per_sec
+    bandwidth = ceiling.bandwidth(row.bytes_per_token * case.batch)
+    row.mbu_percent = 100 * row.bytes_per_token * speed / bandwidth
     if row.flops_per_token is not None:
         with contextlib.suppress(NanoinferError):
-            row.mfu_percent = 100 * row.flops_per_token * speed / ceiling.throughput(_FORMATS[case.format])
+            row.mfu_percent = 100 * row.flops_per_token * speed / ceiling.throughput(FORMATS[case.format])
 
 
 def add_speculation(row: Row, made: dict[str, float], config: ModelConfig, ceiling: Ceiling) -> None:
@@ -83,7 +85,7 @@ def add_speculation(row: Row, made: dict[str, float], config: ModelConfig, ceili
 
 def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceiling: Ceiling) -> str | None:
     """Return "k=6, 2.60x"; None for a draft or a format that the roofline does not know."""
-    fmt = _FORMATS.get(case.format)
+    fmt = _format(case)
     if fmt is None or case.draft is None:
         return None
 

@@ -6,7 +6,8 @@ The roofline model (Williams, Waterman and Patterson 2009) assumes that memory t
 
 The larger term determines whether the step is memory-bound or compute-bound. The result is a lower bound: kernel
 launches, thread synchronization, sampling and load imbalance add to it. With published peaks no step can be faster;
-with `measure` the bound holds for the measured peaks.
+with `measure` the bound holds for the measured peaks, of which the bandwidth depends on the bytes: a step whose weights
+and KV cache fit in a CPU's caches finds them there again.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def predict(cost: StepCost, ceiling: Ceiling, fmt: WeightFormat, B: int, N: int)
         NanoinferError: the device has no throughput for the format.
     """
     flops, num_bytes = cost.model.flops(B, N), cost.model.bytes(B, N)
-    return Prediction(flops, num_bytes, num_bytes / ceiling.bandwidth_bytes_per_sec, flops / ceiling.throughput(fmt))
+    return Prediction(flops, num_bytes, num_bytes / ceiling.bandwidth(num_bytes), flops / ceiling.throughput(fmt))
 
 
 @dataclass(frozen=True)

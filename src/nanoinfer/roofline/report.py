@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanoinfer.checks import require_bool, require_choice, require_float, require_int
@@ -12,7 +13,7 @@ from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, extend, kv_cac
 from nanoinfer.roofline.ceilings import MEASURE, Ceiling, find_device
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
 from nanoinfer.roofline.predict import Prediction, generation, predict, prompt_length
-from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.roofline.shapes import find_model
 from nanoinfer.roofline.speculative_speedup import MAX_SPECULATE_K, best_speculation
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -30,7 +31,8 @@ class Question:
     context: int | None = None
     """Tokens that the newest token attends to, including itself (N; default: the model's context length)."""
     dtype: str = "auto"
-    """Format of the weights: float32, bfloat16, float16, int8, int4; auto is the usual one on the device."""
+    """Format of the weights: float32, bfloat16, float16, int8, int4, Q8_0, Q4_0, Q4_1; auto is that of a GGUF file, or
+    the usual one on the device."""
     draft: str | None = None
     """Draft model for speculative decoding."""
     acceptance: float | None = None
@@ -88,20 +90,21 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
     Raises:
         NanoinferError: the model, device or dtype is unknown, or the context is longer than a model's.
     """
-    config = find_shape(model)  # check the names first, because measuring takes seconds
+    config, stored = find_model(model)  # check the names first, because measuring takes seconds
     N = _context(model, config, question.context or config.block_size)
     num_new = question.new_tokens or max(1, N // 2)
     prompt_length(N, num_new)
     draft = None if question.draft is None else _draft(question.draft, config, N)
     ceiling = find_device(question.device, local_device)
-    setting = _Setting(config, ceiling, ceiling.resolve_format(question.dtype), question.batch, N, question.causal)
+    fmt = ceiling.resolve_format(question.dtype, stored)
+    setting = _Setting(config, ceiling, fmt, question.batch, N, question.causal)
     result = {
         "model": model,
         "shape": asdict(config),
         "device": asdict(ceiling),
         "dtype": setting.fmt.name,
         "compute_dtype": ceiling.compute_dtype(setting.fmt),
-        "ridge_flops_per_byte": ceiling.ridge(setting.fmt),
+        "ridge_flops_per_byte": ceiling.ridge(setting.fmt, math.inf),
         "batch": question.batch,
         "context_tokens": N,
         "causal": question.causal,
@@ -125,16 +128,16 @@ def _context(name: str, config: ModelConfig, context: int) -> int:
     return context
 
 
-def _draft(name: str, target: ModelConfig, N: int) -> ModelConfig:
-    """Return the draft model's config. Raises NanoinferError if the draft does not match the target."""
-    config = find_shape(name)
+def _draft(name: str, target: ModelConfig, N: int) -> tuple[ModelConfig, WeightFormat | None]:
+    """Return the draft model's config and format. Raises NanoinferError if the draft does not match the target."""
+    config, stored = find_model(name)
     _context(f"the draft {name}", config, N)
     if config.vocab_size != target.vocab_size:
         raise NanoinferError(
             f"draft={name!r} has a vocabulary of {config.vocab_size} tokens, the model one of {target.vocab_size}:"
             " use a draft with the same tokenizer"
         )
-    return config
+    return config, stored
 
 
 def _step(setting: _Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
@@ -155,6 +158,8 @@ def _step(setting: _Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
         "intensity_flops_per_byte": p.intensity,
         "bound": p.bound,
         "bound_ratio": p.bound_ratio,
+        "bandwidth_bytes_per_sec": setting.ceiling.bandwidth(p.bytes),
+        "ridge_flops_per_byte": setting.ceiling.ridge(setting.fmt, p.bytes),
         "memory_sec": p.memory_sec,
         "compute_sec": p.compute_sec,
         "step_sec": p.seconds,
@@ -197,10 +202,13 @@ def _generation(setting: _Setting, num_new: int) -> dict[str, Any]:
     }
 
 
-def _speculation(setting: _Setting, question: Question, draft: ModelConfig) -> dict[str, Any]:
+def _speculation(
+    setting: _Setting, question: Question, draft: tuple[ModelConfig, WeightFormat | None]
+) -> dict[str, Any]:
     """Return the draft's cost relative to the target's, and the best number of proposals for each acceptance rate."""
     target = setting.predict(setting.decode)
-    step = setting.predict(decode(draft, setting.fmt))
+    fmt = draft[1] if question.dtype == "auto" and draft[1] else replace(setting.fmt, matrices={})
+    step = predict(decode(draft[0], fmt), setting.ceiling, fmt, setting.B, setting.N)
     draft_cost = step.seconds / target.seconds
 
     def verify_cost(num_tokens: int) -> float:

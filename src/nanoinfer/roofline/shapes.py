@@ -1,8 +1,8 @@
 """Find the config of a model by name without reading its weights.
 
 A preset (gpt2-xl) and random:<preset> need no file. A built-in model and a folder need their config.json, and
-wide:<model>:<preset> needs the config of its model. A nanoGPT checkpoint is opened, because it contains the config;
-tensors are not read. Nothing is downloaded.
+wide:<model>:<preset> needs the config of its model. A nanoGPT checkpoint and a GGUF file are opened, because they
+contain the config; tensors are not read. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -11,18 +11,31 @@ from pathlib import Path
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import hf_config, nanogpt
-from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, split_wide
+from nanoinfer.models.checkpoints import gguf, hf_config, nanogpt
+from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.widen import widened
+from nanoinfer.roofline.formats import WeightFormat, mixed
+
+
+def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
+    """Return the config of a model, and its format in engine `native` if it is a GGUF file with matrices in blocks.
+
+    Args and Raises: as `find_shape`.
+    """
+    path = Path(name).expanduser()
+    if not is_gguf(path):
+        return find_shape(name), None
+    weights = gguf.open_file(path)[0]
+    return weights.config, mixed(weights.config, weights.block_formats, weights.stored_dtype)
 
 
 def find_shape(name: str) -> ModelConfig:
     """Return the config of a model.
 
     Args:
-        name: a built-in model, a preset, random:<preset>, wide:<model>:<preset>, a folder with a config.json, or a
-            ckpt.pt.
+        name: a built-in model, a preset, random:<preset>, wide:<model>:<preset>, a folder with a config.json, a
+            ckpt.pt, or a GGUF file.
 
     Raises:
         NanoinferError: the model does not exist, or its config is malformed.
@@ -40,11 +53,13 @@ def find_shape(name: str) -> ModelConfig:
         return PRESETS[preset]
     if preset == name:
         path = Path(name).expanduser()
+        if is_gguf(path):
+            return find_model(name)[0]
         if path.is_file():
             return nanogpt.open_checkpoint(path)[0].config
         if path.is_dir():
             return hf_config.read(path / "config.json")
     raise NanoinferError(
-        f"model {name!r} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder or"
-        " ckpt.pt (for a model on the Hub, a folder with its config.json is enough)"
+        f"model {name!r} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder,"
+        " ckpt.pt or GGUF file (for a model on the Hub, a folder with its config.json is enough)"
     )
