@@ -171,10 +171,14 @@ def _memory(setting: _Setting) -> dict[str, Any]:
     """Return the sizes of weights and KV cache, and whether they fit in the device's memory."""
     config, fmt = setting.config, setting.fmt
     layer = kv_cache_layer(config, fmt)
-    # In memory but not read by a step: the lookup tables wpe and, with an untied head, wte, in vector_bytes.
-    positions = config.block_size if config.learned_positions else 0
-    lookups = positions + (0 if config.tie_word_embeddings else config.vocab_size)
-    weights = setting.decode.model.bytes(0, 0) + lookups * config.n_embd * fmt.vector_bytes
+    weights = setting.decode.model.bytes(0, 0)
+    # In memory but not read by a step: the lookup tables wpe and, with an untied head, wte.
+    if config.learned_positions:
+        weights += config.block_size * config.n_embd * fmt.vector_bytes
+    if not config.tie_word_embeddings:
+        values = config.vocab_size * config.n_embd
+        blocks = fmt.matrices.get("transformer.wte.weight")
+        weights += blocks.matrix_bytes(config.vocab_size, config.n_embd) if blocks else values * fmt.vector_bytes
     cache = (layer * config.n_layer)(setting.B, setting.N)
     limit = setting.ceiling.memory_bytes
     return {
