@@ -104,13 +104,24 @@ class Ceiling:
         """Return the ceiling of a results file; that of an older one has the speed of the main memory only.
 
         Raises:
-            ValueError: a size or a speed is out of range.
+            ValueError: a value is missing or out of range.
         """
-        by_bytes = {int(size): speed for size, speed in (limits.get("read_bytes_per_sec_by_size") or {}).items()}
-        for size, speed in by_bytes.items():
-            if not (0 < size < 1 << 63 and speed >= 1):
-                raise ValueError(f"read_bytes_per_sec_by_size has {show(speed)} for {show(size)} bytes")
-        return Ceiling("file", limits["read_bytes_per_sec"], limits["flops_per_sec"], "", bandwidth_by_bytes=by_bytes)
+        memory: Any = limits.get("read_bytes_per_sec")
+        flops: Any = limits.get("flops_per_sec")
+        by_size: Any = limits.get("read_bytes_per_sec_by_size", {})
+        if not _is_speed(memory):
+            raise ValueError(f"ceiling: read_bytes_per_sec is {show(memory)}")
+        for name, speeds in (("flops_per_sec", flops), ("read_bytes_per_sec_by_size", by_size)):
+            if not isinstance(speeds, Mapping) or not all(map(_is_speed, speeds.values())):
+                raise ValueError(f"ceiling: {name} is {show(speeds)}")
+        by_bytes = {int(size): speed for size, speed in by_size.items()}
+        if not all(0 < size < 1 << 63 for size in by_bytes):
+            raise ValueError(f"ceiling: read_bytes_per_sec_by_size has the sizes {show(list(by_bytes))}")
+        return Ceiling("file", memory, flops, "", bandwidth_by_bytes=by_bytes)
+
+
+def _is_speed(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= 1e300
 
 
 def _gpu(name: str, gb_per_sec: float, fp32: float, half: float, memory_gb: int, source: str) -> Ceiling:

@@ -9,12 +9,12 @@ from typing import Any
 from nanoinfer.checks import require_bool, require_choice, require_float, require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, extend, kv_cache_layer, prefill
-from nanoinfer.roofline.ceilings import MEASURE, Ceiling, find_device
+from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, kv_cache_layer
+from nanoinfer.roofline.ceilings import MEASURE, find_device
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
-from nanoinfer.roofline.predict import Prediction, generation, predict, prompt_length
+from nanoinfer.roofline.predict import Setting, generation, predict, prompt_length
 from nanoinfer.roofline.shapes import find_model
-from nanoinfer.roofline.speculative_speedup import MAX_SPECULATE_K, best_speculation
+from nanoinfer.roofline.speculative_speedup import MAX_SPECULATE_K
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MAX_BATCH = 1 << 20
@@ -56,29 +56,6 @@ class Question:
                 raise NanoinferError(f"acceptance={self.acceptance} requires a draft model: add --draft")
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """The parameters of a report with resolved names."""
-
-    config: ModelConfig
-    ceiling: Ceiling
-    fmt: WeightFormat
-    B: int
-    N: int
-    causal: bool
-
-    @property
-    def prefill(self) -> StepCost:
-        return prefill(self.config, self.fmt, causal=self.causal)
-
-    @property
-    def decode(self) -> StepCost:
-        return decode(self.config, self.fmt)
-
-    def predict(self, cost: StepCost) -> Prediction:
-        return predict(cost, self.ceiling, self.fmt, self.B, self.N)
-
-
 def answer(model: str, question: Question, local_device: str = "cpu") -> dict[str, Any]:
     """Return the report as a JSON-serializable dict.
 
@@ -97,7 +74,7 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
     draft = None if question.draft is None else _draft(question.draft, config, N)
     ceiling = find_device(question.device, local_device)
     fmt = ceiling.resolve_format(question.dtype, stored)
-    setting = _Setting(config, ceiling, fmt, question.batch, N, question.causal)
+    setting = Setting(config, fmt, ceiling, question.batch, N, question.causal)
     result = {
         "model": model,
         "shape": asdict(config),
@@ -140,7 +117,7 @@ def _draft(name: str, target: ModelConfig, N: int) -> tuple[ModelConfig, WeightF
     return config, stored
 
 
-def _step(setting: _Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
+def _step(setting: Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
     """Return the costs of a step by part of the model, and its prediction."""
 
     def part(c: Cost) -> dict[str, Any]:
@@ -167,7 +144,7 @@ def _step(setting: _Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _memory(setting: _Setting) -> dict[str, Any]:
+def _memory(setting: Setting) -> dict[str, Any]:
     """Return the sizes of weights and KV cache, and whether they fit in the device's memory."""
     config, fmt = setting.config, setting.fmt
     layer = kv_cache_layer(config, fmt)
@@ -191,7 +168,7 @@ def _memory(setting: _Setting) -> dict[str, Any]:
     }
 
 
-def _generation(setting: _Setting, num_new: int) -> dict[str, Any]:
+def _generation(setting: Setting, num_new: int) -> dict[str, Any]:
     """Return the speed-up by the KV cache: of the step at the context, and of a whole generation."""
     costs = (setting.prefill, setting.decode)
     g = generation(costs, setting.ceiling, setting.fmt, setting.B, setting.N, num_new)
@@ -207,24 +184,20 @@ def _generation(setting: _Setting, num_new: int) -> dict[str, Any]:
 
 
 def _speculation(
-    setting: _Setting, question: Question, draft: tuple[ModelConfig, WeightFormat | None]
+    setting: Setting, question: Question, draft: tuple[ModelConfig, WeightFormat | None]
 ) -> dict[str, Any]:
     """Return the draft's cost relative to the target's, and the best number of proposals for each acceptance rate."""
     target = setting.predict(setting.decode)
     fmt = draft[1] if question.dtype == "auto" and draft[1] else replace(setting.fmt, matrices={})
     step = predict(decode(draft[0], fmt), setting.ceiling, fmt, setting.B, setting.N)
     draft_cost = step.seconds / target.seconds
-
-    def verify_cost(num_tokens: int) -> float:
-        cost = extend(setting.config, setting.fmt, num_tokens, causal=setting.causal)
-        return setting.predict(cost).seconds / target.seconds
-
     max_k = min(MAX_SPECULATE_K, setting.N - 1)
     rows = []
     for acceptance in ACCEPTANCES if question.acceptance is None else (question.acceptance,):
         for bonus in (True, False):
-            best = best_speculation(acceptance, draft_cost, verify_cost, bonus=bonus, max_k=max_k)
+            best = setting.best_speculation(acceptance, step.seconds, bonus=bonus, max_k=max_k)
             rows.append({"acceptance": acceptance, "bonus": bonus, **asdict(best)})
+    num_tokens = min(5, setting.N)
     return {
         "draft": question.draft,
         "draft_step_sec": step.seconds,
@@ -232,7 +205,7 @@ def _speculation(
         "draft_bytes_over_target": step.bytes / target.bytes,
         "draft_cost": draft_cost,
         "max_k": max_k,
-        "verify_num_tokens": min(5, setting.N),
-        "verify_cost": verify_cost(min(5, setting.N)),
+        "verify_num_tokens": num_tokens,
+        "verify_cost": setting.verify_sec(num_tokens) / target.seconds,
         "best": rows,
     }

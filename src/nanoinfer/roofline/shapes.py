@@ -7,6 +7,7 @@ contain the config; tensors are not read. Nothing is downloaded.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from nanoinfer.config import ModelConfig
@@ -63,3 +64,11 @@ def find_shape(name: str) -> ModelConfig:
         f"model {name!r} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder,"
         " ckpt.pt or GGUF file (for a model on the Hub, a folder with its config.json is enough)"
     )
+
+
+def installed_shape(model: str) -> ModelConfig | None:
+    """Return the shape of a model that every installation has: a preset, a built-in or a widened one; else None."""
+    source = model.removeprefix("random:").removeprefix("wide:").partition(":")[0]
+    with contextlib.suppress(NanoinferError):  # wide:shakespeare:no-preset
+        return find_shape(model) if source in (*PRESETS, *builtin_names()) else None
+    return None
