@@ -150,16 +150,22 @@ def test_a_broken_file_is_an_error(tmp_path: Path) -> None:
     refuses(lambda: find_model(str(tmp_path / "none.gguf")), "is unknown", "GGUF file")
 
 
-@pytest.mark.parametrize(
-    "options,name", [({}, None), ({"quantization": "int8"}, "int8"), ({"dtype": "float32"}, "float32")]
-)
+ASKED: list[tuple[dict[str, Any], str | None]] = [
+    ({}, None),
+    ({"quantization": "int8"}, "int8"),
+    ({"dtype": "float32"}, "float32"),
+    ({"engine": "static"}, "float32"),
+]
+
+
+@pytest.mark.parametrize("options,name", ASKED)
 def test_the_limit_of_a_served_file(
     mixed_file: tuple[Path, int], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], name: str | None
 ) -> None:
     """The limit follows from what the engine computes with: the file's blocks, unless something else is asked for."""
     ceiling = Ceiling("here", 1e9, {"float32": 1e12, "int8": 1e13}, "test")
     monkeypatch.setattr("nanoinfer.roofline.ceilings.find_device", lambda *args: ceiling)
-    llm = LLM(str(mixed_file[0]), engine="native", **options)
+    llm = LLM(str(mixed_file[0]), **{"engine": "native", **options})
     config, own = find_model(str(mixed_file[0]))
     fmt = own if name is None else FORMATS[name]
     assert fmt is not None

@@ -25,7 +25,7 @@ class Question:
     """Parameters of a report, except the model's name."""
 
     device: str = MEASURE
-    """t4, l40s, rtx4090, a100, h100, h200, or measure (this machine)."""
+    """t4, l40s, rtx4090, a100, h100, h200, or measure (this machine, its caches included)."""
     batch: int = 1
     """Sequences per step (B)."""
     context: int | None = None
