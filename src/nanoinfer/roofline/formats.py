@@ -92,7 +92,7 @@ FORMATS: dict[str, WeightFormat] = {
 
 
 def mixed(config: ModelConfig, block_formats: Mapping[str, str], dtype: str) -> WeightFormat | None:
-    """Return the formats of a model of which native computes with some matrices in their own blocks; None without any.
+    """Return the formats of a model whose matrices in blocks engine `native` takes as they are; None without any.
 
     Args:
         config: the model's shape.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from nanoinfer.checks import show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import gguf, hf_config, nanogpt
@@ -24,8 +25,8 @@ def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
 
     Args and Raises: as `find_shape`.
     """
-    path = Path(name).expanduser()
-    if not is_gguf(path):
+    path = _path(name)
+    if path is None or not is_gguf(path):
         return find_shape(name), None
     weights = gguf.open_file(path)[0]
     return weights.config, mixed(weights.config, weights.block_formats, weights.stored_dtype)
@@ -52,8 +53,7 @@ def find_shape(name: str) -> ModelConfig:
     preset = name.removeprefix("random:")
     if preset in PRESETS:
         return PRESETS[preset]
-    if preset == name:
-        path = Path(name).expanduser()
+    if preset == name and (path := _path(name)) is not None:
         if is_gguf(path):
             return find_model(name)[0]
         if path.is_file():
@@ -61,9 +61,17 @@ def find_shape(name: str) -> ModelConfig:
         if path.is_dir():
             return hf_config.read(path / "config.json")
     raise NanoinferError(
-        f"model {name!r} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder,"
+        f"model {show(name)} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder,"
         " ckpt.pt or GGUF file (for a model on the Hub, a folder with its config.json is enough)"
     )
+
+
+def _path(name: str) -> Path | None:
+    """Return the path for a name; None if it does not exist or cannot be one."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long, no such user, a null byte
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    return None
 
 
 def installed_shape(model: str) -> ModelConfig | None:
