@@ -13,7 +13,7 @@ from pathlib import Path
 from nanoinfer.checks import show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import gguf, hf_config, nanogpt
+from nanoinfer.models.checkpoints import gguf, hf_config, nanochat, nanogpt
 from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.widen import widened
@@ -56,6 +56,8 @@ def find_shape(name: str) -> ModelConfig:
     if preset == name and (path := _path(name)) is not None:
         if is_gguf(path):
             return find_model(name)[0]
+        if (checkpoint := nanochat.find(path)) is not None:
+            return nanochat.open_checkpoint(checkpoint).config
         if path.is_file():
             return nanogpt.open_checkpoint(path)[0].config
         if path.is_dir():
