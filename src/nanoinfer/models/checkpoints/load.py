@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ from nanoinfer.models.parameters import initialize
 from nanoinfer.models.presets import PRESETS, REPOSITORIES
 
 if TYPE_CHECKING:
+    from nanoinfer.models.checkpoints.gguf_file import Value
     from nanoinfer.models.gpt import GPT
     from nanoinfer.models.tokenizers import Tokenizer
 
@@ -119,9 +121,6 @@ def load_model(
     config = weights.config
     loaded = LoadedModel(name, weights, config, None)
     del weights  # see LoadedModel.take
-    if metadata is not None:
-        loaded.chat_template = gguf_tokenizer.chat_template(metadata)
-        loaded.special_tokens = gguf_tokenizer.special_tokens(metadata)
     try:
         if tokenizer:
             loaded.tokenizer = load_tokenizer(tokenizer)
@@ -138,12 +137,21 @@ def load_model(
     if checkpoint is not None and loaded.tokenizer is not None:
         loaded.weights, loaded.chat_template = nanochat.with_special_tokens(loaded.weights, loaded.tokenizer)
         loaded.config = loaded.weights.config
-    if path.is_dir():
+    else:
+        _read_chat_template(loaded, path, metadata)
+    return loaded
+
+
+def _read_chat_template(loaded: LoadedModel, path: Path, metadata: Mapping[str, Value] | None) -> None:
+    """Set the chat template of a GGUF file or a folder, and the special tokens that it may use."""
+    if metadata is not None:
+        loaded.chat_template = gguf_tokenizer.chat_template(metadata)
+        loaded.special_tokens = gguf_tokenizer.special_tokens(metadata)
+    elif path.is_dir():
         try:
             loaded.chat_template, loaded.special_tokens = chat_files.read(path)
         except NanoinferError as e:
             loaded.no_chat_template_reason = str(e)  # everything but chat works; chat raises this message
-    return loaded
 
 
 def fit_engine(name: str, options: EngineConfig) -> EngineConfig:
