@@ -119,7 +119,7 @@ def test_it_answers() -> None:
     assert ids[-1] == 2  # <|im_end|>
 
 
-@pytest.mark.parametrize("engine", ["recompute", "dynamic", "static", "paged"])
+@pytest.mark.parametrize("engine", ["recompute", "dynamic", "static", "paged", "compiled"])
 @pytest.mark.slow
 def test_greedy_tokens_are_equal_on_every_engine(engine: str) -> None:
     assert outputs(engine) == outputs("native")
