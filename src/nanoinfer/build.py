@@ -102,7 +102,8 @@ def _log_dtype(weights: Weights, dtype: str, device: str) -> None:
     sizes = {name: sum(FORMATS[name].matrix_bytes(*shape) for shape in read) for name in (dtype, "int8", "int4")}
     times = {name: sizes[dtype] / sizes[name] for name in ("int8", "int4")}
     log.info(
-        "%s; quantization=int8 reads %.1f times and int4 %.1f times fewer bytes of weights for each token",
+        "%s; quantization=int8 reads %.1f times and int4 %.1f times fewer bytes of weights for each token"
+        " (their quality: docs/quality.md; measure int4 on your model)",
         chosen, times["int8"], times["int4"],
     )  # fmt: skip
 

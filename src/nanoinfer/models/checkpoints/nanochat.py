@@ -54,7 +54,7 @@ _LAYOUT = replace(
     layer="transformer.h.{}.",
 )  # fmt: skip
 
-_PATTERN = (
+PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 """How nanochat splits text before BPE."""
@@ -173,7 +173,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except Exception as e:  # a hostile pickle can raise any exception
         why = f"{type(e).__name__}: {reason(e)}"
         raise NanoinferError(f"{where} is not a tokenizer of tiktoken, as nanochat writes it ({why})") from None
-    if pattern not in (_PATTERN, _PATTERN.replace("{1,2}", "{1,3}")):
+    if pattern not in (PATTERN, PATTERN.replace("{1,2}", "{1,3}")):
         raise NanoinferError(f"{where}: pat_str={escaped(pattern, 60)!r} is not supported: only nanochat's is")
     with explained(f"{where}: the tokenizer cannot be built"):
         return _build(tokens, names, pattern)
