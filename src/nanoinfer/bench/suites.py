@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nanoinfer.bench.case import MIXED_HIGH, Case
+from nanoinfer.bench.derived_metrics import BEST_PEER
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.registry import ENGINES
 
@@ -143,14 +144,35 @@ def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool)
     if quick:
         return _in_formats(short, ours + _PEERS)
     long = replace(short, prompt_tokens=min(1000, config.block_size - 24), output_tokens=16)
-    mixed = replace(short, batch=64, workload="mixed", prompt_tokens=MIXED_HIGH, output_tokens=MIXED_HIGH)
-    # A case takes minutes in float32; the mix also in transformers, which pads all sequences to the longest (69
-    # tokens/s where the others reach 200 and more: docs/log.md). So these have only the formats used for speed.
+    # A case takes minutes in float32, so this has only the formats used for speed.
     light = [f for f in ours + _PEERS if f[1:] != ("float32", None) and f[0] != "transformers-static"]
     shapes = (short, replace(short, batch=8), replace(short, batch=64), long)
     cases = [case for shape in shapes for case in _in_formats(shape, ours + _PEERS)]
-    cases += _in_formats(replace(long, batch=8), light)
-    return cases + _in_formats(mixed, [f for f in light if not f[0].startswith("transformers")])
+    return cases + _in_formats(replace(long, batch=8), light)
+
+
+def _serving(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
+    """Many requests: of all lengths, with a common prefix, beside a long prompt that arrives, steadily decoding."""
+    best, room = engines[-1], config.block_size
+    small: str | None = next(iter(ENGINES[best].quantizations), None)
+    # In transformers, which pads all sequences to the longest, the mix takes minutes (69 tokens/s: docs/log.md).
+    formats = [(best, "bfloat16", None), *((best, "float32", q) for q in ENGINES[best].quantizations)]
+    formats += [f for f in _PEERS if f[1:] != ("float32", None) and not f[0].startswith("transformers")]
+    longest = min(64 if quick else MIXED_HIGH, room // 2)
+    mixed = Case(best, model, batch=64, prompt_tokens=longest, output_tokens=longest, workload="mixed")
+    one = replace(mixed, quantization=small)
+    prefix = replace(one, batch=200, prompt_tokens=min(520, room - 16), output_tokens=10, workload="prefix")
+    arrival = replace(one, batch=9, prompt_tokens=min(1000, room - 24), output_tokens=64, workload="arrival")
+    steady = replace(one, prompt_tokens=32, output_tokens=32, workload="uniform")
+    batches, steps = [64, 512], [256, 64]
+    if quick:
+        formats = [f for f in formats if f[2] in (small, "int8", "Q8_0")]
+        mixed, prefix = replace(mixed, batch=8), replace(prefix, batch=8, prompt_tokens=min(120, room - 16))
+        arrival = replace(arrival, prompt_tokens=min(256, room - 24), output_tokens=16)
+        batches, steps = [16], [64]
+    cases = [prefix, replace(prefix, prefix_caching=True), arrival]
+    cases += [replace(arrival, max_num_batched_tokens=n) for n in steps]
+    return [*_in_formats(mixed, formats), *cases, *(replace(steady, batch=b) for b in batches)]
 
 
 GPU_LARGE = "random:gpt2-xl"
@@ -189,6 +211,7 @@ SUITES: dict[str, Suite] = {  # the published figures that each corresponds to: 
     "long": Suite("recompute", _long, Options(rounds=1)),
     "throughput": Suite("nanogpt", _throughput),
     "peers": Suite("transformers-dynamic", _peers),
+    "serving": Suite(BEST_PEER, _serving),
     "speculative": Suite(  # acceptance depends on the passage: all count
         "native", _speculative, Options(rounds=6, max_case_sec=30.0, vary_prompts=True), "wide:shakespeare:gpt2-large"
     ),

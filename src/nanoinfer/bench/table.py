@@ -13,8 +13,9 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.columns import COLUMNS, TERMINAL_ONLY, Column
-from nanoinfer.bench.formatting import DASH, clean, digits
+from nanoinfer.bench.columns import COLUMNS, TERMINAL_ONLY, Column, figure
+from nanoinfer.bench.derived_metrics import BEST_PEER
+from nanoinfer.bench.formatting import DASH, clean
 from nanoinfer.bench.results import Results, Row
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ _BY_HEAD = {column.head: column for column in (*COLUMNS, *TERMINAL_ONLY) if colu
 # Headings by importance: as many of them are shown as the terminal has room for.
 _PLAIN = ("tok/s", "x", "TTFT ms", "TPOT ms", "MBU %", "MB", "limit", "p99 ms")
 _ON_GPU = ("tok/s", "x", "kernels", "launches", "verify", "a layer", "TTFT ms", "TPOT ms", "MBU %", "MB")
+_SERVING = ("output/s", "x", "tok/s", "TTFT ms", "p99 ms", "gap ms", "total s", "MB")
 _DRAFTED = ("tok/s", "x", "range", "accepted %", "a step", "draft %", "best k", "TTFT ms")
 
 
@@ -69,6 +71,8 @@ def _columns(results: Results) -> list[Column]:
     """Return the columns of the main table with any value, by importance."""
     on_gpu = any(r.kernels_per_step is not None for r in results.rows)
     heads = _DRAFTED if any(r.case.draft for r in results.rows) else _ON_GPU if on_gpu else _PLAIN
+    if results.suite == "serving":
+        heads = _SERVING
     if results.suite in ("kv-cache", "throughput"):  # their published tables are of seconds
         heads = (*heads[:2], "total s", *heads[2:])
     columns = [_BY_HEAD[head] for head in heads]
@@ -77,7 +81,8 @@ def _columns(results: Results) -> list[Column]:
 
 def _cases(results: Results, columns: list[Column]) -> Table:
     """Return the main table: the rows of each shape below its name, those with a draft below the same without."""
-    table = _new_table(f"suite {results.suite}, speed-ups over {results.baseline} in the same shape and dtype")
+    within = "shape" if results.baseline == BEST_PEER else "shape and dtype"
+    table = _new_table(f"suite {results.suite}, speed-ups over {results.baseline} in the same {within}")
     table.add_column("backend", no_wrap=True)
     for column in columns:
         table.add_column(column.head, justify="right", no_wrap=True)
@@ -89,7 +94,7 @@ def _cases(results: Results, columns: list[Column]) -> Table:
                 table.add_section()
                 table.add_row(shape_name(row.case, several_models=several), style="bold")
             label = row.case.label
-            if row.case.draft is None:
+            if row.case == row.case.plain:
                 plain = row.case
             elif row.case.plain == plain:
                 label = f"  + {label.removeprefix(f'{plain.label} + ')}"
@@ -109,26 +114,22 @@ def shape_name(case: Case, *, several_models: bool = False) -> str:
     return ", ".join([*model, f"batch {case.batch}", " ".join(filter(None, [*kind, sizes]))])
 
 
-def _shape(row: Row) -> tuple[str, int, int, str]:
-    return row.case.model, row.case.batch, row.case.prompt_tokens, row.case.workload
+def _shape(row: Row) -> tuple[str, int, int]:
+    return row.case.model, row.case.batch, row.case.prompt_tokens
 
 
-def _by_shape(results: Results, shapes: list[tuple[str, int, int, str]]) -> Table:
+def _by_shape(results: Results, shapes: list[tuple[str, int, int]]) -> Table:
     """Return the tokens/s of a peers table: a row for each system, a column for each shape."""
     several = len({r.case.model for r in results.rows}) > 1
-    table = _new_table("tokens/s of all sequences (mixed: output tokens by wall time)", gap=0)
+    table = _new_table("decode tokens/s of all sequences", gap=0)
     table.add_column("system", no_wrap=True)
-    for model, batch, prompt, workload in shapes:
+    for model, batch, prompt in shapes:
         lines = [model.removeprefix("random:")] if several else []
-        lines += [f"batch {batch}", "mixed" if workload == "mixed" else f"{prompt} in"]
+        lines += [f"batch {batch}", f"{prompt} in"]
         table.add_column("\n".join(lines), justify="right", no_wrap=True)
+    speed = figure("decode_tokens_per_sec")
     rows = {(r.case.label, _shape(r)): r for r in results.rows}
     for label in dict.fromkeys(r.case.label for r in results.rows):
         cells = [rows.get((label, shape)) for shape in shapes]
-        table.add_row(label, *(DASH if r is None else "error" if r.figures is None else _speed(r) for r in cells))
+        table.add_row(label, *(DASH if r is None else "error" if r.figures is None else speed(r) for r in cells))
     return table
-
-
-def _speed(row: Row) -> str:
-    mixed = row.case.workload == "mixed"
-    return digits(row.number("output_tokens_per_sec" if mixed else "decode_tokens_per_sec"))

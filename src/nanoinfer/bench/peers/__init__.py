@@ -46,6 +46,10 @@ def require_case(
         raise NanoinferError(f"{name} has no quantization={case.quantization!r}: it has {known}")
     if (kind := case.device.partition(":")[0]) not in devices:
         raise NanoinferError(f"{name} does not run on device={kind!r}: use {' or '.join(devices)}")
+    if case.workload == "arrival" or case != case.plain:
+        raise NanoinferError(
+            f"{name} is measured without late requests, drafts, prefix caching and steps of a set size"
+        )
     if case.sampler != "greedy":
         raise NanoinferError(f"{name} is measured with sampler='greedy' only, not with {case.sampler!r}")
 

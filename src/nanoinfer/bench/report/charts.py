@@ -60,13 +60,7 @@ def _lines(panel: panels.Panel, measure: panels.Measure, rows: Sequence[Row]) ->
     seen = {row.case.label for row, _ in shown}
     styles = look([row for row in panel.rows if row.case.label in seen])
     styles |= {"x": {"scale": scale, "axis": axis}, "y": y_axis(measure, [*records, *limits])}
-    yield _figure(
-        measure,
-        panel.rows,
-        rows,
-        panel.axis,
-        chart("lines", records, others, **styles),
-    )
+    yield _figure(measure, panel.rows, rows, panel.axis, chart("lines", records, others, **styles))
 
 
 def _ceilings(panel: panels.Panel) -> list[Record]:
@@ -94,7 +88,7 @@ def _ceiling_names(limits: Sequence[Record]) -> list[Record]:
 def _bars(panel: panels.Panel, rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield the measure of a panel of one size as bars, by bits of a weight and then by value; ceilings as ticks."""
     measure = panel.measure
-    sign = 1 if measure is panels.TTFT else -1
+    sign = 1 if measure.unit == "ms" else -1
     if not (shown := sorted(measure.of(panel.rows), key=lambda each: (-bits(each[0].case), sign * each[1]))):
         return
     longest = max(y for _, y in shown)
