@@ -37,6 +37,7 @@ CHECK_PROMPT_TOKENS = 4096  # of the first prompts together: the check runs no m
 CHECK_TOKENS_SHORTENED = 2  # the same where each needs a forward pass over everything
 WARM_UP_SEC = 5.0  # of untimed runs, after which a backend counts as warm
 PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights; twice that with a GPU's context
+NAIVE_LIMIT_SEC = 4.0  # a run without a cache that would take longer is extrapolated
 NUM_LENGTHS = 7  # that an extrapolated run is measured at
 NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
 
@@ -201,11 +202,8 @@ class Harness:
         return worker.run(_shorter(case, CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS))
 
     def _warm_up(self, worker: WorkerProcess, case: Case, first_sec: float) -> None:
-        """Run until two runs agree. Short runs as that of the check, which took `first_sec`, suffice on a CPU.
-
-        On a GPU they are as long as the timed ones: graphs are captured, and code is compiled, for sequence lengths
-        that a short run does not reach.
-        """
+        """Run until two runs agree: on a CPU short ones as that of the check, which took `first_sec`."""
+        # On a GPU as long as the timed ones: graphs are captured, and code is compiled, for each sequence length.
         seconds = [first_sec] if case.device == "cpu" else []
         shape = _shorter(case, CHECK_TOKENS) if case.device == "cpu" else case
         while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
@@ -240,7 +238,7 @@ class Harness:
         flops = cost.flops(case.batch, case.mean_length(self._config.block_size))
         peaks = self._ceiling.flops_per_sec
         fastest = peaks.get(case.dtype) or max(peaks.values())
-        return flops / fastest * case.output_tokens > self._options.naive_limit_sec
+        return flops / fastest * case.output_tokens > NAIVE_LIMIT_SEC
 
 
 def _shorter(case: Case, output_tokens: int) -> Case:
@@ -250,14 +248,10 @@ def _shorter(case: Case, output_tokens: int) -> Case:
 
 
 def _reference_of(case: Case, reference: Case | None) -> Case | None:
-    """Return the case whose greedy tokens a case must repeat; None if there is none.
-
-    A draft, a shared prefix or smaller steps must not change a token, also in few bits where rows do not depend on
-    the batch, as those of `native`.
-    """
+    """Return the case whose greedy tokens a case must repeat; None if there is none."""
     if _is_exact(case):
         return reference
-    exact_rows = case.sampler == "greedy" and case.backend == "native"
+    exact_rows = case.sampler == "greedy" and case.backend == "native"  # in few bits too they ignore the batch
     return case.plain if case != case.plain and exact_rows else None
 
 

@@ -141,9 +141,8 @@ def naive_token_times(
 ) -> list[float]:
     """Return the time of each token of a generation without a cache, from measurements at a few lengths.
 
-    Without a cache a token costs one forward pass over everything before it: the time of the token after p tokens is
-    step_sec(p), the time to first token of a prompt of p tokens. It is measured at num_lengths lengths, evenly spaced,
-    and linear between them; beyond block_size, to which longer contexts are cropped, it is constant.
+    The token after p tokens takes step_sec(p), the time to first token of a prompt of p tokens. It is measured at
+    num_lengths lengths, and linear between them; beyond block_size, to which contexts are cropped, it is constant.
     """
     import numpy as np
 

@@ -22,8 +22,6 @@ class Options:
     """Timed runs of each case."""
     max_warmups: int = 3
     """Untimed runs until two in a row agree within 10%."""
-    naive_limit_sec: float = 4.0
-    """A run without a cache that would take longer is extrapolated from its time at a few lengths."""
     max_case_sec: float = 6.0
     """A case that has been timed for this long gets no further round; every case gets one."""
     vary_prompts: bool = False
@@ -182,15 +180,11 @@ _GPU_RUNGS += [("triton", "bfloat16", q) for q in ("int8", "int4")]
 _GPU_PEERS: list[_Format] = [
     (name, "bfloat16", None) for name in ("nanogpt", "transformers-dynamic", "transformers-static")
 ]
-_GPU_HALF: list[_Format] = [(name, "float16", None) for name, _, _ in _GPU_PEERS[1:]]
 _GPU_EXACT: list[_Format] = [(name, "float32", None) for name, _, q in _GPU_RUNGS + _GPU_PEERS if q is None]
 
 
 def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
-    """GPT-2 at batch 1 and GPT-2 XL first, which matter most where GPU time is short; then larger batches.
-
-    Float32 runs where it costs little, so that every backend's tokens are compared before it is timed.
-    """
+    """GPT-2 at batch 1 and GPT-2 XL first, for short GPU time; float32, to compare tokens, where it costs little."""
     small = Case("static", model, prompt_tokens=32, output_tokens=32 if quick else 64)
     large, many = replace(small, model=GPU_LARGE), replace(small, batch=512)
     exact = [f for f in _GPU_EXACT if f[0] in ("static", "cuda_graph", "triton")]
@@ -200,7 +194,11 @@ def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -
         plan = [(small, exact + rungs + _GPU_PEERS[1:2]), (large, rungs + _GPU_PEERS[1:2]), (many, plain)]
     else:
         half = _GPU_RUNGS + _GPU_PEERS
-        plan = [(small, _GPU_EXACT + half + _GPU_HALF), (large, exact + half), (many, half)]
+        plan = [
+            (small, _GPU_EXACT + half + [(f[0], "float16", None) for f in _GPU_PEERS[1:]]),
+            (large, exact + half),
+            (many, half),
+        ]
         plan += [(replace(small, batch=64), half), (replace(small, batch=8), _GPU_EXACT + half)]
     return [case for shape, formats in plan for case in _in_formats(shape, formats)]
 

@@ -1,11 +1,8 @@
-"""Results as tables on the terminal: a row a case by shape, and the layouts of the published tables beside them."""
+"""Results as tables on the terminal: a row for each case, by shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from itertools import groupby
-from typing import TypeVar
 
 from rich import box
 from rich.console import Console
@@ -13,12 +10,11 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.columns import COLUMNS, TERMINAL_ONLY, Column, figure
+from nanoinfer.bench.columns import COLUMNS, TERMINAL_ONLY, Column
 from nanoinfer.bench.derived_metrics import BEST_PEER
 from nanoinfer.bench.formatting import DASH, clean
-from nanoinfer.bench.results import Results, Row
+from nanoinfer.bench.results import Results
 
-T = TypeVar("T")
 _BY_HEAD = {column.head: column for column in (*COLUMNS, *TERMINAL_ONLY) if column.head}
 # Headings by importance: as many of them are shown as the terminal has room for.
 _PLAIN = ("tok/s", "x", "TTFT ms", "TPOT ms", "MBU %", "MB", "limit", "p99 ms")
@@ -28,16 +24,16 @@ _DRAFTED = ("tok/s", "x", "range", "accepted %", "a step", "draft %", "best k", 
 
 
 def show(results: Results, console: Console) -> None:
-    """Print a results file: the ceiling, every case, and the suite's own layout, in the columns that fit the width."""
+    """Print a results file: the ceiling, and every case in the columns that fit the width."""
     results = clean(results)
     console.print(headline(results), highlight=False)
-    console.print(_fitting(lambda columns: _cases(results, columns), _columns(results), console))
+    columns, wide = _columns(results), console.options.update(width=10_000)
+    while len(columns) > 1 and Measurement.get(console, wide, _cases(results, columns)).maximum > console.width:
+        columns.pop()
+    console.print(_cases(results, columns))
     for row in results.failed:
         line = f"{row.case.label}, batch {row.case.batch}: {row.error}"
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-    shapes = list(dict.fromkeys(_shape(row) for row in results.rows))
-    if results.suite in ("peers", "gpu"):
-        console.print(_fitting(partial(_by_shape, results), shapes, console))
 
 
 def headline(results: Results) -> str:
@@ -47,32 +43,15 @@ def headline(results: Results) -> str:
     if results.machine.get("gpu_details"):
         name = results.machine.get("gpu")
         return f"ceiling of {name}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
-    products = f"; products {flops}" if flops else ""
-    return (
-        f"ceiling of this machine: reads {bandwidth:.1f} GB/s{products} ({results.machine.get('threads', '?')} threads)"
-    )
-
-
-def _new_table(title: str, gap: int = 1) -> Table:
-    return Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", caption_justify="left", show_edge=False,
-                 pad_edge=False, padding=(0, gap, 0, 0))  # fmt: skip
-
-
-def _fitting(build: Callable[[list[T]], Table], items: list[T], console: Console) -> Table:
-    """Return the table that `build` makes of the items, without the last ones where the console is too narrow."""
-    table = build(items)
-    wide = console.options.update(width=10_000)
-    if len(items) > 1 and Measurement.get(console, wide, table).maximum > console.width:
-        return _fitting(build, items[:-1], console)
-    return table
+    products, threads = f"; products {flops}" if flops else "", results.machine.get("threads", "?")
+    return f"ceiling of this machine: reads {bandwidth:.1f} GB/s{products} ({threads} threads)"
 
 
 def _columns(results: Results) -> list[Column]:
     """Return the columns of the main table with any value, by importance."""
     on_gpu = any(r.kernels_per_step is not None for r in results.rows)
     heads = _DRAFTED if any(r.case.draft for r in results.rows) else _ON_GPU if on_gpu else _PLAIN
-    if results.suite == "serving":
-        heads = _SERVING
+    heads = _SERVING if results.suite == "serving" else heads
     if results.suite in ("kv-cache", "throughput"):  # their published tables are of seconds
         heads = (*heads[:2], "total s", *heads[2:])
     columns = [_BY_HEAD[head] for head in heads]
@@ -82,7 +61,9 @@ def _columns(results: Results) -> list[Column]:
 def _cases(results: Results, columns: list[Column]) -> Table:
     """Return the main table: the rows of each shape below its name, those with a draft below the same without."""
     within = "shape" if results.baseline == BEST_PEER else "shape and dtype"
-    table = _new_table(f"suite {results.suite}, speed-ups over {results.baseline} in the same {within}")
+    title = f"suite {results.suite}, speed-ups over {results.baseline} in the same {within}"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", caption_justify="left", show_edge=False,
+                  pad_edge=False, padding=(0, 1, 0, 0))  # fmt: skip
     table.add_column("backend", no_wrap=True)
     for column in columns:
         table.add_column(column.head, justify="right", no_wrap=True)
@@ -112,24 +93,3 @@ def shape_name(case: Case, *, several_models: bool = False) -> str:
     kind = [x for x in (case.workload, case.sampler) if x not in ("uniform", "greedy")]
     model = [case.model.removeprefix("random:")] if several_models else []
     return ", ".join([*model, f"batch {case.batch}", " ".join(filter(None, [*kind, sizes]))])
-
-
-def _shape(row: Row) -> tuple[str, int, int]:
-    return row.case.model, row.case.batch, row.case.prompt_tokens
-
-
-def _by_shape(results: Results, shapes: list[tuple[str, int, int]]) -> Table:
-    """Return the tokens/s of a peers table: a row for each system, a column for each shape."""
-    several = len({r.case.model for r in results.rows}) > 1
-    table = _new_table("decode tokens/s of all sequences", gap=0)
-    table.add_column("system", no_wrap=True)
-    for model, batch, prompt in shapes:
-        lines = [model.removeprefix("random:")] if several else []
-        lines += [f"batch {batch}", f"{prompt} in"]
-        table.add_column("\n".join(lines), justify="right", no_wrap=True)
-    speed = figure("decode_tokens_per_sec")
-    rows = {(r.case.label, _shape(r)): r for r in results.rows}
-    for label in dict.fromkeys(r.case.label for r in results.rows):
-        cells = [rows.get((label, shape)) for shape in shapes]
-        table.add_row(label, *(DASH if r is None else "error" if r.figures is None else speed(r) for r in cells))
-    return table

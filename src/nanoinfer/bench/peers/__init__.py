@@ -31,11 +31,7 @@ def require_module(name: str) -> Any:
 
 
 def require_case(
-    case: Case,
-    *,
-    dtypes: Sequence[str],
-    quantizations: Sequence[str] = (),
-    devices: Sequence[str] = ("cpu", "cuda"),
+    case: Case, *, dtypes: Sequence[str], quantizations: Sequence[str] = (), devices: Sequence[str] = ("cpu", "cuda")
 ) -> None:
     """Raise NanoinferError unless a backend supports a case: its dtype, quantization, kind of device, and greedy."""
     name = case.backend

@@ -202,8 +202,7 @@ def _speedups(name: str, title: str, rows: list[Row]) -> Iterator[Figure]:
 
 def _situation(case: Case, other: bool) -> str:
     """Return the name of a bar: the draft, and where and how it is used."""
-    rule = " reject" if case.speculate_rule == "reject" else ""
     workload = "random" if case.workload == "uniform" else case.workload
     sampler = "" if case.sampler == "greedy" else f" {case.sampler}"
     where = f"{workload}{sampler}, batch {case.batch}: " if other else ""
-    return f"{where}{case.draft} k={case.speculate_k}{rule}"
+    return where + case.label.partition(" + ")[2]

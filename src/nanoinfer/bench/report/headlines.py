@@ -54,9 +54,9 @@ def _over_baseline(rows: list[Row], baseline: str) -> Iterator[str]:
             here = [r for r in panel.rows if getattr(r.case, axis) == place]
             base = next((r for r in here if r.case.backend == baseline), None)
             others = [r for r in here if r.speedup and r.case.backend != baseline]
-            best = max(others, key=lambda r: r.speedup or 0, default=None)
-            if best is not None and base is not None and best.figures is not None and base.figures is not None:
-                speeds = [digits(row.figures.output_tokens_per_sec) for row in (best, base) if row.figures]
+            if base is not None and others:
+                best = max(others, key=lambda r: r.speedup or 0)
+                speeds = [digits(row.number("output_tokens_per_sec")) for row in (best, base)]
                 over = f"{base.case.label}{' (extrapolated)' if 'extrapolated' in base.note else ''}"
                 where = setting([best], [f for f in varying(rows) if f != axis] + [axis])
                 said = f"{best.case.label}: {digits(best.speedup)}x {over}"

@@ -70,9 +70,7 @@ class Measure:
 DECODE = Measure(
     "throughput", "Decode throughput", "decode tokens/s", "tokens/s", "decode_tokens_per_sec", ceiling=True
 )
-OUTPUT = Measure(
-    "output", "Output throughput, prompts included", "output tokens/s", "tokens/s", "output_tokens_per_sec"
-)
+OUTPUT = Measure("output", "Output throughput with prompts", "output tokens/s", "tokens/s", "output_tokens_per_sec")
 TTFT = Measure("ttft", "Time to first token", "time to first token (ms)", "ms", "ttft_sec", 1e3)
 MEMORY = Measure("memory", "Peak memory of the process", "peak memory (MB)", "MB", "peak_memory_bytes", 1e-6, log=False)
 SPEEDUP = Measure("speedup", "Speed-up", "times plain decoding", "x", "speedup")
