@@ -10,7 +10,7 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE
 from nanoinfer.bench.formatting import digits, number, positive
 from nanoinfer.bench.report import panels
-from nanoinfer.bench.report.marks import Figure, Record, bar_chart, bits, chart, color_of, look, record_of, y_axis
+from nanoinfer.bench.report.marks import COLORS, GREY, Figure, Record, bar_chart, bits, chart, look, record_of, y_axis
 from nanoinfer.bench.results import Results, Row
 
 MAX_FIGURES = 6
@@ -95,7 +95,7 @@ def _bars(panel: panels.Panel, rows: Sequence[Row]) -> Iterator[Figure]:
     limits = [(row, panels.ceiling(row)) for row, _ in shown] if measure.ceiling else []
     inside = [{"backend": row.case.label, "y": y} for row, y in limits if y is not None and y <= 3 * longest]
     records = [record_of(row, measure, y, x=getattr(row.case, panel.axis)) for row, y in shown]
-    bars = bar_chart(records, measure.axis, [color_of(row.case) for row, _ in shown], ceilings=inside)
+    bars = bar_chart(records, measure.axis, [COLORS.get(row.case.backend, GREY) for row, _ in shown], ceilings=inside)
     yield _figure(measure, panel.rows, rows, panel.axis, bars)
 
 
@@ -195,7 +195,7 @@ def _speedups(name: str, title: str, rows: list[Row]) -> Iterator[Figure]:
         records = [
             record_of(row, panels.SPEEDUP, y, backend=_situation(row.case, name == "situations")) for row, y in shown
         ]
-        colors = [color_of(shown[0][0].case)] * len(shown)
+        colors = [COLORS.get(row.case.backend, GREY) for row, _ in shown]
         spec = bar_chart(records, panels.SPEEDUP.axis, colors, rule=[{"y": 1}])
         yield Figure(name, f"{title}: speed-up over the same case without a draft", f"{panels.setting(rows)}.", spec)
 
