@@ -65,13 +65,13 @@ def build_core(config: LLMConfig) -> BuiltCore:
         dtype=dtype,
         seed=config.seed,
         quantization=options.quantization or getattr(loaded.weights, "quantization", None),  # of packed weights
+        block_formats=loaded.weights.block_formats if spec.native and options.quantization is None else {},
         chat_template=loaded.chat_template,
         no_chat_template_reason=loaded.no_chat_template_reason,
         special_tokens=loaded.special_tokens,
     )
     if options.dtype == "auto" and options.quantization is None:
-        formats = Counter(loaded.weights.block_formats.values()) if spec.native else None
-        if formats:
+        if formats := Counter(model.block_formats.values()):
             named = ", ".join(f"{count} in {name}" for name, count in formats.most_common())
             log.info("dtype=auto: computing with the file's own blocks (matrices: %s)", named)
         else:

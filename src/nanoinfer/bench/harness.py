@@ -248,10 +248,14 @@ def _shorter(case: Case, output_tokens: int) -> Case:
 
 
 def _reference_of(case: Case, reference: Case | None) -> Case | None:
-    """Return the case whose greedy tokens a case must repeat; None if there is none."""
+    """Return the case whose greedy tokens a case must repeat; None if there is none.
+
+    A draft, a shared prefix or smaller steps must not change a token, also in few bits where rows do not depend on the
+    batch, as those of `native`.
+    """
     if _is_exact(case):
         return reference
-    exact_rows = case.sampler == "greedy" and case.backend == "native"  # in few bits too they ignore the batch
+    exact_rows = case.sampler == "greedy" and case.backend == "native"
     return case.plain if case != case.plain and exact_rows else None
 
 

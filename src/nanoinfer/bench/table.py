@@ -43,8 +43,10 @@ def headline(results: Results) -> str:
     if results.machine.get("gpu_details"):
         name = results.machine.get("gpu")
         return f"ceiling of {name}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
-    products, threads = f"; products {flops}" if flops else "", results.machine.get("threads", "?")
-    return f"ceiling of this machine: reads {bandwidth:.1f} GB/s{products} ({threads} threads)"
+    products = f"; products {flops}" if flops else ""
+    by_size = results.ceiling.get("read_bytes_per_sec_by_size")
+    reads = f"{bandwidth:.1f} GB/s{f' (up to {max(by_size.values()) / 1e9:.1f} from caches)' if by_size else ''}"
+    return f"ceiling of this machine: reads {reads}{products} ({results.machine.get('threads', '?')} threads)"
 
 
 def _columns(results: Results) -> list[Column]:

@@ -76,10 +76,7 @@ class FlashInferSample:
         if random:
             for i, token in zip(random, self._draw(logits[random], [rows[i] for i in random]), strict=True):
                 tokens[i] = token
-        return [
-            Sampled(token, reference.find_logprobs(logits[i], token, row.params.num_logprobs))
-            for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
-        ]
+        return reference.add_logprobs(logits, tokens, rows)
 
     def _draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
         probs = _probabilities(logits, rows).float().contiguous()

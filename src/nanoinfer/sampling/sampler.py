@@ -16,8 +16,7 @@ vocabulary, and a sort if top_p is used. Arithmetic is NumPy's; logits on anothe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,8 +69,7 @@ class SamplerRow(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One sampled token."""
 
     token_id: int
@@ -105,9 +103,15 @@ def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
             part = logits if len(some) == len(rows) else logits[some]
             for i, token in zip(some, choose(part, [rows[i] for i in some]), strict=True):
                 tokens[i] = token
+    return add_logprobs(logits, tokens, rows)
+
+
+def add_logprobs(logits: Array, tokens: Sequence[int], rows: Sequence[SamplerRow]) -> list[Sampled]:
+    """Return the token of each row with the log-probabilities that its parameters ask for; `logits` are (B, V)."""
+    counts = [row.params.num_logprobs for row in rows]
     return [
-        Sampled(token, find_logprobs(logits[i], token, row.params.num_logprobs))
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
+        Sampled(token) if count is None else Sampled(token, find_logprobs(logits[i], token, count))
+        for i, (token, count) in enumerate(zip(tokens, counts, strict=True))
     ]
 
 

@@ -297,10 +297,7 @@ class Sample:
             drawn = reference.sample(logits[by_reference], [rows[i] for i in by_reference])
             for i, sampled in zip(by_reference, drawn, strict=True):
                 tokens[i] = sampled.token_id
-        return [
-            Sampled(token, reference.find_logprobs(logits[i], token, row.params.num_logprobs))
-            for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
-        ]
+        return reference.add_logprobs(logits, tokens, rows)
 
     def _fused_for(self, B: int, V: int, device: torch.device) -> TritonSampler:
         """Return a fused sampler of at least B slots; a new one if B, the vocabulary or the device requires it."""
