@@ -23,7 +23,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nanoinfer/kernels/cpu/*)
 
-SUITES := ladder kv-cache long throughput peers speculative
+SUITES := ladder kv-cache long throughput peers serving speculative
 
 .PHONY: demo test test-all test-nightly test-long test-small test-smollm2 test-clients test-server-schema soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 

@@ -1,8 +1,9 @@
-"""Measure what many requests at once cost on engine native: shared prefixes, chat turns, gaps, batches, overhead.
+"""Measure what serving costs on engine native: a chat's turns, a prefix cache without hits, time outside the engine.
 
     python benchmarks/serving.py [MODEL] [--rounds N]
 
-MODEL is random:gpt2 unless given, in int8. Prompts are random tokens; every output is compared before it is timed.
+MODEL is random:gpt2 unless given, in int8. Prompts are random tokens. `nanoinfer bench --suite serving` measures mixed
+lengths, common prefixes, a long prompt that arrives, and steady decoding.
 """
 
 from __future__ import annotations
@@ -19,10 +20,7 @@ import numpy as np
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.observer import ENGINE
 
-NUM_REQUESTS, PREFIX, REST, OUTPUT = 200, 500, 20, 10
 TURNS, TURN_TOKENS = 20, 16
-CHUNKS = (2048, 256, 64)
-BATCHES = (64, 512)
 
 
 def greedy(max_tokens: int) -> SamplingParams:
@@ -46,26 +44,6 @@ class Measurement:
 
     def median(self, run: Callable[[], float]) -> float:
         return statistics.median(run() for _ in range(self.rounds))
-
-
-def shared_prefix(m: Measurement) -> None:
-    """200 requests with 500 tokens in common, with the prefix cache and without."""
-    common = m.tokens(PREFIX)
-    prompts = [common + m.tokens(REST) for _ in range(NUM_REQUESTS)]
-    llms = {name: m.llm(enable_prefix_caching=name == "shared") for name in ("shared", "unshared")}
-    tokens: dict[str, list[list[int]]] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in llms}
-    for _ in range(m.rounds):
-        for name, llm in llms.items():
-            llm.reset_prefix_cache()
-            start = time.perf_counter()
-            outputs = llm.generate(prompts, greedy(OUTPUT), use_tqdm=False)
-            seconds[name].append(time.perf_counter() - start)
-            tokens[name] = [o.check().outputs[0].token_ids for o in outputs]
-    assert tokens["shared"] == tokens["unshared"]
-    a, b = (statistics.median(seconds[name]) for name in llms)
-    print(f"{NUM_REQUESTS} requests, {PREFIX} + {REST} tokens, {OUTPUT} out: shared {a:.2f} s, unshared {b:.2f} s,"
-          f" {b / a:.1f} times faster; the tokens are equal")  # fmt: skip
 
 
 def no_hits(m: Measurement) -> None:
@@ -97,48 +75,6 @@ def chat(m: Measurement) -> None:
     print(
         f"chat of {TURNS} turns of {TURN_TOKENS} + {TURN_TOKENS} tokens: {new:,} prompt tokens processed of {prompts:,}"
     )
-
-
-def gaps(m: Measurement) -> None:
-    """The longest step of 8 decoding sequences beside a 1,000-token prompt: the worst gap between their tokens."""
-    for chunk in CHUNKS:
-        llm = m.llm(max_num_seqs=16, max_num_batched_tokens=chunk, enable_prefix_caching=False)
-
-        def run(llm: LLM = llm) -> tuple[float, float]:
-            with steady(llm, 8, m) as step:
-                alone = timed(step)
-                (long,) = llm._requests.make_all([m.tokens(1000)], greedy(2))
-                llm.core.submit([long])
-                worst = 0.0
-                while not long.finished:
-                    worst = max(worst, timed(step))
-            return alone, worst
-
-        found = [run() for _ in range(m.rounds)]
-        alone, worst = (1e3 * statistics.median(times) for times in zip(*found, strict=True))
-        print(f"8 sequences beside a 1,000-token prompt, steps of at most {chunk} tokens: worst gap {worst:.0f} ms"
-              f" ({alone:.1f} ms without it)")  # fmt: skip
-
-
-def timed(step: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def batches(m: Measurement) -> None:
-    """Decoded tokens/s while all sequences decode and nothing else."""
-    for batch in BATCHES:
-        llm = m.llm(max_num_seqs=batch, enable_prefix_caching=False, kv_cache_memory=4 << 30)
-
-        def run(llm: LLM = llm, batch: int = batch) -> float:
-            with steady(llm, batch, m) as step:
-                start = time.perf_counter()
-                for _ in range(8):
-                    step()
-                return 8 * batch / (time.perf_counter() - start)
-
-        print(f"batch {batch}: {m.median(run):,.0f} tokens/s in steady decoding")
 
 
 @contextmanager
@@ -192,7 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     m = Measurement(given.model, given.rounds)
-    for measure in (chat, shared_prefix, no_hits, gaps, batches, overhead):
+    for measure in (chat, no_hits, overhead):
         measure(m)
 
 

@@ -68,6 +68,11 @@ def test_greedy_tokens_are_those_of_our_engine(small: Path, name: str, work: Req
     assert run(make_case(name, work), small, work) == ours
 
 
+def test_ctranslate2_runs_many_unequal_prompts_in_sorted_batches(small: Path) -> None:
+    work = Requests([[i % 90, *range(3, 5 + 7 * i % 20)] for i in range(40)], [3 + i % 5 for i in range(40)])
+    assert run(make_case("ctranslate2", work), small, work) == run(make_case("static", work), small, work)
+
+
 @pytest.mark.parametrize("name", [n for n in PEERS if n != "llama.cpp"])
 def test_exact_gelu_untied_head_and_epsilon(tmp_path: Path, name: str) -> None:
     config = replace(SMALL, activation="gelu", tie_word_embeddings=False, norm_epsilon=3e-2, n_inner=96)
@@ -159,7 +164,7 @@ def test_other_families_run_or_are_refused(tmp_path: Path, name: str) -> None:
 
     make_family("llama", tmp_path)
     case = make_case(name)
-    if name in ("ctranslate2", "llama.cpp"):
+    if name == "ctranslate2":
         refuses(lambda: open_backend(case, tmp_path), name, "GPT-2")
     else:
         assert run(case, tmp_path, ONE) == run(make_case("static"), tmp_path, ONE)

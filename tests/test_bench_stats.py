@@ -28,6 +28,8 @@ RUN = RunTimes(20, [[0.5, 0.6, 0.8], [0.7, 0.8, 1.0]])
 def test_figures_of_one_run_by_hand() -> None:
     assert RUN.ttft_sec == pytest.approx(0.6)
     assert RUN.gaps_sec == pytest.approx([0.1, 0.2, 0.1, 0.2])
+    assert RUN.worst_gap_sec == pytest.approx(0.2)
+    assert RunTimes(5, [[0.5]]).worst_gap_sec is None
     assert RUN.total_sec == 1.0
     assert RUN.decode_tokens_per_sec == pytest.approx(1.5 / 0.1)
     assert RUN.prefill_tokens_per_sec == pytest.approx(20 / 0.7)
@@ -43,8 +45,10 @@ def test_rounds_are_medians_and_their_spread() -> None:
     assert f.decode_tokens_per_sec == pytest.approx(7.5)
     assert f.output_tokens_per_sec == pytest.approx(3.0)
     assert f.tpot_p99_sec == pytest.approx(0.6)
+    assert f.worst_gap_sec == pytest.approx(0.4)  # of 0.6, 0.2, 0.4
     one = summarize([RunTimes(3, [[0.2]])])
     assert (one.tpot_sec, one.decode_tokens_per_sec, one.output_tokens_per_sec) == (None, None, 5.0)
+    assert one.worst_gap_sec is None
 
 
 def test_percentiles_are_over_all_gaps_and_linear_between_them() -> None:
@@ -114,6 +118,22 @@ def test_speedups_are_over_the_same_shape_and_dtype() -> None:
     assert [r.speedup for r in rows] == [1.0, 3.0, None, None, None]
 
 
+def test_speedups_over_the_best_peer_are_over_any_format_of_a_shape() -> None:
+    figures = summarize([RUN])
+
+    def row(backend: str, quantization: str | None, speed: float, **changes: object) -> Row:
+        case = replace(Case(backend, "m", quantization=quantization), **changes)  # type: ignore[arg-type]
+        return Row(case, replace(figures, output_tokens_per_sec=speed), round_sec=[1 / speed])
+
+    rows = [
+        row("native", "int8", 50.0), row("llama.cpp", "Q8_0", 5.0), row("ctranslate2", "int8", 10.0),
+        row("llama.cpp", None, 4.0, dtype="bfloat16"), row("native", "int8", 20.0, batch=4),
+        row("native", "int8", 80.0, batch=4, prefix_caching=True), Row(Case("static", "m"), error="broken"),
+    ]  # fmt: skip
+    add_speedups(rows, "the best peer")
+    assert [r.speedup for r in rows] == [5.0, 0.5, 1.0, 0.4, None, 4.0, None]
+
+
 def test_work_is_the_same_for_everyone_and_in_range() -> None:
     case = Case("a", "m", batch=3, prompt_tokens=5, output_tokens=7)
     work = make_requests(case, 100)
@@ -121,9 +141,43 @@ def test_work_is_the_same_for_everyone_and_in_range() -> None:
     assert [len(p) for p in work.prompts] == [5, 5, 5]
     assert work.output_tokens == [7, 7, 7]
     assert max(t for p in work.prompts for t in p) < 100
-    mixed = make_requests(Case("a", "m", batch=64, workload="mixed"), 100)
+    mixed = make_requests(Case("a", "m", batch=64, prompt_tokens=256, output_tokens=256, workload="mixed"), 100)
     sizes = [*map(len, mixed.prompts), *mixed.output_tokens]
     assert 16 <= min(sizes) < 40 < 230 < max(sizes) <= 256
+
+
+def test_a_mix_is_no_longer_than_its_case() -> None:
+    work = make_requests(Case("a", "m", batch=64, prompt_tokens=20, output_tokens=30, workload="mixed"), 100)
+    assert (max(map(len, work.prompts)), max(work.output_tokens)) == (20, 30)
+    assert min(work.output_tokens) == 16
+
+
+def test_prompts_of_a_prefix_differ_at_their_end() -> None:
+    case = Case("a", "m", batch=3, prompt_tokens=50, output_tokens=4, workload="prefix")
+    work = make_requests(case, 1000)
+    assert [len(p) for p in work.prompts] == [50] * 3
+    assert {tuple(p[:30]) for p in work.prompts} == {tuple(work.prompts[0][:30])}
+    assert len({p[30] for p in work.prompts}) == 3
+    assert make_requests(replace(case, batch=2), 1000).prompts == work.prompts[:2]  # what the check compares
+
+
+def test_a_long_prompt_arrives_last() -> None:
+    case = Case("a", "m", batch=4, prompt_tokens=50, output_tokens=6, workload="arrival")
+    work = make_requests(case, 1000)
+    assert [len(p) for p in work.prompts] == [32, 32, 32, 50]
+    assert (work.output_tokens, work.num_late) == ([6, 6, 6, 1], 1)
+    assert make_requests(replace(case, workload="uniform"), 1000).num_late == 0
+    refuses(lambda: replace(case, batch=1), "batch=1", "[2, ")
+
+
+def test_names_of_settings_and_the_case_without_them() -> None:
+    plain = Case("native", "m", quantization="int8", workload="prefix")
+    shared = replace(plain, prefix_caching=True)
+    small = replace(plain, max_num_batched_tokens=64)
+    assert [shared.label, small.label] == ["native int8 + prefix cache", "native int8 + steps of 64"]
+    assert (shared.plain, small.plain, plain.plain) == (plain, plain, plain)
+    assert len({c.loaded for c in (plain, shared, small)}) == 3  # each has a process of its own
+    assert replace(shared, draft="d").loaded == shared
 
 
 def example() -> Results:

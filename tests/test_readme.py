@@ -28,7 +28,9 @@ NOT_RUN = {
     "nanoinfer bench --suite ladder --report out/": "takes minutes; tests/test_bench_report.py makes a report",
 }
 COMMANDS = [line for line in LINES if line.split("  ")[0] not in NOT_RUN]
-PEERS = read(ROOT / "docs" / "results" / "peers.json").rows
+RESULTS = ROOT / "docs" / "results"
+PEERS = read(RESULTS / "peers.json").rows
+SERVING = read(RESULTS / "serving.json").rows if (RESULTS / "serving.json").exists() else []
 
 # Words of the slow commands; the fixture `home` runs the one with tee in any case.
 SLOW = (" bench ", " train ", " profile ", "out/play", " --draft ", " --quantization ", "| tee ", '"To be"')
@@ -102,8 +104,8 @@ def test_every_engine_has_its_page_and_its_row() -> None:
 
 
 def figure(label: str, shape: tuple[int, int, str], key: str) -> str:
-    """Return a figure of docs/results/peers.json as pages show it: 90.18 -> "90.2", 3465.0 -> "3,465", none -> "–"."""
-    for row in PEERS:
+    """Return a figure of a suite as pages show it: 90.18 -> "90.2", 3465.0 -> "3,465", none -> "–"."""
+    for row in PEERS + SERVING:
         case = row.case
         if (case.label, (case.batch, case.prompt_tokens, case.workload)) == (label, shape) and row.figures:
             value = getattr(row.figures, key) * (1000 if key == "ttft_sec" else 1)

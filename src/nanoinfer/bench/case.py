@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoinfer.bench.prompts import Passages, cut_prompt, repeat_prompt
 from nanoinfer.checks import require_choice, require_int
-from nanoinfer.config import DTYPES, SpeculationConfig
+from nanoinfer.config import DTYPES, SchedulerConfig, SpeculationConfig
 from nanoinfer.sampling_params import SamplingParams
 
 SAMPLERS: dict[str, dict[str, Any]] = {  # name -> fields of SamplingParams
@@ -20,8 +20,11 @@ SAMPLERS: dict[str, dict[str, Any]] = {  # name -> fields of SamplingParams
         "presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1,
     },
 }  # fmt: skip
-WORKLOADS = ("uniform", "mixed", "text", "copy")
+WORKLOADS = ("uniform", "mixed", "prefix", "arrival", "text", "copy")
+IRREGULAR = ("mixed", "prefix", "arrival")  # workloads whose steps differ too much for the arithmetic of one step
 MIXED_LOW, MIXED_HIGH = 16, 256  # tokens in and out of each request of the mixed workload
+OWN_TOKENS = 20  # tokens of a prompt of the prefix workload after those that all prompts share
+DECODING_PROMPT = 32  # tokens of the prompts that are decoding when the long one arrives
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,13 @@ class Case:
     batch: int = 1
     """Sequences at a time."""
     prompt_tokens: int = 32
-    """Tokens of each prompt."""
+    """Tokens of each prompt; of mixed requests, the most."""
     output_tokens: int = 64
     """Tokens generated for each prompt; of mixed requests, the most."""
     workload: str = "uniform"
-    """uniform: `batch` requests of random tokens; mixed: the same, of 16 to 256 tokens in and out; text: passages of
-    natural text; copy: passages that repeat themselves."""
+    """uniform: `batch` requests of random tokens; mixed: the same, of 16 to 256 tokens in and out; prefix: all but the
+    last 20 tokens of the prompts are equal; arrival: one prompt, of prompt_tokens, arrives while the others decode;
+    text: passages of natural text; copy: passages that repeat themselves."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     draft: str | None = None
@@ -55,6 +59,10 @@ class Case:
     """Tokens proposed at a time."""
     speculate_rule: str = "reproduce"
     """reproduce or reject."""
+    prefix_caching: bool = False
+    """Whether requests of one run share the keys and values of common prefixes (our engines)."""
+    max_num_batched_tokens: int = SchedulerConfig.max_num_batched_tokens
+    """Most tokens of a step (our engines)."""
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
@@ -62,8 +70,8 @@ class Case:
         require_choice("workload", self.workload, WORKLOADS)
         checked = SpeculationConfig(self.draft, self.speculate_k, self.speculate_rule)
         object.__setattr__(self, "speculate_k", checked.speculate_k)  # "4" is 4
-        for name in ("batch", "prompt_tokens", "output_tokens"):
-            require_int(name, getattr(self, name), 1, 1 << 20)
+        for name in ("batch", "prompt_tokens", "output_tokens", "max_num_batched_tokens"):
+            require_int(name, getattr(self, name), 2 if (name, self.workload) == ("batch", "arrival") else 1, 1 << 20)
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -77,16 +85,25 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The backend with its weight format: "static float32", "native int8 + gpt2 k=4"."""
-        name = f"{self.backend} {self.format}"
-        if self.draft is None:
-            return name
-        return f"{name} + {self.draft} k={self.speculate_k}{' reject' if self.speculate_rule == 'reject' else ''}"
+        """The backend with its weight format and what is set beside: "static float32", "native int8 + gpt2 k=4"."""
+        parts = [f"{self.backend} {self.format}"]
+        if self.draft is not None:
+            rule = " reject" if self.speculate_rule == "reject" else ""
+            parts.append(f"{self.draft} k={self.speculate_k}{rule}")
+        parts += ["prefix cache"] * self.prefix_caching
+        if self.max_num_batched_tokens != Case.max_num_batched_tokens:
+            parts.append(f"steps of {self.max_num_batched_tokens}")
+        return " + ".join(parts)
+
+    @property
+    def loaded(self) -> Case:
+        """The same without speculation: what a process loads."""
+        return replace(self, draft=None, speculate_k="auto", speculate_rule="reproduce")
 
     @property
     def plain(self) -> Case:
-        """The same without speculation: what is loaded, and what speculation is measured against."""
-        return replace(self, draft=None, speculate_k="auto", speculate_rule="reproduce")
+        """The same with nothing set beside: what its tokens and its speed are compared with."""
+        return replace(self.loaded, prefix_caching=False, max_num_batched_tokens=Case.max_num_batched_tokens)
 
     def params(self, output_tokens: int) -> SamplingParams:
         """Return the sampling parameters of one request of this case; past the context length the window slides."""
@@ -104,6 +121,8 @@ class Requests:
 
     prompts: list[list[int]]
     output_tokens: list[int]
+    num_late: int = 0
+    """How many of them, the last ones, arrive when all others have their first token."""
 
     @property
     def longest(self) -> int:
@@ -120,11 +139,15 @@ def make_requests(case: Case, vocab_size: int, seed: int = 0, passages: Passages
     if case.workload == "mixed":
         lengths = random.Random(0)
         pairs = [(lengths.randint(MIXED_LOW, MIXED_HIGH), lengths.randint(MIXED_LOW, MIXED_HIGH)) for _ in sizes]
-        sizes = [(n, min(m, case.output_tokens)) for n, m in pairs]
+        sizes = [(min(n, case.prompt_tokens), min(m, case.output_tokens)) for n, m in pairs]
+    if case.workload == "arrival":
+        sizes = [(min(DECODING_PROMPT, n), m) for n, m in sizes[1:]] + [(case.prompt_tokens, 1)]
     if case.workload in ("text", "copy"):
         make = cut_prompt if case.workload == "text" else repeat_prompt
         prompts = [make(passages, i, n) for i, (n, _) in enumerate(sizes, seed * case.batch)]
     else:
         tokens = random.Random(seed)
         prompts = [[tokens.randrange(vocab_size) for _ in range(n)] for n, _ in sizes]
-    return Requests(prompts, [m for _, m in sizes])
+    if case.workload == "prefix":
+        prompts = [[*prompts[0][:-OWN_TOKENS], *prompt[-OWN_TOKENS:]] for prompt in prompts]
+    return Requests(prompts, [m for _, m in sizes], num_late=int(case.workload == "arrival"))

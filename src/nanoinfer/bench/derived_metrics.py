@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nanoinfer.bench.case import Case
+from nanoinfer.bench.backends import PEERS
+from nanoinfer.bench.case import IRREGULAR, Case
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline import arithmetic
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from nanoinfer.bench.results import Row
 
 NAIVE = ("recompute", "nanogpt")  # backends without a cache
+BEST_PEER = "the best peer"  # a baseline: the fastest peer of a shape, in any format
 
 
 def _format(case: Case) -> WeightFormat | None:
@@ -53,7 +55,7 @@ def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
         return
     case, speed = row.case, row.figures.decode_tokens_per_sec
     row.update(costs(case, config, ceiling))
-    if speed is None or row.bytes_per_token is None or case.workload == "mixed" or case.draft is not None:
+    if speed is None or row.bytes_per_token is None or case.workload in IRREGULAR or case.draft is not None:
         return
     bandwidth = ceiling.bandwidth(row.bytes_per_token * case.batch)
     row.mbu_percent = 100 * row.bytes_per_token * speed / bandwidth
@@ -91,18 +93,23 @@ def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceilin
 def add_speedups(rows: Sequence[Row], baseline: str) -> None:
     """Set each row's speed-up over backend `baseline` in the same shape and dtype; None where there is none.
 
-    A row with a draft is compared to its own backend without: the median of the ratios in the rounds of both.
+    BEST_PEER is the fastest peer of the shape in any format. A row with a draft or other settings is compared to its
+    own backend without: the median of the ratios in the rounds of both.
     """
-    plain = [r for r in rows if r.case.draft is None and r.figures is not None]
+    plain = [r for r in rows if r.case == r.case.plain and r.figures is not None]
     alone = {r.case: r for r in plain}
-    same = [r for r in plain if r.case.backend == baseline and r.case.quantization is None]
-    base = {(r.case.shape, r.case.dtype): r for r in same}
+
+    best = baseline == BEST_PEER
+    same = [r for r in plain if r.case.backend in (PEERS if best else [baseline])]
+    same = [r for r in same if best or r.case.quantization is None]
+    same.sort(key=lambda r: r.number("output_tokens_per_sec") or 0)
+    base = {(r.case.shape, best or r.case.dtype): r for r in same}  # of several the fastest
     for row in rows:
         case = row.case
-        other = base.get((case.shape, case.dtype)) if case.draft is None else alone.get(case.plain)
+        other = base.get((case.shape, best or case.dtype)) if case == case.plain else alone.get(case.plain)
         row.speedup = None
         if row.figures is not None and other is not None and other.figures is not None:
             row.speedup = row.figures.output_tokens_per_sec / other.figures.output_tokens_per_sec
-            if case.draft is not None and row.round_sec and other.round_sec:
+            if case != case.plain and row.round_sec and other.round_sec:
                 ratios = [a / b for a, b in zip(other.round_sec, row.round_sec, strict=False)]
                 row.speedup, row.speedup_min, row.speedup_max = statistics.median(ratios), min(ratios), max(ratios)

@@ -17,7 +17,7 @@ from itertools import accumulate, groupby, takewhile
 from pathlib import Path
 
 from nanoinfer.bench.backends import prepare
-from nanoinfer.bench.case import Case
+from nanoinfer.bench.case import IRREGULAR, Case
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
 from nanoinfer.bench.results import Row
@@ -33,9 +33,11 @@ from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
 
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
+CHECK_PROMPT_TOKENS = 4096  # of the first prompts together: the check runs no more of them
 CHECK_TOKENS_SHORTENED = 2  # the same where each needs a forward pass over everything
 WARM_UP_SEC = 5.0  # of untimed runs, after which a backend counts as warm
 PROCESS_BYTES = 500 << 20  # a worker with its libraries, before any weights; twice that with a GPU's context
+NAIVE_LIMIT_SEC = 4.0  # a run without a cache that would take longer is extrapolated
 NUM_LENGTHS = 7  # that an extrapolated run is measured at
 NUM_LENGTHS_SHORT = 3  # for up to 64 tokens, along which the time hardly changes
 
@@ -82,7 +84,7 @@ class Harness:
         parts: list[list[Case]] = [[]]
         used = 0
         for case in group:
-            if not any(c.plain == case.plain for c in parts[-1]):  # those that differ in their draft share a process
+            if not any(c.loaded == case.loaded for c in parts[-1]):  # those that differ in their draft share a process
                 need = self._memory_bytes(case)
                 if used and used + need > room:
                     parts.append([])
@@ -97,7 +99,8 @@ class Harness:
         on_gpu, tokens = case.device != "cpu", self._config.block_size  # a GPU's engines reserve whole slots
         if not on_gpu:
             tokens = min(tokens, case.prompt_tokens + case.output_tokens)
-        cache = self._config.kv_bytes_per_token(2 if on_gpu and case.dtype != "float32" else 4)
+        half = case.format != "float32" and (on_gpu or case.backend in ENGINES)
+        cache = self._config.kv_bytes_per_token(2 if half else 4)
         return (1 + on_gpu) * PROCESS_BYTES + 2 * weights + case.batch * tokens * cache
 
     def _reference_case(self, group: list[Case]) -> Case | None:
@@ -179,13 +182,13 @@ class Harness:
             if reference is not None and reference not in workers and any(_is_exact(c) for c in workers):
                 with contextlib.suppress(NanoinferError):  # it is in another part, or failed there
                     expected[reference] = self._sample(processes.worker(reference), reference).tokens
-            for case in sorted(workers, key=lambda c: (c != reference, c.draft is not None)):
+            for case in sorted(workers, key=lambda c: (c != reference, c != c.plain)):
                 if rows[case].error is not None:
                     continue
                 with self._step(rows[case], "check"):
                     checked = self._sample(workers[case], case)
                     seconds[case] = checked.times.total_sec
-                    if case == reference or case.draft is None:
+                    if case in (reference, case.plain):
                         expected[case] = checked.tokens
                     if (other := _reference_of(case, reference)) in expected:
                         difference = _difference(checked.tokens, expected[other])
@@ -199,11 +202,8 @@ class Harness:
         return worker.run(_shorter(case, CHECK_TOKENS_SHORTENED if self._shortened(case) else CHECK_TOKENS))
 
     def _warm_up(self, worker: WorkerProcess, case: Case, first_sec: float) -> None:
-        """Run until two runs agree. Short runs as that of the check, which took `first_sec`, suffice on a CPU.
-
-        On a GPU they are as long as the timed ones: graphs are captured, and code is compiled, for sequence lengths
-        that a short run does not reach.
-        """
+        """Run until two runs agree: on a CPU short ones as that of the check, which took `first_sec`."""
+        # On a GPU as long as the timed ones: graphs are captured, and code is compiled, for each sequence length.
         seconds = [first_sec] if case.device == "cpu" else []
         shape = _shorter(case, CHECK_TOKENS) if case.device == "cpu" else case
         while len(seconds) < self._options.max_warmups and sum(seconds) < WARM_UP_SEC and not is_steady(seconds):
@@ -232,29 +232,31 @@ class Harness:
 
     def _shortened(self, case: Case) -> bool:
         """Return whether a naive case would take too long, by the arithmetic, which never overestimates the time."""
-        if case.backend not in NAIVE or case.workload == "mixed":
+        if case.backend not in NAIVE or case.workload in IRREGULAR:
             return False
         cost = arithmetic.prefill(self._config, FORMATS[case.dtype]).model
         flops = cost.flops(case.batch, case.mean_length(self._config.block_size))
         peaks = self._ceiling.flops_per_sec
         fastest = peaks.get(case.dtype) or max(peaks.values())
-        return flops / fastest * case.output_tokens > self._options.naive_limit_sec
+        return flops / fastest * case.output_tokens > NAIVE_LIMIT_SEC
 
 
 def _shorter(case: Case, output_tokens: int) -> Case:
-    """Return a case with at most so many output tokens."""
-    return replace(case, output_tokens=min(output_tokens, case.output_tokens))
+    """Return a case with at most so many output tokens, and as many sequences as CHECK_PROMPT_TOKENS allow."""
+    batch = min(case.batch, max(2, CHECK_PROMPT_TOKENS // case.prompt_tokens))
+    return replace(case, batch=batch, output_tokens=min(output_tokens, case.output_tokens))
 
 
 def _reference_of(case: Case, reference: Case | None) -> Case | None:
     """Return the case whose greedy tokens a case must repeat; None if there is none.
 
-    A draft must not change a token, also in few bits where rows do not depend on the batch, as those of `native`.
+    A draft, a shared prefix or smaller steps must not change a token, also in few bits where rows do not depend on the
+    batch, as those of `native`.
     """
     if _is_exact(case):
         return reference
     exact_rows = case.sampler == "greedy" and case.backend == "native"
-    return case.plain if case.draft is not None and exact_rows else None
+    return case.plain if case != case.plain and exact_rows else None
 
 
 def _is_exact(case: Case) -> bool:

@@ -29,23 +29,18 @@ class ModelFolders(ExitStack):
 
     def folder(self, cases: list[Case]) -> Path:
         """Return the folder for some cases of one model, with passages for prompts if a case needs them."""
+        from nanoinfer.models.checkpoints import huggingface
+        from nanoinfer.models.checkpoints.load import load_model
+
         model = cases[0].model
         if model not in self._folders:
             self._folders[model] = folder = self.enter_context(temporary_folder())
-            _write_weights(model, folder)
+            huggingface.save(load_model(model).take(), folder)  # float32, which every backend loads or exports from
         folder = self._folders[model]
         if any(c.workload in ("text", "copy") for c in cases) and not prompts.read(folder):
             self._log("preparing passages for prompts ...")
             prompts.write(folder, model, self._text)
         return folder
-
-
-def _write_weights(model: str, folder: Path) -> None:
-    """Write the model's weights in float32, which every backend loads or exports from."""
-    from nanoinfer.models.checkpoints import huggingface
-    from nanoinfer.models.checkpoints.load import load_model
-
-    huggingface.save(load_model(model).take(), folder)
 
 
 @contextmanager

@@ -99,13 +99,13 @@ class Processes(contextlib.ExitStack):
 
     def worker(self, case: Case) -> WorkerProcess:
         """Return a case's process, loaded if necessary. Raises NanoinferError if that failed."""
-        if case.plain not in self._processes:
-            self._processes[case.plain] = process = self.enter_context(WorkerProcess(case.plain))
+        if case.loaded not in self._processes:
+            self._processes[case.loaded] = process = self.enter_context(WorkerProcess(case.loaded))
             try:
                 process.load(self._weights)
             except NanoinferError as e:
-                self._processes[case.plain] = e
-        found = self._processes[case.plain]
+                self._processes[case.loaded] = e
+        found = self._processes[case.loaded]
         if isinstance(found, NanoinferError):
             raise found
         return found

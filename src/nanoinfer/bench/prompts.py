@@ -30,9 +30,8 @@ def write(folder: Path, model: str, text: Path | None) -> None:
 
 def read(folder: Path) -> Passages:
     """Return a folder's passages; none if it has no file of them."""
-    path = folder / FILE
-    passages: Passages = json.loads(path.read_text()) if path.is_file() else ()
-    return passages
+    found: Passages = json.loads(path.read_text()) if (path := folder / FILE).is_file() else ()
+    return found
 
 
 def cut_prompt(passages: Passages, i: int, num_tokens: int) -> list[int]:

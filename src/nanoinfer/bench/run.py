@@ -39,7 +39,7 @@ class Plan:
     """The user's options; empty means the default."""
 
     suite: tuple[str, ...] = ()
-    """ladder, kv-cache, long, throughput, peers, speculative or gpu; may be repeated."""
+    """ladder, kv-cache, long, throughput, peers, serving, speculative or gpu; may be repeated."""
     model: str | None = None
     """Model (default: random:gpt2; of suite speculative: wide:shakespeare:gpt2-large)."""
     engine: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class Plan:
     speculate_k: tuple[str, ...] = ()
     """Tokens proposed per step: auto, or 1 to 64; may be repeated."""
     workload: str = "uniform"
-    """Prompts: uniform (random tokens), mixed, text or copy."""
+    """Prompts: uniform (random tokens), mixed, prefix, arrival, text or copy."""
     text: Path | None = None
     """Text file for the prompts of text and copy (default: the model generates them)."""
     rounds: int | None = None
@@ -94,9 +94,7 @@ class Plan:
         if self.minutes is not None:
             require_float("minutes", self.minutes, 0.01, 10_000)
         if len({self.model_of(name) for name in self.suite}) > 1:
-            raise NanoinferError(
-                "--suite speculative has a model of its own: run it apart from others, or give --model"
-            )
+            raise NanoinferError("--suite speculative has its own model: run it apart from others, or give --model")
         if self.text is not None and not self.text.is_file():
             raise NanoinferError(f"--text {self.text}: there is no such file")
         if len(self.suite) > 1 and (self.output or self.resume):
@@ -110,10 +108,7 @@ class Plan:
 def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -> tuple[list[Results], bool]:
     """Measure what the plan requests; return one result for each suite, and whether the user interrupted.
 
-    Results are written after every shape, so that an interruption loses one shape at most.
-
-    Raises:
-        NanoinferError: something does not exist, or cannot be written; nothing has been measured then.
+    Raises NanoinferError, before anything is measured, if something does not exist or cannot be written.
     """
     done, interrupted = [files.read(path) for path in plan.load], False
     if plan.report is not None:

@@ -42,6 +42,11 @@ class RunTimes:
         return [b - a for times in self.arrivals for a, b in pairwise(times)]
 
     @property
+    def worst_gap_sec(self) -> float | None:
+        """The longest time between consecutive tokens of a sequence."""
+        return max(self.gaps_sec, default=None)
+
+    @property
     def output_tokens_per_sec(self) -> float:
         """Tokens of all sequences by wall time, prefill included."""
         return sum(map(len, self.arrivals)) / self.total_sec
@@ -91,6 +96,7 @@ class Figures:
     total_sec: float
     spread_percent: float
     """(max - min) / median of the rounds' total time."""
+    worst_gap_sec: float | None = None
 
 
 def summarize(runs: Sequence[RunTimes]) -> Figures:
@@ -100,7 +106,8 @@ def summarize(runs: Sequence[RunTimes]) -> Figures:
     gaps = [gap for run in runs for gap in run.gaps_sec]
     p50, p90, p99 = np.percentile(gaps, (50, 90, 99)).tolist() if gaps else (None, None, None)
     medians: dict[str, Any] = {}
-    for name in ("ttft_sec", *(f"{kind}_tokens_per_sec" for kind in ("decode", "prefill", "output")), "total_sec"):
+    rates = (f"{kind}_tokens_per_sec" for kind in ("decode", "prefill", "output"))
+    for name in ("ttft_sec", "worst_gap_sec", *rates, "total_sec"):
         values = [value for run in runs if (value := getattr(run, name)) is not None]
         medians[name] = statistics.median(values) if values else None
     totals = [run.total_sec for run in runs]
@@ -134,9 +141,8 @@ def naive_token_times(
 ) -> list[float]:
     """Return the time of each token of a generation without a cache, from measurements at a few lengths.
 
-    Without a cache a token costs one forward pass over everything before it: the time of the token after p tokens is
-    step_sec(p), the time to first token of a prompt of p tokens. It is measured at num_lengths lengths, evenly spaced,
-    and linear between them; beyond block_size, to which longer contexts are cropped, it is constant.
+    The token after p tokens takes step_sec(p), the time to first token of a prompt of p tokens. It is measured at
+    num_lengths lengths, and linear between them; beyond block_size, to which contexts are cropped, it is constant.
     """
     import numpy as np
 

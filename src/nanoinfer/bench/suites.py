@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from nanoinfer.bench.case import MIXED_HIGH, Case
+from nanoinfer.bench.derived_metrics import BEST_PEER
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.registry import ENGINES
 
@@ -21,8 +22,6 @@ class Options:
     """Timed runs of each case."""
     max_warmups: int = 3
     """Untimed runs until two in a row agree within 10%."""
-    naive_limit_sec: float = 4.0
-    """A run without a cache that would take longer is extrapolated from its time at a few lengths."""
     max_case_sec: float = 6.0
     """A case that has been timed for this long gets no further round; every case gets one."""
     vary_prompts: bool = False
@@ -143,14 +142,35 @@ def _peers(model: str, config: ModelConfig, engines: Sequence[str], quick: bool)
     if quick:
         return _in_formats(short, ours + _PEERS)
     long = replace(short, prompt_tokens=min(1000, config.block_size - 24), output_tokens=16)
-    mixed = replace(short, batch=64, workload="mixed", prompt_tokens=MIXED_HIGH, output_tokens=MIXED_HIGH)
-    # A case takes minutes in float32; the mix also in transformers, which pads all sequences to the longest (69
-    # tokens/s where the others reach 200 and more: docs/log.md). So these have only the formats used for speed.
+    # A case takes minutes in float32, so this has only the formats used for speed.
     light = [f for f in ours + _PEERS if f[1:] != ("float32", None) and f[0] != "transformers-static"]
     shapes = (short, replace(short, batch=8), replace(short, batch=64), long)
     cases = [case for shape in shapes for case in _in_formats(shape, ours + _PEERS)]
-    cases += _in_formats(replace(long, batch=8), light)
-    return cases + _in_formats(mixed, [f for f in light if not f[0].startswith("transformers")])
+    return cases + _in_formats(replace(long, batch=8), light)
+
+
+def _serving(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
+    """Many requests: of all lengths, with a common prefix, beside a long prompt that arrives, steadily decoding."""
+    best, room = engines[-1], config.block_size
+    small: str | None = next(iter(ENGINES[best].quantizations), None)
+    # In transformers, which pads all sequences to the longest, the mix takes minutes (69 tokens/s: docs/log.md).
+    formats = [(best, "bfloat16", None), *((best, "float32", q) for q in ENGINES[best].quantizations)]
+    formats += [f for f in _PEERS if f[1:] != ("float32", None) and not f[0].startswith("transformers")]
+    longest = min(64 if quick else MIXED_HIGH, room // 2)
+    mixed = Case(best, model, batch=64, prompt_tokens=longest, output_tokens=longest, workload="mixed")
+    one = replace(mixed, quantization=small)
+    prefix = replace(one, batch=200, prompt_tokens=min(520, room - 16), output_tokens=10, workload="prefix")
+    arrival = replace(one, batch=9, prompt_tokens=min(1000, room - 24), output_tokens=64, workload="arrival")
+    steady = replace(one, prompt_tokens=32, output_tokens=32, workload="uniform")
+    batches, steps = [64, 512], [256, 64]
+    if quick:
+        formats = [f for f in formats if f[2] in (small, "int8", "Q8_0")]
+        mixed, prefix = replace(mixed, batch=8), replace(prefix, batch=8, prompt_tokens=min(120, room - 16))
+        arrival = replace(arrival, prompt_tokens=min(256, room - 24), output_tokens=16)
+        batches, steps = [16], [64]
+    cases = [prefix, replace(prefix, prefix_caching=True), arrival]
+    cases += [replace(arrival, max_num_batched_tokens=n) for n in steps]
+    return [*_in_formats(mixed, formats), *cases, *(replace(steady, batch=b) for b in batches)]
 
 
 GPU_LARGE = "random:gpt2-xl"
@@ -160,15 +180,11 @@ _GPU_RUNGS += [("triton", "bfloat16", q) for q in ("int8", "int4")]
 _GPU_PEERS: list[_Format] = [
     (name, "bfloat16", None) for name in ("nanogpt", "transformers-dynamic", "transformers-static")
 ]
-_GPU_HALF: list[_Format] = [(name, "float16", None) for name, _, _ in _GPU_PEERS[1:]]
 _GPU_EXACT: list[_Format] = [(name, "float32", None) for name, _, q in _GPU_RUNGS + _GPU_PEERS if q is None]
 
 
 def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
-    """GPT-2 at batch 1 and GPT-2 XL first, which matter most where GPU time is short; then larger batches.
-
-    Float32 runs where it costs little, so that every backend's tokens are compared before it is timed.
-    """
+    """GPT-2 at batch 1 and GPT-2 XL first, for short GPU time; float32, to compare tokens, where it costs little."""
     small = Case("static", model, prompt_tokens=32, output_tokens=32 if quick else 64)
     large, many = replace(small, model=GPU_LARGE), replace(small, batch=512)
     exact = [f for f in _GPU_EXACT if f[0] in ("static", "cuda_graph", "triton")]
@@ -178,7 +194,11 @@ def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -
         plan = [(small, exact + rungs + _GPU_PEERS[1:2]), (large, rungs + _GPU_PEERS[1:2]), (many, plain)]
     else:
         half = _GPU_RUNGS + _GPU_PEERS
-        plan = [(small, _GPU_EXACT + half + _GPU_HALF), (large, exact + half), (many, half)]
+        plan = [
+            (small, _GPU_EXACT + half + [(f[0], "float16", None) for f in _GPU_PEERS[1:]]),
+            (large, exact + half),
+            (many, half),
+        ]
         plan += [(replace(small, batch=64), half), (replace(small, batch=8), _GPU_EXACT + half)]
     return [case for shape, formats in plan for case in _in_formats(shape, formats)]
 
@@ -189,6 +209,7 @@ SUITES: dict[str, Suite] = {  # the published figures that each corresponds to: 
     "long": Suite("recompute", _long, Options(rounds=1)),
     "throughput": Suite("nanogpt", _throughput),
     "peers": Suite("transformers-dynamic", _peers),
+    "serving": Suite(BEST_PEER, _serving),
     "speculative": Suite(  # acceptance depends on the passage: all count
         "native", _speculative, Options(rounds=6, max_case_sec=30.0, vary_prompts=True), "wide:shakespeare:gpt2-large"
     ),

@@ -26,8 +26,7 @@ def verify_ratio(
 ) -> float:
     """Return the median time of a step of VERIFY_TOKENS over that of a step of one token, after `token_ids`.
 
-    Raises:
-        NanoinferError: the sequence is shorter than VERIFY_TOKENS, or the clock does not advance.
+    Raises NanoinferError if the sequence is shorter than VERIFY_TOKENS, or the clock does not advance.
     """
     require_int("prompt_tokens", len(token_ids), VERIFY_TOKENS)
     handle = engine.open()

@@ -26,10 +26,9 @@ EXPORTED = ("ctranslate2", "llama.cpp")
 
 
 def prepare(case: Case, weights: Path) -> Path | None:
-    """Export the weights to the file format of a case's backend, unless that is done; return the exported file.
+    """Export the weights to the file format of a case's backend, if it has one; return the exported file, or None.
 
-    None for backends that load `weights`, a Hugging Face folder, itself; exports go to a sub-folder of it. This runs
-    outside the measured process: an export holds the float32 weights, which would count as peak memory.
+    This runs outside the measured process: an export holds the float32 weights, which would count as peak memory.
     """
     return _class_of(case).export(case, weights) if case.backend in EXPORTED else None
 

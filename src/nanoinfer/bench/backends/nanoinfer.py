@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import defaultdict
+from itertools import chain
 from pathlib import Path
 
 from nanoinfer.bench.case import Case, Requests, make_requests
@@ -21,26 +23,35 @@ class NanoinferBackend:
         self._speculation: list[SpeculationMetrics] = []
         self._llm = LLM(
             str(weights), engine=case.backend, device=case.device, dtype=case.dtype, quantization=case.quantization,
-            max_num_seqs=case.batch, enable_prefix_caching=False,  # rounds repeat their prompts
+            max_num_seqs=case.batch, enable_prefix_caching=case.prefix_caching,
+            max_num_batched_tokens=case.max_num_batched_tokens,
         )  # fmt: skip
 
     def run(self, requests: Requests) -> tuple[list[list[int]], RunTimes]:
-        """Generate; a token's arrival is the return of the step that sampled it."""
+        """Generate; a token's arrival is the return of the step that sampled it. Late requests are not timed."""
         params = [self._case.params(n) for n in requests.output_tokens]
         self._speculation = []
+        self._llm.reset_prefix_cache()  # rounds repeat their prompts
         synchronize(self._llm.device)  # of the previous run: closing a sequence may clear its part of the cache
+        first = len(params) - requests.num_late
         start = time.perf_counter()
-        ids, stream = self._llm.stream_outputs(requests.prompts, params)
-        arrivals: dict[int, list[float]] = {request_id: [] for request_id in ids}
+        ids, stream = self._llm.stream_outputs(requests.prompts[:first], params[:first])
+        streams = [stream]
+        arrivals: defaultdict[int, list[float]] = defaultdict(list)
         tokens: dict[int | str, list[int]] = {}
-        for item in stream:
+        for item in chain.from_iterable(streams):  # that of late requests is appended, and read last
             if isinstance(item, Delta):
                 times = arrivals[item.request_id]
                 times += _spread(times, time.perf_counter() - start, item.num_tokens)
+                if len(ids) < len(params) and len(arrivals) == first:
+                    late, stream = self._llm.stream_outputs(requests.prompts[first:], params[first:])
+                    ids += late
+                    streams.append(stream)
             elif isinstance(item, RequestOutput):
                 tokens[item.request_id] = item.check().outputs[0].token_ids
                 self._speculation += [made] if (made := item.metrics.speculation) is not None else []
-        return [tokens[i] for i in ids], RunTimes(sum(map(len, requests.prompts)), [arrivals[i] for i in ids])
+        timed = RunTimes(sum(map(len, requests.prompts[:first])), [arrivals[i] for i in ids[:first]])
+        return [tokens[i] for i in ids], timed
 
     def speculate(self, case: Case) -> None:
         """Decode with a case's draft from now on, or without one. Drafts are loaded once."""

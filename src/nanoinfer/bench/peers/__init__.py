@@ -31,11 +31,7 @@ def require_module(name: str) -> Any:
 
 
 def require_case(
-    case: Case,
-    *,
-    dtypes: Sequence[str],
-    quantizations: Sequence[str] = (),
-    devices: Sequence[str] = ("cpu", "cuda"),
+    case: Case, *, dtypes: Sequence[str], quantizations: Sequence[str] = (), devices: Sequence[str] = ("cpu", "cuda")
 ) -> None:
     """Raise NanoinferError unless a backend supports a case: its dtype, quantization, kind of device, and greedy."""
     name = case.backend
@@ -46,6 +42,10 @@ def require_case(
         raise NanoinferError(f"{name} has no quantization={case.quantization!r}: it has {known}")
     if (kind := case.device.partition(":")[0]) not in devices:
         raise NanoinferError(f"{name} does not run on device={kind!r}: use {' or '.join(devices)}")
+    if case.workload == "arrival" or case != case.plain:
+        raise NanoinferError(
+            f"{name} is measured without late requests, drafts, prefix caching and steps of a set size"
+        )
     if case.sampler != "greedy":
         raise NanoinferError(f"{name} is measured with sampler='greedy' only, not with {case.sampler!r}")
 

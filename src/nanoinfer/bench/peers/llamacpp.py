@@ -1,18 +1,11 @@
 """llama.cpp through its C interface: one llama_decode a step for all sequences; and the export to GGUF files.
 
-All prompts are read first, in batches of n_batch tokens; then every step holds one token of each sequence. A
-sequence that has its tokens is removed, and later steps are smaller. Each sequence has its own part of the
-KV cache (`kv_unified` off, the default), as many tokens long as the case's longest.
-
+All prompts are read first, in batches of n_batch tokens; then every step holds one token of each sequence that lacks
+any. Each sequence has its own part of the KV cache (`kv_unified` off, the default), as long as the case's longest.
 Keys and values are float32 in a float32 case, so that its tokens can be compared; elsewhere they are float16,
 llama.cpp's default. Greedy is numpy's argmax over the logits: llama.cpp's own sampler first builds a list of all
-candidates, which takes longer.
-
-The `gguf` package writes the float32 file (of the families in _FAMILIES); llama.cpp's own quantizer makes the other
+candidates, which takes longer. The `gguf` package writes the float32 file; llama.cpp's own quantizer makes the other
 types from it, so that they are what its users get (Q4_0 keeps a tied embedding in 8 or 6 bits).
-
-Not supported: GPUs, more sequences than one context takes (256), exact GELU (llama.cpp's GPT-2 has the tanh
-approximation only), and in Q8_0 and Q4_0 widths that are no multiple of 32.
 """
 
 from __future__ import annotations

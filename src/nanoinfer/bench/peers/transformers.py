@@ -1,10 +1,7 @@
 """Hugging Face transformers: `generate` with its growing cache, or with its static one.
 
-Prompts of unequal length are padded on the left, as its documentation says. A batch runs until its longest
-request has its tokens, because that is what `generate` does; each sequence is counted with the tokens
-requested for it and no more, so the padding costs time and adds no tokens.
-
-Supported: greedy sampling, in every dtype and on every device.
+Prompts of unequal length are padded on the left, as its documentation says. A batch runs until its longest request has
+its tokens, as `generate` does; each sequence is counted with the tokens requested for it and no more.
 """
 
 from __future__ import annotations

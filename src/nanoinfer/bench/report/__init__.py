@@ -1,8 +1,5 @@
 """The report: one self-contained HTML page with interactive charts, and the charts as SVG files beside it.
 
-    write_report([read(Path("ladder.json")), read(Path("peers.json"))], Path("out"))
-    ->  out/index.html  out/ladder-throughput.svg  ...
-
 `panels` sorts rows into figures, `charts` fills the Vega-Lite templates of charts.json (`marks`), `headlines` computes
 the findings, and `page` renders the template page.html.j2.
 """
@@ -23,10 +20,7 @@ PAGE = "index.html"
 def write_report(results: list[Results], folder: Path) -> list[Path]:
     """Write the report of some suites, a section each; return the files written, the page first.
 
-    Files of the same names in the folder are replaced; others are left alone.
-
-    Raises:
-        NanoinferError: no results, a package is not installed, or the folder cannot be written.
+    Files of the same names are replaced. Raises NanoinferError without results, a package, or a writable folder.
     """
     if not results:
         raise NanoinferError("a report of 0 results files has nothing to show: give at least 1")

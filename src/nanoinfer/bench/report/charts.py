@@ -10,7 +10,7 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE
 from nanoinfer.bench.formatting import digits, number, positive
 from nanoinfer.bench.report import panels
-from nanoinfer.bench.report.marks import Figure, Record, bar_chart, bits, chart, color_of, look, record_of, y_axis
+from nanoinfer.bench.report.marks import COLORS, GREY, Figure, Record, bar_chart, bits, chart, look, record_of, y_axis
 from nanoinfer.bench.results import Results, Row
 
 MAX_FIGURES = 6
@@ -60,13 +60,7 @@ def _lines(panel: panels.Panel, measure: panels.Measure, rows: Sequence[Row]) ->
     seen = {row.case.label for row, _ in shown}
     styles = look([row for row in panel.rows if row.case.label in seen])
     styles |= {"x": {"scale": scale, "axis": axis}, "y": y_axis(measure, [*records, *limits])}
-    yield _figure(
-        measure,
-        panel.rows,
-        rows,
-        panel.axis,
-        chart("lines", records, others, **styles),
-    )
+    yield _figure(measure, panel.rows, rows, panel.axis, chart("lines", records, others, **styles))
 
 
 def _ceilings(panel: panels.Panel) -> list[Record]:
@@ -94,14 +88,14 @@ def _ceiling_names(limits: Sequence[Record]) -> list[Record]:
 def _bars(panel: panels.Panel, rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield the measure of a panel of one size as bars, by bits of a weight and then by value; ceilings as ticks."""
     measure = panel.measure
-    sign = 1 if measure is panels.TTFT else -1
+    sign = 1 if measure.unit == "ms" else -1
     if not (shown := sorted(measure.of(panel.rows), key=lambda each: (-bits(each[0].case), sign * each[1]))):
         return
     longest = max(y for _, y in shown)
     limits = [(row, panels.ceiling(row)) for row, _ in shown] if measure.ceiling else []
     inside = [{"backend": row.case.label, "y": y} for row, y in limits if y is not None and y <= 3 * longest]
     records = [record_of(row, measure, y, x=getattr(row.case, panel.axis)) for row, y in shown]
-    bars = bar_chart(records, measure.axis, [color_of(row.case) for row, _ in shown], ceilings=inside)
+    bars = bar_chart(records, measure.axis, [COLORS.get(row.case.backend, GREY) for row, _ in shown], ceilings=inside)
     yield _figure(measure, panel.rows, rows, panel.axis, bars)
 
 
@@ -201,15 +195,14 @@ def _speedups(name: str, title: str, rows: list[Row]) -> Iterator[Figure]:
         records = [
             record_of(row, panels.SPEEDUP, y, backend=_situation(row.case, name == "situations")) for row, y in shown
         ]
-        colors = [color_of(shown[0][0].case)] * len(shown)
+        colors = [COLORS.get(row.case.backend, GREY) for row, _ in shown]
         spec = bar_chart(records, panels.SPEEDUP.axis, colors, rule=[{"y": 1}])
         yield Figure(name, f"{title}: speed-up over the same case without a draft", f"{panels.setting(rows)}.", spec)
 
 
 def _situation(case: Case, other: bool) -> str:
     """Return the name of a bar: the draft, and where and how it is used."""
-    rule = " reject" if case.speculate_rule == "reject" else ""
     workload = "random" if case.workload == "uniform" else case.workload
     sampler = "" if case.sampler == "greedy" else f" {case.sampler}"
     where = f"{workload}{sampler}, batch {case.batch}: " if other else ""
-    return f"{where}{case.draft} k={case.speculate_k}{rule}"
+    return where + case.label.partition(" + ")[2]

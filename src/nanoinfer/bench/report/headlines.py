@@ -14,13 +14,15 @@ MAX_SENTENCES = 6
 
 
 def headlines(results: Results) -> list[str]:
-    """Return the findings: over peers if there are any, over plain decoding for drafts, else over the baseline."""
+    """Return the findings: over peers, over the same without a draft or a prefix cache, or over the baseline."""
     rows = [row for row in results.rows if row.figures is not None]
     backends = {row.case.backend for row in rows}
-    if any(row.case.draft is not None for row in rows) and "nanogpt" not in backends:
-        found = list(_over_plain(rows))
-    elif backends - {*ENGINES, "nanogpt"}:
+    set_beside = [row for row in rows if row.case.draft is not None or row.case.prefix_caching]
+    if backends - {*ENGINES, "nanogpt"}:
         found = [line for part in panels(rows, "batch", split=True) if (line := _over_peers(part, rows))]
+        found += _over_plain(set_beside, rows)
+    elif set_beside and "nanogpt" not in backends:
+        found = list(_over_plain(set_beside, rows))
     else:
         found = list(_over_baseline(rows, results.baseline))
     return found[:MAX_SENTENCES]
@@ -52,22 +54,23 @@ def _over_baseline(rows: list[Row], baseline: str) -> Iterator[str]:
             here = [r for r in panel.rows if getattr(r.case, axis) == place]
             base = next((r for r in here if r.case.backend == baseline), None)
             others = [r for r in here if r.speedup and r.case.backend != baseline]
-            best = max(others, key=lambda r: r.speedup or 0, default=None)
-            if best is not None and base is not None and best.figures is not None and base.figures is not None:
-                speeds = [digits(row.figures.output_tokens_per_sec) for row in (best, base) if row.figures]
+            if base is not None and others:
+                best = max(others, key=lambda r: r.speedup or 0)
+                speeds = [digits(row.number("output_tokens_per_sec")) for row in (best, base)]
                 over = f"{base.case.label}{' (extrapolated)' if 'extrapolated' in base.note else ''}"
                 where = setting([best], [f for f in varying(rows) if f != axis] + [axis])
                 said = f"{best.case.label}: {digits(best.speedup)}x {over}"
                 yield f"{said} ({' against '.join(speeds)} output tokens/s), {where}"
 
 
-def _over_plain(rows: list[Row]) -> Iterator[str]:
-    """Yield the best speed-up of each plain case that a draft made faster, the highest first."""
-    drafted = [r for r in rows if r.case.draft is not None and r.speedup]
+def _over_plain(rows: list[Row], every: list[Row]) -> Iterator[str]:
+    """Yield the best speed-up of each plain case that a draft or the prefix cache made faster, the highest first."""
     best: dict[object, Row] = {}
-    for row in sorted(drafted, key=lambda r: -(r.speedup or 0)):
+    for row in sorted((r for r in rows if r.speedup), key=lambda r: -(r.speedup or 0)):
         best.setdefault(row.case.plain, row)
     for row in best.values():
         speed = digits(getattr(row.figures, "output_tokens_per_sec", None))
-        over = f"{row.case.label}: {digits(row.speedup)}x the same without a draft"
-        yield f"{over} ({speed} output tokens/s), {setting([row], varying(rows))}"
+        over = (
+            f"{row.case.label}: {digits(row.speedup)}x the same without {'it' if row.case.draft is None else 'a draft'}"
+        )
+        yield f"{over} ({speed} output tokens/s), {setting([row], varying(every))}"

@@ -92,11 +92,6 @@ def bits(case: Case) -> int:
     return BITS.get(case.format, 0)
 
 
-def color_of(case: Case) -> str:
-    """Return the colour of a case's backend."""
-    return COLORS.get(case.backend, GREY)
-
-
 def record_of(row: Row, measure: Measure, value: float, **more: Any) -> Record:
     """Return one mark with its tooltip."""
     share = share_of_ceiling(row) if measure.ceiling else None
@@ -114,7 +109,7 @@ def look(rows: Sequence[Row]) -> dict[str, Channel]:
     """Return colour, dash and marker of each label: by its backend, and by its format."""
     cases = {row.case.label: row.case for row in rows}
     ranges = {
-        "color": [color_of(c) for c in cases.values()],
+        "color": [COLORS.get(c.backend, GREY) for c in cases.values()],
         "strokeDash": [_DASHES.get(bits(c), [1, 0]) for c in cases.values()],
         "shape": [_SHAPES.get(bits(c), "cross") for c in cases.values()],
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from nanoinfer.bench.case import MIXED_HIGH, MIXED_LOW, Case
+from nanoinfer.bench.case import IRREGULAR, MIXED_HIGH, MIXED_LOW, OWN_TOKENS, Case
 from nanoinfer.bench.formatting import digits, number, positive
 from nanoinfer.bench.results import Row
 
@@ -20,6 +20,8 @@ AXES = {  # sizes that a suite may sweep -> title of the axis
 _WORKLOADS = {
     "uniform": "",
     "mixed": f"{MIXED_LOW} to {MIXED_HIGH} tokens in and out",
+    "prefix": f"prompts equal but for {OWN_TOKENS} tokens",
+    "arrival": "a long prompt arrives",
     "text": "passages of text",
     "copy": "repeating passages",
 }
@@ -68,12 +70,11 @@ class Measure:
 DECODE = Measure(
     "throughput", "Decode throughput", "decode tokens/s", "tokens/s", "decode_tokens_per_sec", ceiling=True
 )
-OUTPUT = Measure(
-    "output", "Output throughput, prompts included", "output tokens/s", "tokens/s", "output_tokens_per_sec"
-)
+OUTPUT = Measure("output", "Output throughput with prompts", "output tokens/s", "tokens/s", "output_tokens_per_sec")
 TTFT = Measure("ttft", "Time to first token", "time to first token (ms)", "ms", "ttft_sec", 1e3)
 MEMORY = Measure("memory", "Peak memory of the process", "peak memory (MB)", "MB", "peak_memory_bytes", 1e-6, log=False)
 SPEEDUP = Measure("speedup", "Speed-up", "times plain decoding", "x", "speedup")
+WORST_GAP = Measure("gap", "Longest time between two tokens", "longest gap (ms)", "ms", "worst_gap_sec", 1e3)
 TIME = Measure("position", "Time per token against position", "time per token (ms)", "ms")
 
 
@@ -95,7 +96,9 @@ class Panel:
         """The most informative measure: decoding, unless prompts take most of the time or few rows have a rate."""
         case = self.rows[0].case
         together = [DECODE.value(row) is not None for row in self.rows if row.figures is not None]
-        if case.workload == "mixed" or 2 * sum(together) < len(together):
+        if case.workload == "arrival":
+            return WORST_GAP
+        if case.workload in IRREGULAR or 2 * sum(together) < len(together):
             return OUTPUT
         if case.prompt_tokens < PROMPT_DOMINATED * case.output_tokens:
             return DECODE
@@ -104,7 +107,8 @@ class Panel:
 
 def ceiling(row: Row) -> float | None:
     """Return the tokens/s that the machine allows, for a case that ran."""
-    return positive(row.predicted_tokens_per_sec) if row.figures is not None else None
+    known = row.figures is not None and row.case.workload not in IRREGULAR
+    return positive(row.predicted_tokens_per_sec) if known else None
 
 
 def share_of_ceiling(row: Row) -> float | None:
