@@ -148,15 +148,7 @@ def largest_of(largest, best, num_parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def distances(
-    logits,
-    values,
-    changed,
-    largest,
-    temperature,
-    ids,
-    V,
-):
+def distances(logits, values, changed, largest, temperature, ids, V):
     """Return y = (largest - logit) / temperature of some tokens; infinite past the vocabulary."""
     if changed:
         x = tl.load(values + ids)
@@ -231,16 +223,7 @@ def kept_weights(values, weights, groups, num_groups, chunk, border):
 
 
 @triton.jit
-def filter_border(
-    words,
-    values,
-    weights,
-    nearest,
-    groups,
-    total,
-    V,
-    N: tl.constexpr,
-):
+def filter_border(words, values, weights, nearest, groups, total, V, N: tl.constexpr):
     """Return the border of all filters: tokens with y <= border are kept. `total` is the weight of all tokens."""
     k, p = tl.load(words + TOP_K), real(words, TOP_P)
     high = total * 0.0 + WEIGHTLESS

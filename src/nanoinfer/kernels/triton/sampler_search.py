@@ -88,16 +88,7 @@ def ids_of(groups, num_groups, chunk):
 
 
 @triton.jit
-def border_of(
-    values,
-    weights,
-    nearest,
-    groups,
-    goal,
-    high,
-    COUNT: tl.constexpr,
-    N: tl.constexpr,
-):
+def border_of(values, weights, nearest, groups, goal, high, COUNT: tl.constexpr, N: tl.constexpr):
     """Return the least border whose mass reaches the goal; `high` if the mass up to `high` does not.
 
     Args:
