@@ -18,7 +18,6 @@ class Observer(Protocol):
         Args:
             part: ENGINE or SAMPLER.
         """
-        ...
 
 
 class NoObserver:

@@ -37,15 +37,12 @@ class DeviceSampler(Protocol):
 
     def covers(self, row: SamplerRow) -> str | None:
         """Return why the sampler does not support a row, or None."""
-        ...
 
     def assign(self, slot: int, row: SamplerRow) -> None:
         """Upload a row's parameters and tokens to a slot."""
-        ...
 
     def draw(self, logits: Tensor, sampler_slots: Tensor, wanted: Tensor) -> Tensor:
         """Sample a token for each wanted row and update its slot: see `engines.base.Draw`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -37,11 +37,9 @@ class Recorder(Protocol):
         Raises:
             RuntimeError: recording failed. If memory ran out, the error or its context says so (`_out_of_memory`).
         """
-        ...
 
     def num_bytes(self) -> int:
         """Return the bytes of device memory that this process holds now."""
-        ...
 
 
 class CudaRecorder:
