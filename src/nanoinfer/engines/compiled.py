@@ -28,16 +28,10 @@ RunBlock = Callable[..., Tensor]
 
 
 class CompiledEngine(StaticShapeEngine):
-    """Runs decode steps with blocks that are compiled once for each shape.
+    """Runs decode steps with blocks that are compiled once for each shape. Other arguments: see `StaticShapeEngine`.
 
     Args:
-        model: the weights, on the device and in the dtype to compute in.
-        limits: capacity of the engine.
-        config: not used.
         backend: the backend of torch.compile.
-
-    Raises:
-        NanoinferError: the KV cache does not fit in the device's memory.
     """
 
     min_context = 256  # fewer shapes to compile

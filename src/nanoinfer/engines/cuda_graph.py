@@ -22,16 +22,11 @@ from nanoinfer.models.gpt import GPT
 
 
 class CudaGraphEngine(StaticShapeEngine):
-    """Captures steps of static shapes as CUDA graphs and replays them.
+    """Captures steps of static shapes as CUDA graphs and replays them. Other arguments: see `StaticShapeEngine`.
 
     Args:
-        model: the weights, on a CUDA device.
-        limits: capacity of the engine.
         config: graph_memory is used; None: an eighth of the memory that is free when the engine starts.
         recorder: records the graphs; None: CudaRecorder.
-
-    Raises:
-        NanoinferError: the KV cache does not fit in the device's memory.
     """
 
     def __init__(
