@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling.sampler import Floats, largest, not_finite
+from nanoinfer.sampling.filters import Floats
+from nanoinfer.sampling.sampler import largest, not_finite
 from nanoinfer.sampling_params import BeamSearchParams
 
 

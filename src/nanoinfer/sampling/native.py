@@ -32,15 +32,7 @@ def available() -> bool:
 
 
 def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
-    """Sample the next token of each row, as `sampler.sample` does.
-
-    Args:
-        logits: (B, V) float32 on the CPU; not changed, and not copied if rows are contiguous.
-        rows: B rows.
-
-    Raises:
-        NanoinferError: a row's logits are not finite (the model overflowed).
-    """
+    """Sample the next token of each row, as `sampler.sample` does. Logits with contiguous rows are not copied."""
     if not rows:
         return []
     logits = to_numpy(logits)
@@ -50,10 +42,7 @@ def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
     tokens: list[int] = _native.sample_rows(logits=logits, rows=options)
     if min(tokens) < 0:  # the largest logit of a row is not finite
         return reference.sample(logits, rows)  # raises the error
-    return [
-        Sampled(token, reference.find_logprobs(logits[i], token, row.params.num_logprobs))
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
-    ]
+    return reference.with_logprobs(logits, rows, tokens)
 
 
 def _options(row: SamplerRow, V: int) -> Any:
