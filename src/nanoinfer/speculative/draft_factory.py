@@ -1,11 +1,4 @@
-"""Make a drafter from the name of a draft.
-
-    prompt-lookup        continuations of repeated n-grams in the sequence itself (prompt_lookup.py)
-    a model              any name that `load_model` accepts: shakespeare-draft, gpt2, a folder, a ckpt.pt
-    self:int8 self:int4  the target with quantized weights
-    self:6               the target's first 6 layers with its final layer norm and output head (early exit)
-    a draft head         shakespeare-head, or a folder with draft_head.json: trained on the target's hidden states
-    auto                 the draft in COMPANIONS for the target, or prompt-lookup
+"""Make a drafter from the name of a draft; docs/speculative.md ("Drafts") lists the names.
 
 On a CPU a draft model's weights are quantized to int8 for any format of the target, because errors of the draft affect
 only the acceptance rate.
