@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoinfer.checks import require_int
-from nanoinfer.cli.generate import DEFAULTS, ModelFlag, TokenizerFlag
+from nanoinfer.cli.generate import DEFAULTS, ChatTemplateFlag, ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
@@ -57,10 +57,7 @@ def batch(
     ] = False,
     model: ModelFlag = "shakespeare",
     tokenizer: TokenizerFlag = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option("--chat-template", metavar="FILE", help="Jinja template to use instead of the model's own."),
-    ] = None,
+    chat_template: ChatTemplateFlag = None,
     seed: Annotated[
         int,
         typer.Option("--seed", metavar="INT", help="Lines without a seed get one from this and their number."),

@@ -22,7 +22,7 @@ import typer
 from nanoinfer.checks import require_int
 from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
-from nanoinfer.cli.terminal import finite_json
+from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
@@ -121,9 +121,7 @@ def _refusing(path: Path) -> Iterator[None]:
 
 def _show(p: Profile) -> None:
     """Print the profile as text of at most 80 columns."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, soft_wrap=False, width=80, legacy_windows=False)
+    console = report_console()
     what = "decoding" if p.decode_only else "prompt and decoding"
     with console.capture() as text:  # printed at the end: rich would answer a closed pipe with an exit of its own
         console.print(
@@ -179,10 +177,7 @@ def _no_operator(p: Profile) -> ProfileRow:
 
 def _table(title: str, rows: list[ProfileRow], p: Profile) -> Any:
     """Return a table of shares, and of times and calls for each token."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1))
+    table = report_table()
     table.add_column(title, overflow="fold", width=40)
     for column in ("share", "us a token", "calls a token"):
         table.add_column(column, justify="right")

@@ -15,10 +15,14 @@ import sys
 import unicodedata
 import warnings
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoinfer.checks import printable
 from nanoinfer.errors import ResultError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 MAX_MESSAGE = 1000  # characters; of a longer message the middle is left out
 # For each standard stream the mode of its stand-in. Reading a closed stdin and writing a closed stdout fail, as in
@@ -77,9 +81,8 @@ def describe(error: OSError) -> str:
     """Return one line for an error of the operating system that no command has named: most are of stdout."""
     reason = error.strerror or str(error) or type(error).__name__
     if error.filename is not None:
-        return (
-            f"{os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else error.filename}: {reason}"
-        )
+        name = error.filename
+        return f"{os.fsdecode(name) if isinstance(name, (str, bytes)) else name}: {reason}"
     return f"standard output cannot be written: {reason}" if error.errno in _STREAM_ERRORS else reason
 
 
@@ -89,6 +92,21 @@ def drop(stream: TextIO) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
+
+
+def report_console() -> Console:
+    """Return a console that prints text of 80 columns as it is."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, width=80, legacy_windows=False)
+
+
+def report_table() -> Table:
+    """Return a table without a frame."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1))
 
 
 def print_json(document: Any, *, indent: int | None = None) -> None:
