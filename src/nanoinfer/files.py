@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nanoinfer.checks import printable
 from nanoinfer.errors import NanoinferError
 
 MAX_TEXT_BYTES = 1 << 30
@@ -28,8 +29,7 @@ def escaped(text: object, limit: int = 300) -> str:
     Control characters could move a terminal's cursor or begin a second line. Text longer than `limit` is truncated.
     """
     shown = str(text)
-    shown = shown if len(shown) <= limit else f"{shown[:limit]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    return printable(shown if len(shown) <= limit else f"{shown[:limit]}...")
 
 
 def reason(error: BaseException) -> str:
