@@ -35,9 +35,6 @@ class Conversation:
     most half of the context; the system message stays. A warning says so, and `num_dropped_messages` counts them.
 
     Args:
-        core, requests: of the model.
-        formatter: applies the chat template.
-        options: of the template.
         system: content of the system message; None: no such message.
     """
 

@@ -22,12 +22,7 @@ log = logging.getLogger("nanoinfer")
 
 
 class RequestFactory:
-    """Creates requests after checking prompts and parameters against the model.
-
-    Args:
-        core: runs the requests.
-        model: of the core.
-    """
+    """Creates requests after checking prompts and parameters against the model."""
 
     def __init__(self, core: Core, model: ModelInfo) -> None:
         self._core = core

@@ -85,7 +85,6 @@ class Graphs(Generic[T]):
     happen during a recording, and a shape that occurs only once is not recorded.
 
     Args:
-        recorder: records on the engine's device.
         memory_limit: bytes that all recordings may take. Once it is reached, new keys run without a recording.
     """
 

@@ -52,13 +52,7 @@ def is_kernel(event: Any) -> bool:
 
 
 def count(events: Sequence[Any], num_steps: int, n_layer: int) -> Launches | None:
-    """Return the counts of a step; None (unknown) if the profiler recorded no kernel.
-
-    Args:
-        events: of torch's profiler over `num_steps` steps.
-        num_steps: number of the engine's steps.
-        n_layer: layers of the model.
-    """
+    """Return the counts of a step from the events of `num_steps` steps; None if the profiler recorded no kernel."""
     kernels = Counter(e.name for e in events if is_kernel(e))
     if not kernels or not num_steps:
         return None

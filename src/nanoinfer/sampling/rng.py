@@ -18,12 +18,7 @@ REPLACE = 2 << 40
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the 128 random bits of `counter` under `key`: ten Philox rounds.
-
-    Args:
-        counter: four 32-bit words.
-        key: two 32-bit words.
-    """
+    """Return the 128 random bits of `counter` under `key`, 32-bit words: ten Philox rounds."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

@@ -51,9 +51,7 @@ class DraftModel:
     """Proposes the tokens that a smaller model generates.
 
     Args:
-        name: name of the model, for messages.
         engine: the draft's engine; its max_num_seqs must be at least the target engine's.
-        sampler: samples the proposals.
         vocab_size: number of tokens that may be sampled, as for the target.
         times: seconds of the draft's steps.
     """

@@ -68,11 +68,9 @@ class Speculator:
     """Proposes tokens for the sequences that decode.
 
     Args:
-        drafter: makes the proposals.
         rule: reproduce or reject (verify.py).
         speculate_k: number of proposed tokens; None: AdaptiveK chooses it for each step.
         costs: seconds of the target's steps; required if speculate_k is None.
-        clock: seconds.
     """
 
     def __init__(

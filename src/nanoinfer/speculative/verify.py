@@ -52,8 +52,6 @@ def draw(sampler: Sampler, logits: Array, groups: Sequence[Group], *, rule: str 
     Args:
         sampler: the sampler of plain decoding.
         logits: (sum over groups of 1 + number of proposals, V) float32, the rows of each group consecutive.
-        groups: the sequences.
-        rule: reproduce or reject.
 
     Raises:
         NanoinferError: a row's logits are not finite (the model overflowed).
