@@ -164,7 +164,7 @@ def _identify(name: str) -> str:
                 for i in range(64):  # of a file of up to 1 MiB, everything
                     f.seek(i * max(1 << 14, size // 64))
                     digest.update(f.read(1 << 14))
-    except (OSError, RuntimeError, ValueError):  # not a path: loading the model says why
+    except (OSError, RuntimeError, ValueError):  # not a path: loading the model raises the error
         return name
     return f"{path.name} ({digest.hexdigest()[:16]})" if files else name
 

@@ -103,7 +103,7 @@ def generate(
 
     llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation))
     if not as_json and llm.tokenizer is None:
-        llm.decode([])  # raises: says why there is no text to print
+        llm.decode([])  # raises an error: there is no text to print
     ids, stream = decoding.start(llm, given, params, beams)
     errors = _Errors(ids)
     if as_json:

@@ -82,7 +82,7 @@ def profile(
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """Yield where to write what becomes `path` when the block ends well: never half a trace, nor a late surprise.
+    """Yield a temporary path whose file replaces `path` at the end of the block, unless an exception ends it.
 
     Raises:
         NanoinferError: nothing can be written there (before the block), or the disk is full (after it).
@@ -96,7 +96,7 @@ def _new_file(path: Path) -> Iterator[Path]:
         partial = Path(folder) / "trace.json"
         yield partial
         with _refusing(path):
-            if not _is_whole(partial):  # torch says nothing when the disk is full
+            if not _is_whole(partial):  # torch raises no error when the disk is full
                 raise OSError(0, "it was cut short, the disk may be full")
             os.replace(partial, path)
 
@@ -123,7 +123,7 @@ def _show(p: Profile) -> None:
     """Print the profile as text of at most 80 columns."""
     console = report_console()
     what = "decoding" if p.decode_only else "prompt and decoding"
-    with console.capture() as text:  # printed at the end: rich would answer a closed pipe with an exit of its own
+    with console.capture() as text:  # printed at the end: rich itself exits when a pipe is closed
         console.print(
             f"{p.model} on {p.engine}, {p.device}, {p.dtype}; {what}: {p.num_tokens:,} tokens in {p.num_steps:,} steps"
         )

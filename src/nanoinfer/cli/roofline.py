@@ -133,7 +133,7 @@ def _print_speculation(console: Any, s: dict[str, Any]) -> None:
 
 
 def _fits(fits: bool | None, limit: int | None) -> str:
-    """Return what to say about the device's memory."""
+    """Return the line about the device's memory."""
     if fits is None or limit is None:
         return ""
     return f"\n  {'fits in' if fits else 'DOES NOT FIT in'} the device's {si(limit, 'B')}"

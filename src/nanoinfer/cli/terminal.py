@@ -1,4 +1,4 @@
-"""Standard streams: made usable whatever they are, and written so that nothing from outside commands the terminal.
+"""Make the standard streams usable, and escape untrusted text so that it cannot control the terminal.
 
 A stream may be closed, full, a pipe whose reader has gone, or unable to show a character. Generated text goes to
 stdout as it is; messages go to stderr with control characters escaped, one line each.
@@ -35,7 +35,7 @@ _STREAM_ERRORS = (errno.EBADF, errno.EIO, errno.ENOSPC, errno.EFBIG, errno.EDQUO
 def prepare() -> None:
     """Make stdin, stdout and stderr usable, and leave the log to this package's warnings and to errors."""
     for name, mode, flags in _STREAMS:
-        if getattr(sys, name) is None:  # Python's way to say that it was closed at the start
+        if getattr(sys, name) is None:  # it was closed when Python started
             setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -58,7 +58,7 @@ class _OneLine(logging.Formatter):
 
 
 def visible(text: str) -> str:
-    """Escape what a terminal would obey in generated text: controls but newlines and tabs, and changes of direction."""
+    """Escape control characters in generated text, except newlines and tabs, and changes of direction."""
     return "".join(c if _is_visible(c) else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -73,7 +73,7 @@ def complain(message: str) -> None:
         message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
     try:
         print(f"nanoinfer: error: {message}", file=sys.stderr, flush=True)
-    except OSError:  # a full or closed stderr: the exit code still tells
+    except OSError:  # a full or closed stderr: the exit code still shows the failure
         drop(sys.stderr)
 
 

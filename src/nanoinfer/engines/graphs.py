@@ -35,7 +35,7 @@ class Recorder(Protocol):
         Recording does not run the work; only a replay does.
 
         Raises:
-            RuntimeError: recording failed. If memory ran out, the error or its context says so (`_out_of_memory`).
+            RuntimeError: recording failed. If memory ran out, `_out_of_memory` is true for the error.
         """
 
     def num_bytes(self) -> int:

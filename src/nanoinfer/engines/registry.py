@@ -138,7 +138,7 @@ def resolve(config: EngineConfig, device: str, dtype: str, model: ModelConfig | 
         model: the model; None: not known yet, so an engine that does not support it may be returned.
 
     Raises:
-        NanoinferError: there is no such engine, or it does not support the configuration; the message says why.
+        NanoinferError: there is no such engine, or it does not support the configuration; the message has the reason.
     """
     if config.engine == "auto":
         reasons = {s: _why_not(s, config, device, dtype, model) for s in ENGINES.values()}
