@@ -18,7 +18,7 @@ from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.model_info import ModelInfo
-from nanoinfer.models import tokenizers
+from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
 from nanoinfer.models.checkpoints.packed import PackedWeights
 from nanoinfer.models.truncate_layers import truncate_layers
@@ -71,7 +71,7 @@ class DraftFactory:
             NanoinferError: the draft does not exist, or its vocabulary differs from the target's.
         """
         name, target = self._resolve(draft), self._target
-        if name == PROMPT_LOOKUP or _find_head(name) is not None:
+        if name == PROMPT_LOOKUP or draft_head.find(name) is not None:
             return self._config
         self._loaded[name] = weights, _ = self._load(name)
         if self._config.kv_cache_memory is None:
@@ -105,11 +105,11 @@ class DraftFactory:
     def _make(self, name: str, limits: EngineLimits) -> Drafter:
         if name == PROMPT_LOOKUP:
             return PromptLookup()
-        folder = _find_head(name)
+        folder = draft_head.find(name)
         return self._build(name, limits) if folder is None else self._build_head(name, folder, limits)
 
     def _build_head(self, name: str, folder: Path, limits: EngineLimits) -> Drafter:
-        from nanoinfer.models import draft_head, numpy_ops
+        from nanoinfer.models import numpy_ops
         from nanoinfer.speculative.head_drafter import HeadDrafter
 
         target, head = self._target, draft_head.load(folder)
@@ -186,12 +186,6 @@ def limits_of_draft(target: EngineLimits, block_size: int) -> EngineLimits:
     return EngineLimits(
         target.max_num_seqs, block_size, max(full, min(num_blocks, target.max_num_seqs * full)) * KV_BLOCK
     )
-
-
-def _find_head(name: str) -> Path | None:
-    from nanoinfer.models import draft_head
-
-    return draft_head.find(name)
 
 
 def _check_vocabulary(draft: LoadedModel, target: ModelInfo) -> None:
