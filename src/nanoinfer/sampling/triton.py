@@ -265,9 +265,7 @@ class Sample:
             slots = torch.arange(len(some), device=part.device)
             wanted = torch.ones_like(slots, dtype=torch.bool)
             tokens: list[int] = fused.draw(part if part.stride(-1) == 1 else part.contiguous(), slots, wanted).tolist()
-            if NOT_FINITE in tokens:
-                reference.sample(logits, rows)  # raises the error
-            return tokens
+            return tokens if NOT_FINITE not in tokens else reference.draw_tokens(part, some)  # raises the error
 
         return reference.sample_parts(logits, rows, ((by_kernels, draw), (by_reference, reference.draw_tokens)))
 
