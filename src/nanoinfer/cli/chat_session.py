@@ -27,8 +27,9 @@ HELP = r"""/system TEXT   set the system message (without TEXT: show it)
 /help          this list
 /exit          end the conversation, as Ctrl-D does
 A line that ends with a backslash continues on the next line. Lines between
-triple quotes are one message. A line that begins with a space is not a command.
-Ctrl-C ends an answer and keeps its text so far; at the prompt it clears the line."""
+triple quotes are one message. A line that begins with a space is not a
+command. Ctrl-C ends an answer and keeps its text so far; at the prompt it
+clears the line."""
 
 
 class Session:
