@@ -21,7 +21,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 BOUNDARY = ("decoder", "sampler", "kernels")
-TARGETS = ("safetensors", "packed", "config", "index", "generation", "ckpt", "bin", "gguf", "meta", "tokenizer", "vocab", "merges", "tokenizer-config", "head-config", "head-weights",
+TARGETS = ("safetensors", "packed", "config", "index", "generation", "ckpt", "bin", "gguf", "meta", "tiktoken", "tokenizer", "vocab", "merges", "tokenizer-config", "head-config", "head-weights",
            "state", "results", "kinds", "names", "params", "streams", *BOUNDARY)  # fmt: skip
 ROUNDS = 3  # processes per target, which limits the memory that one process accumulates
 

@@ -19,7 +19,7 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.stats import Figures
 from nanoinfer.config import ModelConfig
 from nanoinfer.models import draft_head, tokenizers
-from nanoinfer.models.checkpoints import huggingface
+from nanoinfer.models.checkpoints import huggingface, nanochat
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.gpt_loading import init_weights, weights_of
 from nanoinfer.training import loop
@@ -102,6 +102,17 @@ def make_meta() -> list[bytes]:
     ids = {c: i for i, c in enumerate(CHARS)}
     meta = {"vocab_size": len(ids), "itos": {i: c for c, i in ids.items()}, "stoi": ids}
     return [pickle.dumps(meta, protocol) for protocol in (0, 2, 4)]
+
+
+def make_tiktoken() -> list[bytes]:
+    """Return nanochat's tokenizer.pkl in two pickle protocols."""
+    import tiktoken
+
+    tokens = [*(bytes([i]) for i in range(256)), b"ab", b"abc", b"  "]
+    ranks = {token: i for i, token in enumerate(tokens)}
+    special = {"<|bos|>": len(ranks), "<|assistant_end|>": len(ranks) + 1}
+    made = tiktoken.Encoding("rustbpe", pat_str=nanochat.PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return [pickle.dumps(made, protocol) for protocol in (3, 4)]
 
 
 @cache

@@ -373,7 +373,7 @@ def runner(llm: LLM, options: BatchOptions) -> BatchRunner:
     return BatchRunner(llm.core, llm._requests, llm._formatter, "tiny", options)
 
 
-@pytest.mark.parametrize("num_lines", [2000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_lines", [600, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_the_number_of_live_requests_and_records_is_bounded(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_lines: int
 ) -> None:

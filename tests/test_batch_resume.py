@@ -83,6 +83,7 @@ def generate(llm: LLM, out: Path, source: Path) -> None:
 # Killed -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(folder: Path, tmp_path: Path) -> None:
     """SIGKILL, 10 times while records are written and twice before."""
     write_lines(tmp_path / "in.jsonl", 700)

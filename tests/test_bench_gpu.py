@@ -500,7 +500,9 @@ def test_on_a_cpu_nothing_of_it_is_shown() -> None:
     text = shown(made)
     assert "kernels" not in text
     assert "verify" not in text
-    assert "ceiling of this machine: reads" in text
+    assert "ceiling of this machine: reads 3000.0 GB/s; products" in text
+    made.ceiling["read_bytes_per_sec_by_size"] = {"1048576": 9e12, "2097152": 3e12}
+    assert "reads 3000.0 GB/s (up to 9000.0 from caches); products" in shown(made)
     assert "kernels a step" not in page.table(made.rows)[0]
 
 

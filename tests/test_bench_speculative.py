@@ -127,6 +127,7 @@ def test_the_suite_has_every_case_once_beside_its_plain_one(quick: bool) -> None
         }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_ceiling")
 def test_a_run_with_drafts_shares_a_process_and_says_the_same(tiny_folder: Path, tmp_path: Path) -> None:
     plan = Plan(

@@ -90,6 +90,11 @@ def test_bytes_flops_and_shares_by_hand() -> None:
     q8 = Row(replace(row.case, backend="llama.cpp", quantization="Q8_0"), figures)
     fill_in(q8, PRESETS["gpt2"], CEILING)
     assert q8.bytes_per_token == pytest.approx(124e6 * 8.5 / 8, rel=0.01)  # a 16-bit scale for 32 weights
+    values = 12 * 2 * 768 * 11  # the keys and values of 11 tokens, in float16
+    assert q8.bytes_per_token == pytest.approx(q8.weight_bytes + 2 * values, abs=0)
+    ours = Row(replace(q8.case, backend="native"), figures)
+    fill_in(ours, PRESETS["gpt2"], CEILING)
+    assert ours.bytes_per_token == pytest.approx(q8.weight_bytes + values + 12 * 2 * 12 * 11 * 4, abs=0)
     unknown = Row(replace(row.case, quantization="Q5_K"), figures)
     fill_in(unknown, PRESETS["gpt2"], CEILING)
     assert (unknown.bytes_per_token, unknown.mbu_percent) == (None, None)
@@ -136,6 +141,33 @@ def example() -> Results:
         ceiling,
         [row, failed],
     )
+
+
+def test_a_model_in_the_caches_has_the_ceiling_of_its_bytes() -> None:
+    """int8 at batch 1 reads 125 MB, which are read at 60 GB/s; with the KV cache of 64 sequences 194 MB, at 33."""
+    by_bytes = {1 << 20: 90e9, 125_000_000: 60e9, 200_000_000: 32e9, 1 << 30: 30e9}
+    ceiling = replace(CEILING, bandwidth_bytes_per_sec=30e9, bandwidth_by_bytes=by_bytes)
+    figures = replace(summarize([RUN]), decode_tokens_per_sec=400.0)
+    rows = [Row(Case("native", "gpt2", quantization="int8", batch=b, prompt_tokens=24), figures) for b in (1, 64)]
+    rows.append(Row(Case("native", "gpt2"), figures))
+    for row in rows:
+        fill_in(row, PRESETS["gpt2"], ceiling)
+        num_bytes = row.bytes_per_token * row.case.batch
+        assert row.mbu_percent == pytest.approx(100 * num_bytes * 400 / row.case.batch / ceiling.bandwidth(num_bytes))
+    speeds = [ceiling.bandwidth(row.bytes_per_token * row.case.batch) / 1e9 for row in rows]
+    assert speeds == [pytest.approx(59.3, rel=0.01), pytest.approx(32.7, rel=0.01), pytest.approx(30.5, rel=0.01)]
+    assert rows[0].predicted_tokens_per_sec == pytest.approx(speeds[0] * 1e9 / rows[0].bytes_per_token)
+
+
+def test_a_file_keeps_the_bandwidths_of_sizes_and_an_older_one_has_the_memorys() -> None:
+    made = example()
+    made.ceiling["read_bytes_per_sec_by_size"] = {str(1 << 29): 80e9, str(1 << 30): 50e9}
+    text = results.to_json(made)
+    new, old = results.from_json(text, "new"), results.from_json(results.to_json(example()), "old")
+    assert new.ceiling == made.ceiling
+    assert results.to_json(new) == text
+    limits = [made.rows[0].predicted_tokens_per_sec for made in (new, old)]
+    assert limits == [pytest.approx(80e9 / 499.3e6, rel=1e-3), pytest.approx(50e9 / 499.3e6, rel=1e-3)]
 
 
 def test_results_survive_the_file(tmp_path: Path) -> None:
@@ -204,6 +236,9 @@ def test_positions_are_medians_without_the_first_token() -> None:
     assert rising[1] == [49, 59.5]
 
 
+BY_SIZE = {"read_bytes_per_sec": 1, "flops_per_sec": {}}
+
+
 def broken(**changes: object) -> str:
     return json.dumps(json.loads(results.to_json(example())) | changes)
 
@@ -227,6 +262,11 @@ def broken(**changes: object) -> str:
         ("[" * 100_000, "is no JSON"),
         (broken(ceiling=3), "ceiling is 3, a int"),
         (broken(ceiling={"read_bytes_per_sec": 1, "flops_per_sec": {"float32": "x"}}), "ceiling: flops_per_sec"),
+        (broken(ceiling={"read_bytes_per_sec": 0, "flops_per_sec": {}}), "ceiling: read_bytes_per_sec is 0"),
+        (broken(ceiling=BY_SIZE | {"read_bytes_per_sec_by_size": 3}), "ceiling: read_bytes_per_sec_by_size is 3"),
+        (broken(ceiling=BY_SIZE | {"read_bytes_per_sec_by_size": {"x": 1}}), "invalid literal for int"),
+        (broken(ceiling=BY_SIZE | {"read_bytes_per_sec_by_size": {"0": 1}}), "has the sizes [0]"),
+        (broken(ceiling=BY_SIZE | {"read_bytes_per_sec_by_size": {"1": -1}}), "read_bytes_per_sec_by_size is {'1': -1"),
         (broken(rows=[{"case": {"backend": 1, "model": "m"}}]), "backend is 1, a int"),
         (broken(rows=[{"case": {"backend": "a", "model": "m"}, "per_position_sec": [[1]]}]), "a list of pairs"),
         (broken(rows=[{"case": {"backend": "a", "model": "m"}, "speedup": 10**400}]), "speedup is 1000"),

@@ -40,6 +40,7 @@ def run(config: TrainConfig, *, resume: bool = False) -> list[TrainProgress]:
     return history
 
 
+@pytest.mark.slow
 def test_a_draft_comes_nearer_to_its_target(config: TrainConfig) -> None:
     """What is reported is the KL divergence of the saved model, and more tokens are the target's than before."""
     start = validate(prepare(config, complete=_Writer(config)))
@@ -70,6 +71,7 @@ def test_the_words_of_the_target_are_learned_not_those_of_the_data(config: Train
     assert agreed / total > 0.3  # chance is 1 / 59
 
 
+@pytest.mark.slow
 def test_resuming_gives_the_same_weights(config: TrainConfig, tmp_path: Path) -> None:
     class Killed(Exception):
         pass
@@ -174,6 +176,7 @@ def test_what_does_not_fit_is_refused(config: TrainConfig, tmp_path: Path) -> No
     refuses(lambda: replace(config, distill_tokens=0), "distill_tokens=0 is not an integer in [1, ")
 
 
+@pytest.mark.slow
 def test_the_command(config: TrainConfig) -> None:
     done = subprocess.run(
         command(

@@ -197,7 +197,7 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, k: int | None, batch: str
 @pytest.mark.parametrize("k", [3, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("name", ENGINES)
 @nightly_if_interpreted
-@pytest.mark.slow_if(lambda name, k: k is None and name not in ("static", "native"))
+@pytest.mark.slow_if(lambda name, k: k is None and name != "native")
 def test_the_same_seed_gives_the_same_text(name: str, k: int | None, params: SamplingParams) -> None:
     gpt = make_model()
     engine, drafter = make_engine(name, gpt), make_drafter(gpt)
@@ -329,6 +329,7 @@ def test_saved_and_loaded(tmp_path: Path, dtype: str) -> None:
         assert draft_head.find(nothing) is None
 
 
+@pytest.mark.slow
 def test_a_head_by_its_name(tmp_path: Path) -> None:
     folder, head = make_folder(tmp_path / "m"), tmp_path / "head"
     draft_head.save(make_head(), head)
@@ -485,6 +486,7 @@ def test_the_loss_is_that_of_every_step(config: TrainConfig) -> None:
     assert part.loss(tokens, batches.hidden) > found
 
 
+@pytest.mark.slow
 def test_resuming_gives_the_same_weights(config: TrainConfig, tmp_path: Path) -> None:
     class Killed(Exception):
         pass
@@ -519,6 +521,7 @@ def test_what_cannot_be_trained_is_refused(config: TrainConfig, tmp_path: Path) 
     refuses(lambda: replace(config, head_hidden=0), "head_hidden=0")
 
 
+@pytest.mark.slow
 def test_the_command(config: TrainConfig) -> None:
     done = subprocess.run(
         command(

@@ -6,6 +6,7 @@ for every token. Adding an engine to the registry adds it to every test here.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -96,7 +97,25 @@ def generate(core: Core, prompts: list[list[int]], params: list[SamplingParams])
 
 
 def naive_greedy(gpt: GPT, prompt: list[int], max_tokens: int, stride: int | None = None) -> list[int]:
-    """nanoGPT's generate at temperature 0, with the window of the sliding rule (stride 1 is its own crop)."""
+    """nanoGPT's generate at temperature 0, with the window of the sliding rule (stride 1 is its own crop).
+
+    The matrices ask for the same tokens again and again: they are computed once for each model, by its weights.
+    """
+    weights = hashlib.sha256(b"".join(bytes_of(p) for p in gpt.parameters())).digest()
+    key = (weights, gpt.config, tuple(prompt), max_tokens, stride)
+    if key not in _NAIVE:
+        _NAIVE[key] = _naive_greedy(gpt, prompt, max_tokens, stride)
+    return list(_NAIVE[key])
+
+
+_NAIVE: dict[Any, list[int]] = {}
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _naive_greedy(gpt: GPT, prompt: list[int], max_tokens: int, stride: int | None) -> list[int]:
     ids = list(prompt)
     for _ in range(max_tokens):
         if stride is None and len(ids) > gpt.config.block_size:
@@ -140,7 +159,11 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, d
 @pytest.mark.parametrize("stride", [1, 3, None, 32], ids=lambda s: f"stride-{s}")
 @pytest.mark.parametrize("name", ENGINES)
 @nightly_if_interpreted
-@pytest.mark.slow_if(lambda stride: stride in (3, 32))
+@pytest.mark.slow_if(
+    lambda name, stride, chunk: (
+        stride in (3, 32) or (name not in ("static", "native") and (stride == 1) == (chunk == 7))
+    )
+)
 def test_sliding_window_equals_crop_and_recompute(name: str, stride: int | None, chunk: int) -> None:
     """At 3 times the block size; stride 1 is nanoGPT's own output. One prompt is longer than the context."""
     gpt = make_model()

@@ -108,6 +108,15 @@ def test_logits_equal_those_of_transformers(case: tuple[Any, Path]) -> None:
 
 
 @torch.inference_mode()
+def test_several_files_are_one_model(case: tuple[Any, Path], tmp_path: Path) -> None:
+    model, _ = case
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
+    idx = torch.arange(40)[None]
+    torch.testing.assert_close(load_gpt(open_folder(tmp_path / "shards"))(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
 def test_a_saved_model_is_the_same_to_transformers(case: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = case
     weights = open_folder(folder)

@@ -444,6 +444,25 @@ def test_threads_do_not_disturb_each_other() -> None:
             assert list(pool.map(lambda w: native.sample(*w), work)) == expected
 
 
+def test_the_threads_of_a_decoder_sample_the_same_tokens(tiny_folder: Path) -> None:
+    """Large batches are divided among them, unless they are busy: then the caller samples all rows."""
+    rows = [make_row(SamplingParams(temperature=t, top_k=40), seed=i) for i, t in enumerate((0.0, 1.0, 0.7) * 3)]
+    logits = normal(len(rows), GPT2_V, seed=3)
+    bad = logits.copy()
+    bad[7, 12] = NAN
+    expected = [sampler.sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(len(rows))]
+    for threads in (1, 2, 5):
+        llm = LLM(str(tiny_folder), engine="native", threads=threads)
+        assert native.sample(logits, rows) == expected
+        refuses(lambda: native.sample(bad, rows), "largest logit is nan")
+        with ThreadPoolExecutor(3) as pool:
+            sampled = [pool.submit(native.sample, logits, rows) for _ in range(12)]
+            (output,) = llm.generate("To be", SamplingParams(max_tokens=9, temperature=0))
+            assert [future.result() for future in sampled] == [expected] * 12
+        assert len(output.outputs[0].token_ids) == 9
+        del llm
+
+
 def test_no_rows_are_no_tokens() -> None:
     assert native.sample(np.zeros((0, 5), np.float32), []) == []
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import TINY, make_folder, make_limits, make_model, submit
+from conftest import INTERPRETED, TINY, make_folder, make_limits, make_model, submit
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core import Core
@@ -222,6 +222,7 @@ CONTROLS = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow_if(lambda device: device == "cpu" and INTERPRETED)
 def test_the_fused_sampler_draws_what_the_reference_draws(device: str) -> None:
     """Everything together, six requests on four slots: sequences that come late find no counts of those before."""
     pytest.importorskip("triton", reason="triton is not installed")

@@ -46,7 +46,7 @@ def num_common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_the_longest_prefix_is_found(data: st.DataObject) -> None:
     """Against a search of everything that is open; handles are those of the entries, and nothing else is open."""

@@ -293,6 +293,7 @@ def test_breakdown_has_five_parts_of_100_percent(tiny_folder: Path, engine: str)
     assert marks(llm) == before
 
 
+@pytest.mark.slow
 def test_a_compiled_block_cannot_be_told_apart(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), engine="compiled", device="cpu", max_num_seqs=2)
     with pytest.raises(NanoinferError, match="cannot be divided into parts"):

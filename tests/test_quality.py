@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
+import importlib
 import math
 import re
-import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -17,18 +18,11 @@ from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.engines.static import StaticEngine
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "quality.py"
 
-
-@pytest.fixture(scope="module")
-def quality() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quality", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["quality"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    return importlib.import_module("quality")
 
 
 def test_windows_share_only_their_ends(quality: ModuleType) -> None:
@@ -44,7 +38,9 @@ def test_figures_are_those_of_the_definitions(quality: ModuleType) -> None:
     one, two = make_model(seed=0), make_model(seed=1)
     window = [(7 * i) % one.config.vocab_size for i in range(33)]
     engines = {"reference": RecomputeEngine(one, make_limits()), "same": StaticEngine(one, make_limits())}
-    totals = quality.compare(engines | {"other": StaticEngine(two, make_limits())}, [window, window[:20]])
+    engines |= {"other": StaticEngine(two, make_limits())}
+    sources = {name: partial(quality.distributions, engine) for name, engine in engines.items()}
+    totals = quality.compare(sources, [window, window[:20]])
     p, q = (torch.cat([m(torch.tensor([w[:-1]]))[0] for w in (window, window[:20])]).double() for m in (one, two))
     targets = torch.tensor(window[1:] + window[1:20])
     p, q = p.log_softmax(-1), q.log_softmax(-1)
@@ -80,6 +76,13 @@ def test_a_table_for_a_model(
     assert math.isclose(float(rows["float32"][4]), 0, abs_tol=1e-5)
     assert float(rows["float32"][5]) == 100
     assert float(rows["float32"][4]) <= float(rows["int8"][4]) < float(rows["int4"][4])
+
+
+def test_without_a_text_the_whole_of_a_page_is_used(quality: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    content = quality.DEFAULT_TEXT.read_text()
+    assert quality.read(None) == content
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    assert capsys.readouterr().out == f"Text: docs/inference-math.md, SHA-256 {digest[:16]}...\n\n"
 
 
 def test_errors_are_one_line_and_a_status(

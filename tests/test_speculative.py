@@ -113,7 +113,7 @@ DRAFTERS = ("itself", "other", "prompt-lookup")
         name == "triton" and INTERPRETED and (kind, k, batch) != (DRAFTERS[0], 3, "unequal lengths")
     )
 )
-@pytest.mark.slow_if(lambda name, k: k != 3 and name not in ("static", "native"))
+@pytest.mark.slow_if(lambda name, k: k != 3 and name != "native")
 def test_greedy_tokens_equal_the_naive_loop(name: str, kind: str, k: int | None, batch: str) -> None:
     gpt = make_model()
     prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
@@ -128,7 +128,7 @@ def test_greedy_tokens_equal_the_naive_loop(name: str, kind: str, k: int | None,
 @pytest.mark.parametrize("stride", [1, 3, None, 32], ids=lambda s: f"stride-{s}")
 @pytest.mark.parametrize("k", [2, 7, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("kind", DRAFTERS)
-@pytest.mark.slow_if(lambda k, stride: k == 7 or stride == 3)
+@pytest.mark.slow_if(lambda k, stride: k == 7 or stride in (3, 32))
 def test_sliding_windows(kind: str, k: int | None, stride: int | None) -> None:
     gpt = make_model()
     prompts = [prompt(4), prompt(30), prompt(50)]
@@ -163,6 +163,7 @@ SAMPLED = {
 @pytest.mark.parametrize("params", SAMPLED.values(), ids=SAMPLED)
 @pytest.mark.parametrize("k", [1, 4, None], ids=lambda k: f"k-{k or 'auto'}")
 @pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.slow_if(lambda kind, k: k == 1 or kind == "itself")
 def test_the_same_seed_gives_the_same_text_with_speculation_on_or_off(
     kind: str, k: int | None, params: SamplingParams
 ) -> None:
@@ -304,6 +305,7 @@ def test_a_drafter_that_fails_ends_the_sequences_that_it_was_asked_for() -> None
 # Names ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_drafts_by_name(tmp_path: Path) -> None:
     folder, small = make_folder(tmp_path / "m"), make_folder(tmp_path / "d", replace(TINY, n_layer=1), seed=5)
     params = [SamplingParams(max_tokens=12, temperature=t, seed=3) for t in (0.0, 1.0)]

@@ -91,7 +91,7 @@ ENGINE_OPTIONS = [{"engine": name} for name in TORCH] + [
 
 
 @pytest.mark.parametrize("options", ENGINE_OPTIONS)
-@pytest.mark.slow_if(lambda options: options not in ({"engine": "static"}, {"engine": "native"}))
+@pytest.mark.slow_if(lambda options: options != {"engine": "native"})
 def test_random_requests_say_what_plain_decoding_says(options: dict[str, str], folders: dict[str, str]) -> None:
     rng = random.Random(1)
     params = [random_params(rng) for _ in range(12)]
@@ -108,6 +108,7 @@ JOB = st.tuples(st.integers(1, 64), st.integers(1, 64), st.integers(1, 3))  # pr
 
 
 @needs_native
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(1, 64), st.integers(1, 64), st.integers(1, 3)), min_size=1, max_size=8), st.data()

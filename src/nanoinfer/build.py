@@ -65,13 +65,13 @@ def build_core(config: LLMConfig) -> BuiltCore:
         dtype=dtype,
         seed=config.seed,
         quantization=options.quantization or getattr(loaded.weights, "quantization", None),  # of packed weights
+        block_formats=loaded.weights.block_formats if spec.native and options.quantization is None else {},
         chat_template=loaded.chat_template,
         no_chat_template_reason=loaded.no_chat_template_reason,
         special_tokens=loaded.special_tokens,
     )
     if options.dtype == "auto" and options.quantization is None:
-        formats = Counter(loaded.weights.block_formats.values()) if spec.native else None
-        if formats:
+        if formats := Counter(model.block_formats.values()):
             named = ", ".join(f"{count} in {name}" for name, count in formats.most_common())
             log.info("dtype=auto: computing with the file's own blocks (matrices: %s)", named)
         else:
@@ -103,6 +103,7 @@ def _log_dtype(weights: Weights, dtype: str, device: str) -> None:
     sizes = {name: sum(FORMATS[name].matrix_bytes(*shape) for shape in read) for name in (dtype, "int8", "int4")}
     times = {name: sizes[dtype] / sizes[name] for name in ("int8", "int4")}
     log.info(
-        "%s; quantization=int8 reads %.1f times and int4 %.1f times fewer bytes of weights for each token",
+        "%s; quantization=int8 reads %.1f times and int4 %.1f times fewer bytes of weights for each token"
+        " (their quality: docs/quality.md; measure int4 on your model)",
         chosen, times["int8"], times["int4"],
     )  # fmt: skip

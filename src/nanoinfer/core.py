@@ -351,11 +351,11 @@ class Core:
             if some or s.request.beams is not None:
                 self._note_first(s, now)
             self._logprobs.add(s, some)
-            if speculator is not None:
-                s.draft_accepted += done.accepted(s, [drawn.token_id for drawn in some])
+            if speculator is None:
+                continue
+            s.draft_accepted += done.accepted(s, [drawn.token_id for drawn in some])
             if (proposal := done.proposals.get(s)) is not None and len(some) <= len(proposal.token_ids):
-                handle = Handle(cast(int, s.handle))
-                num_wrong = len(proposal.token_ids) + 1 - len(some)
+                handle, num_wrong = Handle(cast(int, s.handle)), len(proposal.token_ids) + 1 - len(some)
                 self.engine.truncate(handle, self.engine.length(handle) - num_wrong)
         if speculator is not None:
             speculator.learn(work, done, tokens, now - start, self.engine.hidden)

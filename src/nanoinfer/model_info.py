@@ -35,7 +35,9 @@ class ModelInfo:
     seed: int
     """Seed of random weights."""
     quantization: str | None = None
-    """"int8" or "int4"; None: the dtype."""
+    """"int8" or "int4"; None: the dtype, or `block_formats`."""
+    block_formats: Mapping[str, str] = field(default_factory=dict)
+    """Matrices of a GGUF file that are computed with in their own blocks -> q8_0, q4_0 or q4_1."""
     chat_template: str | None = None
     """The model's own Jinja template."""
     no_chat_template_reason: str = ""

@@ -27,11 +27,11 @@ class Logprobs:
 
     def add(self, sequence: Sequence, tokens: Seq[Sampled]) -> None:
         """Store the log-probabilities of a sequence's sampled tokens."""
-        for drawn in tokens:
-            if drawn.logprobs is not None:
-                self._sampled.setdefault(sequence, []).append(drawn.logprobs[drawn.token_id][0])
+        for token_id, logprobs in tokens:
+            if logprobs is not None:
+                self._sampled.setdefault(sequence, []).append(logprobs[token_id][0])
                 if sequence.params.logprobs is not None:
-                    self._of.setdefault(sequence, []).append(describe(self._tokenizer, drawn.logprobs))
+                    self._of.setdefault(sequence, []).append(describe(self._tokenizer, logprobs))
 
     def of(self, sequence: Sequence) -> list[dict[int, Logprob]] | None:
         """Return the log-probabilities of each output token; None if they were not requested."""

@@ -10,31 +10,22 @@ from typing import TYPE_CHECKING
 from nanoinfer.bench.case import Case
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints.load import builtin_names
-from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
-from nanoinfer.roofline.predict import predict
+from nanoinfer.roofline.predict import Setting, predict
 from nanoinfer.roofline.shapes import find_shape
-from nanoinfer.roofline.speculative_speedup import best_speculation
 
 if TYPE_CHECKING:
     from nanoinfer.bench.results import Row
 
 NAIVE = ("recompute", "nanogpt")  # backends without a cache
-_FORMATS = FORMATS | {  # llama.cpp's: blocks of 32 weights and a 16-bit scale
-    "Q8_0": WeightFormat("Q8_0", 8, 2, group_size=32, group_bytes=2),
-    "Q4_0": WeightFormat("Q4_0", 4, 2, group_size=32, group_bytes=2),
-}
 
 
-def installed_shape(model: str) -> ModelConfig | None:
-    """Return the shape of a model that every installation has: a preset, a built-in or a widened one; else None."""
-    source = model.removeprefix("random:").removeprefix("wide:").partition(":")[0]
-    with contextlib.suppress(NanoinferError):  # wide:shakespeare:no-preset
-        return find_shape(model) if source in (*PRESETS, *builtin_names()) else None
-    return None
+def _format(case: Case) -> WeightFormat | None:
+    """Return the format of a case's weights, None if it is unknown. llama.cpp has a KV cache in float16."""
+    fmt = FORMATS.get(case.format)
+    return fmt if fmt is None or case.backend != "llama.cpp" or fmt.is_float else fmt.with_cache(2)
 
 
 def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]:
@@ -42,8 +33,7 @@ def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]
 
     A decode step at the mean length stands for all. Without a cache a step reads and computes the whole prefix.
     """
-    fmt = _FORMATS.get(case.format)
-    if fmt is None:
+    if (fmt := _format(case)) is None:
         return {}
     cost = (arithmetic.prefill if case.backend in NAIVE else arithmetic.decode)(config, fmt)
     mean = case.mean_length(config.block_size)
@@ -65,10 +55,11 @@ def fill_in(row: Row, config: ModelConfig, ceiling: Ceiling) -> None:
     row.update(costs(case, config, ceiling))
     if speed is None or row.bytes_per_token is None or case.workload == "mixed" or case.draft is not None:
         return
-    row.mbu_percent = 100 * row.bytes_per_token * speed / ceiling.bandwidth_bytes_per_sec
+    bandwidth = ceiling.bandwidth(row.bytes_per_token * case.batch)
+    row.mbu_percent = 100 * row.bytes_per_token * speed / bandwidth
     if row.flops_per_token is not None:
         with contextlib.suppress(NanoinferError):
-            row.mfu_percent = 100 * row.flops_per_token * speed / ceiling.throughput(_FORMATS[case.format])
+            row.mfu_percent = 100 * row.flops_per_token * speed / ceiling.throughput(FORMATS[case.format])
 
 
 def add_speculation(row: Row, made: dict[str, float], config: ModelConfig, ceiling: Ceiling) -> None:
@@ -83,25 +74,17 @@ def add_speculation(row: Row, made: dict[str, float], config: ModelConfig, ceili
 
 def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceiling: Ceiling) -> str | None:
     """Return "k=6, 2.60x"; None for a draft or a format that the roofline does not know."""
-    fmt = _FORMATS.get(case.format)
+    fmt, B, N = _format(case), case.batch, case.mean_length(config.block_size)
     if fmt is None or case.draft is None:
         return None
-
-    def seconds(cost: arithmetic.StepCost, fmt: WeightFormat) -> float:
-        return predict(cost, ceiling, fmt, case.batch, case.mean_length(config.block_size)).seconds
-
     draft_sec = 0.0
     if case.draft != "prompt-lookup":
-        try:  # packed in 8 bits, as speculative/draft_factory.py does
-            draft_sec = seconds(arithmetic.decode(find_shape(case.draft), FORMATS["int8"]), FORMATS["int8"])
+        int8 = FORMATS["int8"]  # as speculative/draft_factory.py packs it
+        try:
+            draft_sec = predict(arithmetic.decode(find_shape(case.draft), int8), ceiling, int8, B, N).seconds
         except NanoinferError:  # on the Hub, or a copy of the target
             return None
-    target_sec = seconds(arithmetic.decode(config, fmt), fmt)
-
-    def verify_cost(num_tokens: int) -> float:
-        return seconds(arithmetic.extend(config, fmt, num_tokens), fmt) / target_sec
-
-    best = best_speculation(acceptance, draft_sec / target_sec, verify_cost, max_k=12)
+    best = Setting(config, fmt, ceiling, B, N).best_speculation(acceptance, draft_sec, max_k=12)
     return f"k={best.speculate_k}, {best.speedup:.2f}x"
 
 

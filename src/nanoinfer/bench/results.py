@@ -7,11 +7,14 @@
       "created": "2026-11-21T12:00:00+00:00", "commit": "abc1234", "command": "nanoinfer bench ...",
       "machine": {"cpu": ..., "cores": 2, "threads": 2, "memory_bytes": ..., "gpu": null, "gpu_details": null},
       "versions": {"python": ..., "torch": ..., "nanoinfer": ...},
-      "ceiling": {"read_bytes_per_sec": ..., "flops_per_sec": {"float32": ..., "bfloat16": ...}, "source": "..."},
+      "ceiling": {"read_bytes_per_sec": ..., "read_bytes_per_sec_by_size": {"1048576": ...}, "source": "...",
+                  "flops_per_sec": {"float32": ..., "bfloat16": ...}},
       "rows": [Row, ...]
     }
 
-On a GPU `read_bytes_per_sec` is the speed of a copy, bytes read and bytes written together. A row is a case, its
+`read_bytes_per_sec` is the speed of the main memory; on a GPU that of a copy, bytes read and bytes written together.
+`read_bytes_per_sec_by_size` has a CPU's by the size of the buffer (`roofline.measure`); it is missing in older files,
+whose limits follow from the main memory alone. A row is a case, its
 measurements, and what the arithmetic derives from them; every key is a field of `Row`. A case that failed is a row with
 `error` set and no figures. Unknown is null, never a guess. A row is one line, and numbers have 4 significant digits.
 Fields with their default value are left out, and so are those that reading the file computes: `derived_metrics.costs`.
@@ -29,13 +32,14 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench.case import Case
-from nanoinfer.bench.derived_metrics import costs, installed_shape
+from nanoinfer.bench.derived_metrics import costs
 from nanoinfer.bench.formatting import number
 from nanoinfer.bench.stats import Figures
 from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped, parse_json, read_limited, reason
 from nanoinfer.roofline.ceilings import Ceiling
+from nanoinfer.roofline.shapes import installed_shape
 
 SCHEMA = "nanoinfer-bench/2"
 SIGNIFICANT_DIGITS = 4
@@ -60,7 +64,7 @@ class Row:
     flops_per_token: float | None = None
     """FLOPs of the matrix products for one decoded token."""
     mbu_percent: float | None = None
-    """Share of the measured bandwidth: bytes_per_token * tokens/s / bandwidth."""
+    """Share of the bandwidth that was measured with as many bytes as a step reads: bytes_per_token * tokens/s of it."""
     mfu_percent: float | None = None
     """Share of the measured matrix-product speed in this dtype."""
     kernels_per_step: float | None = None
@@ -136,21 +140,19 @@ class Results:
 def to_json(results: Results) -> str:
     """Return the document as JSON text, a line for each row."""
     head = {"schema": SCHEMA} | {f.name: getattr(results, f.name) for f in dataclasses.fields(results)[:-1]}
-    lines = []
+    lines, ceiling = [], Ceiling.from_results(results.ceiling)
     for row in results.rows:
-        derived = _costs(row, results.ceiling)
+        derived = _costs(row, ceiling)
         kept = {name: own for name, own in _compact(row).items() if name not in derived or own != derived[name]}
         lines.append(json.dumps(kept, separators=(",", ":")))
     rows = ",\n".join(lines)
     return f'{json.dumps(head)[:-1]}, "rows": [\n{rows}\n]}}'
 
 
-def _costs(row: Row, ceiling: dict[str, Any]) -> dict[str, Any]:
+def _costs(row: Row, ceiling: Ceiling) -> dict[str, Any]:
     """Return `derived_metrics.costs` as a file would hold them; nothing for a model that needs files of the user."""
-    config, bandwidth = installed_shape(row.case.model), ceiling.get("read_bytes_per_sec")
-    if config is None or not bandwidth or row.figures is None:
-        return {}
-    return dict(_compact(costs(row.case, config, Ceiling("file", bandwidth, ceiling["flops_per_sec"], ""))))
+    config = installed_shape(row.case.model)
+    return dict(_compact(costs(row.case, config, ceiling))) if config is not None and row.figures is not None else {}
 
 
 def _compact(value: Any) -> Any:
@@ -175,13 +177,11 @@ def from_json(text: str | bytes, source: str) -> Results:
     try:
         rows = [_row(r) for r in raw.pop("rows")]
         made = _checked(Results(rows=rows, **raw))
-        for name, hint in (("read_bytes_per_sec", float), ("flops_per_sec", dict[str, float])):
-            if not _fits(made.ceiling.get(name), hint):
-                raise ValueError(f"ceiling: {name} is {show(made.ceiling.get(name))}")
+        ceiling = Ceiling.from_results(made.ceiling)
     except (TypeError, ValueError, KeyError, AttributeError) as e:
         raise NanoinferError(f"{source} does not follow {SCHEMA}: {reason(e)}") from None
     for row in rows:
-        derived = _costs(row, made.ceiling)
+        derived = _costs(row, ceiling)
         row.update({name: value for name, value in derived.items() if getattr(row, name) is None})
     return made
 

@@ -143,11 +143,10 @@ def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str],
     log("measuring the ceiling of this machine ...")
     ceiling = measure(device=device)
     created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    limits = {"read_bytes_per_sec": ceiling.bandwidth_bytes_per_sec, "flops_per_sec": dict(ceiling.flops_per_sec)}
     made = Results(
         suite="", baseline="", created=created, commit=machine.commit(), command=command,
         machine=machine.describe_machine(device), versions=machine.describe_versions(),
-        ceiling=limits | {"source": ceiling.source},
+        ceiling=ceiling.to_results(),
     )  # fmt: skip
     log(headline(made))
     with ModelFolders(plan.text, log) as folders:

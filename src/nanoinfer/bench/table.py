@@ -46,9 +46,9 @@ def headline(results: Results) -> str:
         name = results.machine.get("gpu")
         return f"ceiling of {name}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
     products = f"; products {flops}" if flops else ""
-    return (
-        f"ceiling of this machine: reads {bandwidth:.1f} GB/s{products} ({results.machine.get('threads', '?')} threads)"
-    )
+    by_size = results.ceiling.get("read_bytes_per_sec_by_size")
+    reads = f"{bandwidth:.1f} GB/s{f' (up to {max(by_size.values()) / 1e9:.1f} from caches)' if by_size else ''}"
+    return f"ceiling of this machine: reads {reads}{products} ({results.machine.get('threads', '?')} threads)"
 
 
 def _new_table(title: str, gap: int = 1) -> Table:

@@ -3,6 +3,7 @@
 Examples:
     nanoinfer roofline gpt2-xl --device h100 --batch 64 --context 1024
     nanoinfer roofline gpt2 --dtype int8                # measures this machine
+    nanoinfer roofline model.gguf                       # the formats of the file's own matrices
     nanoinfer roofline gpt2-xl --device h100 --draft gpt2 --acceptance 0.8
     nanoinfer roofline gpt2-xl --device a100 --json | jq .decode.tokens_per_sec
 """
@@ -35,7 +36,8 @@ _STEPS = {"prefill": "prefill: N tokens of each sequence", "decode": "cached dec
 @flags(Question, "question")
 def roofline(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A preset (gpt2-xl), a built-in model, a folder or a ckpt.pt.")
+        str,
+        typer.Argument(metavar="MODEL", help="A preset (gpt2-xl), a built-in model, a folder, or a checkpoint file."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document; keys name the units.")] = False,
     *,
@@ -103,6 +105,11 @@ def _print_step(console: Any, step: dict[str, Any], bandwidth: float) -> None:
         f"left out: activations, {si(step['activation_bytes_left_out'], 'B')}"
         f" = {si(step['activation_bytes_left_out'] / bandwidth, 's')} if all of them went through memory"
     )
+    if step["bandwidth_bytes_per_sec"] != bandwidth:
+        console.print(
+            f"the caches hold some of the bytes: {si(step['bandwidth_bytes_per_sec'], 'B/s')},"
+            f" ridge at {step['ridge_flops_per_byte']:,.1f} FLOP/B"
+        )
 
 
 def _print_speculation(console: Any, s: dict[str, Any]) -> None:

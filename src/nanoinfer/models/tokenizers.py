@@ -65,7 +65,7 @@ def decode(tokenizer: Tokenizer, token_ids: Iterable[int]) -> str:
     return "".join(map(stream.push, token_ids)) + stream.flush()
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Return the inverse of GPT-2's byte-to-character table: "A" -> 65, "Ġ" -> 32.
 
     Printable Latin-1 bytes map to themselves; the 68 others map to U+0100 and up, in order (Radford et al. 2019,
@@ -83,7 +83,7 @@ class ByteLevelTokenizer:
         self.core = core
         self.vocab_size, self.bos_token_id = _table_size(core), _start_token(core)
         self._bytes: dict[int, bytes] = {}
-        self._alphabet = _byte_alphabet()
+        self._alphabet = byte_alphabet()
         self._special = {i: t.content for i, t in core.get_added_tokens_decoder().items()}
 
     def encode(self, text: str) -> list[int]:

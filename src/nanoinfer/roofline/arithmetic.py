@@ -102,11 +102,9 @@ class Cost:
 class StepCost:
     """Cost of one step, by part of the model."""
 
-    attentions: tuple[tuple[Cost, int], ...]
-    """For each window that layers have, the widest first: one layer's attention with its norms, and the number of such
-    layers."""
-    mlp: Cost
-    """One layer's MLP with its norms."""
+    layers: tuple[tuple[Cost, Cost, int], ...]
+    """For each kind of layer (its window and the formats of its matrices), the widest window first: one layer's
+    attention and its MLP, with their norms, and the number of such layers."""
     head: Cost
     """The final norm and the output head, and the norm of the embedding if there is one."""
     activations: Poly
@@ -114,20 +112,25 @@ class StepCost:
 
     @property
     def attention(self) -> Cost:
-        """Cost of one layer's attention with its norms, with the widest window."""
-        return self.attentions[0][0]
+        """Cost of one layer's attention with its norms, of the first kind."""
+        return self.layers[0][0]
+
+    @property
+    def mlp(self) -> Cost:
+        """Cost of one layer's MLP with its norms, of the first kind."""
+        return self.layers[0][1]
 
     @property
     def layer(self) -> Cost:
-        """Cost of one layer, with the widest window."""
+        """Cost of one layer, of the first kind."""
         return self.attention + self.mlp
 
     @property
     def model(self) -> Cost:
         """Cost of the whole model."""
         total = self.head
-        for attention, num_layers in self.attentions:
-            total += (attention + self.mlp) * num_layers
+        for attention, mlp, num_layers in self.layers:
+            total += (attention + mlp) * num_layers
         return total
 
 
@@ -192,31 +195,44 @@ def _step(
     """
     C, F, V, s = config.n_embd, config.mlp_dim, config.vocab_size, fmt.vector_bytes
     A, K = config.attn_dim, config.kv_dim
-    up = 2 * F if config.gated_mlp else F
     norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
-    norms = 2 if config.norm_placement == "both" else 1  # of attention, and of the MLP
-    qk_norm = {"none": 0, "head": 2 * config.head_dim, "whole": A + K}[config.qk_norm]
-    qkv, proj, mlp_bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
-    vectors = qkv * (A + 2 * K) + proj * C + norm * (norms * C + qk_norm)
-    attn_weights = fmt.matrix_bytes(A + 2 * K, C) + fmt.matrix_bytes(C, A) + vectors * s
-    mlp_weights = fmt.matrix_bytes(up, C) + fmt.matrix_bytes(C, F) + (mlp_bias * (up + C) + norm * norms * C) * s
-    windows = Counter(config.layer(i).window or 0 for i in range(config.n_layer))
-    attentions = tuple(
+    kinds = Counter((config.layer(i).window or 0, *_layer_weights(config, fmt, i)) for i in range(config.n_layer))
+    layers = tuple(
         (
             Cost(
                 tokens * (4 * C * (A + K))
                 + products(w) * (2 * A),  # q k^T and scores v: 2 products of A over all heads
-                Poly.of({(0, 0): attn_weights}) + kv_cache_layer(config, fmt, reach(w)),
+                Poly.of({(0, 0): attention}) + kv_cache_layer(config, fmt, reach(w)),
             ),
-            windows[w],
+            Cost(tokens * (2 * C * F * (3 if config.gated_mlp else 2)), Poly.of({(0, 0): mlp})),
+            kinds[w, attention, mlp],
         )
-        for w in sorted(windows, key=lambda w: (w == 0, w), reverse=True)
+        for w, attention, mlp in sorted(kinds, key=lambda kind: (kind[0] == 0, *kind), reverse=True)
     )
-    mlp = Cost(tokens * (2 * C * (up + F)), Poly.of({(0, 0): mlp_weights}))
     head_norms = 2 if config.embedding_norm else 1
-    head = Cost(logits * (2 * C * V), Poly.of({(0, 0): fmt.matrix_bytes(V, C) + head_norms * norm * C * s}))
+    head_matrix = fmt.of("transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight")
+    head = Cost(logits * (2 * C * V), Poly.of({(0, 0): head_matrix.matrix_bytes(V, C) + head_norms * norm * C * s}))
     activations = tokens * (_token_activations(config) * s) + logits * ((C + V) * s)
-    return StepCost(attentions, mlp, head, activations)
+    return StepCost(layers, head, activations)
+
+
+def _layer_weights(config: ModelConfig, fmt: WeightFormat, layer: int) -> tuple[int, int]:
+    """Return the bytes of the weights of a layer's attention and of its MLP, with their norms."""
+    C, F, A, K, s = config.n_embd, config.mlp_dim, config.attn_dim, config.kv_dim, fmt.vector_bytes
+
+    def matrix(name: str, rows: int, columns: int) -> int:
+        return fmt.of(f"transformer.h.{layer}.{name}.weight").matrix_bytes(rows, columns)
+
+    norm = (config.norm_weight != "none") + ("norm" in config.biases)  # vectors of a norm
+    norms = 2 if config.norm_placement == "both" else 1  # of attention, and of the MLP
+    qk_norm = {"none": 0, "head": 2 * config.head_dim, "whole": A + K}[config.qk_norm]
+    qkv, proj, bias = (int(part in config.biases) for part in ("qkv", "proj", "mlp"))
+    vectors = qkv * (A + 2 * K) + proj * C + norm * (norms * C + qk_norm)
+    attention = matrix("attn.c_attn", A + 2 * K, C) + matrix("attn.c_proj", C, A) + vectors * s
+    mlp = matrix("mlp.c_fc", F, C) + matrix("mlp.c_proj", C, F) + (bias * (F + C) + norm * norms * C) * s
+    if config.gated_mlp:
+        mlp += matrix("mlp.c_gate", F, C) + bias * F * s
+    return attention, mlp
 
 
 def _token_activations(config: ModelConfig) -> int:

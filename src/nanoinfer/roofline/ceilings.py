@@ -1,16 +1,19 @@
 """Ceilings of devices: a table of published peaks.
 
 Covered: peak read bandwidth of the main memory, and throughput of dense matrix products with float32 accumulation at
-boost clock. Kernels typically reach 80-95% of the bandwidth and 50-80% of the throughput. Not covered: caches, kernel
-launches, interconnects. float32 means float32, PyTorch's default, not TF32.
+boost clock. Kernels typically reach 80-95% of the bandwidth and 50-80% of the throughput. Not covered: kernel launches,
+interconnects, and caches (a measured CPU has the speeds of its caches too). float32 means float32, PyTorch's default,
+not TF32.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from nanoinfer.checks import require_choice
+from nanoinfer.checks import require_choice, show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
 
@@ -25,6 +28,7 @@ class Ceiling:
 
     name: str
     bandwidth_bytes_per_sec: float
+    """Of the main memory."""
     flops_per_sec: Mapping[str, float]
     """Throughput by dtype; dtypes that the device does not support, or that were not measured, are missing. "int8":
     products of 8-bit or 4-bit weights with 8-bit activations."""
@@ -33,11 +37,29 @@ class Ceiling:
     memory_bytes: int | None = None
     """Size of the main memory; None if it is not fixed for the device."""
     default_dtype: str = "bfloat16"
+    bandwidth_by_bytes: Mapping[int, float] = field(default_factory=dict)
+    """Speed of reading a buffer again and again, by its size; a larger one is not faster, and the largest is read from
+    the main memory. Empty: bandwidth_bytes_per_sec for all sizes."""
+
+    def bandwidth(self, num_bytes: float) -> float:
+        """Return the bytes/s at which a step reads `num_bytes`, which the next step reads again.
+
+        Between two measured sizes, the time is interpolated; below the smallest, the speed is that of the smallest.
+        """
+        sizes = sorted(self.bandwidth_by_bytes)
+        i = bisect_left(sizes, num_bytes)
+        if i == len(sizes):
+            return self.bandwidth_bytes_per_sec
+        if i == 0:
+            return self.bandwidth_by_bytes[sizes[0]]
+        low, high = sizes[i - 1 : i + 1]
+        low_sec, high_sec = (size / self.bandwidth_by_bytes[size] for size in (low, high))
+        return num_bytes / (low_sec + (num_bytes - low) / (high - low) * (high_sec - low_sec))
 
     def compute_dtype(self, fmt: WeightFormat) -> str:
         """Return the dtype of the arithmetic for a weight format.
 
-        A float format uses its own dtype; int8 and int4 use int8 if the device has it, else the fastest dtype.
+        A float format uses its own dtype; a quantized one uses int8 if the device has it, else the fastest dtype.
 
         Raises:
             NanoinferError: the device has no throughput for the dtype.
@@ -47,8 +69,8 @@ class Ceiling:
             name = max(self.flops_per_sec, key=lambda name: self.flops_per_sec[name], default=name)
         if not self.flops_per_sec.get(name):
             raise NanoinferError(
-                f"dtype={fmt.name!r} has no throughput on {self.name}: use {', '.join(self.flops_per_sec)}, int8 or"
-                " int4"
+                f"dtype={fmt.name!r} has no throughput on {self.name}: use {', '.join(self.flops_per_sec)}, or a"
+                " quantized format"
             )
         return name
 
@@ -56,16 +78,50 @@ class Ceiling:
         """Return the FLOP/s of matrix products with weights of a format."""
         return self.flops_per_sec[self.compute_dtype(fmt)]
 
-    def ridge(self, fmt: WeightFormat) -> float:
-        """Return the FLOPs per byte above which a step is compute-bound."""
-        return self.throughput(fmt) / self.bandwidth_bytes_per_sec
+    def ridge(self, fmt: WeightFormat, num_bytes: float) -> float:
+        """Return the FLOPs per byte above which a step that reads `num_bytes` is compute-bound."""
+        return self.throughput(fmt) / self.bandwidth(num_bytes)
 
-    def resolve_format(self, dtype: str) -> WeightFormat:
-        """Return the format for a name; "auto" is the device's default. Raises NanoinferError for an unknown name."""
+    def resolve_format(self, dtype: str, stored: WeightFormat | None = None) -> WeightFormat:
+        """Return the format for a name; "auto" is `stored`, the model's own, or else the device's default.
+
+        Raises:
+            NanoinferError: the name is unknown, or the device has no throughput for the format.
+        """
         require_choice("dtype", dtype, ("auto", *FORMATS))
-        fmt = FORMATS[self.default_dtype if dtype == "auto" else dtype]
+        fmt = stored if dtype == "auto" and stored else FORMATS[self.default_dtype if dtype == "auto" else dtype]
         self.compute_dtype(fmt)
         return fmt
+
+    def to_results(self) -> dict[str, Any]:
+        """Return the ceiling of a results file."""
+        by_bytes = {str(size): speed for size, speed in self.bandwidth_by_bytes.items()}
+        limits = {"read_bytes_per_sec": self.bandwidth_bytes_per_sec, "read_bytes_per_sec_by_size": by_bytes}
+        return limits | {"flops_per_sec": dict(self.flops_per_sec), "source": self.source}
+
+    @staticmethod
+    def from_results(limits: Mapping[str, Any]) -> Ceiling:
+        """Return the ceiling of a results file; that of an older one has the speed of the main memory only.
+
+        Raises:
+            ValueError: a value is missing or out of range.
+        """
+        memory: Any = limits.get("read_bytes_per_sec")
+        flops: Any = limits.get("flops_per_sec")
+        by_size: Any = limits.get("read_bytes_per_sec_by_size", {})
+        if not _is_speed(memory):
+            raise ValueError(f"ceiling: read_bytes_per_sec is {show(memory)}")
+        for name, speeds in (("flops_per_sec", flops), ("read_bytes_per_sec_by_size", by_size)):
+            if not isinstance(speeds, Mapping) or not all(map(_is_speed, speeds.values())):
+                raise ValueError(f"ceiling: {name} is {show(speeds)}")
+        by_bytes = {int(size): speed for size, speed in by_size.items()}
+        if not all(0 < size < 1 << 63 for size in by_bytes):
+            raise ValueError(f"ceiling: read_bytes_per_sec_by_size has the sizes {show(list(by_bytes))}")
+        return Ceiling("file", memory, flops, "", bandwidth_by_bytes=by_bytes)
+
+
+def _is_speed(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= 1e300
 
 
 def _gpu(name: str, gb_per_sec: float, fp32: float, half: float, memory_gb: int, source: str) -> Ceiling:

@@ -6,14 +6,24 @@
     int4                   rows * (ceil(columns / 2) + 3 * ceil(columns / 64))    a 16-bit scale and an 8-bit zero point
                            per group of 64 weights in a row: 4.4 bits per weight
 
-int8 and int4 are the formats of the native engine; they include the output head. Biases and layer norms, a thousandth
-of the model, are stored in float32. The KV cache then has 1 byte per value and a 32-bit scale per token, head, and key
-or value.
+    Q8_0                   rows * columns / 32 * 34        a 16-bit scale per block of 32 weights in a row
+    Q4_0                   rows * columns / 32 * 18        the same: 4.5 bits per weight
+    Q4_1                   rows * columns / 32 * 20        a 16-bit scale and a 16-bit minimum: 5 bits per weight
+
+int8 and int4 are the formats of the native engine; Q8_0, Q4_0 and Q4_1 are those of GGUF files that it computes with as
+they are. They include the output head; a GGUF file has a format for each matrix (`mixed`). Biases and layer norms, a
+thousandth of the model, are stored in float32. The KV cache then has 1 byte per value and a 32-bit scale per token,
+head, and key or value.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.models.parameters import shapes
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,16 @@ class WeightFormat:
     """Bytes of a value in the KV cache; None: vector_bytes."""
     cache_scale_bytes: int = 0
     """Bytes of the scale of one head's key, or value, of one token."""
+    matrices: Mapping[str, WeightFormat] = field(default_factory=dict, hash=False)
+    """Formats of the matrices that have another one, by the names of `parameters.shapes`."""
+
+    def with_cache(self, cache_bytes: int) -> WeightFormat:
+        """Return the format with so many bytes for a value in the KV cache, without scales."""
+        return replace(self, cache_bytes=cache_bytes, cache_scale_bytes=0)
+
+    def of(self, name: str) -> WeightFormat:
+        """Return the format of a matrix."""
+        return self.matrices.get(name, self)
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes of a weight matrix, (rows, columns) = (outputs, inputs), scales included.
@@ -51,13 +71,38 @@ class WeightFormat:
         return self.group_size is None
 
 
+def _quantized(name: str, bits: int, group_size: int, group_bytes: int) -> WeightFormat:
+    """Return a format of engine `native`, whose KV cache is then int8."""
+    return WeightFormat(name, bits, 4, group_size, group_bytes, cache_bytes=1, cache_scale_bytes=4)
+
+
 FORMATS: dict[str, WeightFormat] = {
     f.name: f
     for f in (
         WeightFormat("float32", 32, 4),
         WeightFormat("bfloat16", 16, 2),
         WeightFormat("float16", 16, 2),
-        WeightFormat("int8", 8, 4, group_size=0, group_bytes=4, cache_bytes=1, cache_scale_bytes=4),
-        WeightFormat("int4", 4, 4, group_size=64, group_bytes=3, cache_bytes=1, cache_scale_bytes=4),
+        _quantized("int8", 8, 0, 4),
+        _quantized("int4", 4, 64, 3),
+        _quantized("Q8_0", 8, 32, 2),
+        _quantized("Q4_0", 4, 32, 2),
+        _quantized("Q4_1", 4, 32, 4),
     )
 }
+
+
+def mixed(config: ModelConfig, block_formats: Mapping[str, str], dtype: str) -> WeightFormat | None:
+    """Return the formats of a model whose matrices in blocks engine `native` takes as they are; None without any.
+
+    Args:
+        config: the model's shape.
+        block_formats: matrices in blocks -> "q8_0", "q4_0" or "q4_1" (`Weights.block_formats`).
+        dtype: format of the other matrices.
+    """
+    if not block_formats:
+        return None
+    names = [name for name, shape in shapes(config).items() if len(shape) == 2]
+    matrices = {name: FORMATS[block_formats[name].upper() if name in block_formats else dtype] for name in names}
+    blocks = Counter(matrices[name].name for name in names if name in block_formats)
+    kinds = [name for name, _ in blocks.most_common()]
+    return replace(FORMATS[kinds[0]], name=" + ".join(kinds), matrices=matrices)

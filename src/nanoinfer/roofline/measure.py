@@ -1,19 +1,23 @@
 """Measure the ceilings of this machine: memory bandwidth and FLOP/s of matrix products.
 
-Bandwidth, CPU: all threads read 1 GiB on huge pages, much more than the caches, once, by wide loads with software
-prefetch. Without the native extension, each thread computes the maximum of its part of the buffer with NumPy. The
-result is the best of several rounds, because interference only makes a round slower. On a machine that shares its
-memory bandwidth with others the ceiling varies over time, so a benchmark run at another time can exceed 100%.
+Bandwidth, CPU: all threads read a buffer on huge pages, by wide loads with software prefetch: first 1 GiB, much more
+than the caches, then half as much, and so on to 1 MiB. A decode step reads the same weights as the step before, so a
+model that fits in the caches is read at their speed, which the smaller buffers have. They are read several times in a
+round and stay cached between rounds. A speed is the best of several rounds, because interference only makes a round
+slower; for the same reason a buffer is not slower than a larger one. Without the native extension, each thread computes
+the maximum of its part of the buffer with NumPy. On a machine that shares its memory bandwidth and its last-level cache
+with others the ceiling varies over time, so a benchmark run at another time can exceed 100%.
 
 Bandwidth, GPU: copy 1 GiB, at least twenty times the L2 cache, and count the bytes read and written. (An H100 copies at
 about 3.0 TB/s of the 3.35 on its data sheet, an H200 at 4.3 of 4.8.) A round has many copies between two
 synchronizations, so the time for launches and synchronization, about 10 us, is negligible. The result is the median
-round, at the GPU's sustained clock.
+round, at the GPU's sustained clock. It holds for all sizes: models that fit in the L2 cache (50 MiB) are not covered.
 
 Arithmetic, CPU: all threads multiply and add in registers, with the instructions of the native kernels for float32,
-bfloat16 and 8-bit weights (kernels/cpu/peak.h). No matrix product with these instructions is faster; one with others
-(AMX in bfloat16) can exceed 100%. If NumPy's float32 product is faster (NANOINFER_ISA selects an older instruction
-set), the result is NumPy's. Without the native extension only float32 is measured, by NumPy's product.
+bfloat16 and 8-bit weights (kernels/cpu/peak.h), which are those of AMX for bfloat16 and 8 bits where the CPU has it. No
+matrix product with these instructions is faster; one with others can exceed 100% (NANOINFER_ISA selects an older
+instruction set). If NumPy's float32 product is faster, the result is NumPy's. Without the native extension only float32
+is measured, by NumPy's product.
 
 Arithmetic, GPU: square matrix products of random numbers in torch. Products of ones or zeros use less power, which
 allows a higher clock and measures up to a tenth too fast.
@@ -39,16 +43,26 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of a measurement. The buffer must be several times larger than the caches."""
+    """Sizes of a measurement. The largest buffer must be several times larger than the caches."""
 
     num_bytes: int
-    """Size of the buffer that is read."""
+    """Size of the largest buffer that is read."""
     matrix_size: int
     """Rows and columns of the square matrices."""
     num_rounds: int = 7
     """Timed rounds; a warm-up round precedes them."""
     num_copies: int = 1
     """On a GPU: copies or products per round."""
+    smallest_bytes: int = 1 << 20
+    """On a CPU: size of the smallest buffer, which is not used if the largest is smaller."""
+
+    @property
+    def buffers(self) -> list[tuple[int, int]]:
+        """Sizes of the buffers that a CPU reads, the largest first, and how often each is read in a round."""
+        sizes = [self.num_bytes]
+        while sizes[-1] // 2 >= self.smallest_bytes:
+            sizes.append(sizes[-1] // 2)
+        return [(size, max(1, self.num_bytes // 8 // size)) for size in sizes]
 
 
 CPU_WORKLOAD = Workload(num_bytes=1 << 30, matrix_size=1536, num_rounds=15)
@@ -80,7 +94,9 @@ def measure(workload: Workload | None = None, clock: Clock = time.perf_counter, 
 def _measure_cpu(workload: Workload, clock: Clock) -> Ceiling:
     """Return the ceiling of all CPUs of this process."""
     native, num_cpus = importlib.util.find_spec("nanoinfer._native") is not None, environment.num_cpus()
-    bandwidth = workload.num_bytes / _best(_reader(workload.num_bytes, native), workload.num_rounds, clock)
+    speed, by_bytes = 0.0, {}
+    for size, num_reads in workload.buffers:
+        speed = by_bytes[size] = max(speed, _read_speed(size, num_reads, native, workload.num_rounds, clock))
     a = np.random.default_rng(0).standard_normal((workload.matrix_size,) * 2, dtype=np.float32)
     out = np.empty_like(a)
     flops = {"float32": 2 * workload.matrix_size**3 / _best(lambda: np.matmul(a, a, out), workload.num_rounds, clock)}
@@ -88,7 +104,20 @@ def _measure_cpu(workload: Workload, clock: Clock) -> Ceiling:
         flops[name] = max(flops.get(name, 0.0), _peak_flops(name, workload, clock))
     how = "wide loads and products on registers" if native else "NumPy"
     source = f"read bandwidth and arithmetic ({how}) of {num_cpus} CPUs, measured now"
-    return Ceiling(MEASURE, bandwidth, flops, source, default_dtype="float32")
+    return Ceiling(
+        MEASURE, by_bytes[workload.num_bytes], flops, source, default_dtype="float32", bandwidth_by_bytes=by_bytes
+    )
+
+
+def _read_speed(num_bytes: int, num_reads: int, native: bool, num_rounds: int, clock: Clock) -> float:
+    """Return the bytes/s of reading a buffer, `num_reads` times in a round."""
+    read = _reader(num_bytes, native)
+
+    def one_round() -> None:
+        for _ in range(num_reads):
+            read()
+
+    return num_bytes * num_reads / _best(one_round, num_rounds, clock)
 
 
 def _reader(num_bytes: int, native: bool) -> Callable[[], object]:

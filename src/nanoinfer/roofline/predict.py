@@ -6,7 +6,8 @@ The roofline model (Williams, Waterman and Patterson 2009) assumes that memory t
 
 The larger term determines whether the step is memory-bound or compute-bound. The result is a lower bound: kernel
 launches, thread synchronization, sampling and load imbalance add to it. With published peaks no step can be faster;
-with `measure` the bound holds for the measured peaks.
+with `measure` the bound holds for the measured peaks, of which the bandwidth depends on the bytes: a step whose weights
+and KV cache fit in a CPU's caches finds them there again.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from nanoinfer.checks import require_int
+from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.arithmetic import StepCost
+from nanoinfer.roofline.arithmetic import StepCost, decode, extend, prefill
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import WeightFormat
+from nanoinfer.roofline.speculative_speedup import Speculation, best_speculation
 
 MAX_NEW_TOKENS = 1 << 20
 
@@ -68,7 +71,44 @@ def predict(cost: StepCost, ceiling: Ceiling, fmt: WeightFormat, B: int, N: int)
         NanoinferError: the device has no throughput for the format.
     """
     flops, num_bytes = cost.model.flops(B, N), cost.model.bytes(B, N)
-    return Prediction(flops, num_bytes, num_bytes / ceiling.bandwidth_bytes_per_sec, flops / ceiling.throughput(fmt))
+    return Prediction(flops, num_bytes, num_bytes / ceiling.bandwidth(num_bytes), flops / ceiling.throughput(fmt))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on a device, for B sequences of N tokens."""
+
+    config: ModelConfig
+    fmt: WeightFormat
+    ceiling: Ceiling
+    B: int
+    N: int
+    causal: bool = False
+
+    @property
+    def prefill(self) -> StepCost:
+        """Cost of a prefill."""
+        return prefill(self.config, self.fmt, causal=self.causal)
+
+    @property
+    def decode(self) -> StepCost:
+        """Cost of decoding one token of each sequence."""
+        return decode(self.config, self.fmt)
+
+    def predict(self, cost: StepCost) -> Prediction:
+        """Return the prediction for a step."""
+        return predict(cost, self.ceiling, self.fmt, self.B, self.N)
+
+    def verify_sec(self, num_tokens: int) -> float:
+        """Return the seconds of a step that extends each sequence by `num_tokens` tokens."""
+        return self.predict(extend(self.config, self.fmt, num_tokens, causal=self.causal)).seconds
+
+    def best_speculation(self, acceptance: float, draft_sec: float, *, bonus: bool = True, max_k: int) -> Speculation:
+        """Return `speculative_speedup.best_speculation` with a draft whose step takes `draft_sec`."""
+        one = self.verify_sec(1)
+        return best_speculation(
+            acceptance, draft_sec / one, lambda n: self.verify_sec(n) / one, bonus=bonus, max_k=max_k
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nanoinfer.checks import require_bool, require_choice, require_float, require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, extend, kv_cache_layer, prefill
-from nanoinfer.roofline.ceilings import MEASURE, Ceiling, find_device
+from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, kv_cache_layer
+from nanoinfer.roofline.ceilings import MEASURE, find_device
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
-from nanoinfer.roofline.predict import Prediction, generation, predict, prompt_length
-from nanoinfer.roofline.shapes import find_shape
-from nanoinfer.roofline.speculative_speedup import MAX_SPECULATE_K, best_speculation
+from nanoinfer.roofline.predict import Setting, generation, predict, prompt_length
+from nanoinfer.roofline.shapes import find_model
+from nanoinfer.roofline.speculative_speedup import MAX_SPECULATE_K
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MAX_BATCH = 1 << 20
@@ -24,13 +25,14 @@ class Question:
     """Parameters of a report, except the model's name."""
 
     device: str = MEASURE
-    """t4, l40s, rtx4090, a100, h100, h200, or measure (this machine)."""
+    """t4, l40s, rtx4090, a100, h100, h200, or measure (this machine, its caches included)."""
     batch: int = 1
     """Sequences per step (B)."""
     context: int | None = None
     """Tokens that the newest token attends to, including itself (N; default: the model's context length)."""
     dtype: str = "auto"
-    """Format of the weights: float32, bfloat16, float16, int8, int4; auto is the usual one on the device."""
+    """Format of the weights: float32, bfloat16, float16, int8, int4, Q8_0, Q4_0, Q4_1; auto is that of a GGUF file, or
+    the usual one on the device."""
     draft: str | None = None
     """Draft model for speculative decoding."""
     acceptance: float | None = None
@@ -54,29 +56,6 @@ class Question:
                 raise NanoinferError(f"acceptance={self.acceptance} requires a draft model: add --draft")
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """The parameters of a report with resolved names."""
-
-    config: ModelConfig
-    ceiling: Ceiling
-    fmt: WeightFormat
-    B: int
-    N: int
-    causal: bool
-
-    @property
-    def prefill(self) -> StepCost:
-        return prefill(self.config, self.fmt, causal=self.causal)
-
-    @property
-    def decode(self) -> StepCost:
-        return decode(self.config, self.fmt)
-
-    def predict(self, cost: StepCost) -> Prediction:
-        return predict(cost, self.ceiling, self.fmt, self.B, self.N)
-
-
 def answer(model: str, question: Question, local_device: str = "cpu") -> dict[str, Any]:
     """Return the report as a JSON-serializable dict.
 
@@ -88,20 +67,21 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
     Raises:
         NanoinferError: the model, device or dtype is unknown, or the context is longer than a model's.
     """
-    config = find_shape(model)  # check the names first, because measuring takes seconds
+    config, stored = find_model(model)  # check the names first, because measuring takes seconds
     N = _context(model, config, question.context or config.block_size)
     num_new = question.new_tokens or max(1, N // 2)
     prompt_length(N, num_new)
     draft = None if question.draft is None else _draft(question.draft, config, N)
     ceiling = find_device(question.device, local_device)
-    setting = _Setting(config, ceiling, ceiling.resolve_format(question.dtype), question.batch, N, question.causal)
+    fmt = ceiling.resolve_format(question.dtype, stored)
+    setting = Setting(config, fmt, ceiling, question.batch, N, question.causal)
     result = {
         "model": model,
         "shape": asdict(config),
         "device": asdict(ceiling),
         "dtype": setting.fmt.name,
         "compute_dtype": ceiling.compute_dtype(setting.fmt),
-        "ridge_flops_per_byte": ceiling.ridge(setting.fmt),
+        "ridge_flops_per_byte": ceiling.ridge(setting.fmt, math.inf),
         "batch": question.batch,
         "context_tokens": N,
         "causal": question.causal,
@@ -125,19 +105,19 @@ def _context(name: str, config: ModelConfig, context: int) -> int:
     return context
 
 
-def _draft(name: str, target: ModelConfig, N: int) -> ModelConfig:
-    """Return the draft model's config. Raises NanoinferError if the draft does not match the target."""
-    config = find_shape(name)
+def _draft(name: str, target: ModelConfig, N: int) -> tuple[ModelConfig, WeightFormat | None]:
+    """Return the draft model's config and format. Raises NanoinferError if the draft does not match the target."""
+    config, stored = find_model(name)
     _context(f"the draft {name}", config, N)
     if config.vocab_size != target.vocab_size:
         raise NanoinferError(
             f"draft={name!r} has a vocabulary of {config.vocab_size} tokens, the model one of {target.vocab_size}:"
             " use a draft with the same tokenizer"
         )
-    return config
+    return config, stored
 
 
-def _step(setting: _Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
+def _step(setting: Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
     """Return the costs of a step by part of the model, and its prediction."""
 
     def part(c: Cost) -> dict[str, Any]:
@@ -155,6 +135,8 @@ def _step(setting: _Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
         "intensity_flops_per_byte": p.intensity,
         "bound": p.bound,
         "bound_ratio": p.bound_ratio,
+        "bandwidth_bytes_per_sec": setting.ceiling.bandwidth(p.bytes),
+        "ridge_flops_per_byte": setting.ceiling.ridge(setting.fmt, p.bytes),
         "memory_sec": p.memory_sec,
         "compute_sec": p.compute_sec,
         "step_sec": p.seconds,
@@ -162,14 +144,18 @@ def _step(setting: _Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
     }
 
 
-def _memory(setting: _Setting) -> dict[str, Any]:
+def _memory(setting: Setting) -> dict[str, Any]:
     """Return the sizes of weights and KV cache, and whether they fit in the device's memory."""
     config, fmt = setting.config, setting.fmt
     layer = kv_cache_layer(config, fmt)
-    # In memory but not read by a step: the lookup tables wpe and, with an untied head, wte, in vector_bytes.
-    positions = config.block_size if config.learned_positions else 0
-    lookups = positions + (0 if config.tie_word_embeddings else config.vocab_size)
-    weights = setting.decode.model.bytes(0, 0) + lookups * config.n_embd * fmt.vector_bytes
+    weights = setting.decode.model.bytes(0, 0)
+    # In memory but not read by a step: the lookup tables wpe and, with an untied head, wte.
+    if config.learned_positions:
+        weights += config.block_size * config.n_embd * fmt.vector_bytes
+    if not config.tie_word_embeddings:
+        values = config.vocab_size * config.n_embd
+        blocks = fmt.matrices.get("transformer.wte.weight")
+        weights += blocks.matrix_bytes(config.vocab_size, config.n_embd) if blocks else values * fmt.vector_bytes
     cache = (layer * config.n_layer)(setting.B, setting.N)
     limit = setting.ceiling.memory_bytes
     return {
@@ -182,7 +168,7 @@ def _memory(setting: _Setting) -> dict[str, Any]:
     }
 
 
-def _generation(setting: _Setting, num_new: int) -> dict[str, Any]:
+def _generation(setting: Setting, num_new: int) -> dict[str, Any]:
     """Return the speed-up by the KV cache: of the step at the context, and of a whole generation."""
     costs = (setting.prefill, setting.decode)
     g = generation(costs, setting.ceiling, setting.fmt, setting.B, setting.N, num_new)
@@ -197,22 +183,21 @@ def _generation(setting: _Setting, num_new: int) -> dict[str, Any]:
     }
 
 
-def _speculation(setting: _Setting, question: Question, draft: ModelConfig) -> dict[str, Any]:
+def _speculation(
+    setting: Setting, question: Question, draft: tuple[ModelConfig, WeightFormat | None]
+) -> dict[str, Any]:
     """Return the draft's cost relative to the target's, and the best number of proposals for each acceptance rate."""
     target = setting.predict(setting.decode)
-    step = setting.predict(decode(draft, setting.fmt))
+    fmt = draft[1] if question.dtype == "auto" and draft[1] else replace(setting.fmt, matrices={})
+    step = predict(decode(draft[0], fmt), setting.ceiling, fmt, setting.B, setting.N)
     draft_cost = step.seconds / target.seconds
-
-    def verify_cost(num_tokens: int) -> float:
-        cost = extend(setting.config, setting.fmt, num_tokens, causal=setting.causal)
-        return setting.predict(cost).seconds / target.seconds
-
     max_k = min(MAX_SPECULATE_K, setting.N - 1)
     rows = []
     for acceptance in ACCEPTANCES if question.acceptance is None else (question.acceptance,):
         for bonus in (True, False):
-            best = best_speculation(acceptance, draft_cost, verify_cost, bonus=bonus, max_k=max_k)
+            best = setting.best_speculation(acceptance, step.seconds, bonus=bonus, max_k=max_k)
             rows.append({"acceptance": acceptance, "bonus": bonus, **asdict(best)})
+    num_tokens = min(5, setting.N)
     return {
         "draft": question.draft,
         "draft_step_sec": step.seconds,
@@ -220,7 +205,7 @@ def _speculation(setting: _Setting, question: Question, draft: ModelConfig) -> d
         "draft_bytes_over_target": step.bytes / target.bytes,
         "draft_cost": draft_cost,
         "max_k": max_k,
-        "verify_num_tokens": min(5, setting.N),
-        "verify_cost": verify_cost(min(5, setting.N)),
+        "verify_num_tokens": num_tokens,
+        "verify_cost": setting.verify_sec(num_tokens) / target.seconds,
         "best": rows,
     }

@@ -1,28 +1,43 @@
 """Find the config of a model by name without reading its weights.
 
 A preset (gpt2-xl) and random:<preset> need no file. A built-in model and a folder need their config.json, and
-wide:<model>:<preset> needs the config of its model. A nanoGPT checkpoint is opened, because it contains the config;
-tensors are not read. Nothing is downloaded.
+wide:<model>:<preset> needs the config of its model. A nanoGPT checkpoint and a GGUF file are opened, because they
+contain the config; tensors are not read. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+from nanoinfer.checks import show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import hf_config, nanogpt
-from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, split_wide
+from nanoinfer.models.checkpoints import gguf, hf_config, nanochat, nanogpt
+from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, is_gguf, split_wide
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.widen import widened
+from nanoinfer.roofline.formats import WeightFormat, mixed
+
+
+def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
+    """Return the config of a model, and its format in engine `native` if it is a GGUF file with matrices in blocks.
+
+    Args and Raises: as `find_shape`.
+    """
+    path = _path(name)
+    if path is None or not is_gguf(path):
+        return find_shape(name), None
+    weights = gguf.open_file(path)[0]
+    return weights.config, mixed(weights.config, weights.block_formats, weights.stored_dtype)
 
 
 def find_shape(name: str) -> ModelConfig:
     """Return the config of a model.
 
     Args:
-        name: a built-in model, a preset, random:<preset>, wide:<model>:<preset>, a folder with a config.json, or a
-            ckpt.pt.
+        name: a built-in model, a preset, random:<preset>, wide:<model>:<preset>, a folder with a config.json, a
+            ckpt.pt, or a GGUF file.
 
     Raises:
         NanoinferError: the model does not exist, or its config is malformed.
@@ -38,13 +53,32 @@ def find_shape(name: str) -> ModelConfig:
     preset = name.removeprefix("random:")
     if preset in PRESETS:
         return PRESETS[preset]
-    if preset == name:
-        path = Path(name).expanduser()
+    if preset == name and (path := _path(name)) is not None:
+        if is_gguf(path):
+            return find_model(name)[0]
+        if (checkpoint := nanochat.find(path)) is not None:
+            return nanochat.open_checkpoint(checkpoint).config
         if path.is_file():
             return nanogpt.open_checkpoint(path)[0].config
         if path.is_dir():
             return hf_config.read(path / "config.json")
     raise NanoinferError(
-        f"model {name!r} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder or"
-        " ckpt.pt (for a model on the Hub, a folder with its config.json is enough)"
+        f"model {show(name)} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder,"
+        " ckpt.pt or GGUF file (for a model on the Hub, a folder with its config.json is enough)"
     )
+
+
+def _path(name: str) -> Path | None:
+    """Return the path for a name; None if it does not exist or cannot be one."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # too long, no such user, a null byte
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    return None
+
+
+def installed_shape(model: str) -> ModelConfig | None:
+    """Return the shape of a model that every installation has: a preset, a built-in or a widened one; else None."""
+    source = model.removeprefix("random:").removeprefix("wide:").partition(":")[0]
+    with contextlib.suppress(NanoinferError):  # wide:shakespeare:no-preset
+        return find_shape(model) if source in (*PRESETS, *builtin_names()) else None
+    return None

@@ -42,7 +42,7 @@ def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
     tokens: list[int] = _native.sample_rows(logits=logits, rows=options)
     if min(tokens) < 0:  # the largest logit of a row is not finite
         return reference.sample(logits, rows)  # raises the error
-    return reference.with_logprobs(logits, rows, tokens)
+    return reference.add_logprobs(logits, tokens, rows)
 
 
 def _options(row: SamplerRow, V: int) -> Any:

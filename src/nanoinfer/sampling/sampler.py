@@ -13,8 +13,7 @@ copied to the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,8 +58,7 @@ class SamplerRow(Protocol):
         """Tokens that end the sequence: end-of-text and stop tokens."""
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """One sampled token."""
 
     token_id: int
@@ -109,14 +107,15 @@ def sample_parts(
             part = logits if len(some) == len(rows) else logits[some]
             for i, token in zip(some, choose(part, [rows[i] for i in some]), strict=True):
                 tokens[i] = token
-    return with_logprobs(logits, rows, tokens)
+    return add_logprobs(logits, tokens, rows)
 
 
-def with_logprobs(logits: Array, rows: Sequence[SamplerRow], tokens: Sequence[int]) -> list[Sampled]:
-    """Return the token of each row with the log-probabilities that its parameters request, from raw logits (B, V)."""
+def add_logprobs(logits: Array, tokens: Sequence[int], rows: Sequence[SamplerRow]) -> list[Sampled]:
+    """Return the token of each row with the log-probabilities that its parameters request; `logits` are (B, V)."""
+    counts = [row.params.num_logprobs for row in rows]
     return [
-        Sampled(token, find_logprobs(logits[i], token, row.params.num_logprobs))
-        for i, (token, row) in enumerate(zip(tokens, rows, strict=True))
+        Sampled(token) if count is None else Sampled(token, find_logprobs(logits[i], token, count))
+        for i, (token, count) in enumerate(zip(tokens, counts, strict=True))
     ]
 
 

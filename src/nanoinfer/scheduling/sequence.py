@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nanoinfer.errors import NanoinferError
@@ -139,27 +140,27 @@ class Sequence:
     error: str | None = None
     """The error in one line, for finish_reason error."""
 
-    @property
+    @cached_property
     def params(self) -> SamplingParams:
         """The request's parameters."""
         return self.request.params
 
-    @property
+    @cached_property
     def seed(self) -> int:
         """The request's seed."""
         return self.request.seed
 
-    @property
+    @cached_property
     def end_token_ids(self) -> tuple[int, ...]:
         """Tokens that end the sequence."""
         return self.request.end_token_ids
 
-    @property
+    @cached_property
     def prompt_token_ids(self) -> list[int]:
         """Tokens of the prompt."""
         return self.request.prompt_token_ids
 
-    @property
+    @cached_property
     def max_tokens(self) -> int:
         """Maximum number of tokens to generate: params.max_tokens, or up to the context length if that is None."""
         if self.params.max_tokens is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from nanoinfer.scheduling.sequence import Sequence
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which would make creating one three times slower
 class ScheduledSequence:
     """One sequence's part of one step."""
 

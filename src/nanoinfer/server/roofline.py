@@ -13,10 +13,10 @@ def tokens_per_sec(model: ModelInfo) -> float | None:
     """
     from nanoinfer.roofline.arithmetic import decode
     from nanoinfer.roofline.ceilings import MEASURE, find_device
-    from nanoinfer.roofline.formats import FORMATS
+    from nanoinfer.roofline.formats import FORMATS, mixed
     from nanoinfer.roofline.predict import predict
 
-    fmt = FORMATS[model.quantization or model.dtype]
+    fmt = mixed(model.config, model.block_formats, model.dtype) or FORMATS[model.quantization or model.dtype]
     context = max(1, model.config.block_size // 2)
     try:
         return 1 / predict(decode(model.config, fmt), find_device(MEASURE, model.device), fmt, 1, context).seconds

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.arrays import Array
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
-from nanoinfer.sampling.sampler import Sampled, Sampler, SamplerRow, draw_from, filtered_weights, with_logprobs
+from nanoinfer.sampling.sampler import Sampled, Sampler, SamplerRow, add_logprobs, draw_from, filtered_weights
 from nanoinfer.speculative.base import LookaheadRow, Proposal
 
 Group = tuple[SamplerRow, Proposal | None]
@@ -112,7 +112,7 @@ def _by_rejection(logits: Array, rows: Sequence[SamplerRow], proposal: Proposal)
             break
     else:
         kept += draw_from(p[-1:], rows[-1:])
-    return with_logprobs(logits, rows[: len(kept)], kept)
+    return add_logprobs(logits, kept, rows[: len(kept)])
 
 
 def _normalised(weights: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -3,21 +3,27 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "gil.h"
 #include "sampler.h"
+#include "thread_pool.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace nanoinfer {
 namespace {
+
+constexpr std::int64_t kLogitsForThreads = 1 << 17;  // of a call: on one thread they take some 10 us
 
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 
@@ -104,6 +110,25 @@ void require_below(const std::vector<std::int32_t>& ids, std::int32_t V, const c
   }
 }
 
+// Call sample_range(range) with parts of the rows on the threads of a decoder; return whether there are idle ones, and
+// enough logits to use them. Throws std::bad_alloc.
+template <typename SampleRange>
+bool sample_on_pool(std::int64_t num_rows, std::int32_t V, const SampleRange& sample_range) {
+  if (num_rows < 2 || num_rows * V < kLogitsForThreads) return false;
+  const std::shared_ptr<ThreadPool> pool = ThreadPool::largest();
+  if (pool == nullptr) return false;
+  std::atomic<bool> allocated{true};
+  const bool ran = pool->try_run([&](int rank) {
+    try {
+      sample_range(range_of(num_rows, rank, pool->size()));
+    } catch (const std::bad_alloc&) {
+      allocated = false;
+    }
+  });
+  if (!allocated) throw std::bad_alloc();
+  return ran;
+}
+
 nb::list sample_rows(const Logits& logits, const nb::list& rows) {
   const std::size_t B = logits.shape(0);
   if (rows.size() != B) {
@@ -136,11 +161,14 @@ nb::list sample_rows(const Logits& logits, const nb::list& rows) {
   std::vector<std::int32_t> tokens(B);
   {
     const ReleasedGil nogil;
-    thread_local SamplerScratch scratch;  // reused between calls, so that sampling does not allocate
-    for (std::size_t i = 0; i < B; ++i) {
-      const float* row = logits.data() + static_cast<std::int64_t>(i) * logits.stride(0);
-      tokens[i] = options[i] ? sample_row(row, V, *options[i], scratch) : argmax_row(row, V, scratch);
-    }
+    const auto sample_range = [&](const Range& range) {
+      thread_local SamplerScratch scratch;  // reused between calls, so that sampling does not allocate
+      for (std::int64_t i = range.begin; i < range.end; ++i) {
+        const float* row = logits.data() + i * logits.stride(0);
+        tokens[i] = options[i] ? sample_row(row, V, *options[i], scratch) : argmax_row(row, V, scratch);
+      }
+    };
+    if (!sample_on_pool(static_cast<std::int64_t>(B), V, sample_range)) sample_range({0, static_cast<std::int64_t>(B)});
   }
   nb::list list;
   for (const std::int32_t token : tokens) list.append(token);
@@ -172,7 +200,8 @@ void bind_sampler(nb::module_& m) {
           "bias_values"_a = nb::tuple(), "excluded_ids"_a = nb::tuple());
   m.def("sample_rows", &sample_rows, nb::kw_only(), "logits"_a.noconvert(), "rows"_a,
         "Sample the next token of each row, as nanoinfer.sampling.sampler.sample does, without a sort.\n\n"
-        "The interpreter lock is released during the call.\n\n"
+        "The interpreter lock is released during the call. Rows are divided among the threads of a decoder, if one is\n"
+        "open and idle.\n\n"
         "Args:\n"
         "    logits: (B, V) float32 on the CPU, rows contiguous, with any stride between rows. Not copied or changed.\n"
         "    rows: a list of B SampleOptions; None selects the first largest raw logit.\n\n"

@@ -21,7 +21,8 @@
 // index leaves the row: a logit that is compared and kept is read once (`read_once`), and sorted values contain no NaN.
 //
 // Files: sampler_passes (vectorised loops), sampler_nucleus (top_p), sampler (sampling one row), bind_sampler.
-// Not here: random numbers (the uniform is an argument), log-probabilities, threads (each needs its own scratch).
+// Not here: random numbers (the uniform is an argument), log-probabilities, threads (bind_sampler.cpp divides the rows
+// among them; each needs its own scratch).
 #pragma once
 
 #include <cstdint>

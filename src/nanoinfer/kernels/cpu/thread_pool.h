@@ -21,7 +21,6 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -67,6 +66,16 @@ class ThreadPool {
     return pool;
   }
 
+  // The largest pool of this process that has an owner; null without one.
+  static std::shared_ptr<ThreadPool> largest() {
+    Registry& registry = Registry::of_this_process();
+    const std::lock_guard lock(registry.mutex);
+    for (auto slot = registry.pools.rbegin(); slot != registry.pools.rend(); ++slot) {
+      if (std::shared_ptr<ThreadPool> pool = slot->second.lock()) return pool;
+    }
+    return nullptr;
+  }
+
   // Return `pool`; first replace it by a pool of this process if it was inherited in a fork.
   static ThreadPool& current(std::shared_ptr<ThreadPool>& pool) {
     if (pool->is_inherited()) pool = shared(pool->size());
@@ -80,15 +89,15 @@ class ThreadPool {
   template <class Body>
   void run(Body&& body) {
     const std::lock_guard turn(turn_);
-    if (size_ > 1) {
-      call_ = [](void* b, int rank) { (*static_cast<std::remove_reference_t<Body>*>(b))(rank); };
-      body_ = &body;
-      running_.store(size_ - 1, std::memory_order_relaxed);
-      generation_.fetch_add(1);
-      generation_.notify_all();
-    }
-    body(0);
-    for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) pause(spins);
+    run_in_turn(body);
+  }
+
+  // As `run`, but return false at once if another call is running.
+  template <class Body>
+  bool try_run(Body&& body) {
+    const std::unique_lock turn(turn_, std::try_to_lock);
+    if (turn.owns_lock()) run_in_turn(body);
+    return turn.owns_lock();
   }
 
   // Wait inside a body until every thread of the pool has reached the barrier.
@@ -104,6 +113,20 @@ class ThreadPool {
   }
 
  private:
+  // Call body(rank) on every thread. The caller holds `turn_`.
+  template <class Body>
+  void run_in_turn(Body& body) {
+    if (size_ > 1) {
+      call_ = [](void* b, int rank) { (*static_cast<Body*>(b))(rank); };
+      body_ = &body;
+      running_.store(size_ - 1, std::memory_order_relaxed);
+      generation_.fetch_add(1);
+      generation_.notify_all();
+    }
+    body(0);
+    for (int spins = 0; running_.load(std::memory_order_acquire) > 0; ++spins) pause(spins);
+  }
+
   static constexpr int kSpins = 20000;           // of an idle thread before it sleeps: some hundred microseconds
   static constexpr int kSpinsToYield = 2000;     // of a waiting thread before it yields its core
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from nanoinfer.checks import as_int, require_int, show
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK
 from nanoinfer.models.tokenizers import Tokenizer, explained, from_core, prepend
 
 log = logging.getLogger("nanoinfer")
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
-MAX_MERGE_WORK = 1 << 30  # sum of the squares of the tokens' lengths; Gemma's is 30 million
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (

@@ -1,4 +1,4 @@
-"""Load a model by name: built in, random, widened, a local folder or file (ckpt.pt, GGUF), or a Hub repository.
+"""Load a model by name: built in, random, widened, a local folder or file (.pt, GGUF), or a Hub repository.
 
 A name is resolved in this order: `wide:<model>:<preset>`; `shakespeare` and the other built-in models;
 `random:<preset>`; an existing path; a Hub repository id. `./shakespeare` is the folder of that name. The path of a
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,13 +25,14 @@ from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.files import escaped
 from nanoinfer.models import tokenizers
-from nanoinfer.models.checkpoints import chat_files, gguf, gguf_tokenizer, huggingface, nanogpt, packed
+from nanoinfer.models.checkpoints import chat_files, gguf, gguf_tokenizer, huggingface, nanochat, nanogpt, packed
 from nanoinfer.models.checkpoints.gguf_file import read_gguf
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
 from nanoinfer.models.presets import PRESETS, REPOSITORIES
 
 if TYPE_CHECKING:
+    from nanoinfer.models.checkpoints.gguf_file import Value
     from nanoinfer.models.gpt import GPT
     from nanoinfer.models.tokenizers import Tokenizer
 
@@ -103,11 +105,13 @@ def load_model(
     if str(name).startswith("wide:"):
         return _widened(str(name), dtype, seed, tokenizer, max_model_len)
     name, path = str(name), _model_place(name)
-    dataset, metadata = None, None
+    dataset, metadata, checkpoint = None, None, None
     if name.startswith("random:"):
         weights = _random(name, dtype, seed)
     elif is_gguf(path):
         weights, metadata = gguf.open_file(path, dtype)
+    elif (checkpoint := nanochat.find(path)) is not None:
+        path, weights = checkpoint, nanochat.open_checkpoint(checkpoint, dtype)
     elif path.exists() and not path.is_dir():
         weights, dataset = nanogpt.open_checkpoint(path, dtype)
     else:
@@ -117,9 +121,6 @@ def load_model(
     config = weights.config
     loaded = LoadedModel(name, weights, config, None)
     del weights  # see LoadedModel.take
-    if metadata is not None:
-        loaded.chat_template = gguf_tokenizer.chat_template(metadata)
-        loaded.special_tokens = gguf_tokenizer.special_tokens(metadata)
     try:
         if tokenizer:
             loaded.tokenizer = load_tokenizer(tokenizer)
@@ -133,12 +134,24 @@ def load_model(
         loaded.no_tokenizer_reason = str(e)  # token ids still work; text raises this message
     if loaded.tokenizer is not None:
         _check_vocabulary(loaded.tokenizer, config, name)
-    if path.is_dir():
+    if checkpoint is not None and loaded.tokenizer is not None:
+        loaded.weights, loaded.chat_template = nanochat.with_special_tokens(loaded.weights, loaded.tokenizer)
+        loaded.config = loaded.weights.config
+    else:
+        _read_chat_template(loaded, path, metadata)
+    return loaded
+
+
+def _read_chat_template(loaded: LoadedModel, path: Path, metadata: Mapping[str, Value] | None) -> None:
+    """Set the chat template of a GGUF file or a folder, and the special tokens that it may use."""
+    if metadata is not None:
+        loaded.chat_template = gguf_tokenizer.chat_template(metadata)
+        loaded.special_tokens = gguf_tokenizer.special_tokens(metadata)
+    elif path.is_dir():
         try:
             loaded.chat_template, loaded.special_tokens = chat_files.read(path)
         except NanoinferError as e:
             loaded.no_chat_template_reason = str(e)  # everything but chat works; chat raises this message
-    return loaded
 
 
 def fit_engine(name: str, options: EngineConfig) -> EngineConfig:
@@ -247,6 +260,8 @@ def load_tokenizer(name: str) -> Tokenizer:
     name, path = str(name), _place(name)
     if is_gguf(path):
         return gguf_tokenizer.read_tokenizer(read_gguf(path).metadata, escaped(path))
+    if path.is_file() and path.name == nanochat.TOKENIZER:
+        return nanochat.load_tokenizer(path)
     if path.is_file() and path.suffix == ".pkl":
         return nanogpt.load_meta(path)
     if path.is_file():
@@ -261,6 +276,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | None) -> Tokenizer:
     """Return the tokenizer stored with a model, or GPT-2's tokenizer for GPT-2's vocabulary size."""
+    if nanochat.find(path) is not None and (found_path := nanochat.find_tokenizer(path)) is not None:
+        return nanochat.load_tokenizer(found_path)
     if path.is_file() and (meta := nanogpt.find_meta(path, dataset)):
         return nanogpt.load_meta(meta)
     folder = path if path.is_dir() else path.parent
@@ -277,7 +294,7 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
             ) from None
     raise NanoinferError(
         f"model {show(name)} has no tokenizer: its vocabulary of {config.vocab_size} tokens is not GPT-2's, and there"
-        " is no tokenizer.json or meta.pkl in its folder: give token ids, or tokenizer= a file or folder"
+        " is no tokenizer.json, tokenizer.pkl or meta.pkl in its folder: give token ids, or tokenizer= a file or folder"
     )
 
 

@@ -4,7 +4,7 @@ It derives from the pure-Python unpickler, because the C unpickler sizes its mem
 limits prevent a small file from taking long or crashing the process:
 
 - the number of opcodes and of bytes is limited;
-- keys are strings or integers: hashing a tuple recurses, and tuples with colliding hashes are easy to construct;
+- keys are strings, bytes or integers: hashing a tuple recurses, and tuples with colliding hashes are easy to construct;
 - integers have at most 64 bits: Python hashes integers modulo 2**61 - 1, so larger integers can be made to collide;
 - no opcode that allocates a size given in the file (bytearrays) is allowed, and only `globals` are called.
 """
@@ -47,12 +47,13 @@ class PlainUnpickler(pickle._Unpickler):
         raw: the pickle.
         globals: full name -> its replacement, which is called with arguments from the pickle. Tensors are built by
             these functions and by `persistent_load`, which a subclass may override.
+        opcodes: names of further opcodes that are allowed.
     """
 
-    def __init__(self, raw: bytes, globals: dict[str, Any] | None = None) -> None:
+    def __init__(self, raw: bytes, globals: dict[str, Any] | None = None, opcodes: str = "") -> None:
         super().__init__(io.BytesIO(raw))
         self._globals = globals or {}
-        names = _OPCODES if globals is None else _OPCODES + _OF_TENSORS
+        names = (_OPCODES if globals is None else _OPCODES + _OF_TENSORS) + opcodes.split()
         table = _Counted((op, pickle._Unpickler.dispatch[op]) for op in (getattr(pickle, n)[0] for n in names))
         for opcode, check in _CHECKED.items():
             if opcode in table:
@@ -69,6 +70,9 @@ class PlainUnpickler(pickle._Unpickler):
         """Raise an error: a plain pickle has no references to external objects."""
         raise pickle.UnpicklingError("it refers to a persistent object, which is not allowed")
 
+    def build(self, target: Any, state: Any) -> None:
+        """Ignore the state of an object: attributes of an OrderedDict, such as the versions of a state dict."""
+
 
 def _integer(load: Callable[[Any], None]) -> Callable[[Any], None]:
     def checked(unpickler: Any) -> None:
@@ -84,7 +88,7 @@ def _set_items(unpickler: Any, items: list[Any]) -> None:
     if type(target) is not dict:
         raise pickle.UnpicklingError(f"it sets items of a {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
-        if not isinstance(key, (str, int)):
+        if not isinstance(key, (str, int, bytes)):
             raise pickle.UnpicklingError(f"it has a key that is a {type(key).__name__}, not a string or an integer")
         target[key] = value
 
@@ -105,8 +109,8 @@ def _dict(unpickler: Any) -> None:
 
 
 def _build(unpickler: Any) -> None:
-    """Ignore the attributes of an OrderedDict, such as the versions of a state dict."""
-    unpickler.stack.pop()
+    state = unpickler.stack.pop()
+    unpickler.build(unpickler.stack[-1], state)
 
 
 _load = pickle._Unpickler.dispatch
