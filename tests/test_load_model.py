@@ -194,7 +194,7 @@ def test_a_name_that_can_be_nothing_says_what_can_be(builtin: Path, name: str) -
     refuses(lambda: load_model(name), repr(name), "other, shakespeare", "random:<preset>")
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/model", "y/" + "x" * 300])
+@pytest.mark.parametrize("name", ["x" * 5000, "~no-user-of-this-name/model", "y/" + "x" * 300])
 def test_a_name_that_the_system_cannot_look_up(name: str) -> None:
     refuses(lambda: load_model(name), name[:20])
     refuses(lambda: load_tokenizer(name), name[:20])

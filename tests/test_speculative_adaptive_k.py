@@ -153,7 +153,7 @@ def test_many_short_requests_do_not_open_a_new_credit_each() -> None:
 
 
 def test_prompts_are_soon_not_read_any_more_for_a_drafter_that_is_always_wrong() -> None:
-    """Reading the prompt takes as long as four steps: that is lent once, and paid back from the 1%."""
+    """Reading the prompt takes as long as four steps: one loan, repaid from the 1%."""
     world = World(CURVES["flat"], 0.05, lambda position: 0.0, read_cost=0.04)
     lives = [Life(seed, 100, num_behind=100) for seed in range(12)]
     adaptive = world.adaptive()

@@ -19,6 +19,7 @@ from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.triton_engine import TritonEngine
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.quantize import dequantize
+from nanoinfer.kernels.triton.tiles import attention_splits, product_tile
 from nanoinfer.models.gpt import GPT
 from recorded import FakeRecorder
 
@@ -107,17 +108,16 @@ def test_reduced_precision_stays_close(dtype: torch.dtype, quantization: str | N
 
 
 @pytest.mark.parametrize("rows, new", [(1, 1), (2, 1), (1, 4)])
-def test_launches_are_as_many_as_the_engine_says(rows: int, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_step_launches_5_kernels_a_layer_and_3_others(
+    rows: int, new: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(make_model(SMALL), make_limits(SMALL))
     counted = count_launches(monkeypatch)
     batch = StepBatch()
     for i in range(rows):
         batch.add(engine.open(), ids(new, i), new)
     engine.extend(batch)
-    said = engine.launches(rows, new, SMALL.block_size)
-    assert said.total == len(counted)
-    assert said.per_layer == 5
-    assert said.ends == 3
+    assert len(counted) == 5 * SMALL.n_layer + 3
     assert counted[1:6] == ["product_kernel", "attention_kernel", *["product_kernel"] * 3]
 
 
@@ -134,8 +134,8 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return counted
 
 
-def test_at_gpt2s_shapes_a_layer_takes_5_or_6_launches_at_batch_1() -> None:
-    engine = make_engine(make_model(SMALL), make_limits(SMALL))
-    engine._processors = 132
-    assert engine.launches(1, 1, 32).per_layer == 5
-    assert engine.launches(1, 1, 1024).per_layer == 6  # a long context is split, and joined
+def test_at_gpt2s_shapes_a_long_context_is_split_at_batch_1_and_products_are_not() -> None:
+    assert attention_splits(12, 32, 16, 132) == 1
+    assert attention_splits(12, 1024, 16, 132) == 16  # a sixth launch merges the parts
+    for n, k in ((2304, 768), (768, 768), (3072, 768), (768, 3072)):
+        assert product_tile(n, k, 1, 16, 132).num_splits == 1

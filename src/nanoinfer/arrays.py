@@ -23,11 +23,9 @@ class Array(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """Sizes of the dimensions."""
-        ...
 
     def __getitem__(self, key: Any, /) -> Any:
         """Return some rows, or a part of them."""
-        ...
 
 
 def to_numpy(array: Array) -> NDArray[Any]:

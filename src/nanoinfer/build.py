@@ -96,9 +96,10 @@ def _log_dtype(weights: Weights, dtype: str, device: str) -> None:
     if device != "cpu":
         log.info("%s", chosen)
         return
-    read = [
-        shape for name, shape in shapes(weights.config).items() if len(shape) == 2 and name not in _looked_up(weights)
-    ]
+    looked_up = ["transformer.wpe.weight"]  # a token reads one row of these matrices
+    if not weights.config.tie_word_embeddings:
+        looked_up.append("transformer.wte.weight")
+    read = [shape for name, shape in shapes(weights.config).items() if len(shape) == 2 and name not in looked_up]
     sizes = {name: sum(FORMATS[name].matrix_bytes(*shape) for shape in read) for name in (dtype, "int8", "int4")}
     times = {name: sizes[dtype] / sizes[name] for name in ("int8", "int4")}
     log.info(
@@ -106,9 +107,3 @@ def _log_dtype(weights: Weights, dtype: str, device: str) -> None:
         " (their quality: docs/quality.md; measure int4 on your model)",
         chosen, times["int8"], times["int4"],
     )  # fmt: skip
-
-
-def _looked_up(weights: Weights) -> tuple[str, ...]:
-    """Return the matrices of which a token reads one row."""
-    tied = weights.config.tie_word_embeddings
-    return ("transformer.wpe.weight",) if tied else ("transformer.wpe.weight", "transformer.wte.weight")

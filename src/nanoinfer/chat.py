@@ -37,11 +37,7 @@ class ChatOptions:
 
 
 class ChatFormatter:
-    """Applies the chat template of a model, or another one.
-
-    Args:
-        model: has the tokenizer, the special tokens and its own template.
-    """
+    """Applies the chat template of a model, or another one."""
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model

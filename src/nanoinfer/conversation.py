@@ -32,12 +32,9 @@ class Conversation:
     """The messages of a chat. Use it from one thread at a time.
 
     When the conversation no longer fits into the context, its oldest turns are left out of the prompt until it takes at
-    most half of the context; the system message stays. A warning says so, and `num_dropped_messages` counts them.
+    most half of the context; the system message stays. A warning is logged, and `num_dropped_messages` counts them.
 
     Args:
-        core, requests: of the model.
-        formatter: applies the chat template.
-        options: of the template.
         system: content of the system message; None: no such message.
     """
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from nanoinfer.checks import printable
 from nanoinfer.errors import NanoinferError
 
 MAX_TEXT_BYTES = 1 << 30
@@ -28,8 +29,7 @@ def escaped(text: object, limit: int = 300) -> str:
     Control characters could move a terminal's cursor or begin a second line. Text longer than `limit` is truncated.
     """
     shown = str(text)
-    shown = shown if len(shown) <= limit else f"{shown[:limit]}..."
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    return printable(shown if len(shown) <= limit else f"{shown[:limit]}...")
 
 
 def reason(error: BaseException) -> str:
@@ -110,12 +110,7 @@ class RegularFile:
 
 
 def read_limited(path: Path, limit: int, what: str) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes.
-
-    Args:
-        path: the file.
-        limit: bytes; a larger file is not read.
-        what: description of the expected content, for error messages: "a config".
+    """Return the content of a regular file of at most `limit` bytes. `what`: see `RegularFile`.
 
     Raises:
         NanoinferError: the file is missing, not a regular file, larger than the limit, or changes during the read.
@@ -149,11 +144,7 @@ def read_json(path: Path, limit: int, what: str) -> Any:
 
 
 def parse_json(text: str | bytes, complaint: str) -> Any:
-    """Parse JSON. Python's parser accepts NaN and Infinity, so callers must check numbers.
-
-    Args:
-        text: the JSON.
-        complaint: beginning of the error message.
+    """Parse JSON; `complaint` begins the error message. Python's parser accepts NaN and Infinity: check numbers.
 
     Raises:
         NanoinferError: see `read_json`.

@@ -13,12 +13,7 @@ class Observer(Protocol):
     """Observes the steps of a core. Set `core.observer` between two steps."""
 
     def span(self, part: str) -> AbstractContextManager[object]:
-        """Return a context manager that is entered before a call of the engine or the sampler, and exited after it.
-
-        Args:
-            part: ENGINE or SAMPLER.
-        """
-        ...
+        """Return a context manager that is entered before a call of `part` (ENGINE or SAMPLER), and exited after it."""
 
 
 class NoObserver:

@@ -37,15 +37,12 @@ class DeviceSampler(Protocol):
 
     def covers(self, row: SamplerRow) -> str | None:
         """Return why the sampler does not support a row, or None."""
-        ...
 
     def assign(self, slot: int, row: SamplerRow) -> None:
         """Upload a row's parameters and tokens to a slot."""
-        ...
 
     def draw(self, logits: Tensor, sampler_slots: Tensor, wanted: Tensor) -> Tensor:
         """Sample a token for each wanted row and update its slot: see `engines.base.Draw`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -70,12 +67,7 @@ class SamplerSlot:
 
 
 class OverlapScheduler:
-    """Launches steps that sample on the device.
-
-    Args:
-        engine: keeps sampled tokens on its device.
-        sampler: samples on the same device.
-    """
+    """Launches steps that sample on the device. Engine and sampler are on the same device."""
 
     def __init__(self, engine: OverlapEngine, sampler: DeviceSampler) -> None:
         self._engine = engine
@@ -139,13 +131,7 @@ class OverlapScheduler:
 
 
 def overlap_scheduler(engine: Engine, vocab_size: int, device: str) -> OverlapScheduler | None:
-    """Return an overlap scheduler for the engine, or None if it cannot overlap steps. The reason is logged.
-
-    Args:
-        engine: any engine; only an `OverlapEngine` can overlap steps.
-        vocab_size: number of tokens that may be sampled.
-        device: the engine's device.
-    """
+    """Return an overlap scheduler for the engine, or None if it cannot overlap steps. The reason is logged."""
     if device == "cpu" or not engine.can_overlap:
         return None  # a step on a CPU is synchronous: there is nothing to overlap
     import torch

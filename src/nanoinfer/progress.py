@@ -41,13 +41,7 @@ class ProgressBar:
         return self._clock() >= self._next
 
     def update(self, done: int, total: int | None, note: str = "") -> None:
-        """Draw the bar if the last drawing is old enough.
-
-        Args:
-            done: how much is done.
-            total: of how much; None: not known.
-            note: what to show beside the bar.
-        """
+        """Draw the bar if the last drawing is old enough; `total` is None if it is not known."""
         if not self.due():
             return
         self._next = self._clock() + INTERVAL_SEC

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from nanoinfer.models.tokenizers import decode
-from nanoinfer.outputs import (
-    CompletionOutput,
-    Delta,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    SpeculationMetrics,
-)
+from nanoinfer.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.sampling.sampler import Sampled
 from nanoinfer.scheduling.sequence import Request, Sequence
 

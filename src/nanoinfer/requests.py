@@ -22,12 +22,7 @@ log = logging.getLogger("nanoinfer")
 
 
 class RequestFactory:
-    """Creates requests after checking prompts and parameters against the model.
-
-    Args:
-        core: runs the requests.
-        model: of the core.
-    """
+    """Creates requests after checking prompts and parameters against the model."""
 
     def __init__(self, core: Core, model: ModelInfo) -> None:
         self._core = core
@@ -126,16 +121,11 @@ class RequestFactory:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check the parameters that depend on the model: token ids, min_tokens and stop strings."""
-        for name, ids in (
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", tuple(params.logit_bias or ())),
-        ):
-            for token_id in ids:
-                if token_id >= self._model.vocab_size:
-                    raise NanoinferError(
-                        f"{name}: token id {show(token_id)} is not less than vocab_size={self._model.vocab_size}"
-                    )
         vocab_size = self._model.vocab_size
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for token_id in ids:
+                if token_id >= vocab_size:
+                    raise NanoinferError(f"{name}: token id {show(token_id)} is not less than vocab_size={vocab_size}")
         if params.min_tokens and len({*params.stop_token_ids, *self._model.end_token_ids}) >= vocab_size:
             raise NanoinferError(
                 f"min_tokens={params.min_tokens} excludes every token: all {vocab_size} are in stop_token_ids"

@@ -39,8 +39,7 @@ def batch_of(work: Seq[ScheduledSequence], done: SpecStep) -> StepBatch:
     batch = StepBatch()
     for w in work:
         handle = Handle(cast(int, w.sequence.handle))
-        if (proposal := done.proposals.get(w.sequence)) is not None:
-            drafts = proposal.token_ids
+        if drafts := done.drafts(w.sequence):
             batch.add(handle, [*w.token_ids, *drafts], num_logits=1 + len(drafts))
         else:
             batch.add(handle, w.token_ids + [PENDING] * w.pending, num_logits=w.num_scored or int(w.draws))
@@ -56,12 +55,11 @@ def rows_of(work: Seq[ScheduledSequence], done: SpecStep) -> StepRows:
             rows.num_rows += w.num_scored
         if not w.draws:
             continue
-        proposal = done.proposals.get(w.sequence)
-        count = 1 + (len(proposal.token_ids) if proposal is not None else 0)
+        count = 1 + len(done.drafts(w.sequence))
         if w.sequence.request.beams is not None:
             rows.beams[w.sequence] = rows.num_rows
         else:
-            rows.groups.append((w.sequence, proposal))
+            rows.groups.append((w.sequence, done.proposals.get(w.sequence)))
             rows.groups += [(s, None) for s in w.forks]
             rows.sampled += [*range(rows.num_rows, rows.num_rows + count), *[rows.num_rows] * len(w.forks)]
         rows.num_rows += count

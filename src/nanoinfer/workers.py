@@ -21,8 +21,6 @@ class Workers:
     """Runs calls in daemon threads, which are started when calls arrive. Thread-safe.
 
     Args:
-        name: of the threads.
-        max_threads: maximum number of threads.
         around: returns a context manager that is entered around each call.
     """
 

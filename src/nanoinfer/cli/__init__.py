@@ -1,6 +1,6 @@
 """The command line: one entry point, one file per sub-command.
 
-Results go to stdout, progress and logs to stderr. Exit codes: 0 done, 1 done but something failed (said
+Results go to stdout, progress and logs to stderr. Exit codes: 0 done, 1 done but something failed (reported
 in one line), 2 bad input or something this machine cannot do, 130 interrupted.
 """
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoinfer.checks import require_int
-from nanoinfer.cli.generate import DEFAULTS, ModelFlag, TokenizerFlag
+from nanoinfer.cli.generate import DEFAULTS, ChatTemplateFlag, ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
@@ -57,10 +57,7 @@ def batch(
     ] = False,
     model: ModelFlag = "shakespeare",
     tokenizer: TokenizerFlag = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option("--chat-template", metavar="FILE", help="Jinja template to use instead of the model's own."),
-    ] = None,
+    chat_template: ChatTemplateFlag = None,
     seed: Annotated[
         int,
         typer.Option("--seed", metavar="INT", help="Lines without a seed get one from this and their number."),
@@ -167,7 +164,7 @@ def _identify(name: str) -> str:
                 for i in range(64):  # of a file of up to 1 MiB, everything
                     f.seek(i * max(1 << 14, size // 64))
                     digest.update(f.read(1 << 14))
-    except (OSError, RuntimeError, ValueError):  # not a path: loading the model says why
+    except (OSError, RuntimeError, ValueError):  # not a path: loading the model raises the error
         return name
     return f"{path.name} ({digest.hexdigest()[:16]})" if files else name
 

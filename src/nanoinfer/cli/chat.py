@@ -10,12 +10,11 @@ Examples:
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from nanoinfer.cli.generate import DEFAULTS, TokenizerFlag
+from nanoinfer.cli.generate import DEFAULTS, ChatTemplateFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.files import escaped, read_text
@@ -31,10 +30,7 @@ def chat(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model with a chat template: as for `generate`.")],
     tokenizer: TokenizerFlag = None,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
-    chat_template: Annotated[
-        Path | None,
-        typer.Option("--chat-template", metavar="FILE", help="Jinja template to use instead of the model's own."),
-    ] = None,
+    chat_template: ChatTemplateFlag = None,
     *,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,

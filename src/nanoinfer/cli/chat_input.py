@@ -23,7 +23,7 @@ def messages(read: Callable[[bool], str]) -> Iterator[str]:
             pass\"""
 
     Args:
-        read: returns the next line; the argument says whether a message begins with it. Raises EOFError at the end.
+        read: returns the next line; the argument is whether a message begins with it. Raises EOFError at the end.
     """
     while True:
         try:
@@ -39,7 +39,7 @@ def messages(read: Callable[[bool], str]) -> Iterator[str]:
             else:
                 while line.endswith("\\"):
                     line = line[:-1] + "\n" + read(False)
-        except EOFError:  # in the middle of a message: it is as long as it is
+        except EOFError:  # in the middle of a message, which ends here
             line = line.removesuffix("\\")
         except KeyboardInterrupt:  # drops the lines so far
             print(file=sys.stderr)

@@ -21,14 +21,15 @@ from nanoinfer.streams import TextStream
 
 HELP = r"""/system TEXT   set the system message (without TEXT: show it)
 /regenerate    generate the last answer again
-/reset         forget all messages but the system message
+/reset         remove all messages except the system message
 /save FILE     write the messages, one JSON object a line; FILE must not exist
 /load FILE     replace the messages by those of such a file
 /help          this list
 /exit          end the conversation, as Ctrl-D does
 A line that ends with a backslash continues on the next line. Lines between
-triple quotes are one message. A line that begins with a space is no command.
-Ctrl-C ends an answer and keeps what was said; at the prompt it clears the line."""
+triple quotes are one message. A line that begins with a space is not a
+command. Ctrl-C ends an answer and keeps its text so far; at the prompt it
+clears the line."""
 
 
 class Session:

@@ -97,14 +97,7 @@ class StructuredFlags:
 def start(
     llm: LLM, prompts: list[Any], params: SamplingParams, beams: BeamSearchParams | None
 ) -> tuple[list[int], Iterator[Delta | RequestOutput]]:
-    """Return the requests' ids, and their deltas and outputs: n of each prompt.
-
-    Args:
-        llm: the model.
-        prompts: checked by the LLM.
-        params: of sampling; its n is the number of outputs of a beam search, too.
-        beams: of a beam search, or None.
-    """
+    """Return the requests' ids, and their deltas and outputs: n of each prompt, also of a beam search."""
     if params.num_sequences > params.n:
         outputs = llm.generate(prompts, params)
         return [cast(int, o.request_id) for o in outputs], _at_once(outputs)

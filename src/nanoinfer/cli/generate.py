@@ -41,6 +41,10 @@ TokenizerFlag = Annotated[
     str | None,
     typer.Option("--tokenizer", metavar="NAME", help="Model whose tokenizer to use, instead of the model's own."),
 ]
+ChatTemplateFlag = Annotated[
+    Path | None,
+    typer.Option("--chat-template", metavar="FILE", help="Jinja template to use instead of the model's own."),
+]
 # Python's SamplingParams keep vLLM's defaults (1.0, off); these give readable text from small models.
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 
@@ -99,7 +103,7 @@ def generate(
 
     llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation))
     if not as_json and llm.tokenizer is None:
-        llm.decode([])  # raises: says why there is no text to print
+        llm.decode([])  # raises an error: there is no text to print
     ids, stream = decoding.start(llm, given, params, beams)
     errors = _Errors(ids)
     if as_json:
@@ -114,9 +118,7 @@ def generate(
 
 def _read_prompts(arguments: list[str], files: list[Path], lines: bool) -> list[str]:
     """Return the prompts: arguments, then files; stdin when there is neither."""
-    texts = []
-    for path in files:
-        texts.append(read_text(path, "a prompt"))
+    texts = [read_text(path, "a prompt") for path in files]
     if lines and arguments and not files:
         raise NanoinferError("--lines needs --file or prompts on stdin: a prompt among the arguments is one prompt")
     if not arguments and not files:

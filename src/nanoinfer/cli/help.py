@@ -14,38 +14,34 @@ import typer.core
 
 NAME_WIDTH = 28  # of the column of options; a longer name has a line of its own
 
-_SAMPLING = {
-    "Sampling": "temperature top_k top_p min_p presence_penalty frequency_penalty repetition_penalty seed n sampler",
-}
-_ENGINE = {
-    "Engine and memory": "engine device dtype quantization threads max_model_len max_num_seqs kv_cache_memory"
-    " kv_cache_dtype graph_memory",
-}
-_OUTPUT = {
-    "Output length": "max_tokens min_tokens stop stop_token_ids ignore_eos overflow slide_stride",
-    "Output": "echo as_json logprobs prompt_logprobs",
-}
+_SAMPLING = "temperature top_k top_p min_p presence_penalty frequency_penalty repetition_penalty seed n sampler"
+_ENGINE = (
+    "engine device dtype quantization threads max_model_len max_num_seqs kv_cache_memory kv_cache_dtype graph_memory"
+)
+_LENGTH = "max_tokens min_tokens stop stop_token_ids ignore_eos overflow slide_stride"
+_SPECULATION = "draft speculate_k speculate_rule"
 # Sub-command -> topic -> names of its parameters. What is in no topic stands under "Options", before the topics.
 TOPICS: dict[str, dict[str, str]] = {
     "generate": {
-        **_OUTPUT,
-        "Sampling": _SAMPLING["Sampling"] + " best_of logit_bias",
+        "Output length": _LENGTH,
+        "Output": "echo as_json logprobs prompt_logprobs",
+        "Sampling": _SAMPLING + " best_of logit_bias",
         "Structured outputs": "json_schema json_object regex choice grammar",
         "Beam search": "beam_width length_penalty early_stopping",
-        "Speculative decoding": "draft speculate_k speculate_rule",
-        **_ENGINE,
+        "Speculative decoding": _SPECULATION,
+        "Engine and memory": _ENGINE,
     },
     "chat": {
-        "Output length": _OUTPUT["Output length"],
-        "Sampling": _SAMPLING["Sampling"].replace(" n ", " "),  # one answer
-        "Speculative decoding": "draft speculate_k speculate_rule",
-        **_ENGINE,
+        "Output length": _LENGTH,
+        "Sampling": _SAMPLING.replace(" n ", " "),  # one answer
+        "Speculative decoding": _SPECULATION,
+        "Engine and memory": _ENGINE,
     },
     "batch": {
-        "Output length": _OUTPUT["Output length"],
-        "Sampling": _SAMPLING["Sampling"] + " logprobs prompt_logprobs",
-        "Speculative decoding": "draft speculate_k speculate_rule",
-        **_ENGINE,
+        "Output length": _LENGTH,
+        "Sampling": _SAMPLING + " logprobs prompt_logprobs",
+        "Speculative decoding": _SPECULATION,
+        "Engine and memory": _ENGINE,
     },
     "serve": {
         "Access and logs": "api_key api_key_file allowed_host allowed_origin access_log log_level",
@@ -53,11 +49,11 @@ TOPICS: dict[str, dict[str, str]] = {
         " max_token_entries",
         "Limits of number and time": "max_connections max_requests_in_flight header_timeout_sec body_timeout_sec"
         " send_timeout_sec request_timeout_sec keep_alive_sec",
-        "Speculative decoding": "draft speculate_k speculate_rule",
+        "Speculative decoding": _SPECULATION,
         "Scheduling": "max_num_batched_tokens max_num_queued enable_prefix_caching",
-        "Engine and memory": _ENGINE["Engine and memory"] + " sampler",
+        "Engine and memory": _ENGINE + " sampler",
     },
-    "eval": {"Engine and memory": _ENGINE["Engine and memory"] + " sampler"},
+    "eval": {"Engine and memory": _ENGINE + " sampler"},
     "bench": {
         "What to measure without --suite": "engine dtype quantization sampler batch prompt_tokens output_tokens"
         " workload draft speculate_k baseline",
@@ -65,9 +61,9 @@ TOPICS: dict[str, dict[str, str]] = {
         "Results": "as_json output resume load report",
     },
     "profile": {
-        **_SAMPLING,
+        "Sampling": _SAMPLING,
         "Output": "overflow slide_stride trace as_json logprobs prompt_logprobs",
-        **_ENGINE,
+        "Engine and memory": _ENGINE,
     },
     "roofline": {"Speculative decoding": "draft acceptance"},
     "train": {

@@ -1,7 +1,7 @@
-"""Ctrl-C as KeyboardInterrupt that nothing swallows: imports and destructors of other packages do.
+"""Raise Ctrl-C as KeyboardInterrupt also where imports and destructors of other packages suppress it.
 
 NumPy's import inside torch's is an example: torch catches what it raises and goes on, and NumPy cannot be imported a
-second time. In a destructor or a weak reference's callback Python prints the interrupt and forgets it.
+second time. In a destructor or a weak reference's callback Python prints the interrupt and discards it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Interrupts:
-    """A context in which Ctrl-C is remembered, and raised again where Python would forget it."""
+    """A context that records Ctrl-C, and raises it again where Python would discard it."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -43,7 +43,7 @@ class Interrupts:
 
     def _unraisable(self, args: UnraisableHookArgs) -> None:
         if issubclass(args.exc_type, KeyboardInterrupt):
-            again = threading.Timer(0.01, _thread.interrupt_main)  # later: raised here, it would be forgotten too
+            again = threading.Timer(0.01, _thread.interrupt_main)  # later: raised here, it would be discarded too
             again.daemon = True
             again.start()
         else:

@@ -22,7 +22,7 @@ import typer
 from nanoinfer.checks import require_int
 from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
-from nanoinfer.cli.terminal import finite_json
+from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
@@ -82,7 +82,7 @@ def profile(
 
 @contextmanager
 def _new_file(path: Path) -> Iterator[Path]:
-    """Yield where to write what becomes `path` when the block ends well: never half a trace, nor a late surprise.
+    """Yield a temporary path whose file replaces `path` at the end of the block, unless an exception ends it.
 
     Raises:
         NanoinferError: nothing can be written there (before the block), or the disk is full (after it).
@@ -96,7 +96,7 @@ def _new_file(path: Path) -> Iterator[Path]:
         partial = Path(folder) / "trace.json"
         yield partial
         with _refusing(path):
-            if not _is_whole(partial):  # torch says nothing when the disk is full
+            if not _is_whole(partial):  # torch raises no error when the disk is full
                 raise OSError(0, "it was cut short, the disk may be full")
             os.replace(partial, path)
 
@@ -121,11 +121,9 @@ def _refusing(path: Path) -> Iterator[None]:
 
 def _show(p: Profile) -> None:
     """Print the profile as text of at most 80 columns."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, soft_wrap=False, width=80, legacy_windows=False)
+    console = report_console()
     what = "decoding" if p.decode_only else "prompt and decoding"
-    with console.capture() as text:  # printed at the end: rich would answer a closed pipe with an exit of its own
+    with console.capture() as text:  # printed at the end: rich itself exits when a pipe is closed
         console.print(
             f"{p.model} on {p.engine}, {p.device}, {p.dtype}; {what}: {p.num_tokens:,} tokens in {p.num_steps:,} steps"
         )
@@ -179,10 +177,7 @@ def _no_operator(p: Profile) -> ProfileRow:
 
 def _table(title: str, rows: list[ProfileRow], p: Profile) -> Any:
     """Return a table of shares, and of times and calls for each token."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1))
+    table = report_table()
     table.add_column(title, overflow="fold", width=40)
     for column in ("share", "us a token", "calls a token"):
         table.add_column(column, justify="right")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanoinfer.cli.options import flags
-from nanoinfer.cli.terminal import finite_json
+from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.roofline.ceilings import DEVICES
 from nanoinfer.roofline.report import Question, answer
 
@@ -57,9 +57,7 @@ def roofline(
 
 def _show(r: dict[str, Any]) -> None:
     """Print the document as text of at most 80 columns."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, soft_wrap=False, width=80, legacy_windows=False)
+    console = report_console()
     device, memory = r["device"], r["memory"]
     console.print(
         f"{r['model']}, {r['dtype']} weights, B = {r['batch']:,} sequences, N = {r['context_tokens']:,} tokens\n"
@@ -88,10 +86,7 @@ def _show(r: dict[str, Any]) -> None:
 
 def _costs(step: dict[str, Any]) -> Table:
     """Return the table of a step: for each part its FLOPs and bytes, as numbers and as formulas."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1))
+    table = report_table()
     for column in ("part", "", "number", "formula"):
         table.add_column(column, justify="right" if column == "number" else "left", overflow="fold")
     for key, name in _PARTS.items():
@@ -119,16 +114,13 @@ def _print_step(console: Any, step: dict[str, Any], bandwidth: float) -> None:
 
 def _print_speculation(console: Any, s: dict[str, Any]) -> None:
     """Print what the draft costs, and the best number of speculated tokens."""
-    from rich import box
-    from rich.table import Table
-
     console.print(
         f"\nspeculation with {s['draft']}: a draft step takes {si(s['draft_step_sec'], 's')},"
         f" {s['draft_cost']:.4f} of a target step\n({s['draft_bytes_over_target']:.4f} of its bytes,"
         f" {s['draft_flops_over_target']:.4f} of its FLOPs); verifying {s['verify_num_tokens']} tokens costs"
         f" {s['verify_cost']:.3f} steps"
     )
-    table = Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1))
+    table = report_table()
     for column in ("acceptance", "bonus token", "best k", "tokens a round", "speed-up"):
         table.add_column(column, justify="left" if column == "bonus token" else "right")
     for row in s["best"]:
@@ -148,7 +140,7 @@ def _print_speculation(console: Any, s: dict[str, Any]) -> None:
 
 
 def _fits(fits: bool | None, limit: int | None) -> str:
-    """Return what to say about the device's memory."""
+    """Return the line about the device's memory."""
     if fits is None or limit is None:
         return ""
     return f"\n  {'fits in' if fits else 'DOES NOT FIT in'} the device's {si(limit, 'B')}"

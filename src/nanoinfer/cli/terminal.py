@@ -1,4 +1,4 @@
-"""Standard streams: made usable whatever they are, and written so that nothing from outside commands the terminal.
+"""Make the standard streams usable, and escape untrusted text so that it cannot control the terminal.
 
 A stream may be closed, full, a pipe whose reader has gone, or unable to show a character. Generated text goes to
 stdout as it is; messages go to stderr with control characters escaped, one line each.
@@ -15,10 +15,14 @@ import sys
 import unicodedata
 import warnings
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoinfer.checks import printable
 from nanoinfer.errors import ResultError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 MAX_MESSAGE = 1000  # characters; of a longer message the middle is left out
 # For each standard stream the mode of its stand-in. Reading a closed stdin and writing a closed stdout fail, as in
@@ -31,7 +35,7 @@ _STREAM_ERRORS = (errno.EBADF, errno.EIO, errno.ENOSPC, errno.EFBIG, errno.EDQUO
 def prepare() -> None:
     """Make stdin, stdout and stderr usable, and leave the log to this package's warnings and to errors."""
     for name, mode, flags in _STREAMS:
-        if getattr(sys, name) is None:  # Python's way to say that it was closed at the start
+        if getattr(sys, name) is None:  # it was closed when Python started
             setattr(sys, name, os.fdopen(os.open(os.devnull, flags), mode, encoding="utf-8"))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -54,7 +58,7 @@ class _OneLine(logging.Formatter):
 
 
 def visible(text: str) -> str:
-    """Escape what a terminal would obey in generated text: controls but newlines and tabs, and changes of direction."""
+    """Escape control characters in generated text, except newlines and tabs, and changes of direction."""
     return "".join(c if _is_visible(c) else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -69,7 +73,7 @@ def complain(message: str) -> None:
         message = f"{message[: MAX_MESSAGE // 2]} ... {message[-MAX_MESSAGE // 2 :]}"
     try:
         print(f"nanoinfer: error: {message}", file=sys.stderr, flush=True)
-    except OSError:  # a full or closed stderr: the exit code still tells
+    except OSError:  # a full or closed stderr: the exit code still shows the failure
         drop(sys.stderr)
 
 
@@ -77,9 +81,8 @@ def describe(error: OSError) -> str:
     """Return one line for an error of the operating system that no command has named: most are of stdout."""
     reason = error.strerror or str(error) or type(error).__name__
     if error.filename is not None:
-        return (
-            f"{os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else error.filename}: {reason}"
-        )
+        name = error.filename
+        return f"{os.fsdecode(name) if isinstance(name, (str, bytes)) else name}: {reason}"
     return f"standard output cannot be written: {reason}" if error.errno in _STREAM_ERRORS else reason
 
 
@@ -89,6 +92,21 @@ def drop(stream: TextIO) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
+
+
+def report_console() -> Console:
+    """Return a console that prints text of 80 columns as it is."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, width=80, legacy_windows=False)
+
+
+def report_table() -> Table:
+    """Return a table without a frame."""
+    from rich import box
+    from rich.table import Table
+
+    return Table(box=box.SIMPLE, pad_edge=False, show_edge=False, padding=(0, 1))
 
 
 def print_json(document: Any, *, indent: int | None = None) -> None:

@@ -70,7 +70,6 @@ class Engine(Protocol):
 
     def open(self) -> Handle:
         """Return an empty sequence. Raises NanoinferError when max_num_seqs + max_kept_seqs are open."""
-        ...
 
     def extend(self, batch: StepBatch) -> Array:
         """Append new tokens to open sequences and return logits.
@@ -84,12 +83,10 @@ class Engine(Protocol):
                 add up, a sequence would exceed `block_size`, or the pool has too few free blocks. The engine's state
                 is unchanged.
         """
-        ...
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks of the KV cache that no open sequence uses. An engine without blocks counts tokens as blocks of 1."""
-        ...
 
     def blocks_needed(self, handle: Handle, num_new: int) -> int:
         """Return how many free blocks extending a sequence by `num_new` tokens takes, >= 0.
@@ -97,11 +94,9 @@ class Engine(Protocol):
         The copy of a partly filled last block that the sequence shares with a fork is included. A step fits if the sum
         over its sequences is at most `num_free_blocks`.
         """
-        ...
 
     def part_seconds(self) -> Mapping[str, float]:
         """Return the seconds spent in each part of the model over all steps so far; empty if not measured."""
-        ...
 
     def hidden(self) -> Array:
         """Return the final hidden states of the last `extend`: the outputs of the final layer norm.
@@ -111,32 +106,25 @@ class Engine(Protocol):
             are the output head applied to these rows, up to the rounding of a quantized head. Valid until the next
             call of `extend`.
         """
-        ...
 
     def truncate(self, handle: Handle, length: int) -> None:
         """Remove the tokens from position `length` on, 0 <= length <= self.length(handle)."""
-        ...
 
     def fork(self, handle: Handle) -> Handle:
         """Return a new sequence with the same tokens. Raises NanoinferError as `open`."""
-        ...
 
     def close(self, handle: Handle) -> None:
         """Free a sequence. Its handle is invalid afterwards."""
-        ...
 
     def length(self, handle: Handle) -> int:
         """Return the number of tokens in a sequence."""
-        ...
 
     @property
     def handles(self) -> Collection[Handle]:
         """The open sequences."""
-        ...
 
     def reset(self) -> None:
         """Close all sequences. This also restores an engine that an exception interrupted in the middle of a call."""
-        ...
 
 
 Draw = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
@@ -151,7 +139,6 @@ class TokenFuture(Protocol):
 
     def read(self) -> list[int]:
         """Wait for the tokens of the step and return them."""
-        ...
 
 
 class OverlapEngine(Engine, Protocol):
@@ -171,4 +158,3 @@ class OverlapEngine(Engine, Protocol):
         Raises:
             NanoinferError: as `extend`; or a token is PENDING, but the sequence's last step sampled none.
         """
-        ...

@@ -69,7 +69,6 @@ def plan(slots: list[int], starts: list[int], num_new: list[int], limits: Bucket
         slots: KV-cache slot of each sequence of the batch, all different.
         starts: current length of each sequence, in tokens.
         num_new: new tokens of each sequence, >= 1.
-        limits: bounds of the buckets.
     """
     groups: dict[int, list[int]] = {}
     for i, new in enumerate(num_new):

@@ -1,18 +1,11 @@
-"""Rung 5, `compiled`: compile the step over static shapes.
+"""Rung 5, `compiled`: compile the step over static shapes (docs/rungs/compiled.md).
 
-The idea: torch.compile fuses the operations between the matrix products of a block (layer norms, bias, GELU, residuals,
-the write to the cache) into few kernels.
-
-What changes from `static`: these operations read and write memory once together instead of once each. Shapes are
-rounded up to buckets (static_shapes.py, buckets.py), so a new prompt length or batch size compiles nothing unless it
-needs a new bucket.
+torch.compile fuses the operations between the matrix products of a block into few kernels. Shapes are rounded up to
+buckets (static_shapes.py, buckets.py), so a new prompt length or batch size compiles nothing unless it needs a new
+bucket. The approach is that of gpt-fast (PyTorch, 2023).
 
     compiled       one block of a decode step (one new token a row) for each shape, shared by all layers
     not compiled   prompts and verification, whose time is spent in matrix products; the embedding; the output head
-
-Why it helps: fewer passes over small tensors, and fewer launches. When it does not help: the first step of each shape
-takes seconds to compile, which is longer than a short run saves. It needs a C++ compiler (CPU) or Triton (GPU).
-The approach is that of gpt-fast (PyTorch, 2023).
 """
 
 from __future__ import annotations
@@ -35,16 +28,10 @@ RunBlock = Callable[..., Tensor]
 
 
 class CompiledEngine(StaticShapeEngine):
-    """Runs decode steps with blocks that are compiled once for each shape.
+    """Runs decode steps with blocks that are compiled once for each shape. Other arguments: see `StaticShapeEngine`.
 
     Args:
-        model: the weights, on the device and in the dtype to compute in.
-        limits: capacity of the engine.
-        config: not used.
         backend: the backend of torch.compile.
-
-    Raises:
-        NanoinferError: the KV cache does not fit in the device's memory.
     """
 
     min_context = 256  # fewer shapes to compile

@@ -1,16 +1,7 @@
-"""Rung 2, `dynamic`: a KV cache that grows by concatenation.
+"""Rung 2, `dynamic`: a KV cache that grows by concatenation, the textbook KV cache (docs/rungs/dynamic.md).
 
-The idea: the keys and values of past tokens do not change, so they are computed once and stored. This is the textbook
-KV cache: one pair of tensors for each layer of each sequence.
-
-What changes from `recompute`: the model runs on the new tokens only. The matrix products of a step no longer depend on
-the length of the sequence; only attention does.
-
-Why it helps: a sequence of T tokens costs O(T) instead of O(T^2) in matrix products. When it does not help:
-concatenation allocates and copies the whole cache at every step, and each sequence needs its own attention calls. At
-batch 8 and 1,000 tokens the copies take longer than attention itself (see `static`).
-
-Tensors are never written in place, so a fork shares its parent's tensors, and truncation is a view.
+Each sequence has one pair of tensors for each layer, and the model runs on the new tokens only. Tensors are never
+written in place, so a fork shares its parent's tensors, and truncation is a view.
 """
 
 from __future__ import annotations

@@ -35,13 +35,11 @@ class Recorder(Protocol):
         Recording does not run the work; only a replay does.
 
         Raises:
-            RuntimeError: recording failed. If memory ran out, the error or its context says so (`_out_of_memory`).
+            RuntimeError: recording failed. If memory ran out, `_out_of_memory` is true for the error.
         """
-        ...
 
     def num_bytes(self) -> int:
         """Return the bytes of device memory that this process holds now."""
-        ...
 
 
 class CudaRecorder:
@@ -87,7 +85,6 @@ class Graphs(Generic[T]):
     happen during a recording, and a shape that occurs only once is not recorded.
 
     Args:
-        recorder: records on the engine's device.
         memory_limit: bytes that all recordings may take. Once it is reached, new keys run without a recording.
     """
 

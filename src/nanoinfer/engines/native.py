@@ -1,14 +1,6 @@
-"""Rung 7, `native`: a C++ decoder for CPUs that reads packed weights at memory bandwidth.
+"""Rung 7, `native`: a C++ decoder for CPUs that reads packed weights at memory bandwidth (docs/rungs/native.md).
 
-The idea: decoding one token of one sequence reads every weight once and computes little, so memory bandwidth and the
-size of a weight determine the speed.
-
-What changes from `static`: a step is one call into C++ (kernels/cpu/). Weights are packed once in the order in which
-they are read, on huge pages, in 32, 16, 8 or 4 bits. One thread pool runs the whole step, with a barrier between
-operations instead of a launch for each. Keys and values are in blocks that forks share.
-
-Why it helps: the step has no overhead of Python or PyTorch, and quantized weights are fewer bytes to read. When it does
-not help: where a GPU is available, whose memory bandwidth is about fifty times higher.
+A step is one call into C++ (kernels/cpu/).
 
 Exactness: the result of a row does not depend on the other rows, bit for bit (kernels/cpu/kernels.cpp explains why).
 With float32 weights, tokens are those of `recompute`. With bfloat16 weights, activations are rounded to bfloat16 before

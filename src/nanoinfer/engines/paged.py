@@ -1,16 +1,10 @@
-"""Rung 4, `paged`: keys and values in fixed-size blocks of one pool, prefixes shared by reference.
+"""Rung 4, `paged`: keys and values in fixed-size blocks of one pool, shared by reference (docs/rungs/paged.md).
 
-The idea: the memory of virtual pages (PagedAttention, Kwon et al. 2023, arXiv 2309.06180). The cache is one pool of
-blocks of 16 tokens, and each sequence has a table of the blocks that hold its tokens, in any order.
+This is PagedAttention (Kwon et al. 2023, arXiv 2309.06180). Each sequence has a table of the blocks that hold its
+tokens, in any order; a block that several sequences use is copied before one of them writes to it. Each layer of a step
+gathers every sequence's blocks into a copy, because PyTorch's attention reads contiguous keys.
 
-What changes from `static`: no sequence reserves memory for its full length, so that the pool holds as many sequences as
-their tokens fill, up to the unused places of their last blocks. A fork shares its parent's blocks; a block that several
-sequences use is copied before one of them writes to it.
-
-Why it helps: more sequences fit in the same memory, and a common prefix is stored once. When it does not help: each
-layer of a step gathers every sequence's blocks into a copy, because PyTorch's attention reads contiguous keys. Kernels
-that read the tables themselves need no copies: `native` has the same pool (kernels/cpu/cache.cpp), block for block, and
-this engine is the reference for it.
+`native` has the same pool (kernels/cpu/cache.cpp), block for block; this engine is the reference for it.
 """
 
 from __future__ import annotations

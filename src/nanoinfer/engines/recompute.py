@@ -1,10 +1,7 @@
-"""Rung 1, `recompute`: run the whole prefix again for every token.
+"""Rung 1, `recompute`: run the whole prefix again for every token, as nanoGPT's `generate` does.
 
-The idea: store only token ids. Each step runs the reference model on every sequence from its first token. This is
-nanoGPT's `generate`, and the reference that all other engines are tested against.
-
-Why it is kept: there is no cached state that could be wrong. When it does not help: for more than a few tokens. The
-work for token t grows with t, so a sequence of T tokens costs O(T^2) instead of O(T).
+It stores token ids only, so no cached state can be wrong: it is the reference that all other engines are tested against
+(docs/rungs/recompute.md).
 
 Sequences of unequal length are padded on the right; causal attention never reads the padding. The padding repeats the
 sequence's own last token: a masked value is still multiplied by 0, and 0 times a NaN of another token would be NaN.

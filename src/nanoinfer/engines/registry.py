@@ -135,13 +135,10 @@ def resolve(config: EngineConfig, device: str, dtype: str, model: ModelConfig | 
     """Return the engine to use: the requested one, or for `auto` the fastest that supports the configuration.
 
     Args:
-        config: the options.
-        device: the device to compute on.
-        dtype: dtype of the weights.
         model: the model; None: not known yet, so an engine that does not support it may be returned.
 
     Raises:
-        NanoinferError: there is no such engine, or it does not support the configuration; the message says why.
+        NanoinferError: there is no such engine, or it does not support the configuration; the message has the reason.
     """
     if config.engine == "auto":
         reasons = {s: _why_not(s, config, device, dtype, model) for s in ENGINES.values()}
@@ -199,7 +196,6 @@ def build(
         spec: from `resolve`.
         weights: in the dtype to compute in.
         config: the configuration that `resolve` accepted; fields that the engine does not support have their defaults.
-        device: the device to compute on.
         limits: the capacity of the engine; None: computed by `plan_limits`.
 
     Raises:

@@ -14,12 +14,7 @@ DEFAULTS = EngineConfig()
 
 
 class Sequences:
-    """The open sequences of an engine. An engine derives from this class and manages its own KV cache.
-
-    Args:
-        config: shape of the model.
-        limits: capacity of the engine.
-    """
+    """The open sequences of an engine. An engine derives from this class and manages its own KV cache."""
 
     survives_fork = True
     """Whether a forked child process can use the parent's engine; False for engines on a GPU."""

@@ -1,15 +1,7 @@
-"""Rung 3, `static`: preallocate keys and values, write in place.
+"""Rung 3, `static`: preallocate keys and values, write in place (docs/rungs/static.md).
 
-The idea: one tensor of keys and one of values for all layers, sequences (slots) and positions, allocated once.
-
-What changes from `dynamic`: a step writes its new keys and values into the sequence's slot and does not copy the cache.
-All sequences that decode one token share one attention call, masked by length.
-
-Why it helps: no step copies the cache or allocates a new one, and at batch B a step makes B times fewer attention
-calls. When it does not help: memory is reserved for max_num_seqs sequences of full length, whether they are used or
-not (a CPU maps pages only on the first write), and the shared call reads every slot up to the longest sequence.
-
-Open sequences always occupy slots 0, 1, ... (kv/slots.py).
+One tensor of keys and one of values for all layers, sequences (slots) and positions. All sequences that decode one
+token share one attention call, masked by length. Open sequences always occupy slots 0, 1, ... (kv/slots.py).
 """
 
 from __future__ import annotations

@@ -1,24 +1,18 @@
-"""Rung 8, `triton`: few fused kernels for each layer.
+"""Rung 8, `triton`: few fused kernels for each layer (kernels/triton/, docs/rungs/triton.md).
 
-The idea: each matrix product is fused with the operations around it into one kernel (kernels/triton/).
-
-What changes from `cuda_graph`: a decode step launches five or six kernels for each layer instead of about forty:
+Each matrix product is one kernel with the operations around it, so a step launches five or six kernels for each layer:
 
     norm, qkv, bias, store of k and v  |  attention (and the merge of its splits)  |  product, bias, residual
     norm, product, bias, GELU          |  product, bias, residual
 
-Why it helps: at small batches, PyTorch's kernels are too short to fill a GPU, and it idles between launches. Fused
-operations need no launch and no pass over memory of their own, attention reads lengths on the device, and weights can
-be quantized to 8 or 4 bits. When it does not help: steps of more than 16 tokens (prompts, large batches) are bound by
-arithmetic, where PyTorch's libraries are faster. Such steps fall back to the unfused path of static_shapes.py, which
-dequantizes the weights of one layer at a time to the model's dtype.
+Steps of more than 16 tokens (prompts, large batches) are bound by arithmetic, where PyTorch's libraries are faster.
+They fall back to the unfused path of static_shapes.py, which dequantizes the weights of one layer at a time.
 
 The residual stream of a fused step is float32; the inputs of a product are in the weight's dtype.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -34,32 +28,19 @@ from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, MAX_ROWS, Epilogue, Norm, Pages, product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
 from nanoinfer.kernels.triton.rows import embed, layer_norm
-from nanoinfer.kernels.triton.tiles import attention_splits, multiprocessors, product_tile
 from nanoinfer.models.gpt import GPT, Block, LayerNorm
 from nanoinfer.models.layers import Rotation
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
 
-@dataclass(frozen=True)
-class LaunchCounts:
-    """Number of kernels that a fused step launches."""
-
-    per_layer: int
-    ends: int
-    """Launches for the embedding, the final norm and the output head."""
-    total: int
-
-
 class TritonEngine(CudaGraphEngine):
-    """Runs steps of up to 16 tokens with fused Triton kernels.
+    """Runs steps of up to 16 tokens with fused Triton kernels. Other arguments: see `CudaGraphEngine`.
 
     Args:
-        model: the weights, on the device and in the dtype to compute in. Quantized weights are removed from it.
-        limits: capacity of the engine.
+        model: quantized weights are removed from it.
         config: graph_memory and quantization are used. Quantization applies to the weights of the layers and to the
             output head, not to the embeddings.
-        recorder: records the graphs; None: CudaRecorder.
 
     Raises:
         NanoinferError: the KV cache does not fit in the device's memory.
@@ -77,7 +58,6 @@ class TritonEngine(CudaGraphEngine):
         super().__init__(model, limits, config, recorder=recorder)
         quantization, pack = config.quantization, PACK[config.quantization]
         self._gelu = GELU_TANH if self.config.activation == "gelu_new" else GELU_ERF
-        self._processors = multiprocessors(self.device)
         self._weights: dict[str, Weight] = {}
         for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             linears = [cast(nn.Linear, block.get_submodule(name)) for block in model.blocks]
@@ -91,19 +71,6 @@ class TritonEngine(CudaGraphEngine):
         model.tie_weights()
         self._head_weight = pack(model.lm_head.weight)
         self._layers = {block: layer for layer, block in enumerate(model.blocks)} if quantization else {}
-
-    def launches(self, rows: int, num_new: int, context: int) -> LaunchCounts:
-        """Return the launches of a step of (rows, num_new) tokens, rows * num_new <= 16, at a context bucket."""
-        tokens, bits = rows * num_new, 8 * self._cache.k.itemsize
-        splits = attention_splits(rows * self.config.n_head, context, bits, self._processors)
-        per_layer = 2 if splits > 1 else 1
-        per_layer += sum(self._product_launches(w, tokens) for w in self._weights.values())
-        ends = 2 + self._product_launches(self._head_weight, tokens)
-        return LaunchCounts(per_layer, ends, per_layer * self.config.n_layer + ends)
-
-    def _product_launches(self, weight: Weight, rows: int) -> int:
-        tile = product_tile(weight.num_outputs, weight.num_inputs, rows, weight.bits, self._processors)
-        return 2 if tile.num_splits > 1 else 1
 
     # The step --------------------------------------------------------------------------------------------
 

@@ -1,17 +1,8 @@
-"""Count the kernels that a decode step runs on a GPU, and the launches by the host.
-
-At batch 1, launches limit the speed of a small model: an H100 reads 124M parameters of 16 bits in 80 us, and 200 single
-kernel launches take several times as long. So the two counts are reported together with the MBU:
-
-    kernels     kernels that ran on the device, including those replayed from a graph, without copies and fills
-    launches    calls of the host that start work: one for each kernel, or one for a whole graph
+"""Count the kernels that a decode step runs on a GPU, and the launches by the host (docs/profile.md).
 
 Both come from torch's profiler over some decode steps, outside of any timing. The kernels per layer are the sum over
 kernel names of (runs in a step) // (number of layers). Rounding down excludes the kernels of output head and sampler:
 25 runs of one name with 12 layers are 2 per layer.
-
-    from nanoinfer.profiling.launches import measure_launches
-    print(measure_launches(LLM("random:gpt2", device="cuda"), params=SamplingParams(temperature=0)))
 """
 
 from __future__ import annotations
@@ -61,13 +52,7 @@ def is_kernel(event: Any) -> bool:
 
 
 def count(events: Sequence[Any], num_steps: int, n_layer: int) -> Launches | None:
-    """Return the counts of a step; None (unknown) if the profiler recorded no kernel.
-
-    Args:
-        events: of torch's profiler over `num_steps` steps.
-        num_steps: number of the engine's steps.
-        n_layer: layers of the model.
-    """
+    """Return the counts of a step from the events of `num_steps` steps; None if the profiler recorded no kernel."""
     kernels = Counter(e.name for e in events if is_kernel(e))
     if not kernels or not num_steps:
         return None

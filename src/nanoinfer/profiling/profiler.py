@@ -1,17 +1,14 @@
-"""Profile a generation by operator and by part of the model.
+"""Profile a generation by operator and by part of the model (docs/profile.md).
 
 The same generation runs three times: a warm-up of a few tokens, a timed run, and a run under torch's profiler. The
-profiler adds about half a microsecond to each operator. This is negligible for a large model but a third of the time of
-a small one, and it would count as time of the Python code around the operators. So the parts are measured without it:
+profiler adds about half a microsecond to each operator, which would count as time of the Python code around the
+operators. So the parts are measured without it:
 
     on a CPU    wall time between the spans of `profiling/spans.py` in the timed run
     on a GPU    time of the kernels launched inside each span, from the profiler; "Python and host" is the rest of the
                 wall time of the timed run, in which the GPU was idle
 
 Operators, launches and the trace come from the run under the profiler.
-
-    from nanoinfer.profiling.profiler import profile
-    for row in profile(LLM("shakespeare"), "O Romeo,", SamplingParams(max_tokens=32)).parts: print(row)
 """
 
 from __future__ import annotations

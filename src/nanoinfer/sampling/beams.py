@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 
 from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling.sampler import Floats, largest, not_finite
+from nanoinfer.sampling.filters import Floats
+from nanoinfer.sampling.sampler import largest, not_finite
 from nanoinfer.sampling_params import BeamSearchParams
 
 
@@ -88,13 +89,7 @@ def score_of(cum_logprob: float, num_tokens: int, length_penalty: float) -> floa
 
 
 class BeamSearch:
-    """The search for one prompt. Call `advance` until it is done.
-
-    Args:
-        params: of the search.
-        end_token_ids: tokens that end an output.
-        max_tokens: largest number of tokens of an output.
-    """
+    """The search for one prompt. Call `advance` until it is done."""
 
     def __init__(self, params: BeamSearchParams, end_token_ids: Collection[int], max_tokens: int) -> None:
         self._width, self._penalty = params.beam_width, params.length_penalty

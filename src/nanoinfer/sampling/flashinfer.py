@@ -1,9 +1,8 @@
 """Sampling with FlashInfer's kernels: `LLM(..., sampler="flashinfer")`.
 
-The kernels sample from the same distribution by rejection, without a sort, and with their own random numbers. Their
-tokens differ from the reference's, and a request's output depends on the tokens sampled before it; `auto` therefore
-never chooses them. tests/test_triton_sampler.py tests their distribution if FlashInfer is installed. They differ from
-the reference in two details: probabilities are float32, and tokens equal to the k-th may be dropped.
+The kernels sample from the same distribution by rejection, with their own random numbers. Their tokens differ from the
+reference's, and a request's output depends on the tokens sampled before it; `auto` therefore never chooses them. They
+differ from the reference in two details: probabilities are float32, and tokens equal to the k-th may be dropped.
 
 Penalties, logit_bias, min_tokens and greedy rows are computed by the reference, on the host.
 Source: Ye et al., "Sorting-Free GPU Kernels for LLM Sampling", 2025; API of flashinfer-python 0.6.
@@ -55,28 +54,10 @@ class FlashInferSample:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
-        """Sample the next token of each row.
-
-        Args:
-            logits: (B, V) float32 on the sampler's device; not changed.
-            rows: B rows.
-
-        Raises:
-            NanoinferError: a row's logits are not finite (the model overflowed).
-        """
-        if not rows:
-            return []
-        assert isinstance(logits, Tensor)
+        """Sample the next token of each row."""
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
         greedy = [i for i, row in enumerate(rows) if row.params.greedy]
-        tokens = [-1] * len(rows)
-        if greedy:
-            for i, drawn in zip(greedy, reference.sample(logits[greedy], [rows[i] for i in greedy]), strict=True):
-                tokens[i] = drawn.token_id
-        if random:
-            for i, token in zip(random, self._draw(logits[random], [rows[i] for i in random]), strict=True):
-                tokens[i] = token
-        return reference.add_logprobs(logits, tokens, rows)
+        return reference.sample_parts(logits, rows, ((greedy, reference.draw_tokens), (random, self._draw)))
 
     def _draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
         probs = _probabilities(logits, rows).float().contiguous()

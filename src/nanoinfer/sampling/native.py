@@ -32,15 +32,7 @@ def available() -> bool:
 
 
 def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
-    """Sample the next token of each row, as `sampler.sample` does.
-
-    Args:
-        logits: (B, V) float32 on the CPU; not changed, and not copied if rows are contiguous.
-        rows: B rows.
-
-    Raises:
-        NanoinferError: a row's logits are not finite (the model overflowed).
-    """
+    """Sample the next token of each row, as `sampler.sample` does. Logits with contiguous rows are not copied."""
     if not rows:
         return []
     logits = to_numpy(logits)

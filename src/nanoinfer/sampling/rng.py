@@ -1,8 +1,4 @@
-"""Random numbers: one uniform number for each token, from a counter-based generator.
-
-The random number of output token `position` of sample `sample` of a request is a pure function of
-(seed, sample, position). There is no generator state, so a request gets the same numbers alone or in any batch, on any
-engine, and after being stopped and resumed.
+"""Random numbers: one uniform number for each token, a pure function of (seed, sample, position) (docs/sampling.md).
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011). The reference
 below is plain Python. With the native extension, `uniform` is the C++ version (kernels/cpu/philox.h), which is about
@@ -22,12 +18,7 @@ REPLACE = 2 << 40
 
 
 def philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Return the 128 random bits of `counter` under `key`: ten Philox rounds.
-
-    Args:
-        counter: four 32-bit words.
-        key: two 32-bit words.
-    """
+    """Return the 128 random bits of `counter` under `key`, 32-bit words: ten Philox rounds."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

@@ -1,21 +1,18 @@
-"""The reference sampler, which defines the token that is sampled.
+"""The reference sampler, which defines the token that is sampled (docs/sampling.md).
 
     logits (B, V) -> penalties, bias, min_tokens -> greedy: the first largest
                                                  -> else: temperature, top-k, top-p, min-p
                                                           -> inverse transform of one uniform per row
 
-The inverse transform: weights w are summed in float64 in vocabulary order; the token is the first one whose running sum
-exceeds u * sum(w). u comes from `rng.uniform`, a function of (seed, sample, position) alone. The same logits therefore
-give the same token, independent of the other sequences in the batch and of the sampler: native.py and triton.py compute
-the same tokens without a sort.
-
-Cost: rows that need only the largest logit share one pass over the logits. The others need float64 arithmetic over the
-vocabulary, and a sort if top_p is used. Arithmetic is NumPy's; logits on another device are copied to the host.
+The uniform is a function of (seed, sample, position) alone (rng.py), so the same logits give the same token with any
+other sequences in the batch and with any sampler: native.py and triton.py compute the same tokens without a sort. Rows
+that need only the largest logit share one pass over the logits. Arithmetic is NumPy's; logits on another device are
+copied to the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,10 +21,9 @@ from numpy.typing import NDArray
 from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import filters
+from nanoinfer.sampling.filters import Floats
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling_params import SamplingParams
-
-Floats = NDArray[np.float64]
 
 
 class SamplerRow(Protocol):
@@ -36,37 +32,30 @@ class SamplerRow(Protocol):
     @property
     def params(self) -> SamplingParams:
         """The request's parameters."""
-        ...
 
     @property
     def seed(self) -> int:
         """Seed of the request's random numbers."""
-        ...
 
     @property
     def sample_index(self) -> int:
         """Index among the request's n samples."""
-        ...
 
     @property
     def prompt_token_ids(self) -> Sequence[int]:
         """Tokens of the prompt."""
-        ...
 
     @property
     def output_token_ids(self) -> Sequence[int]:
         """The tokens generated so far."""
-        ...
 
     @property
     def num_output_tokens(self) -> int:
         """Number of tokens generated so far, which is the position of the token to sample."""
-        ...
 
     @property
     def end_token_ids(self) -> Sequence[int]:
         """Tokens that end the sequence: end-of-text and stop tokens."""
-        ...
 
 
 class Sampled(NamedTuple):
@@ -94,11 +83,26 @@ def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
     """
     if not rows:
         return []
-    logits = to_numpy(logits)
-    tokens = [-1] * len(rows)
     plain = [i for i, row in enumerate(rows) if is_plain(row)]
     other = [i for i, row in enumerate(rows) if not is_plain(row)]
-    for some, choose in ((plain, _argmax), (other, _choose)):
+    return sample_parts(to_numpy(logits), rows, ((plain, _argmax), (other, _choose)))
+
+
+def sample_parts(
+    logits: Array,
+    rows: Sequence[SamplerRow],
+    parts: Iterable[tuple[list[int], Callable[[Any, Sequence[SamplerRow]], list[int]]]],
+) -> list[Sampled]:
+    """Sample each part of the rows with a function of its own.
+
+    Args:
+        logits: (B, V).
+        rows: B rows.
+        parts: the indices of some rows, and the function that returns the tokens for their logits. Each row is in one
+            part; a part may be empty.
+    """
+    tokens = [-1] * len(rows)
+    for some, choose in parts:
         if some:
             part = logits if len(some) == len(rows) else logits[some]
             for i, token in zip(some, choose(part, [rows[i] for i in some]), strict=True):
@@ -107,12 +111,17 @@ def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
 
 
 def add_logprobs(logits: Array, tokens: Sequence[int], rows: Sequence[SamplerRow]) -> list[Sampled]:
-    """Return the token of each row with the log-probabilities that its parameters ask for; `logits` are (B, V)."""
+    """Return the token of each row with the log-probabilities that its parameters request; `logits` are (B, V)."""
     counts = [row.params.num_logprobs for row in rows]
     return [
         Sampled(token) if count is None else Sampled(token, find_logprobs(logits[i], token, count))
         for i, (token, count) in enumerate(zip(tokens, counts, strict=True))
     ]
+
+
+def draw_tokens(logits: Array, rows: Sequence[SamplerRow]) -> list[int]:
+    """Return the next token of each row, as `sample` does."""
+    return [sampled.token_id for sampled in sample(logits, rows)]
 
 
 def is_plain(row: SamplerRow) -> bool:

@@ -1,13 +1,7 @@
 """The fused sampler on the GPU (kernels/triton/sampler.py): the reference's tokens without its sort or the host.
 
-Each sequence is assigned a slot; its parameters and token counts are uploaded once. After that, `draw` needs no data
-from the host: it reads logits, samples tokens, counts them and advances the positions. The shapes and addresses of its
-launches do not depend on data, so that a CUDA graph can capture it, and the next step can use the sampled tokens before
-the host has read them.
-
-Covered: rows for which `TritonSampler.covers` returns None. Tokens are those of the reference (docs/sampling.md).
-Not covered: log-probabilities (`Sample` computes them separately), logit_bias for more than 512 tokens, min_tokens with
-more than 64 end tokens, penalties on outputs of more than 32,767 tokens.
+The shapes and addresses of its launches do not depend on data, so that a CUDA graph can capture them, and the next step
+can use the sampled tokens before the host has read them. docs/sampling.md lists what it does not cover.
 """
 
 from __future__ import annotations
@@ -45,9 +39,7 @@ def why_unavailable() -> str | None:
 class TritonSampler:
     """Slots for sequences, and the kernels that sample their next tokens. Not thread-safe; use one stream at a time.
 
-    Device memory: 2 bytes for each slot and token of the vocabulary for the counts (101 KB a slot for GPT-2's 50,257
-    tokens; 51 MB for 512 slots), 8.8 KB for each slot for parameters, and 16 bytes of scratch for each token of at most
-    128 rows (105 MB for GPT-2). All of it is allocated in the constructor, so that captured graphs stay valid.
+    All device memory (docs/sampling.md) is allocated in the constructor, so that captured graphs stay valid.
 
     Args:
         num_slots: number of sequences that are sampled at the same time.
@@ -175,16 +167,9 @@ class TritonSampler:
         # No fused multiply-add: the reference rounds the product and the sum.
         exact: dict[str, Any] = {"PARTS": parts, "enable_fp_fusion": False}
         k.find_largest[num_parts, B](
-            *rows,
-            self._lists,
-            self._state,
-            self._values,
-            self._largest,
-            self._best,
-            V,
-            **exact,
-            num_warps=NUM_WARPS["find_largest"],
-        )
+            *rows, self._lists, self._state, self._values, self._largest, self._best, V,
+            **exact, num_warps=NUM_WARPS["find_largest"],
+        )  # fmt: skip
         k.weigh[num_parts, B](
             *rows, self._values, self._largest, self._best, self._weights, self._nearest, self._sums, V,
             **exact, num_warps=NUM_WARPS["weigh"],
@@ -266,15 +251,7 @@ class Sample:
         self._fused: TritonSampler | None = None
 
     def __call__(self, logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
-        """Sample the next token of each row.
-
-        Args:
-            logits: (B, V) float32 on a GPU; not changed.
-            rows: B rows.
-
-        Raises:
-            NanoinferError: a row's logits are not finite (the model overflowed).
-        """
+        """Sample the next token of each row."""
         if not rows:
             return []
         assert isinstance(logits, Tensor)
@@ -282,22 +259,15 @@ class Sample:
         fused = self._fused_for(B, V, logits.device)
         by_reference = [i for i, row in enumerate(rows) if fused._why_not_drawn(row)]
         by_kernels = [i for i in range(B) if i not in {*by_reference}]
-        tokens = [NOT_FINITE] * B
-        if by_kernels:
-            readable = logits if logits.stride(-1) == 1 else logits.contiguous()
-            part = readable if len(by_kernels) == B else readable[by_kernels]
-            fused._assign_all([rows[i] for i in by_kernels])
-            slots = torch.arange(len(by_kernels), device=logits.device)
-            drawn = fused.draw(part, slots, torch.ones_like(slots, dtype=torch.bool)).tolist()
-            if NOT_FINITE in drawn:
-                return reference.sample(logits, rows)  # raises the error
-            for i, token in zip(by_kernels, drawn, strict=True):
-                tokens[i] = token
-        if by_reference:
-            drawn = reference.sample(logits[by_reference], [rows[i] for i in by_reference])
-            for i, sampled in zip(by_reference, drawn, strict=True):
-                tokens[i] = sampled.token_id
-        return reference.add_logprobs(logits, tokens, rows)
+
+        def draw(part: Tensor, some: Sequence[SamplerRow]) -> list[int]:
+            fused._assign_all(some)
+            slots = torch.arange(len(some), device=part.device)
+            wanted = torch.ones_like(slots, dtype=torch.bool)
+            tokens: list[int] = fused.draw(part if part.stride(-1) == 1 else part.contiguous(), slots, wanted).tolist()
+            return tokens if NOT_FINITE not in tokens else reference.draw_tokens(part, some)  # raises the error
+
+        return reference.sample_parts(logits, rows, ((by_kernels, draw), (by_reference, reference.draw_tokens)))
 
     def _fused_for(self, B: int, V: int, device: torch.device) -> TritonSampler:
         """Return a fused sampler of at least B slots; a new one if B, the vocabulary or the device requires it."""

@@ -2,18 +2,9 @@
 
     expected tokens per second of k = (sequences + expected accepted tokens) / (draft + step seconds)
 
-- Accepted tokens: AcceptanceStats counts, for each depth, how often a proposal was accepted after all proposals before
-  it were accepted: over all sequences, and for each sequence.
-- Seconds: step_costs.py estimates steps of the target, the drafter estimates its own time. Measured times correct both.
-- Loss: a credit, in seconds, limits the time that speculation may lose. Each step adds 1% of its duration, accepted
-  tokens add the time that they saved, and the cost of drafting and verifying beyond a plain step is subtracted. A step
-  uses speculation only if the credit covers the loss in case every proposal is rejected. The prefill of a draft model
-  is a loan: there is one at a time, and a sequence gets it if its expected gain is at least twice the loan. So the
-  loss is at most 1% of the total time, the opening credit and one loan, whatever the drafter proposes. The credit
-  belongs to the engine, not to a request: short requests use speculation from their first step if earlier requests
-  gained.
-- Probes: if k = 0 is best, one sequence proposes one token after 4, 8, ... 32 steps. Otherwise every 64th step is
-  plain. So the cost of both kinds of steps stays current.
+docs/speculative.md ("How many tokens") describes the acceptance statistics, the loss budget (`credit_sec`), the loan
+for the prefill of a draft model (`loan_sec`) and the probes. step_costs.py estimates the seconds of the target's steps,
+the drafter its own.
 """
 
 from __future__ import annotations
@@ -157,7 +148,7 @@ class AdaptiveK:
             able = ready
             k, gain = self._best(num_seqs, able)
         if k == 0:
-            able, k = self._probe(num_seqs, [b for b in budgets if b.max_tokens > 0]), 1
+            able, k = self._probe([b for b in budgets if b.max_tokens > 0]), 1
         else:
             self._probes, self._retry_after, self._gain = False, FIRST_RETRY, gain
         ks = self._affordable(num_seqs, able, k)
@@ -169,12 +160,11 @@ class AdaptiveK:
         num, tokens, best = len(able), float(num_seqs), (0, MIN_GAIN)
         reached = map(sum, zip(*(b.acceptance.reached for b in able), strict=True))
         plain_rate = num_seqs / self._costs(num_seqs, num_seqs)
-        draft_ratio = self._costs.level.ratio * self._draft.ratio
         for k, accepted in zip(range(1, most + 1), reached, strict=False):
             if k > best[0] + NUM_WORSE:
                 break
             tokens += accepted
-            sec = self._draft_sec(num, k, num) * draft_ratio + self._costs(num_seqs, num_seqs + k * num)
+            sec = self._draft_only(num, k) + self._costs(num_seqs, num_seqs + k * num)
             if tokens / sec > plain_rate * best[1]:
                 best = k, tokens / sec / plain_rate
         return best
@@ -205,7 +195,7 @@ class AdaptiveK:
             ready.append(b)
         return ready
 
-    def _probe(self, num_seqs: int, able: list[DraftBudget]) -> list[DraftBudget]:
+    def _probe(self, able: list[DraftBudget]) -> list[DraftBudget]:
         """Return the sequence that probes: it proposes one token although k = 0 is best. Empty if no probe is due."""
         self._probes, due = True, self._probes
         self._num_to_wait = self._retry_after

@@ -51,11 +51,9 @@ class Drafter(Protocol):
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
         """Return a proposal for each request, in order."""
-        ...
 
     def num_behind(self, request: DraftRequest) -> int:
         """Return the number of tokens of a sequence that the drafter must process before it can propose."""
-        ...
 
     def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
         """Return the estimated duration of `propose`.
@@ -65,15 +63,12 @@ class Drafter(Protocol):
             num_tokens: proposed tokens per request.
             num_behind: tokens to process first, summed over the requests (see the method `num_behind`).
         """
-        ...
 
     def forget(self, row: SamplerRow) -> None:
         """Free the state of a sequence, if there is any."""
-        ...
 
     def reset(self) -> None:
         """Free the state of all sequences. Works after an exception interrupted any other method."""
-        ...
 
 
 @runtime_checkable
@@ -88,7 +83,6 @@ class UsesHidden(Protocol):
             hidden: (len(rows), n_embd) float32: the final hidden state from which each sequence's newest token was
                 sampled. The drafter may keep the array.
         """
-        ...
 
 
 class LookaheadRow:

@@ -1,11 +1,4 @@
-"""Make a drafter from the name of a draft.
-
-    prompt-lookup        continuations of repeated n-grams in the sequence itself (prompt_lookup.py)
-    a model              any name that `load_model` accepts: shakespeare-draft, gpt2, a folder, a ckpt.pt
-    self:int8 self:int4  the target with quantized weights
-    self:6               the target's first 6 layers with its final layer norm and output head (early exit)
-    a draft head         shakespeare-head, or a folder with draft_head.json: trained on the target's hidden states
-    auto                 the draft in COMPANIONS for the target, or prompt-lookup
+"""Make a drafter from the name of a draft; docs/speculative.md ("Drafts") lists the names.
 
 On a CPU a draft model's weights are quantized to int8 for any format of the target, because errors of the draft affect
 only the acceptance rate.
@@ -25,7 +18,7 @@ from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.model_info import ModelInfo
-from nanoinfer.models import tokenizers
+from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
 from nanoinfer.models.checkpoints.packed import PackedWeights
 from nanoinfer.models.truncate_layers import truncate_layers
@@ -78,7 +71,7 @@ class DraftFactory:
             NanoinferError: the draft does not exist, or its vocabulary differs from the target's.
         """
         name, target = self._resolve(draft), self._target
-        if name == PROMPT_LOOKUP or _find_head(name) is not None:
+        if name == PROMPT_LOOKUP or draft_head.find(name) is not None:
             return self._config
         self._loaded[name] = weights, _ = self._load(name)
         if self._config.kv_cache_memory is None:
@@ -112,11 +105,11 @@ class DraftFactory:
     def _make(self, name: str, limits: EngineLimits) -> Drafter:
         if name == PROMPT_LOOKUP:
             return PromptLookup()
-        folder = _find_head(name)
+        folder = draft_head.find(name)
         return self._build(name, limits) if folder is None else self._build_head(name, folder, limits)
 
     def _build_head(self, name: str, folder: Path, limits: EngineLimits) -> Drafter:
-        from nanoinfer.models import draft_head, numpy_ops
+        from nanoinfer.models import numpy_ops
         from nanoinfer.speculative.head_drafter import HeadDrafter
 
         target, head = self._target, draft_head.load(folder)
@@ -193,12 +186,6 @@ def limits_of_draft(target: EngineLimits, block_size: int) -> EngineLimits:
     return EngineLimits(
         target.max_num_seqs, block_size, max(full, min(num_blocks, target.max_num_seqs * full)) * KV_BLOCK
     )
-
-
-def _find_head(name: str) -> Path | None:
-    from nanoinfer.models import draft_head
-
-    return draft_head.find(name)
 
 
 def _check_vocabulary(draft: LoadedModel, target: ModelInfo) -> None:

@@ -41,31 +41,24 @@ class _Held:
 class _Draft(ProposalBuilder):
     held: _Held = field(kw_only=True)
 
+    @property
+    def uncached(self) -> list[int]:
+        """The tokens that are not in the cache, after `_truncate_rejected`: at least the newest one."""
+        return self.request.token_ids[self.request.start + len(self.held.token_ids) :]
+
 
 class DraftModel:
     """Proposes the tokens that a smaller model generates.
 
     Args:
-        name: name of the model, for messages.
         engine: the draft's engine; its max_num_seqs must be at least the target engine's.
-        sampler: samples the proposals.
         vocab_size: number of tokens that may be sampled, as for the target.
         times: seconds of the draft's steps.
     """
 
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        sampler: Sampler,
-        vocab_size: int,
-        times: StepTimes,
-    ) -> None:
-        self.name = name
-        self.engine = engine
-        self._sampler = sampler
-        self._vocab_size = vocab_size
-        self._times = times
+    def __init__(self, name: str, engine: Engine, sampler: Sampler, vocab_size: int, times: StepTimes) -> None:
+        self.name, self.engine, self._sampler = name, engine, sampler
+        self._vocab_size, self._times = vocab_size, times
         self._held: dict[SamplerRow, _Held] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
@@ -87,13 +80,10 @@ class DraftModel:
         drafts = self._with_room(fitting)
         active = [d for d in drafts if d is not None]
         for some in _split(active):
-            self._draw(some, self._extend([(d.held, self._uncached(d)) for d in some]))
+            draw_next(some, self._extend([(d.held, d.uncached) for d in some]), self._sampler)
         while active := [d for d in active if len(d.token_ids) < self._limit(d.request)]:
-            self._draw(active, self._extend([(d.held, d.token_ids[-1:]) for d in active]))
+            draw_next(active, self._extend([(d.held, d.token_ids[-1:]) for d in active]), self._sampler)
         return [d.finish() if d is not None else Proposal([]) for d in drafts]
-
-    def _draw(self, drafts: Sequence[_Draft], logits: Array) -> None:
-        draw_next(drafts, logits, self._sampler)
 
     def _fits(self, request: DraftRequest) -> bool:
         return len(request.token_ids) - request.start <= self.engine.limits.block_size
@@ -118,7 +108,7 @@ class DraftModel:
         free, kept = self.engine.num_free_blocks, list[_Draft | None]()
         for d in drafts:
             if d is not None:
-                count = len(self._uncached(d)) + self._limit(d.request) - 1  # the last proposal is not cached
+                count = len(d.uncached) + self._limit(d.request) - 1  # the last proposal is not cached
                 needed = self.engine.blocks_needed(d.held.handle, count)
                 d = d if needed <= free else None
                 free -= needed if d is not None else 0
@@ -131,11 +121,6 @@ class DraftModel:
         if keep < len(held.token_ids):
             self.engine.truncate(held.handle, keep)
             del held.token_ids[keep:]
-
-    @staticmethod
-    def _uncached(draft: _Draft) -> list[int]:
-        """Return the tokens that are not in the cache, after `_truncate_rejected`: at least the newest one."""
-        return draft.request.token_ids[draft.request.start + len(draft.held.token_ids) :]
 
     def _extend(self, new: Sequence[tuple[_Held, list[int]]]) -> Array:
         batch = StepBatch()
@@ -182,7 +167,7 @@ def _split(drafts: Sequence[_Draft]) -> Iterator[list[_Draft]]:
     some: list[_Draft] = []
     count = 0
     for d in drafts:
-        new = max(1, len(d.request.token_ids) - d.request.start - len(d.held.token_ids))
+        new = len(d.uncached)
         if some and count + new > MAX_NUM_BATCHED_TOKENS:
             yield some
             some, count = [], 0

@@ -32,14 +32,11 @@ class HeadDrafter:
     """Proposes the tokens that a draft head predicts from the target's last hidden state.
 
     Args:
-        name: name of the head, for messages.
         head: NumPy arrays in float32, or tensors on the target's device.
         embeddings: of the target; the same kind of array in the same dtype.
-        sampler: samples the proposals.
         vocab_size: number of tokens that may be sampled, as for the target.
         ops: operations on this kind of array: models/numpy_ops.py or models/torch_ops.py.
         max_num_seqs: maximum number of requests per call.
-        clock: seconds; measures the head's steps.
     """
 
     def __init__(

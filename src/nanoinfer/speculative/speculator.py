@@ -52,11 +52,15 @@ class SpecStep:
     drafted: tuple[int, int, int] | None = None
     """Arguments of `Drafter.estimate_sec` for the requests to the drafter; None if there were none."""
 
+    def drafts(self, sequence: scheduling.Sequence) -> list[int]:
+        """Return the tokens proposed for a sequence; empty if there are none."""
+        proposal = self.proposals.get(sequence)
+        return proposal.token_ids if proposal is not None else []
+
     def accepted(self, sequence: scheduling.Sequence, token_ids: Sequence[int]) -> list[bool]:
         """Return which of a sequence's new tokens are those of its proposal: all but the last, and that one if the
         output is complete with it."""
-        proposal = self.proposals.get(sequence)
-        drafts = proposal.token_ids if proposal is not None else []
+        drafts = self.drafts(sequence)
         return [i < len(drafts) and token == drafts[i] for i, token in enumerate(token_ids)]
 
 
@@ -64,11 +68,9 @@ class Speculator:
     """Proposes tokens for the sequences that decode.
 
     Args:
-        drafter: makes the proposals.
         rule: reproduce or reject (verify.py).
         speculate_k: number of proposed tokens; None: AdaptiveK chooses it for each step.
         costs: seconds of the target's steps; required if speculate_k is None.
-        clock: seconds.
     """
 
     def __init__(
@@ -139,8 +141,8 @@ class Speculator:
         """
         rounds = []
         for s, kept in zip(drawing(list(work)), tokens, strict=True):
-            proposal = done.proposals.get(s)
-            proposed, accepted = (len(proposal.token_ids), max(0, len(kept) - 1)) if proposal is not None else (0, 0)
+            proposed = len(done.drafts(s))
+            accepted = max(0, len(kept) - 1) if proposed else 0
             rounds.append((self._acceptance.get(s), proposed, accepted))
             stats = self.stats(s.request)
             stats.num_proposed += proposed
@@ -201,8 +203,8 @@ def drop_without_room(
     counts = [(w, Handle(cast(int, w.sequence.handle)), len(w.token_ids)) for w in (*work, *later)]
     free = engine.num_free_blocks - sum(need(handle, count) for _, handle, count in counts)
     for w, handle, count in counts[: len(work)]:
-        if (proposal := done.proposals.get(w.sequence)) is not None:
-            more = need(handle, count + len(proposal.token_ids)) - need(handle, count)
+        if drafts := done.drafts(w.sequence):
+            more = need(handle, count + len(drafts)) - need(handle, count)
             if more > free:
                 del done.proposals[w.sequence]
             else:
@@ -217,9 +219,8 @@ def _newest_rows(work: Sequence[ScheduledSequence], done: SpecStep, tokens: Sequ
     rows, at, kept = [], 0, iter(tokens)
     for w in work:
         if w.draws:
-            proposal = done.proposals.get(w.sequence)
             rows += [at + len(next(kept)) - 1 for _ in (w.sequence, *w.forks)]  # forks sample from the same row
-            at += 1 + (len(proposal.token_ids) if proposal is not None else 0)
+            at += 1 + len(done.drafts(w.sequence))
     return rows
 
 

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.arrays import Array
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
-from nanoinfer.sampling.sampler import Sampled, Sampler, SamplerRow, draw_from, filtered_weights, find_logprobs
+from nanoinfer.sampling.sampler import Sampled, Sampler, SamplerRow, add_logprobs, draw_from, filtered_weights
 from nanoinfer.speculative.base import LookaheadRow, Proposal
 
 Group = tuple[SamplerRow, Proposal | None]
@@ -52,8 +52,6 @@ def draw(sampler: Sampler, logits: Array, groups: Sequence[Group], *, rule: str 
     Args:
         sampler: the sampler of plain decoding.
         logits: (sum over groups of 1 + number of proposals, V) float32, the rows of each group consecutive.
-        groups: the sequences.
-        rule: reproduce or reject.
 
     Raises:
         NanoinferError: a row's logits are not finite (the model overflowed).
@@ -100,7 +98,7 @@ def _by_rejection(logits: Array, rows: Sequence[SamplerRow], proposal: Proposal)
         q[np.arange(len(q)), proposal.token_ids] = 1.0
     else:
         q = _normalised(proposal.weights)
-    kept: list[Sampled] = []
+    kept: list[int] = []
     for i, token in enumerate(proposal.token_ids):
         row = rows[i]
         u: float = uniform(seed=row.seed, sample=row.sample_index + ACCEPT, position=row.num_output_tokens)
@@ -109,17 +107,13 @@ def _by_rejection(logits: Array, rows: Sequence[SamplerRow], proposal: Proposal)
             if rest.sum() <= 0.0:  # p and q differ only by rounding: sample from p
                 rest = p[i]
             (token,) = draw_from(rest[None], rows[i : i + 1], REPLACE)
-        kept.append(_sampled(token, logits[i], rows[i]))
+        kept.append(token)
         if token != proposal.token_ids[i]:
-            return kept
-    (token,) = draw_from(p[-1:], rows[-1:])
-    kept.append(_sampled(token, logits[-1], rows[-1]))
-    return kept
+            break
+    else:
+        kept += draw_from(p[-1:], rows[-1:])
+    return add_logprobs(logits, kept, rows[: len(kept)])
 
 
 def _normalised(weights: NDArray[np.float64]) -> NDArray[np.float64]:
     return weights / weights.sum(-1, keepdims=True)  # type: ignore[no-any-return]
-
-
-def _sampled(token: int, logits: Array, row: SamplerRow) -> Sampled:
-    return Sampled(token, find_logprobs(logits, token, row.params.num_logprobs))

@@ -57,9 +57,7 @@ def make_tokenizer(kind: str, train: Sequence[str], val: Sequence[str], vocab_si
 
     Args:
         kind: char (all characters of the data, including the held-out texts) or bpe (trained on `train` only).
-        train: the training texts.
-        val: the held-out texts.
-        vocab_size: vocabulary size of a BPE.
+        vocab_size: of a BPE.
     """
     if kind == "char":
         chars = sorted(set("".join([*train, *val])))

@@ -31,14 +31,18 @@ from .tiles import (
 )
 
 
-@triton.jit
-def attend_part(
-    row, head, split, q, keys, values, table, pos, out, parts, stats, num_tokens, num_heads, num_new, context,
+@triton.jit(do_not_specialize=["num_tokens", "num_new"])
+def attention_kernel(
+    q, keys, values, table, pos, out, parts, stats, num_tokens, num_heads, num_new, context,
     stride_table, stride_block, stride_head, stride_token, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend one head of one row to one part of its context. Write to `out` if SPLITS is 1, else to `parts`."""
+    """Grid: (row * H + head, split). Attend one head of one row to one part of its context.
+
+    Write to `out` if SPLITS is 1, else to `parts`.
+    """
+    row, head, split = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(1)
     queries = tl.arange(0, BLOCK_Q)
     dims = tl.arange(0, BLOCK_D)
     position = tl.load(pos + row * num_new + queries, mask=queries < num_new, other=-1)
@@ -90,9 +94,10 @@ def attend_part(
         tl.store(stats + slot * 2 + 1, total, mask=queries < num_new)
 
 
-@triton.jit
-def join_parts(item, out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
-    """Merge the parts of one head of one token: item = token * H + head."""
+@triton.jit(do_not_specialize=["num_items"])
+def join_parts_kernel(out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
+    """Grid: (token * H + head). Merge the parts of one head of one token."""
+    item = tl.program_id(0)
     dims = tl.arange(0, BLOCK_D)
     slots = tl.arange(0, SPLITS) * num_items + item
     largest = tl.load(stats + slots * 2)
@@ -103,28 +108,6 @@ def join_parts(item, out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.
     total = tl.sum(weight * total, 0)
     y = tl.sum(weight[:, None] * part, 0) / tl.where(total == 0.0, 1.0, total)
     tl.store(out + item * D + dims, y.to(out.dtype.element_ty), mask=dims < D)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_new"])
-def attention_kernel(
-    q, keys, values, table, pos, out, parts, stats, num_tokens, num_heads, num_new, context,
-    stride_table, stride_block, stride_head, stride_token, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Grid: (row * H + head, split)."""
-    attend_part(
-        tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(1),
-        q, keys, values, table, pos, out, parts, stats, num_tokens, num_heads, num_new, context,
-        stride_table, stride_block, stride_head, stride_token, scale,
-        D, BLOCK_D, BLOCK_LEN, BLOCK_Q, BLOCK_T, SPLITS, STAGES, WIDEN,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_items"])
-def join_parts_kernel(out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
-    """Grid: (token * H + head)."""
-    join_parts(tl.program_id(0), out, parts, stats, num_items, D, BLOCK_D, SPLITS)
 
 
 def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None) -> None:

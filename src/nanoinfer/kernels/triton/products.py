@@ -199,37 +199,6 @@ def sum_packed(
 
 
 @triton.jit
-def accumulate(
-    x, w, scale, zero, gain, shift, num_rows, num_outputs, eps, outputs, split,
-    K: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Return the sums over this split's inputs, (BLOCK_M, BLOCK_N) float32, for the columns `outputs`."""
-    mean, rstd = 0.0, 0.0
-    if gain is not None:
-        mean, rstd = row_statistics(x, num_rows, eps, K, BLOCK_M, BLOCK_K)
-    # Columns past the last output read the last one again, so that the loop's 16-byte loads need no mask.
-    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-    SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
-    first = split * SHARE
-    if GROUP == 0:
-        acc = sum_dense(
-            x, w, gain, shift, mean, rstd, rows, num_rows, first, first + SHARE,
-            K, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WIDEN,
-        )  # fmt: skip
-    else:
-        acc = sum_packed(
-            x, w, scale, zero, gain, shift, mean, rstd, rows, num_rows, first, first + SHARE,
-            K, GROUP, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WIDEN,
-        )  # fmt: skip
-    if BLOCK_M == 1:
-        acc = tl.sum(acc, 1)[None, :]
-    if (GROUP == 0) and (scale is not None):
-        acc *= tl.load(scale + rows)[None, :]
-    return acc
-
-
-@triton.jit
 def finish(
     acc, out, bias, residual, keys, values, table, pos, outputs, num_rows, num_outputs, num_new,
     stride_table, stride_block, stride_head, stride_token,
@@ -280,10 +249,27 @@ def product_kernel(
     """Grid: (tile, split). Each program computes one tile's columns over one part of the inputs."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(1)
-    acc = accumulate(
-        x, w, scale, zero, gain, shift, num_rows, num_outputs, eps, outputs, split,
-        K, GROUP, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, SPLITS, STAGES, WIDEN,
-    )  # fmt: skip
+    mean, rstd = 0.0, 0.0
+    if gain is not None:
+        mean, rstd = row_statistics(x, num_rows, eps, K, BLOCK_M, BLOCK_K)
+    # Columns past the last output read the last one again, so that the loop's 16-byte loads need no mask.
+    columns = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    first = split * SHARE
+    if GROUP == 0:
+        acc = sum_dense(
+            x, w, gain, shift, mean, rstd, columns, num_rows, first, first + SHARE,
+            K, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WIDEN,
+        )  # fmt: skip
+    else:
+        acc = sum_packed(
+            x, w, scale, zero, gain, shift, mean, rstd, columns, num_rows, first, first + SHARE,
+            K, GROUP, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WIDEN,
+        )  # fmt: skip
+    if BLOCK_M == 1:
+        acc = tl.sum(acc, 1)[None, :]
+    if (GROUP == 0) and (scale is not None):
+        acc *= tl.load(scale + columns)[None, :]
     if SPLITS == 1:
         finish(
             acc, out, bias, residual, keys, values, table, pos, outputs, num_rows, num_outputs, num_new,

@@ -10,8 +10,9 @@ from .products import Norm
 
 
 @triton.jit
-def embed_row(row, out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out[row] = wte[idx[row]] + wpe[pos[row]]."""
+def embed_kernel(out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (row). Compute out[row] = wte[idx[row]] + wpe[pos[row]]."""
+    row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     token = tl.load(idx + row).to(tl.int64)
     position = tl.minimum(tl.load(pos + row), num_positions - 1).to(tl.int64)  # padding is past the last
@@ -21,8 +22,9 @@ def embed_row(row, out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOC
 
 
 @triton.jit
-def norm_row(row, out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute out[row] = layer norm of x[row]."""
+def norm_kernel(out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: (row). Compute out[row] = layer norm of x[row]."""
+    row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < C
     values = tl.load(x + row * C + cols, mask=inside, other=0.0).to(tl.float32)
@@ -32,18 +34,6 @@ def norm_row(row, out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr
     if shift is not None:
         y += tl.load(shift + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * C + cols, y.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def embed_kernel(out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (row)."""
-    embed_row(tl.program_id(0), out, idx, pos, wte, wpe, num_positions, C, BLOCK)
-
-
-@triton.jit
-def norm_kernel(out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (row)."""
-    norm_row(tl.program_id(0), out, x, gain, shift, eps, C, BLOCK)
 
 
 def embed(idx: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor, out: Tensor) -> None:

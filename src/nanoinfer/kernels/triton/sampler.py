@@ -1,19 +1,13 @@
-"""Sampling on a GPU without a sort: penalties, filters and the inverse transform, in three kernels.
+"""Sampling on a GPU without a sort: penalties, filters and the inverse transform (docs/sampling.md), in three kernels.
 
     find_largest  (parts x rows)  penalties, bias, min_tokens; the largest logit of each part of each row
     weigh         (parts x rows)  y = (largest - logit) / temperature and weight exp(-y), for rows that are not greedy
     draw          (rows)          the thresholds of the filters, the random number, the token; updates the row's slot
 
 A part is BLOCK tokens, so that a single row uses many multiprocessors for the long operations (reading logits, float64
-exponentials). `draw` processes sums and minima of parts and groups, and the few tokens that pass the filters. A greedy
-row whose logits do not change needs one pass over float32 values.
-
-Exactness: every decision is made in float64 on the same values as in the reference sampler, by counting and adding;
-equal values are kept or dropped together. Only the last bit of an exp or of a sum may differ. The kernels use no
-atomics, so a row gives the same token every time and in every batch. They use no fused multiply-add
-(enable_fp_fusion=False at the launch), which would change the last bit of the penalties.
-
-Philox4x32-10 is tl.philox; the counter and the 53 bits are those of the reference's uniform.
+exponentials). Every decision is made in float64 on the same values as in the reference sampler. The kernels use no
+atomics, so a row gives the same token in every batch, and no fused multiply-add (enable_fp_fusion=False at the launch),
+which would change the last bit of the penalties.
 """
 
 from __future__ import annotations
@@ -148,15 +142,7 @@ def largest_of(largest, best, num_parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def distances(
-    logits,
-    values,
-    changed,
-    largest,
-    temperature,
-    ids,
-    V,
-):
+def distances(logits, values, changed, largest, temperature, ids, V):
     """Return y = (largest - logit) / temperature of some tokens; infinite past the vocabulary."""
     if changed:
         x = tl.load(values + ids)
@@ -231,16 +217,7 @@ def kept_weights(values, weights, groups, num_groups, chunk, border):
 
 
 @triton.jit
-def filter_border(
-    words,
-    values,
-    weights,
-    nearest,
-    groups,
-    total,
-    V,
-    N: tl.constexpr,
-):
+def filter_border(words, values, weights, nearest, groups, total, V, N: tl.constexpr):
     """Return the border of all filters: tokens with y <= border are kept. `total` is the weight of all tokens."""
     k, p = tl.load(words + TOP_K), real(words, TOP_P)
     high = total * 0.0 + WEIGHTLESS

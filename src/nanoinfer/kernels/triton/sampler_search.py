@@ -1,17 +1,8 @@
 """The search for the border of top_k and top_p without a sort, as part of the sampler's last kernel (sampler.py).
 
 Both filters need the least border such that the mass of all tokens with y <= border reaches a goal. The mass of a token
-is 1 for top_k and its weight for top_p; the goal is k, or p times the total weight. The search keeps a bracket
-(low, high]: the mass up to `low` is too small, and the mass up to `high` is sufficient. Each pass computes the mass at
-PIVOTS borders inside the bracket and reduces it to a fifth. The search ends when the bracket contains a single value of
-y, so the border is exact and does not depend on the pivots.
-
-In even passes, the pivots are evenly spaced, which is fast for most logits. In odd passes, they are evenly spaced among
-the float64 numbers between low and high, which bounds the number of passes for all logits: 28 such passes reduce 2**63
-numbers to one.
-
-A pass reads few tokens: the least y of each group of GROUP consecutive tokens is known, and a pass reads only the
-groups with a token y <= high. They are listed in vocabulary order, so that sums are in vocabulary order.
+is 1 for top_k and its weight for top_p; the goal is k, or p times the total weight. The search (docs/sampling.md) keeps
+a bracket (low, high]: the mass up to `low` is too small, and the mass up to `high` is sufficient.
 
 y = (largest logit of the row - logit) / temperature, so 0 <= y; it is infinite for excluded tokens.
 """
@@ -88,16 +79,7 @@ def ids_of(groups, num_groups, chunk):
 
 
 @triton.jit
-def border_of(
-    values,
-    weights,
-    nearest,
-    groups,
-    goal,
-    high,
-    COUNT: tl.constexpr,
-    N: tl.constexpr,
-):
+def border_of(values, weights, nearest, groups, goal, high, COUNT: tl.constexpr, N: tl.constexpr):
     """Return the least border whose mass reaches the goal; `high` if the mass up to `high` does not.
 
     Args:
