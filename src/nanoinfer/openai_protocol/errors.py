@@ -22,6 +22,19 @@ def error_body(error: NanoinferError) -> dict[str, Any]:
     return error_object(str(error), status_code(error), _param(error), code)
 
 
+def as_sent(error: NanoinferError, *, response_format: bool) -> NanoinferError:
+    """Return an error about structured outputs with the name of the field that the request has.
+
+    Args:
+        error: "structured_outputs.json: ..."
+        response_format: whether the request has this field, for which structured_outputs stands.
+    """
+    if not response_format:
+        return error
+    text = re.sub(r"structured_outputs(\.json_object)?", "response_format", str(error), count=1)
+    return type(error)(text.replace("response_format.json:", "response_format.json_schema:", 1))
+
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
