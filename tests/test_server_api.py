@@ -365,6 +365,7 @@ def test_options_of_the_template(chat: Client) -> None:
 
 # Errors -------------------------------------------------------------------------------------------------------
 
+
 def as_format(schema: dict[str, Any]) -> dict[str, Any]:
     """Return OpenAI's response_format of a schema."""
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
