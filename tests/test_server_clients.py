@@ -1,4 +1,5 @@
-"""Unmodified clients: openai-python and lm-eval's local-completions give what the library gives; GuideLLM's requests succeed.
+"""Unmodified clients: openai-python and lm-eval's local-completions give what the library gives, and all of
+GuideLLM's requests succeed.
 
 `vllm bench serve` is not among them: it needs vLLM, whose wheel is for CUDA.
 """
@@ -227,7 +228,8 @@ def test_all_requests_of_guidellm_succeed(server: ServerProcess, folder: Path, t
     command = [
         GUIDELLM, "run", "--backend", f"kind=openai_http,target={server.url},request_format={route}",
         "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=12",
-        "--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8", "--tokenizer", f"kind=hf_auto,model={tokenizer}",
+        "--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+        "--tokenizer", f"kind=hf_auto,model={tokenizer}",
         "--output", f"kind=json,path={tmp_path / 'report.json'}", "--disable-console",
     ]  # fmt: skip
     done = subprocess.run(

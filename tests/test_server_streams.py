@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -79,6 +78,6 @@ def test_no_stream_of_200_is_starved(max_num_seqs: int) -> None:
             if j != i:
                 counts[i] = counts.get(i, 0) + len(ids)
 
-    # They start in the order of their arrival, but for those that threads prepare at the same time.
+    # They start in the order of their arrival; those that start in the same step in any order.
     order = list(dict.fromkeys(i for i, _ in log))
-    assert all(abs(place - i) <= 16 for place, i in enumerate(order))
+    assert all(abs(place - i) <= max_num_seqs for place, i in enumerate(order))

@@ -17,6 +17,7 @@ INTEGERS = {*(name for name, (low, _) in RANGES.items() if isinstance(low, int))
             "max_completion_tokens", "top_logprobs", "priority"}  # fmt: skip
 """Fields that may be written as 10.0: in JSON Schema, and for vLLM, that is an integer."""
 
+
 @dataclass(frozen=True)
 class GenerationRequest:
     """What a request asks for: prompts in the forms of `LLM.generate`, or the messages of a chat."""
