@@ -393,8 +393,18 @@ ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(", "x": 1}}, 400, "structured_outputs", "x"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "structured_outputs", "regex"),
     (COMPLETIONS, {"prompt": "a", "response_format": as_format({"type": "x"})}, 400, "response_format", "json_schema"),
-    (COMPLETIONS, {"prompt": "a", "response_format": as_format({"x": "é" * 140_000})}, 400, "response_format", "limit"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "response_format": as_format({"x": "é" * 140_000})},
+        400,
+        "response_format",
+        "schema has",
+    ),
     (COMPLETIONS, {"prompt": ["a", "b"], "response_format": as_format({"not": {}})}, 400, "response_format", "prompt"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": [[1, 2]]}, 400, "logit_bias", "logit_bias=[[1, 2]] is not an object"),
+    (COMPLETIONS, {"prompt": "a", "stop": {"a": 1}}, 400, "stop", "stop={'a': 1} is not a string or a list"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": "1"}, 400, "stop_token_ids", "stop_token_ids='1' is not a list"),
+    (COMPLETIONS, {"prompt": "a", "x" * 500: 1}, 400, "x" * 200, "'xxx"),
     (COMPLETIONS, {"prompt": "a", "priority": 2**40}, 400, "priority", "priority="),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 2.5}, 400, "max_tokens", "max_tokens=2.5 is not an integer"),
     (COMPLETIONS, {"prompt": "a", "seed": 1e300}, 400, "seed", "seed=1"),
@@ -465,10 +475,12 @@ def test_bodies_that_are_no_request(client: Client, content: bytes, message: str
 
 
 def test_unknown_paths_and_methods(client: Client) -> None:
-    for method, path, status in (("GET", "/v1/x", 404), ("GET", COMPLETIONS, 405), ("POST", "/health", 405)):
+    for method, path, status in (("GET", "/v1/x", 404), ("GET", COMPLETIONS, 405), ("POST", "/health", 405),
+                                 ("POST", COMPLETIONS + "/", 404)):  # fmt: skip
         response = client.request(method, path)
         assert (response.status_code, set(response.json()["error"])) == (status, {"message", "type", "param", "code"})
-        assert path in response.json()["error"]["message"]
+        assert response.json()["error"]["message"].startswith(f"{method} {path}: ")
+        assert response.json()["error"]["message"].count(path) == 1
 
 
 NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -493,6 +505,12 @@ def test_a_format_that_cannot_be_compiled_is_an_error_of_the_field_that_was_sent
         status, error = chat.error(CHAT, messages=HI, stream=stream, **body)
         assert (status, error["param"]) == (400, *body)
         assert error["message"].startswith(f"{error['param']}.json")
+
+
+@pytest.mark.parametrize("name", ["self", "args", "kwargs", "context", "", "é"])
+def test_variables_of_a_template_may_have_any_name(chat: Client, name: str) -> None:
+    body = {"messages": HI, "max_tokens": 3, "seed": 1}
+    assert chat.post(CHAT, **body, chat_template_kwargs={name: 1})["choices"] == chat.post(CHAT, **body)["choices"]
 
 
 def test_whole_numbers_may_be_written_with_a_point(client: Client, chat: Client) -> None:

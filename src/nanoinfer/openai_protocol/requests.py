@@ -102,8 +102,11 @@ def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
     Raises:
         NanoinferError: a value is out of range.
     """
-    bias = given.get("logit_bias")
-    if isinstance(bias, Mapping):
+    for name, kinds, what in (("stop", (str, list), "a string or a list"), ("stop_token_ids", list, "a list"),
+                              ("logit_bias", dict, "an object")):  # fmt: skip
+        if given.get(name) is not None and not isinstance(given[name], kinds):
+            raise NanoinferError(f"{name}={show(given[name])} is not {what}")
+    if (bias := given.get("logit_bias")) is not None:
         given = {**given, "logit_bias": {_token_id(key): value for key, value in bias.items()}}
     return replace(defaults, **given)
 
