@@ -1,7 +1,7 @@
 """Unmodified clients: openai-python and lm-eval's local-completions give what the library gives, and all of
 GuideLLM's requests succeed.
 
-`vllm bench serve` is not among them: it needs vLLM, whose wheel is for CUDA.
+`vllm bench serve` is not among them: it needs vLLM, whose package on PyPI is built for CUDA and takes gigabytes.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ NARROWER: dict[str, dict[str, Any]] = {
     "max_tokens": {"maximum": 12},
     "max_completion_tokens": {"maximum": 12},
     "min_tokens": FEW,
+    "tokens": {"items": {"type": "integer", "minimum": 0, "maximum": 300}},
     **dict.fromkeys(("n", "best_of", "logprobs", "prompt_logprobs", "top_logprobs"), FEW),
     "response_format": {
         "anyOf": [
@@ -85,6 +86,7 @@ LEFT_OUT = {
     "/v1/completions": ("response_format", "stream_options", "slide_stride"),
     "/v1/chat/completions": ("structured_outputs", "stream_options", "slide_stride", "max_tokens"),
     "/tokenize": (),
+    "/detokenize": (),
 }
 """What excludes or needs another field. Schemathesis would give most requests a pair that is refused."""
 
