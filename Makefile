@@ -63,7 +63,7 @@ test-small:
 
 # The package's other requirements, llama.cpp among them, are left out: only its file is used.
 test-smollm2: .venv/installed-smollm2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_smollm2.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_smollm2.py tests/test_smollm2_structured.py
 
 # One browser at a time: no --numprocesses.
 test-clients: .venv/installed-clients

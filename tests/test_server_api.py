@@ -365,6 +365,12 @@ def test_options_of_the_template(chat: Client) -> None:
 
 # Errors -------------------------------------------------------------------------------------------------------
 
+
+def as_format(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return OpenAI's response_format of a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {}, 400, "prompt", "prompt is missing"),
     (COMPLETIONS, {"prompt": 5}, 400, "prompt", "prompt=5 is neither"),
@@ -386,7 +392,22 @@ ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (COMPLETIONS, {"prompt": "a", "response_format": 5}, 400, "response_format", "is not supported"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "(", "x": 1}}, 400, "structured_outputs", "x"),
     (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "structured_outputs", "regex"),
+    (COMPLETIONS, {"prompt": "a", "response_format": as_format({"type": "x"})}, 400, "response_format", "json_schema"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "response_format": as_format({"x": "é" * 140_000})},
+        400,
+        "response_format",
+        "schema has",
+    ),
+    (COMPLETIONS, {"prompt": ["a", "b"], "response_format": as_format({"not": {}})}, 400, "response_format", "prompt"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": [[1, 2]]}, 400, "logit_bias", "logit_bias=[[1, 2]] is not an object"),
+    (COMPLETIONS, {"prompt": "a", "stop": {"a": 1}}, 400, "stop", "stop={'a': 1} is not a string or a list"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": "1"}, 400, "stop_token_ids", "stop_token_ids='1' is not a list"),
+    (COMPLETIONS, {"prompt": "a", "x" * 500: 1}, 400, "x" * 200, "'xxx"),
     (COMPLETIONS, {"prompt": "a", "priority": 2**40}, 400, "priority", "priority="),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 2.5}, 400, "max_tokens", "max_tokens=2.5 is not an integer"),
+    (COMPLETIONS, {"prompt": "a", "seed": 1e300}, 400, "seed", "seed=1"),
     (COMPLETIONS, {"prompt": "a", "cache_salt": ""}, 400, "cache_salt", "cache_salt=''"),
     (COMPLETIONS, {"prompt": "a", "stream_options": {}}, 400, "stream_options", "needs stream=true"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options", "x=1"),
@@ -454,10 +475,12 @@ def test_bodies_that_are_no_request(client: Client, content: bytes, message: str
 
 
 def test_unknown_paths_and_methods(client: Client) -> None:
-    for method, path, status in (("GET", "/v1/x", 404), ("GET", COMPLETIONS, 405), ("POST", "/health", 405)):
+    for method, path, status in (("GET", "/v1/x", 404), ("GET", COMPLETIONS, 405), ("POST", "/health", 405),
+                                 ("POST", COMPLETIONS + "/", 404)):  # fmt: skip
         response = client.request(method, path)
         assert (response.status_code, set(response.json()["error"])) == (status, {"message", "type", "param", "code"})
-        assert path in response.json()["error"]["message"]
+        assert response.json()["error"]["message"].startswith(f"{method} {path}: ")
+        assert response.json()["error"]["message"].count(path) == 1
 
 
 NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -472,6 +495,31 @@ def test_fields_without_effect_are_accepted(client: Client, chat: Client) -> Non
     neutral: dict[str, Any] = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "modalities": ["text"]}
     with_them = chat.post(CHAT, messages=HI, seed=1, max_tokens=4, **given, **neutral)
     assert with_them["choices"] == chat.post(CHAT, messages=HI, seed=1, max_tokens=4)["choices"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_format_that_cannot_be_compiled_is_an_error_of_the_field_that_was_sent(chat: Client, stream: bool) -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    sent = {"response_format": as_format({"enum": []})}, {"structured_outputs": {"json": {"enum": []}}}
+    for body in sent:
+        status, error = chat.error(CHAT, messages=HI, stream=stream, **body)
+        assert (status, error["param"]) == (400, *body)
+        assert error["message"].startswith(f"{error['param']}.json")
+
+
+@pytest.mark.parametrize("name", ["self", "args", "kwargs", "context", "", "é"])
+def test_variables_of_a_template_may_have_any_name(chat: Client, name: str) -> None:
+    body = {"messages": HI, "max_tokens": 3, "seed": 1}
+    assert chat.post(CHAT, **body, chat_template_kwargs={name: 1})["choices"] == chat.post(CHAT, **body)["choices"]
+
+
+def test_whole_numbers_may_be_written_with_a_point(client: Client, chat: Client) -> None:
+    """JSON has one type of number: 10.0 is an integer in JSON Schema and in vLLM's requests."""
+    found = client.post(COMPLETIONS, prompt="a", max_tokens=3.0, seed=1.0, n=2.0, top_k=5.0, logprobs=1.0, priority=0.0)
+    same = client.post(COMPLETIONS, prompt="a", max_tokens=3, seed=1, n=2, top_k=5, logprobs=1)
+    assert found["choices"] == same["choices"]
+    body = chat.post(CHAT, messages=HI, max_completion_tokens=3.0, logprobs=True, top_logprobs=2.0, seed=1)
+    assert [len(t["top_logprobs"]) for t in body["choices"][0]["logprobs"]["content"]] == [2] * 3
 
 
 def test_null_is_the_default(client: Client) -> None:

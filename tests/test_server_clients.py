@@ -1,4 +1,8 @@
-"""Unmodified clients: openai-python and lm-eval's local-completions give what the library gives."""
+"""Unmodified clients: openai-python and lm-eval's local-completions give what the library gives, and all of
+GuideLLM's requests succeed.
+
+`vllm bench serve` is not among them: it needs vLLM, whose package on PyPI is built for CUDA and takes gigabytes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
@@ -19,7 +24,7 @@ pytest.importorskip("uvicorn", reason="the extra server is not installed")
 
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from server_process import ServerProcess, serving  # noqa: E402
-from test_chat import chat_folder  # noqa: E402
+from test_chat import CHATML, chat_folder  # noqa: E402
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "seed": 3, "temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.2}
@@ -203,3 +208,35 @@ def test_lm_eval_gives_the_scores_of_the_library(server: ServerProcess, llm: LLM
         values = [o.log_likelihood for o in expected]
         num_right += values.index(max(values)) == question["gold"]
     assert results["results"]["tiny"]["acc,none"] == pytest.approx(num_right / len(QUESTIONS))
+
+
+# GuideLLM -----------------------------------------------------------------------------------------------------
+
+GUIDELLM = which("guidellm", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+
+
+@pytest.mark.skipif(GUIDELLM is None, reason="GuideLLM is not installed: make test-clients")
+@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
+def test_all_requests_of_guidellm_succeed(server: ServerProcess, folder: Path, tmp_path: Path, route: str) -> None:
+    """It streams, and asks for the token counts in every chunk."""
+    assert GUIDELLM is not None
+    tokenizer = tmp_path / "tokenizer"  # as transformers reads it
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": CHATML}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(config))
+    command = [
+        GUIDELLM, "run", "--backend", f"kind=openai_http,target={server.url},request_format={route}",
+        "--profile", "kind=concurrent,streams=4", "--constraint", "kind=max_requests,count=12",
+        "--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8",
+        "--tokenizer", f"kind=hf_auto,model={tokenizer}",
+        "--output", f"kind=json,path={tmp_path / 'report.json'}", "--disable-console",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (found,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
+    requests = found["requests"]
+    assert (len(requests["successful"]), requests["errored"], requests["incomplete"]) == (12, [], [])
+    assert [request["output_metrics"]["text_tokens"] for request in requests["successful"]] == [8] * 12

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from starlette.types import ASGIApp
 
 from asgi import Response, call, serve
 from conftest import CHARS, make_folder
-from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.server import page_routes
 from nanoinfer.server.auth import PUBLIC
 from nanoinfer.server.table import ROUTES
@@ -228,6 +229,32 @@ def test_a_failing_drafter_fails_one_request_alone(llm: LLM) -> None:
         first, failed, last = await asyncio.gather(*(post(app, body | {"prompt": prompt}) for prompt in prompts))
         assert [text(first), text(last)] == expected[::2]
         assert (failed.status, failed.error["type"]) == (500, "server_error")
+
+    serve(llm, main)
+
+
+def test_grammars_that_take_long_to_compile_delay_no_other_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    llm = LLM(str(folder), engine="native")
+    may_compile, compile_grammar = threading.Event(), llm._requests._grammars.compile
+
+    def slow(wanted: StructuredOutputsParams) -> Any:
+        assert may_compile.wait(30)
+        return compile_grammar(wanted)
+
+    monkeypatch.setattr(llm._requests._grammars, "compile", slow)
+
+    async def main(app: ASGIApp, model: AsyncLLM) -> None:
+        body = SHORT | {"structured_outputs": {"choice": ["a"]}}
+        slow_ones = [asyncio.ensure_future(post(app, body)) for _ in range(8)]
+        await until(lambda: model.num_unfinished_requests == 8)
+        try:
+            text(await asyncio.wait_for(post(app, SHORT), 10))
+        finally:
+            may_compile.set()
+        assert [text(found) for found in await asyncio.gather(*slow_ones)] == ["a"] * 8
 
     serve(llm, main)
 

@@ -513,11 +513,18 @@ def test_flags_of_generate(run: Run, folder: Path, tmp_path: Path) -> None:
 
 
 def test_batch_lines_have_them(run: Run, folder: Path, tmp_path: Path) -> None:
+    bad = {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
     lines = [
         {"prompt": "go", "structured_outputs": {"choice": ["yes", "no"]}},
         {"prompt": "go", "structured_outputs": {"json": PERSON, "disable_any_whitespace": True}, "max_tokens": 90},
         {"prompt": "go", "structured_outputs": {"regex": "("}},
         {"prompt": "go", "max_tokens": 3},
+        {
+            "custom_id": "a",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": "go", "response_format": bad},
+        },
     ]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run("batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), "--model", str(folder), "--engine", "native")
@@ -526,6 +533,9 @@ def test_batch_lines_have_them(run: Run, folder: Path, tmp_path: Path) -> None:
     assert matches("json", records[1]["outputs"][0]["text"])
     assert "structured_outputs.regex: invalid regex" in json.dumps(records[2]["error"])
     assert records[3]["error"] is None
+    error = records[4]["response"]["body"]["error"]
+    assert (records[4]["response"]["status_code"], error["param"]) == (400, "response_format")
+    assert error["message"].startswith("line 5: response_format.json_schema: ")
     assert os.path.getsize(tmp_path / "out.jsonl") > 0
 
 

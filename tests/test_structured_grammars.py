@@ -193,9 +193,8 @@ def test_the_checking_process_has_limits(compiler: Grammars) -> None:
     assert limits["Max stack size"] == [str(1 << 20)] * 2
     assert limits["Max open files"] == ["3", "3"]
     assert limits["Max file size"] == ["0", "0"]
-    child._process.kill()
+    child._process.kill()  # as the operating system does when memory is short
     child._process.wait()
-    refuses(lambda: compiler.compile(Structured(regex="killed")), "its process ended with code -9")
     compiler.compile(Structured(regex="killed"))
 
 

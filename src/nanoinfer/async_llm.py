@@ -44,11 +44,13 @@ class _Threads:
         self.engine = AsyncEngine(llm.core)
         # A tokenizer must not run while the interpreter exits.
         self.preparing = Workers("nanoinfer-prepare", NUM_PREPARING, around=processes.computing)
+        self.compiling = Workers("nanoinfer-compile", 1, around=processes.computing)  # seconds for some grammars
         self.scoring = Workers("nanoinfer-score", 1)  # its calls run steps, which have the core's lock
 
     def close(self) -> None:
         self.engine.close()
         self.preparing.stop()
+        self.compiling.stop()
         self.scoring.stop()
 
 
@@ -179,7 +181,7 @@ class AsyncLLM:
             request_id = secrets.token_hex(8)
         elif not isinstance(request_id, str) or not request_id:
             raise NanoinferError(f"request_id={show(request_id)} is not a string of one or more characters")
-        return AsyncOutputStream(self, make, request_id, output_kind, getattr(sampling_params, "prompt_logprobs", None))
+        return AsyncOutputStream(self, make, request_id, output_kind, _threads_of(sampling_params))
 
     async def abort(self, request_id: str) -> None:
         """End a request before the next step. Its iterator returns the output so far, with finish_reason "abort".
@@ -264,6 +266,13 @@ class AsyncLLM:
         return self._threads
 
 
+def _threads_of(params: Params | None) -> str:
+    """Return which of the threads prepare a request: those that take long are prepared apart from the others."""
+    if getattr(params, "prompt_logprobs", None) is not None:
+        return "scoring"
+    return "compiling" if getattr(params, "structured_outputs", None) is not None else "preparing"
+
+
 class AsyncOutputStream(AsyncIterator[RequestOutput]):
     """Yields the outputs of one request, which it owns. Use it in one task at a time."""
 
@@ -277,10 +286,10 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         make: Callable[[], Request],
         request_id: str,
         output_kind: str,
-        prompt_logprobs: int | None,
+        threads: str,
     ) -> None:
         self._llm, self._make, self._output_kind = llm, make, output_kind
-        self._scores = prompt_logprobs is not None
+        self._threads = threads
         self.request_id = request_id
         """The id that the caller gave, or that was made."""
 
@@ -302,7 +311,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         self._engine = threads.engine
         self._engine.register(request)
         self._request = request
-        workers = threads.scoring if self._scores else threads.preparing
+        workers: Workers = getattr(threads, self._threads)
         workers.put(lambda: threads.engine.prepare(request, make))
         return request
 

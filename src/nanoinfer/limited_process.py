@@ -49,7 +49,9 @@ class LimitedProcess:
         if self._pid != os.getpid():  # forked: the child answers the parent
             self._pid, self._lock, self._child = os.getpid(), threading.Lock(), None
         with self._lock:
-            child, self._child = self._child or self._start(), None
+            child, self._child = self._child, None
+            if child is None or child.has_ended:  # memory was short, and the operating system has ended it
+                child = self._start()
             line = child.ask(request)  # an exception leaves no child behind: the next call starts one
             if not line:
                 raise NanoinferError(f"{self._purpose}: {child.end(self._setup['cpu_sec'])}")
@@ -80,6 +82,11 @@ class _Child:
             start_new_session=True,  # Ctrl-C is for this process
         )
         self._first = first
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
 
     def ask(self, request: bytes) -> bytes:
         """Return the line that answers a request; empty if the process has ended, or does not answer in time."""

@@ -46,7 +46,7 @@ class ChatTemplate:
         setup = {"template": source, "max_output": MAX_OUTPUT, "memory_bytes": MEMORY_BYTES, "cpu_sec": CPU_SEC}
         self._worker = LimitedProcess(_WORKER, ("jinja2", "markupsafe"), setup, "the chat template cannot be rendered")
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """Return the text of a conversation.
 
         Args:

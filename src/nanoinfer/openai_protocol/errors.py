@@ -22,6 +22,24 @@ def error_body(error: NanoinferError) -> dict[str, Any]:
     return error_object(str(error), status_code(error), _param(error), code)
 
 
+def as_sent(error: NanoinferError, *, response_format: bool) -> NanoinferError:
+    """Return an error about structured outputs with the name of the field that the request has.
+
+    Args:
+        error: "structured_outputs.json: ..."
+        response_format: whether the request has this field, for which structured_outputs stands.
+    """
+    if not response_format:
+        return error
+    found = re.match(r"(.*?)structured_outputs(\.json_object|\.json)?", text := str(error), re.S)
+    if found is None:
+        return error
+    name = "response_format.json_schema" if found[2] == ".json" else "response_format"
+    return type(error)(found[1] + name + text[found.end() :])
+
+
+MAX_PARAM_CHARS = 200
+"""Of the name of a field in an error: an unknown one may be as long as the body."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -31,9 +49,10 @@ def error_object(message: str, status: int, param: str | None = None, code: str 
     Args:
         message: one line.
         status: the HTTP status, which determines the type.
-        param: name of the field.
+        param: name of the field, which is truncated.
         code: for programs.
     """
+    param = None if param is None else param[:MAX_PARAM_CHARS]
     kind = "server_error" if status >= 500 else _TYPES.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

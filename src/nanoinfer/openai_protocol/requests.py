@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoinfer.checks import require_bool, require_int, show
+from nanoinfer.errors import NanoinferError
+from nanoinfer.openai_protocol.errors import as_sent
 from nanoinfer.openai_protocol.fields import CHAT, FIELDS, MAX_PROMPTS, SAMPLING, FieldError, check_names
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import RANGES, SamplingParams
+
+INTEGERS = {*(name for name, (low, _) in RANGES.items() if isinstance(low, int)),
+            "max_completion_tokens", "top_logprobs", "priority"}  # fmt: skip
+"""Fields that may be written as 10.0: in JSON Schema, and for vLLM, that is an integer."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,8 @@ class GenerationRequest:
     prompt_logprobs: bool = False
     """Whether prompt_logprobs are returned in vLLM's shape."""
     return_token_ids: bool = False
+    response_format: bool = False
+    """Whether it is given; then params.structured_outputs are those that it stands for."""
     stream: bool = False
     include_usage: bool = False
     """Whether the last chunk of a stream has the token counts."""
@@ -59,7 +67,7 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
         FieldError: a field is unknown or not supported; or there is no prompt.
         NanoinferError: a sampling parameter is out of range; its message begins with its name.
     """
-    given = {name: value for name, value in body.items() if value is not None}
+    given = {name: _whole(value) if name in INTEGERS else value for name, value in body.items() if value is not None}
     check_names(given, url)
     sampling = {name: given[name] for name in SAMPLING if name in given}
     if (structured := _structured_outputs(given.get("response_format"))) is not None:
@@ -71,7 +79,11 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
     options: dict[str, Any] = _options(given, streams)
     if options["echo"] and type(given.get("max_tokens")) is int and given["max_tokens"] == 0:
         options["prompt_only"], sampling["max_tokens"] = True, 1
-    params = with_fields(defaults, sampling)
+    options["response_format"] = structured is not None
+    try:
+        params = with_fields(defaults, sampling)
+    except NanoinferError as e:
+        raise as_sent(e, response_format=options["response_format"]) from None
     options["prompt_logprobs"] = params.prompt_logprobs is not None
     if options["stream"]:
         _check_stream(params, options)
@@ -90,8 +102,11 @@ def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
     Raises:
         NanoinferError: a value is out of range.
     """
-    bias = given.get("logit_bias")
-    if isinstance(bias, Mapping):
+    for name, kinds, what in (("stop", (str, list), "a string or a list"), ("stop_token_ids", list, "a list"),
+                              ("logit_bias", dict, "an object")):  # fmt: skip
+        if given.get(name) is not None and not isinstance(given[name], kinds):
+            raise NanoinferError(f"{name}={show(given[name])} is not {what}")
+    if (bias := given.get("logit_bias")) is not None:
         given = {**given, "logit_bias": {_token_id(key): value for key, value in bias.items()}}
     return replace(defaults, **given)
 
@@ -192,6 +207,11 @@ def _prompts(prompt: Any) -> list[dict[str, Any]]:
         if not isinstance(item, (str, list)):
             raise FieldError(f"prompt={show(item)} is neither a string nor a list of token ids", "prompt")
     return [{"prompt" if isinstance(item, str) else "prompt_token_ids": item} for item in items]
+
+
+def _whole(value: Any) -> Any:
+    """10.0 -> 10. Other values are left to be checked."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _token_id(key: Any) -> Any:

@@ -6,11 +6,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
 from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.checks import show
 from nanoinfer.openai_protocol import json_bytes
 from nanoinfer.server import page_routes
 from nanoinfer.server.access_log import AccessLog, LogRequests
@@ -34,16 +32,11 @@ def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None 
     """
     service = Service(llm, config)
     service.openapi = functools.cache(lambda: json_bytes(document(ROUTES, service.defaults)))
-    router = Router([*(_route(service, spec) for spec in ROUTES), *page_routes.routes()])
+    router = Router([*(_route(service, spec) for spec in ROUTES), *page_routes.routes()], redirect_slashes=False)
 
     async def routed(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = router  # Starlette's routes then raise HTTPException
-        try:
-            await router(scope, receive, send)
-        except HTTPException as e:
-            raise HTTPException(
-                e.status_code, f"{scope['method']} {show(scope['path'])}: {e.detail}", e.headers
-            ) from None
+        scope["app"] = router  # Starlette's routes then raise HTTPException, which BoundRequests answers
+        await router(scope, receive, send)
 
     # Around the routes, the innermost first. BoundRequests answers their exceptions.
     app: App = BoundRequests(routed, config)

@@ -6,7 +6,7 @@ import asyncio
 
 from nanoinfer.async_streams import MergedStreams
 from nanoinfer.errors import NanoinferError
-from nanoinfer.openai_protocol import ChunkWriter, GenerationRequest, error_body, json_bytes, response_body
+from nanoinfer.openai_protocol import ChunkWriter, GenerationRequest, as_sent, error_body, json_bytes, response_body
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.server.auth import combined_salt
 from nanoinfer.server.http import EVENTS, Receive, Scope, Send, read_object, respond
@@ -29,6 +29,8 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
         merged = MergedStreams(streams, watch.receive)
         try:
             await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
+        except NanoinferError as e:
+            raise as_sent(e, response_format=request.response_format) from None
         finally:
             merged.close()
 
@@ -70,7 +72,7 @@ async def _stream(
     except NanoinferError as e:
         if not started:
             raise
-        event = b"data: " + json_bytes(error_body(e)) + b"\n\n"
+        event = b"data: " + json_bytes(error_body(as_sent(e, response_format=request.response_format))) + b"\n\n"
         await send({"type": "http.response.body", "body": event})
     else:
         await send({"type": "http.response.body", "body": writer.end()})
