@@ -6,7 +6,6 @@ second time. In a destructor or a weak reference's callback Python prints the in
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import signal
 import sys
@@ -43,7 +42,9 @@ class Interrupts:
 
     def _unraisable(self, args: UnraisableHookArgs) -> None:
         if issubclass(args.exc_type, KeyboardInterrupt):
-            again = threading.Timer(0.01, _thread.interrupt_main)  # later: raised here, it would be discarded too
+            # Later: raised here, it would be discarded too. A signal to the main thread also ends a call that waits.
+            main_thread = threading.main_thread().ident
+            again = threading.Timer(0.01, signal.pthread_kill, (main_thread, signal.SIGINT))
             again.daemon = True
             again.start()
         else:

@@ -3,7 +3,7 @@
 Examples:
     nanoinfer roofline gpt2-xl --device h100 --batch 64 --context 1024
     nanoinfer roofline gpt2 --dtype int8                # measures this machine
-    nanoinfer roofline model.gguf                       # the formats of the file's own matrices
+    nanoinfer roofline model.gguf                       # the file's own formats
     nanoinfer roofline gpt2-xl --device h100 --draft gpt2 --acceptance 0.8
     nanoinfer roofline gpt2-xl --device a100 --json | jq .decode.tokens_per_sec
 """
