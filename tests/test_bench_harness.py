@@ -141,6 +141,7 @@ def written_figures(made: results.Results) -> list[object]:
     return [row["figures"] for row in json.loads(results.to_json(made))["rows"]]
 
 
+@pytest.mark.slow
 def test_resume_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
     plan = Plan(model=str(tiny_folder), engine=("static",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
     (first,), _ = run(plan, "test", log=quiet)
@@ -153,6 +154,7 @@ def test_resume_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
     assert written_figures(third) == written_figures(second)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
     flags = [f for n in range(1, 40) for f in ("--batch", n)]
     out = tmp_path / "r.json"
@@ -234,6 +236,7 @@ def test_the_command_prints_tables_json_and_exit_codes(tiny_folder: Path) -> Non
     assert ["error" not in r for r in document["rows"]] == [True, False]
 
 
+@pytest.mark.slow
 def test_results_are_shown_and_reported_without_measuring(tiny_folder: Path, tmp_path: Path) -> None:
     plan = Plan(model=str(tiny_folder), engine=("static",), output_tokens=(4,), rounds=1, output=tmp_path / "r.json")
     (made,), _ = run(plan, "test", log=quiet)

@@ -102,6 +102,7 @@ def test_gpt2s_vocabulary(device: torch.device, sample: Sample) -> None:
 
 
 @on_devices
+@pytest.mark.slow_if(lambda device: device == CPU)
 def test_every_top_k_and_extreme_top_p_with_ties(device: torch.device, sample: Sample) -> None:
     logits = torch.randint(-3, 4, (1, 70), generator=torch.Generator().manual_seed(0)).float()
     rows = [make_row(SamplingParams(top_k=k), seed=k) for k in range(1, 72, 7)]
@@ -161,6 +162,7 @@ def _write_uniform() -> Any:
 
 
 @on_devices
+@pytest.mark.slow_if(lambda device: device == CPU)
 def test_texts_grow_on_the_device_as_they_do_for_the_reference(device: torch.device) -> None:
     """Slots in disorder, rows that are not wanted, a slot that changes hands, padded columns, rows far apart."""
     V, width, num_slots = 331, 340, 5

@@ -38,6 +38,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.slow  # make test-small runs it in an environment without PyTorch
 def test_the_native_path_where_torch_cannot_be_imported(without_torch: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", TESTS / "native_path.py"]
     done = subprocess.run(command, env=without_torch, cwd=TESTS.parent, capture_output=True, text=True, check=False)
