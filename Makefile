@@ -1,5 +1,5 @@
 # make demo    stream text from the built-in model, then install PyTorch and show the ladder of engines
-# make test    the tests without the slow cases (4 minutes on 2 cores); make test-all: with them (20 minutes)
+# make test    the tests without the slow cases (5 minutes on 2 cores); make test-all: with them (13 minutes)
 # make test-nightly: also the cases that take minutes each (two hours)
 # make test-long    100,000 random calls of the scheduler, its prefix cache and the pools of blocks (10 minutes)
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
@@ -34,8 +34,13 @@ demo: .venv/installed
 	@echo "== the ladder: every engine generates the same tokens =="
 	@TORCH_LOGS=-all $(BIN)/python benchmarks/ladder.py
 
+# They have targets of their own, whatever is installed: one browser at a time, and a model to download.
+CLIENT_TESTS := tests/test_server_clients.py tests/test_server_page.py tests/test_server_schema.py
+SMOLLM2_TESTS := tests/test_smollm2.py tests/test_smollm2_structured.py
+
 # A process for each core, of one thread: the native engine and the tests of threads start more of them.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal \
+  $(patsubst %,--ignore=%,$(CLIENT_TESTS) $(SMOLLM2_TESTS))
 
 test: .venv/installed-test
 	$(PYTEST) -m "not slow and not nightly"
@@ -63,11 +68,11 @@ test-small:
 
 # The package's other requirements, llama.cpp among them, are left out: only its file is used.
 test-smollm2: .venv/installed-smollm2
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_smollm2.py tests/test_smollm2_structured.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SMOLLM2_TESTS)
 
 # One browser at a time: no --numprocesses.
 test-clients: .venv/installed-clients
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_server_clients.py tests/test_server_page.py tests/test_server_schema.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(CLIENT_TESTS)
 
 test-server-schema: .venv/installed-clients
 	NANOINFER_TEST_SCHEMA_EXAMPLES=1900 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_schema.py

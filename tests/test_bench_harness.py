@@ -223,6 +223,7 @@ def test_a_missing_peer_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, 
         open_backend(Case("ctranslate2", "m"), tiny_folder)
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_json_and_exit_codes(tiny_folder: Path) -> None:
     flags = ("-m", tiny_folder, "--engine", "static", "--output-tokens", 4, "--rounds", 1)
     done = subprocess.run(bench(*flags), capture_output=True, text=True, env=one_thread(), check=True)

@@ -89,7 +89,7 @@ def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[l
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", RUNGS)
-@pytest.mark.slow_if(lambda name, case: case not in (CASES if name in FAST[1:] else TRACED[:2]))
+@pytest.mark.slow_if(lambda name, case: case not in (CASES if name in ("static", "native") else TRACED[:2]))
 def test_greedy_tokens_equal_the_naive_loop(
     name: str, case: str, gpt_of: Callable[[str], GPT], greedy_of: Callable[[str], list[list[list[int]]]]
 ) -> None:
@@ -139,7 +139,7 @@ def test_samples_and_sliding_are_the_same_on_every_rung(case: str, gpt_of: Calla
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("engine", ["native", "static"])
-@pytest.mark.slow_if(lambda engine, case: case not in (FIRST if engine == "native" else TRACED))
+@pytest.mark.slow_if(lambda engine, case: case not in (TRACED if engine == "native" else TRACED[:1]))
 def test_speculation_changes_no_token(engine: str, case: str, folder_of: Callable[[str], Path]) -> None:
     """Drafts: repetition, the target itself in 8 bits or with fewer layers, and a model of another family."""
     folder = str(folder_of(case))

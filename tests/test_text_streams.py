@@ -76,7 +76,7 @@ def pieces(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> l
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_prompt_and_stream_make_the_text_of_all_tokens(name: str, data: st.DataObject) -> None:
     tokenizer = ALL[name]()

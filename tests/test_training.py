@@ -156,6 +156,7 @@ def test_learning_rate_rises_then_follows_the_cosine() -> None:
     assert learning_rate(109, config) == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_train_prints_progress_on_stderr_and_the_result_on_stdout(config: TrainConfig) -> None:
     done = subprocess.run(
         command("train", "--data", *config.data, "--out", config.out, "--max-steps", 4, "--eval-interval", 2),
