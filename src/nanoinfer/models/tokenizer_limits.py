@@ -16,9 +16,8 @@ from typing import Any
 
 MAX_GROWTH = 1024
 MAX_STEPS = 100
-MAX_MERGE_WORK = (
-    1 << 30
-)  # sum of the squares of the tokens' lengths, where merges are not stored; Gemma's is 30 million
+MAX_MERGE_WORK = 1 << 30
+"""Sum of the squares of the tokens' lengths, where merges are not stored; Gemma's is 30 million."""
 MAX_VOCAB_SIZE = 2**31 - 1  # the same limit as ModelConfig.vocab_size
 
 

@@ -194,11 +194,11 @@ def _build(tokens: list[bytes], names: list[str], pattern: str) -> Tokenizer:
 
     if sum(len(token) ** 2 for token in tokens) > MAX_MERGE_WORK:
         raise ValueError("it has tokens that are too long to find their merges")
-    if missing := [i for i in range(256) if bytes([i]) not in set(tokens)]:
+    ids = {token: i for i, token in enumerate(tokens)}
+    if missing := [i for i in range(256) if bytes([i]) not in ids]:
         raise ValueError(f"it has no token for the byte {missing[0]}")
     letters = {byte: char for char, byte in byte_alphabet().items()}
     spelled = {token: "".join(map(letters.__getitem__, token)) for token in tokens}
-    ids = {token: i for i, token in enumerate(tokens)}
     merges = []
     for token in tokens:  # all pairs of tokens that make a token, in the order of the tokens that they make
         pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
