@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.errors import NanoinferError, one_line
-from nanoinfer.sampling.sampler import Sampled, find_logprobs
+from nanoinfer.sampling.sampler import Sampled, add_logprobs
 from nanoinfer.speculative.base import Proposal
 from nanoinfer.structured.grammars import Grammar, explain, read_mask
 
@@ -191,10 +191,7 @@ class MaskedRows:
         for (row, _), some in zip(groups, kept, strict=True):
             some = [] if row in self.errors else some[: self._num_masked.get(row)]
             if (raw := self._raw.get(row)) is not None:
-                num = row.params.num_logprobs
-                some = [
-                    Sampled(found.token_id, find_logprobs(raw[i], found.token_id, num)) for i, found in enumerate(some)
-                ]
+                some = add_logprobs(raw, [found.token_id for found in some], [row] * len(some))
             finished.append(some)
         return finished
 
