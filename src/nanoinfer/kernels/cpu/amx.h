@@ -1,168 +1,271 @@
-// Matrix products with AMX: tiles of 16 rows of activations times 16 outputs, in bfloat16, int8 and int4.
+// Matrix products with AMX: tiles of 16 rows of activations times 16 outputs, in bfloat16 and in all formats whose
+// activations are int8.
 // Part of kernels.cpp, which includes it in the namespace of the instruction set `amx`.
 //
-// A tile register holds 16 rows of 64 bytes. One instruction multiplies a tile of activations (16 rows, 32 bfloat16 or
-// 64 int8) by a tile of weights (as many inputs, 16 outputs), whose layout is that of half a panel. Activations are
-// therefore not interleaved (products.h, Tile): each row lies as it is. The rows after the last one, up to a multiple of
-// 16, are read and their results dropped, so the memory of prepared rows must be that large (padded_rows).
+// A tile register holds 16 rows of 64 bytes. One instruction multiplies a tile of activations (16 rows, 32 bfloat16, or a
+// group of 32 or 64 int8) by a tile of weights (as many inputs, 16 outputs), whose layout is that of half a panel.
+// Activations are therefore not interleaved as products.h has it (Tile). The bytes of 16 rows of bfloat16 lie tile after
+// tile, so that a thread reads them as one stream; rows of int8 lie as they are. The rows after the last one, up to a
+// multiple of 16, are read and their results dropped, so the memory of prepared rows must be that large (padded_rows).
+// Weights in bfloat16 are multiplied as they lie; others are unpacked to signed bytes, which many rows share.
 //
 // A row's result does not depend on the number of rows. bfloat16 always takes this path: its instruction adds in an
 // order of its own. Products of int8 are exact, so few rows take the faster path of products.h, with the same result.
 #pragma once
 
-constexpr std::int64_t kTileRows = 16;
-constexpr std::int64_t kRowsAmxInt8 = 2 * kRowsInt;  // with fewer rows, VNNI is faster: it computes no padding
+constexpr std::int64_t kTileRows = 16, kTileBytes = kTileRows * 64;
+// As kRowBlockBytes: CPUs with AMX have 2 MiB of second-level cache. Each block reads the weights again.
+constexpr std::size_t kRowBlockBytesAmx = 768 << 10;
+// With fewer rows, VNNI is faster: it computes no padding. Groups of 32 inputs use half of a tile register.
+constexpr std::int64_t rows_amx_int8(WeightType type) { return 2 * kRowsInt * kGroup / group_of(type); }
 
 NI_INLINE bool uses_amx(WeightType type, std::int64_t rows) {
-  return type == WeightType::bf16 || ((type == WeightType::i8 || type == WeightType::i4) && rows > kRowsAmxInt8);
+  return type == WeightType::bf16 || (group_of(type) && rows > rows_amx_int8(type));
 }
 
-// All eight tile registers as 16 rows of 64 bytes, for the life of this object.
+// The tile registers for the life of this object: 16 rows of 64 bytes each, but those of activations (4, 5) have `inputs`
+// bytes in a row, and those of weights (6, 7) as many inputs, four in a row.
 struct TileRegisters {
   struct alignas(64) Config {
     std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
     std::uint16_t bytes[16] = {};
     std::uint8_t rows[16] = {};
   };
-  TileRegisters() {
+  explicit TileRegisters(std::int64_t inputs = 64) {
     Config config;
-    for (int i = 0; i < 8; ++i) config.bytes[i] = 64, config.rows[i] = kTileRows;
+    for (int i = 0; i < 8; ++i) {
+      config.bytes[i] = (std::uint16_t)(i == 4 || i == 5 ? inputs : 64);
+      config.rows[i] = (std::uint8_t)(i >= 6 ? inputs / 4 : kTileRows);
+    }
     _tile_loadconfig(&config);
   }
   ~TileRegisters() { _tile_release(); }
 };
 
-// Up to 32 rows times one panel: four tiles of sums.
-NI_INLINE void amx_bf16_step(const std::uint8_t* x, std::int64_t x_stride, const std::uint8_t* w, bool second) {
-  _tile_loadd(4, x, x_stride);
+// Write row `row` of the activations of a product in bfloat16. The conversion makes subnormal numbers zero, as the product
+// of tiles does.
+NI_INLINE void prepare_bf16_tiles(const float* x, std::int64_t n, std::int64_t depth, std::int64_t row,
+                                  std::size_t stride, std::uint8_t* out) {
+  std::uint8_t* to = out + row / kTileRows * kTileRows * stride + row % kTileRows * 64;
+  for (std::int64_t k = 0; k < depth; k += 32, to += kTileBytes) {
+    const f32x16 low = load_first(x + k, n - k), high = load_first(x + k + 16, n - k - 16);
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high.v[0], (__m512)low.v[0]);
+    __builtin_memcpy(to, &both, 64);
+  }
+}
+
+// Up to 32 rows times one panel: four tiles of sums. The tiles of rows 16 to 31 are `next` bytes after those of the first.
+NI_INLINE void amx_bf16_step(const std::uint8_t* x, std::int64_t next, const std::uint8_t* w, bool second) {
+  _tile_loadd(4, x, 64);
   _tile_loadd(6, w, 128);
   _tile_loadd(7, w + 64, 128);
   _tile_dpbf16ps(0, 4, 6);
   _tile_dpbf16ps(1, 4, 7);
   if (second) {
-    _tile_loadd(5, x + kTileRows * x_stride, x_stride);
+    _tile_loadd(5, x + next, 64);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
 }
 
-inline void amx_bf16(const MatmulTask& task, std::int64_t panel, std::int64_t row, std::int64_t rows, bool first) {
+// The sums of up to 32 rows and one panel. Their epilogue is computed by the vector units while the tiles of the next
+// block are multiplied: one after the other, both would take a third longer.
+struct alignas(64) AmxBlock {
+  float sums[2 * kTileRows][kPanel];
+  std::int64_t panel = 0, row = 0;
+  std::int64_t rows = 0, done = 0;  // how many there are, and how many are written
+
+  __attribute__((always_inline)) void finish_some(const MatmulTask& task, std::int64_t most) {
+    const std::int64_t end = rows - done < most ? rows : done + most, column = panel * kPanel;
+    const float* bias = task.w->bias + column;
+    for (float* y = task.y + (row + done) * task.y_stride + column; done < end; ++done, y += task.y_stride)
+      NI_HALVES store(y + 16 * h, finish(task, load(sums[done] + 16 * h) + load(bias + 16 * h), y + 16 * h));
+  }
+};
+
+// While the rows are multiplied by a panel, in `parts` calls, the next panel is prefetched. A single call has no time for
+// that and prefetches kPrefetch bytes ahead. `before` is finished, and `block` filled.
+inline void amx_bf16(const MatmulTask& task, std::int64_t part, std::int64_t parts, AmxBlock& before, AmxBlock& block) {
   constexpr std::int64_t kInputs = 32, kBytes = kInputs * kPanel * 2;
   const Matrix& m = *task.w;
-  const std::uint8_t *w = m.data + panel * m.panel_bytes, *x = task.x + row * task.x_stride;
-  const bool second = rows > kTileRows;
+  const std::uint8_t *w = m.data + block.panel * m.panel_bytes, *x = task.x + block.row * task.x_stride;
+  const bool second = block.rows > kTileRows;
+  const std::int64_t next = kTileRows * task.x_stride, steps = m.depth / kInputs;
+  const std::int64_t share = (kBytes / parts + 63) / 64 * 64;
+  const std::uint8_t* ahead = parts == 1 ? w + kPrefetch : w + m.panel_bytes + part * share * steps;
+  const std::int64_t some = before.rows / (steps + 1) + 1;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  std::int64_t k = 0;
-  for (; k + kInputs <= m.depth; k += kInputs, w += kBytes, x += 64) {
-    if (first)
-      for (std::int64_t at = 0; at < kBytes; at += 64) prefetch(w + kPrefetch + at);
-    amx_bf16_step(x, task.x_stride, w, second);
+  for (std::int64_t k = 0; k < steps; ++k, w += kBytes, x += kTileBytes, ahead += share) {
+    for (std::int64_t at = 0; at < share; at += 64) prefetch_l2(ahead + at);
+    amx_bf16_step(x, next, w, second);
+    before.finish_some(task, some);
   }
-  if (k < m.depth) {  // the panel ends inside a tile; prepared rows end with zeros
+  if (const std::int64_t rest = m.depth - steps * kInputs) {  // the panel ends inside a tile; prepared rows end with zeros
     alignas(64) std::uint8_t last[kBytes] = {};
-    __builtin_memcpy(last, w, (m.depth - k) * kPanel * 2);
-    amx_bf16_step(x, task.x_stride, last, second);
+    __builtin_memcpy(last, w, rest * kPanel * 2);
+    amx_bf16_step(x, next, last, second);
   }
-  alignas(64) float sums[2 * kTileRows][kPanel];
-  _tile_stored(0, sums[0], kPanel * 4);
-  _tile_stored(1, sums[0] + 16, kPanel * 4);
+  before.finish_some(task, before.rows);
+  _tile_stored(0, block.sums[0], kPanel * 4);
+  _tile_stored(1, block.sums[0] + 16, kPanel * 4);
   if (second) {
-    _tile_stored(2, sums[kTileRows], kPanel * 4);
-    _tile_stored(3, sums[kTileRows] + 16, kPanel * 4);
+    _tile_stored(2, block.sums[kTileRows], kPanel * 4);
+    _tile_stored(3, block.sums[kTileRows] + 16, kPanel * 4);
   }
-  NI_HALVES {
-    const std::int64_t column = panel * kPanel + 16 * h;
-    const f32x16 bias = load(m.bias + column);
-    for (std::int64_t r = 0; r < rows; ++r) {
-      float* y = task.y + (row + r) * task.y_stride + column;
-      store(y, finish(task, load(sums[r] + 16 * h) + bias, y));
+}
+
+// Weights of 16 outputs and up to kChunk inputs: signed bytes, tile after tile, and what the groups are multiplied with.
+constexpr std::int64_t kChunk = 1024;  // 16 KiB of weights, which stay in the first-level cache
+struct alignas(64) AmxWeights {
+  std::uint8_t tiles[kChunk * 16];
+  float scale[kChunk / kSmallGroup][16];    // i8 has one for all groups, which the epilogue multiplies with
+  float minimum[kChunk / kSmallGroup][16];  // q4_1; the zero points of i4
+};
+
+// Unpack the groups [from, from + count) of half a panel.
+template <WeightType type>
+inline void unpack_amx(const Matrix& m, std::int64_t panel, int half, std::int64_t from, std::int64_t count, AmxWeights& to) {
+  constexpr bool kNibbles = type == WeightType::i4 || type == WeightType::q4_0 || type == WeightType::q4_1;
+  constexpr std::int64_t kInputs = group_of(type), kBytes = kInputs * kPanel / (kNibbles ? 2 : 1);  // of a group
+  constexpr std::int64_t kMeta = type == WeightType::q4_1 ? 128 : kInputs == kSmallGroup ? 64 : 0;  // in front of it
+  const std::uint8_t *meta = m.data + panel * m.panel_bytes + from * (type == WeightType::i4 ? 96 : kBytes + kMeta), *w = meta;
+  if (type == WeightType::i4)
+    w = m.data + panel * m.panel_bytes + ((m.depth / kInputs * 96 + 63) & ~std::int64_t{63}) + from * kBytes;
+  std::uint8_t* tile = to.tiles;
+  for (std::int64_t g = 0; g < count; ++g, tile += kInputs * 16) {
+    if constexpr (type == WeightType::i4) {
+      store(to.scale[g], load_bf16((const std::uint16_t*)meta + 16 * half));
+      store(to.minimum[g], load_u8(meta + 64 + 16 * half));
+      meta += 96;
+    } else if constexpr (kMeta) {
+      store(to.scale[g], load_f16((const std::uint16_t*)w + 16 * half));
+      if (type == WeightType::q4_1) store(to.minimum[g], load_f16((const std::uint16_t*)w + 32 + 16 * half));
+      w += kMeta;
+    }
+    for (std::int64_t line = 0; line < kBytes / 128; ++line, w += 128) {
+      const __m512i q = _mm512_loadu_si512(w + 64 * half);
+      if constexpr (kNibbles) {  // the high halves are inputs of the second half of the group
+        const __m512i mask = _mm512_set1_epi8(15), middle = _mm512_set1_epi8(type == WeightType::q4_0 ? 8 : 0);
+        const __m512i low = _mm512_and_si512(q, mask), high = _mm512_and_si512(_mm512_srli_epi16(q, 4), mask);
+        _mm512_store_si512(tile + 64 * line, _mm512_sub_epi8(low, middle));
+        _mm512_store_si512(tile + kInputs * 8 + 64 * line, _mm512_sub_epi8(high, middle));
+      } else {
+        _mm512_store_si512(tile + 64 * line, _mm512_xor_si512(q, _mm512_set1_epi8(-128)));
+      }
     }
   }
 }
 
-// Up to 16 rows times half a panel. A group of 64 inputs is one tile; its exact sums are scaled and added to a vector
-// for each row, as in tile_i8 and tile_i4.
+// Rows [top, bottom), at most kRowsAtOnce, times half a panel. A group of inputs is one tile; its exact sums are scaled
+// and added to a vector for each row, as in products.h.
+constexpr std::int64_t kRowsAtOnce = 256;
 template <WeightType type>
-inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::int64_t row, std::int64_t rows, bool first) {
+inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::int64_t top, std::int64_t bottom) {
+  constexpr std::int64_t kInputs = group_of(type), kGroups = kChunk / kInputs;
   const Matrix& m = *task.w;
-  const std::int64_t groups = m.depth / kGroup, column = panel * kPanel + 16 * half;
-  constexpr bool kInt4 = type == WeightType::i4;
-  constexpr std::int64_t kBytes = kGroup * kPanel / (kInt4 ? 2 : 1);  // of a group of a panel
-  const std::uint8_t *meta = m.data + panel * m.panel_bytes, *w = meta, *x = task.x + row * task.x_stride;
-  if (kInt4) w += (groups * 96 + 63) & ~std::int64_t{63};
-  const float* scales = (const float*)(x + m.depth);  // of the first row; its shifts follow
-  const std::int64_t next = task.x_stride / sizeof(float);
-  f32x16 acc[kTileRows];
-  _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) acc[r] = broadcast(0.0f);
-  alignas(64) std::int32_t dots[2][kTileRows][16];  // alternating, so that a store does not wait for the last loads
-  alignas(64) std::uint8_t levels[kTileRows][64];   // int4: the group's inputs of these outputs
-  for (std::int64_t g = 0; g < groups; ++g, w += kBytes, meta += 96) {
-    if (first)
-      for (std::int64_t at = 0; at < kBytes / 2; at += 64) prefetch(w + kPrefetch + half * (kBytes / 2) + at);
-    _tile_zero(0);
-    _tile_loadd(4, x + g * kGroup, task.x_stride);
-    if constexpr (kInt4) {
-      for (int j = 0; j < 8; ++j) {
-        const i32x16 q = load_ints(w + j * 128 + half * 64), low = low_nibbles(q), high = high_nibbles(q);
-        __builtin_memcpy(levels[j], &low, 64);
-        __builtin_memcpy(levels[8 + j], &high, 64);
+  const std::int64_t groups = m.depth / kInputs, column = panel * kPanel + 16 * half;
+  const std::int64_t tiles = (bottom - top + kTileRows - 1) / kTileRows;
+  // The next panel is prefetched, the same number of lines with each tile.
+  const std::uint8_t *next = m.data + (panel + 1) * m.panel_bytes + half * m.panel_bytes / 2, *next_end = next + m.panel_bytes / 2;
+  const std::int64_t share = (m.panel_bytes / 2 / (tiles * groups) + 64) / 64 * 64;
+  AmxWeights weights;
+  alignas(64) float sums[kRowsAtOnce][16];  // of the inputs before this chunk
+  // A tile is read only after those that follow it were stored: a load of what was just stored waits until the store has
+  // left the core's queue.
+  constexpr std::int64_t kAhead = 4;
+  alignas(64) std::int32_t dots[kAhead][kTileRows][16];
+  for (std::int64_t from = 0; from < groups; from += kGroups) {
+    const std::int64_t count = groups - from < kGroups ? groups - from : kGroups;
+    unpack_amx<type>(m, panel, half, from, count, weights);
+    for (std::int64_t row = top; row < bottom; row += kTileRows) {
+      const std::uint8_t* x = task.x + row * task.x_stride;
+      const float* scales = (const float*)(x + m.depth) + from;  // of the first row; its shifts follow
+      const std::int64_t stride = task.x_stride / sizeof(float);
+      f32x16 acc[kTileRows];
+      _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r)
+        acc[r] = from ? load(sums[row - top + r]) : broadcast(0.0f);
+      const auto multiply = [&](std::int64_t g) __attribute__((always_inline)) {
+        for (std::int64_t at = 0; at < share && next < next_end; at += 64, next += 64) prefetch_l2(next);
+        _tile_zero(0);
+        _tile_loadd(4, x + (from + g) * kInputs, task.x_stride);
+        _tile_loadd(6, weights.tiles + g * kInputs * 16, 64);
+        _tile_dpbssd(0, 4, 6);
+        _tile_stored(0, dots[g % kAhead], 64);
+      };
+      for (std::int64_t g = 0; g < kAhead - 1 && g < count; ++g) multiply(g);
+      for (std::int64_t g = 0; g < count; ++g) {
+        if (g + kAhead - 1 < count) multiply(g + kAhead - 1);
+        const std::int32_t(&dot)[kTileRows][16] = dots[g % kAhead];
+        const f32x16 scale = load(weights.scale[g]), minimum = load(weights.minimum[g]);
+        _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) {
+          const float* of_row = scales + r * stride + g;
+          const f32x16 own = broadcast(*of_row), shift = broadcast(of_row[groups]), sum = to_float(load_ints(dot[r]));
+          switch (type) {
+            case WeightType::i8: acc[r] = fma(sum, own, acc[r]); break;
+            case WeightType::q8_0: acc[r] = fma(sum, scale * own, acc[r]); break;
+            case WeightType::i4: acc[r] = fma(fma(minimum, shift, sum), scale * own, acc[r]); break;
+            case WeightType::q4_0: acc[r] = fma(sum * scale, own, acc[r]); break;
+            default: acc[r] = fma(fma(minimum, shift, sum * scale), own, acc[r]);
+          }
+        }
       }
-      _tile_loadd(6, levels, 64);
-    } else {
-      _tile_loadd(6, w + half * 64, 128);
-    }
-    _tile_dpbsud(0, 4, 6);
-    std::int32_t(&dot)[kTileRows][16] = dots[g & 1];
-    _tile_stored(0, dot, 64);
-    if constexpr (kInt4) {
-      const f32x16 scale = load_bf16((const std::uint16_t*)meta + 16 * half), zero = load_u8(meta + 64 + 16 * half);
-      _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) {
-        const float* of_row = scales + r * next + g;
-        const f32x16 sum = fma(zero, broadcast(of_row[groups]), to_float(load_ints(dot[r])));
-        acc[r] = fma(sum, scale * broadcast(*of_row), acc[r]);
+      if (from + count < groups) {
+        _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) store(sums[row - top + r], acc[r]);
+        continue;
       }
-    } else {
+      const f32x16 bias = load(m.bias + column), scale = load(m.scale + column);
       _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) {
-        const float* of_row = scales + r * next + g;
-        const i32x16 shift = broadcast(((const std::int32_t*)of_row)[groups]);
-        i32x16 sum = load_ints(dot[r]);
-        NI_EACH sum.v[i] += shift.v[i];
-        acc[r] = fma(to_float(sum), broadcast(*of_row), acc[r]);
+        if (row + r >= bottom) break;
+        float* y = task.y + (row + r) * task.y_stride + column;
+        const f32x16 sum = type == WeightType::i8 ? fma(acc[r], scale, bias) : acc[r] + bias;
+        store(y, finish(task, sum, y));
       }
     }
   }
-  const f32x16 bias = load(m.bias + column), scale = load(m.scale + column);
-  _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) {
-    if (r >= rows) break;
-    float* y = task.y + (row + r) * task.y_stride + column;
-    const f32x16 sum = kInt4 ? acc[r] + bias : fma(acc[r], scale, bias);
-    store(y, finish(task, sum, y));
+}
+
+template <WeightType type>
+void matmul_amx_int(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  const TileRegisters registers(group_of(type));
+  for (std::int64_t top = 0; top < task.rows; top += kRowsAtOnce) {
+    const std::int64_t bottom = top + kRowsAtOnce < task.rows ? top + kRowsAtOnce : task.rows;
+    for (std::int64_t panel = begin; panel < end; ++panel)
+      for (int half = 0; half < 2; ++half) amx_int<type>(task, panel, half, top, bottom);
   }
+}
+
+void matmul_amx_bf16(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  const TileRegisters registers;
+  constexpr std::int64_t kStep = 2 * kTileRows;
+  std::int64_t height = (std::int64_t)(kRowBlockBytesAmx / task.x_stride) / kStep * kStep;
+  if (height < kStep) height = kStep;
+  AmxBlock blocks[2];  // the last one and this one, in turn
+  int last = 0;
+  for (std::int64_t top = 0; top < task.rows; top += height) {
+    const std::int64_t bottom = top + height < task.rows ? top + height : task.rows, parts = (bottom - top + kStep - 1) / kStep;
+    for (std::int64_t panel = begin; panel < end; ++panel) {
+      for (std::int64_t row = top; row < bottom; row += kStep) {
+        AmxBlock &before = blocks[last], &block = blocks[last ^= 1];
+        block.panel = panel, block.row = row, block.done = 0;
+        block.rows = bottom - row < kStep ? bottom - row : kStep;
+        amx_bf16(task, (row - top) / kStep, parts, before, block);
+      }
+    }
+  }
+  blocks[last].finish_some(task, blocks[last].rows);
 }
 
 void matmul_amx(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  const TileRegisters registers;
-  std::int64_t block = (std::int64_t)(kRowBlockBytes / task.x_stride) / 32 * 32;  // rows that stay in the cache
-  if (block < 32) block = 32;
-  for (std::int64_t top = 0; top < task.rows; top += block) {
-    const std::int64_t bottom = top + block < task.rows ? top + block : task.rows;
-    for (std::int64_t panel = begin; panel < end; ++panel) {
-      const std::int64_t step = task.w->type == WeightType::bf16 ? 2 * kTileRows : kTileRows;
-      for (std::int64_t row = top; row < bottom; row += step) {
-        const std::int64_t rows = bottom - row < step ? bottom - row : step;
-        switch (task.w->type) {
-          case WeightType::bf16: amx_bf16(task, panel, row, rows, row == top); break;
-          case WeightType::i8:
-            for (int h = 0; h < 2; ++h) amx_int<WeightType::i8>(task, panel, h, row, rows, row == top);
-            break;
-          default:
-            for (int h = 0; h < 2; ++h) amx_int<WeightType::i4>(task, panel, h, row, rows, row == top);
-        }
-      }
-    }
+  switch (task.w->type) {
+    case WeightType::i8: return matmul_amx_int<WeightType::i8>(task, begin, end);
+    case WeightType::i4: return matmul_amx_int<WeightType::i4>(task, begin, end);
+    case WeightType::q8_0: return matmul_amx_int<WeightType::q8_0>(task, begin, end);
+    case WeightType::q4_0: return matmul_amx_int<WeightType::q4_0>(task, begin, end);
+    case WeightType::q4_1: return matmul_amx_int<WeightType::q4_1>(task, begin, end);
+    default: return matmul_amx_bf16(task, begin, end);
   }
 }
 

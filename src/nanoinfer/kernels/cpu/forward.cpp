@@ -9,19 +9,24 @@ namespace nanoinfer {
 
 namespace {
 
+constexpr std::int64_t kGateFloats = 1 << 16;  // outputs of a gate that are computed before those of c_fc
 constexpr std::int64_t kQueryChunk = 64;  // queries of one attention item: small enough to give every thread some items
 
 std::int64_t padded(std::int64_t n) { return (n + kPanel - 1) / kPanel * kPanel; }
+
+// The stride of rows of n floats that a product writes: an odd number of panels, so that the rows of a tile lie in
+// different sets of the first-level cache.
+std::int64_t row_stride(std::int64_t n) { return (padded(n) / kPanel | 1) * kPanel; }
 
 }  // namespace
 
 ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cache& cache, int num_threads)
     : model_(model), kernels_(kernels), cache_(cache) {
   const DecoderShape& s = model.shape;
-  x_stride_ = padded(s.n_embd);
-  qkv_stride_ = padded(s.attn_dim() + 2 * s.kv_dim());
-  attended_stride_ = padded(std::max(s.attn_dim(), s.n_embd));  // also the outputs of attention and MLP before a norm
-  hidden_stride_ = padded(s.mlp_dim);
+  x_stride_ = row_stride(s.n_embd);
+  qkv_stride_ = row_stride(s.attn_dim() + 2 * s.kv_dim());
+  attended_stride_ = row_stride(std::max(s.attn_dim(), s.n_embd));  // also the outputs of attention and MLP before a norm
+  hidden_stride_ = row_stride(s.mlp_dim);
   scratch_stride_ = padded(std::max(kQueryTile * (s.block_size + kBlock), s.n_embd));
   angle_stride_ = 0;
   for (const std::vector<float>& f : s.frequencies) {
@@ -154,9 +159,20 @@ void ForwardPass::mlp_hidden(std::int64_t index, int rank) {
   const bool gated = model_.shape.gated_mlp;
   prepare_input(w.ln_2, w.c_fc, rank);
   timed_barrier(&PartSeconds::others, rank);
-  // A thread computes the same outputs of gate and c_fc, so there is no barrier between them.
-  if (gated) multiply(w.c_gate, hidden_, hidden_stride_, model_.shape.activation, rank);
-  multiply(w.c_fc, hidden_, hidden_stride_, gated ? Epilogue::multiply : model_.shape.activation, rank);
+  if (gated) {
+    // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
+    const MatmulTask gate = task(w.c_gate, hidden_, hidden_stride_, model_.shape.activation);
+    const MatmulTask fc = task(w.c_fc, hidden_, hidden_stride_, Epilogue::multiply);
+    const Range mine = range(w.c_fc.panels, rank);
+    const std::int64_t step = std::max<std::int64_t>(1, kGateFloats / (num_rows_ * kPanel));
+    for (std::int64_t panel = mine.begin; panel < mine.end; panel += step) {
+      const std::int64_t end = std::min(panel + step, mine.end);
+      kernels_.matmul(gate, panel, end);
+      kernels_.matmul(fc, panel, end);
+    }
+  } else {
+    multiply(w.c_fc, hidden_, hidden_stride_, model_.shape.activation, rank);
+  }
   timed_barrier(&PartSeconds::products, rank);
 }
 
@@ -207,10 +223,13 @@ void ForwardPass::prepare(const float* from, std::int64_t stride, const Matrix& 
     kernels_.prepare(next.type, from + r * stride, next.in, next.depth, r, num_rows_, next.prepared, prepared_);
 }
 
+MatmulTask ForwardPass::task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const {
+  return {&w, prepared_, w.prepared, num_rows_, y, stride, epilogue};
+}
+
 void ForwardPass::multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, int rank) {
-  const MatmulTask task{&w, prepared_, w.prepared, num_rows_, y, stride, epilogue};
   const Range mine = range(w.panels, rank);
-  kernels_.matmul(task, mine.begin, mine.end);
+  kernels_.matmul(task(w, y, stride, epilogue), mine.begin, mine.end);
 }
 
 // Normalise and rotate the queries and keys of one row, in place.

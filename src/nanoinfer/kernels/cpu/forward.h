@@ -103,6 +103,7 @@ class ForwardPass {
   void residual(const Matrix& w, const NormWeights& post, int rank);
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void prepare(const float* from, std::int64_t stride, const Matrix& next, int rank);
+  MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const;
   void multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, int rank);
   void store(std::int64_t layer, int rank);
   void attend(std::int64_t layer, int rank);

@@ -67,6 +67,9 @@ NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std
 
 void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t row, std::int64_t rows,
              std::size_t stride, std::uint8_t* out) {
+#if defined(__AMX_TILE__)
+  if (type == WeightType::bf16) return prepare_bf16_tiles(x, n, depth, row, stride, out);
+#endif
   const Tiling tiling(rows, uses_amx(type, rows) ? 1 : group_of(type) ? kRowsInt : kRowsFloat);
   const std::int64_t tile = tiling.tile_of(row), from = tiling.begin(tile), height = tiling.begin(tile + 1) - from;
   std::uint32_t* to = (std::uint32_t*)(out + from * stride) + (row - from);  // unit u of this row: to[u * height]
@@ -81,8 +84,6 @@ void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth
         store_bf16((std::uint16_t*)pairs, load_first(x + k, n - k));
         for (std::int64_t j = 0; j < 8 && k + 2 * j < depth; ++j) to[(k / 2 + j) * height] = pairs[j];
       }
-      if (uses_amx(type, rows))  // a tile is read to its end
-        for (std::int64_t pair = depth / 2; pair % 16; ++pair) to[pair] = 0;
       return;
     case WeightType::i8:
     case WeightType::i4: return prepare_int8<kGroup>(type, x, n, depth, height, to);

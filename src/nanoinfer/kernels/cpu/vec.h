@@ -250,6 +250,7 @@ NI_INLINE i32x16 high_nibbles(i32x16 q) {
 }
 
 NI_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+NI_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Functions ---------------------------------------------------------------------------------------------
 
