@@ -1,11 +1,15 @@
 """Measure a server under load: output tokens/s, time to first token and gaps between tokens, with many streams.
 
-    python benchmarks/server.py [MODEL] [--rounds N] [--streams 64] [--peer "COMMAND ..."]
+    python benchmarks/server.py [MODEL] [--rounds N] [--streams 64] [--peer "COMMAND ..."] ...
 
-It starts `nanoinfer serve MODEL` (random:gpt2 in int8 unless given; a GGUF file runs as it is), sends the same traffic
-to it and to the library in this process, and compares their rates. Prompts are of 16 to 128 random tokens, outputs of
-32 to 96. The client is this process: for the server it is one of its own. --peer is the command of another
-OpenAI-compatible server on port 8123, for example llama.cpp's `llama-server -m MODEL --port 8123 -np 64 -c 16384`.
+It starts `nanoinfer serve MODEL`, sends the same traffic to it and to the library in this process, and compares tokens
+and rates. MODEL is random:gpt2 in int8 unless given; a GGUF file runs as it is, a folder in bfloat16. Prompts are of 16
+to 128 random tokens, outputs of 32 to 96. The client is this process, for each server one of its own; it reads the
+events after the measurement, so that it takes little of the cores that decode. --peer is the command of another
+OpenAI-compatible server that serves the same model as `model` on port 8123, for example
+
+    llama-server -m MODEL --port 8123 -np 64 -c 16384
+    vllm serve MODEL --port 8123 --served-model-name model --dtype bfloat16 --max-model-len 512
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,57 +34,89 @@ import numpy as np
 from nanoinfer import LLM, SamplingParams
 
 PEER_PORT = 8123
+START_SEC = 300  # that a peer may take to start
+
+Request = tuple[list[int], int]
 
 
 def options_for(model: str) -> dict[str, str]:
-    """Return the engine's options: a GGUF file runs in the bits it has."""
-    return {"engine": "native"} | ({} if model.endswith(".gguf") else {"dtype": "float32", "quantization": "int8"})
+    """Return the engine's options for a model."""
+    if model.endswith(".gguf"):
+        return {"engine": "native"}
+    if Path(model).is_dir():
+        return {"engine": "native", "dtype": "bfloat16"}
+    return {"engine": "native", "dtype": "float32", "quantization": "int8"}
 
 
 @dataclass
 class Stream:
-    """When the chunks of one stream arrived, and how many tokens it has."""
+    """The response to one request: what was received when, and what it means, which is read after the measurement."""
 
-    start: float = 0.0
-    chunks: list[float] = field(default_factory=list)
+    start: float
+    received: list[tuple[float, bytes]] = field(default_factory=list)
+    chunks: list[float] = field(default_factory=list)  # when chunks arrived that have a choice
+    token_ids: list[int] = field(default_factory=list)  # if the server sends them
     num_tokens: int = 0
 
+    def read(self) -> None:
+        """Read the events."""
+        left = b""
+        for at, data in self.received:
+            *lines, left = (left + data).split(b"\n")
+            for event in (json.loads(line[6:]) for line in lines if line.startswith(b"data: {")):
+                if event.get("choices"):
+                    self.chunks.append(at)
+                    self.token_ids += event["choices"][0].get("token_ids") or []
+                self.num_tokens = (event.get("usage") or {}).get("completion_tokens", self.num_tokens)
 
-def traffic(count: int, seed: int) -> list[tuple[list[int], int]]:
+
+class Client(asyncio.Protocol):
+    """Sends one streaming request over a connection of its own, and keeps what arrives until the server closes it."""
+
+    def __init__(self, request: bytes) -> None:
+        self.request, self.ended = request, asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self.stream = Stream(time.perf_counter())
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.stream.received.append((time.perf_counter(), data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(None)
+
+
+def traffic(count: int, seed: int) -> list[Request]:
     """Return (prompt, number of output tokens) of each request."""
     rng = np.random.default_rng(seed)
     shapes = zip(rng.integers(16, 129, count), rng.integers(32, 97, count), strict=True)
     return [(rng.integers(0, 49000, n).tolist(), int(m)) for n, m in shapes]
 
 
-async def one(host: str, port: int, model: str, prompt: list[int], max_tokens: int) -> Stream:
-    """Send one streaming request over a connection of its own and read its events."""
-    stream = Stream(time.perf_counter())
-    reader, writer = await asyncio.open_connection(host, port)
+async def one(port: int, model: str, prompt: list[int], max_tokens: int) -> Stream:
+    """Send one request and receive its response."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
-    writer.write(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
-    await writer.drain()
-    async for line in reader:
-        if line.startswith(b"data: {"):
-            event = json.loads(line[6:])
-            if event.get("choices"):
-                stream.chunks.append(time.perf_counter())
-            if event.get("usage"):
-                stream.num_tokens = event["usage"]["completion_tokens"]
-    writer.close()
-    if stream.num_tokens != max_tokens:
-        raise SystemExit(f"a stream has {stream.num_tokens} tokens, {max_tokens} were asked for")
-    return stream
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
+    _, client = await asyncio.get_running_loop().create_connection(lambda: Client(request), "127.0.0.1", port)
+    await client.ended
+    return client.stream
 
 
-async def load(port: int, model: str, requests: list[tuple[list[int], int]]) -> tuple[float, list[Stream]]:
+async def load(port: int, model: str, requests: list[Request]) -> tuple[float, list[Stream]]:
     """Send all requests at once; return the seconds until all have ended, and their streams."""
     start = time.perf_counter()
-    streams = await asyncio.gather(*(one("127.0.0.1", port, model, *r) for r in requests))
-    return time.perf_counter() - start, streams
+    streams = await asyncio.gather(*(one(port, model, *request) for request in requests))
+    seconds = time.perf_counter() - start
+    for stream, (_, max_tokens) in zip(streams, requests, strict=True):
+        stream.read()
+        if stream.num_tokens != max_tokens:
+            raise SystemExit(f"a stream has {stream.num_tokens} tokens, {max_tokens} were asked for")
+    return seconds, streams
 
 
 def report(name: str, seconds: float, streams: list[Stream]) -> float:
@@ -119,11 +156,14 @@ def peer(command: str) -> Iterator[int]:
     """Start another server and yield its port when it answers."""
     process = subprocess.Popen(shlex.split(command), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        for _ in range(600):
+        until = time.monotonic() + START_SEC
+        while True:
             try:
                 asyncio.run(load(PEER_PORT, "model", [([1, 2, 3], 2)]))
                 break
             except (OSError, SystemExit):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise SystemExit(f"no answer on port {PEER_PORT} from: {command}") from None
                 time.sleep(0.1)
         yield PEER_PORT
     finally:
@@ -131,13 +171,14 @@ def peer(command: str) -> Iterator[int]:
         process.wait(60)
 
 
-def library(llm: LLM, requests: list[tuple[list[int], int]]) -> float:
-    """Return the library's output tokens/s with the same traffic."""
+def library(llm: LLM, requests: list[Request]) -> tuple[float, list[list[int]]]:
+    """Return the library's output tokens/s with the same traffic, and the tokens."""
     params = [SamplingParams(temperature=0, max_tokens=m, ignore_eos=True) for _, m in requests]
     start = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    return sum(len(o.check().outputs[0].token_ids) for o in outputs) / seconds
+    tokens = [o.check().outputs[0].token_ids for o in outputs]
+    return sum(map(len, tokens)) / seconds, tokens
 
 
 def main() -> None:
@@ -146,24 +187,30 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="random:gpt2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--peer")
+    parser.add_argument("--peer", action="append", default=[])
     given = parser.parse_args()
     options: dict[str, Any] = options_for(given.model)
     llm = LLM(given.model, max_num_seqs=min(given.streams, 64), **options)
     rates: dict[str, list[float]] = {}
     for i in range(given.rounds):
         requests = traffic(given.streams, seed=i)
-        rates.setdefault("library", []).append(library(llm, requests))
-        print(f"library: {rates['library'][-1]:,.0f} tokens/s", flush=True)
+        rate, expected = library(llm, requests)
+        rates.setdefault("library", []).append(rate)
+        print(f"library: {rate:,.0f} tokens/s", flush=True)
         with ours(given.model, min(given.streams, 64)) as port:
             asyncio.run(load(port, given.model, [([1], 2)]))
-            rates.setdefault("server", []).append(report("server", *asyncio.run(load(port, given.model, requests))))
-        if given.peer:
-            with peer(given.peer) as port:
-                rates.setdefault("peer", []).append(report("peer", *asyncio.run(load(port, "model", requests))))
-    for name in rates.keys() - {"server"}:
-        ratios = [a / b for a, b in zip(rates["server"], rates[name], strict=True)]
-        print(f"server / {name}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+            seconds, streams = asyncio.run(load(port, given.model, requests))
+            if [stream.token_ids for stream in streams] != expected:
+                raise SystemExit("the server's tokens are not the library's")
+            rates.setdefault("server", []).append(report("server", seconds, streams))
+        for command in given.peer:
+            name = Path(shlex.split(command)[0]).name
+            with peer(command) as port:
+                rates.setdefault(name, []).append(report(name, *asyncio.run(load(port, "model", requests))))
+    for name, rate_of in rates.items():
+        if name != "server":
+            ratios = [a / b for a, b in zip(rates["server"], rate_of, strict=True)]
+            print(f"server / {name}: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
 
 
 if __name__ == "__main__":
