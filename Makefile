@@ -14,7 +14,7 @@
 # make lint    ruff and mypy
 # make bench [TEXT=play.txt]   every suite on this machine, into docs/results (an hour; installs the peers)
 # make quality TEXT=play.txt   perplexity of reduced precision against float32, into docs/results/quality.md
-# make gpu-check [MINUTES=9] [FLAGS="--quick --resume"]   tests, kernels and rungs on a CUDA device, into docs/results/gpu.json
+# make gpu-check [MINUTES=9] [FLAGS="--quick --resume"]   tests, kernels and rungs on a CUDA device, into docs/results/gpu
 # make vs-transformers   static against transformers, side by side (random weights in GPT-2's shape)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
 

@@ -1,9 +1,7 @@
 """The goals of the GPU engines, and the values that the rows of suite `gpu` reached.
 
-    for goal in judge(results.rows): print(goal.name, goal.wanted, goal.value, goal.met)
-
-Each goal is judged by the engine that decodes fastest in bfloat16, which it names. If a row that it needs is
-missing or failed, its value is unknown (None), which is not met.
+Each goal is judged by the engine that decodes fastest in bfloat16, which it names. If a row that it needs is missing or
+failed, its value is unknown (None), which is not met.
 """
 
 from __future__ import annotations
@@ -24,77 +22,70 @@ LARGE_BATCH = 512
 
 @dataclass(frozen=True)
 class Goal:
-    """One line of the table; `wanted` is an upper limit if `at_most`, else a lower one."""
+    """One line of the table; `wanted` is a lower limit, or an upper one if `unit` begins with "at most"."""
 
     name: str
     wanted: float
-    at_most: bool
     unit: str
+    row: Row | None
     value: float | None
-    engine: str | None
 
     @property
     def met(self) -> bool:
-        return self.value is not None and (self.value <= self.wanted if self.at_most else self.value >= self.wanted)
+        sign = -1 if self.unit.startswith("at most") else 1
+        return self.value is not None and sign * self.value >= sign * self.wanted
+
+    def __str__(self) -> str:
+        reached = "unknown" if self.value is None else f"{self.value:,.2f} {'met' if self.met else 'MISSED'}"
+        engine = f" ({self.row.case.backend})" if self.row is not None else ""
+        return f"{self.name:56} {self.wanted:7,g} {self.unit:16} {reached}{engine}"
 
 
 def judge(rows: Sequence[Row]) -> list[Goal]:
     """Return every goal with the value that these rows of suite gpu reached."""
-    small, large, many = (best(rows, *case) for case in ((GPU_SMALL, 1), (GPU_LARGE, 1), (GPU_SMALL, LARGE_BATCH)))
-    peer, static = find(rows, "transformers-dynamic", GPU_SMALL, 1), find(rows, "static", GPU_SMALL, LARGE_BATCH)
-    alone = find(rows, many.case.backend, GPU_SMALL, 1) if many is not None else None
+
+    def find(backend: str, model: str, batch: int = 1, fmt: str = "bfloat16") -> Row | None:
+        wanted = (backend, model, batch, fmt, None)
+        found = (r for r in rows if (r.case.backend, r.case.model, r.case.batch, r.case.format, r.error) == wanted)
+        return next(found, None)
+
+    def best(model: str, batch: int = 1) -> Row | None:
+        found = [row for name in NAMES if (row := find(name, model, batch)) is not None]
+        return max(found, key=lambda r: r.number(decode) or 0.0, default=None)
+
+    def ratio(above: Row | None, below: Row | None, name: str) -> float | None:
+        a, b = (row.number(name) if row is not None else None for row in (above, below))
+        return a / b if a and b else None
+
     decode, output = "decode_tokens_per_sec", "output_tokens_per_sec"
-    found: list[tuple[str, float, bool, str, Row | None, float | None]] = [
-        ("GPT-2 XL, batch 1: share of the measured copy bandwidth", 64.0, False, "%", large,
-         number(large, "mbu_percent")),
-        ("GPT-2 XL, batch 1", 690.0, False, "tokens/s", large, number(large, decode)),
-        ("GPT-2 124M, batch 1", 4400.0, False, "tokens/s", small, number(small, decode)),
-        ("GPT-2 124M, batch 1, over transformers' generate", 15.0, False, "times", small,
-         over(number(small, output), number(peer, output))),
-        (f"GPT-2 124M, batch {LARGE_BATCH}: decoding over static", 5.0, False, "times", many,
-         over(number(many, decode), number(static, decode))),
-        ("Memory that a sequence adds, over its KV cache", 1.1, True, "times", many, growth(alone, many)),
-        ("GPT-2 124M: verifying 5 tokens", 1.1, True, "decodes", small, number(small, "verify_ratio")),
-        ("GPT-2 XL: verifying 5 tokens", 1.1, True, "decodes", large, number(large, "verify_ratio")),
-    ]  # fmt: skip
-    return [Goal(*goal, value, row.case.backend if row is not None else None) for *goal, row, value in found]
-
-
-def find(rows: Sequence[Row], backend: str, model: str, batch: int) -> Row | None:
-    """Return a backend's bfloat16 row; None if there is none or it failed."""
-    wanted = (backend, model, batch, "bfloat16")
-    measured = [r for r in rows if r.figures is not None]
-    return next((r for r in measured if (r.case.backend, r.case.model, r.case.batch, r.case.format) == wanted), None)
-
-
-def best(rows: Sequence[Row], model: str, batch: int) -> Row | None:
-    """Return the row of the engine that decodes fastest in bfloat16; None if none was measured."""
-    found = [row for name in NAMES if (row := find(rows, name, model, batch)) is not None]
-    return max(found, key=lambda r: r.number("decode_tokens_per_sec") or 0.0, default=None)
-
-
-def number(row: Row | None, name: str) -> float | None:
-    return row.number(name) if row is not None else None
-
-
-def over(above: float | None, below: float | None) -> float | None:
-    return above / below if above and below else None
+    small, large, many = best(GPU_SMALL), best(GPU_LARGE), best(GPU_SMALL, LARGE_BATCH)
+    alone = find(many.case.backend, GPU_SMALL) if many is not None else None
+    int8, int4 = (find("triton", GPU_LARGE, fmt=fmt) for fmt in ("int8", "int4"))
+    peer, static = find("transformers-dynamic", GPU_SMALL), find("static", GPU_SMALL, LARGE_BATCH)
+    own = [
+        ("GPT-2 XL, batch 1: share of the measured copy bandwidth", 64.0, "%", large, "mbu_percent"),
+        ("GPT-2 XL, batch 1", 690.0, "tokens/s", large, decode),
+        ("GPT-2 124M, batch 1", 4400.0, "tokens/s", small, decode),
+        ("GPT-2 124M: verifying 5 tokens", 1.15, "at most, decodes", small, "verify_ratio"),
+        ("GPT-2 XL: verifying 5 tokens", 1.15, "at most, decodes", large, "verify_ratio"),
+    ]
+    times = [
+        ("GPT-2 124M, batch 1, over transformers' generate", 15.0, "times", small, ratio(small, peer, output)),
+        (f"GPT-2 124M, batch {LARGE_BATCH}: decoding over static", 5.0, "times", many, ratio(many, static, decode)),
+        ("GPT-2 XL: int4 over int8", 1.25, "times", int4, ratio(int4, int8, decode)),
+        ("Memory that a sequence adds, over its KV cache", 1.1, "at most, times", many, growth(alone, many)),
+    ]
+    goals = [Goal(*about, row, row.number(name) if row is not None else None) for *about, row, name in own]
+    return [*goals, *(Goal(*goal) for goal in times)]
 
 
 def growth(alone: Row | None, many: Row | None) -> float | None:
-    """Return the memory that each sequence of a batch adds, over its keys and values; None if unknown.
+    """Return the memory that each sequence of a batch adds, over the keys and values that its slot reserves.
 
-    1.0 is memory that is constant but for the cache: growth of (3 GB at batch 1, 23 GB at 512), of which the caches are
-    0.04 and 20 GB, is 20 / 19.96.
+    growth of (3 GB at batch 1, 23 GB at 512), where a slot has 0.04 GB, is 20 / (511 * 0.04).
     """
-    a, b = number(alone, "peak_memory_bytes"), number(many, "peak_memory_bytes")
-    if alone is None or many is None or a is None or b is None:
+    if alone is None or many is None or None in (sizes := [r.number("peak_memory_bytes") for r in (alone, many)]):
         return None
-    return over(b - a, cache_bytes(many) - cache_bytes(alone))
-
-
-def cache_bytes(row: Row) -> int:
-    """Return the size of the keys and values that an engine with slots reserves for a bfloat16 row."""
-    config = find_shape(row.case.model)
-    tokens = row.case.batch * slot_tokens(ENGINES[row.case.backend].memory, config.block_size)
-    return tokens * config.kv_bytes_per_token(2)
+    config = find_shape(many.case.model)
+    slot = slot_tokens(ENGINES[many.case.backend].memory, config.block_size) * config.kv_bytes_per_token(2)
+    return (sizes[1] - sizes[0]) / (slot * (many.case.batch - alone.case.batch))  # type: ignore[operator]

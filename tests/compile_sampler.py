@@ -1,7 +1,8 @@
 """Compile the sampler's kernels for a compute capability, without such a GPU: one line a kernel.
 
 Run: python tests/compile_sampler.py 90
-Prints: name, bytes of stack, bytes of shared memory, number of products that are or may be fused with a sum
+Prints: name, bytes of stack, bytes of shared memory, number of operations that the assembler may fuse,
+whether the kernel waits for its predecessor before its first access to memory
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from nanoinfer.kernels.triton import sampler
 from nanoinfer.sampling.triton import NUM_WARPS
 
 TYPES = {
-    "logits": "*fp32", "stride": "i32", "slots": "*i64", "wanted": "*i1", "words": "*i64", "lists": "*i64",
-    "state": "*i16", "values": "*fp64", "largest": "*fp64", "best": "*i32", "weights": "*fp64", "nearest": "*fp64",
-    "sums": "*fp64", "groups": "*i32", "tokens": "*i64", "V": "i32", "num_parts": "i32", "PARTS": "constexpr",
+    "logits": "*fp32", "stride": "i32", "slots": "*i64", "wanted": "*i64", "stride_slots": "i32", "words": "*i64",
+    "lists": "*i64", "state": "*i16", "values": "*fp64", "largest": "*fp64", "best": "*i32", "weights": "*fp64",
+    "nearest": "*fp64", "sums": "*fp64", "groups": "*i32", "tokens": "*i64", "last": "*i64", "owners": "*i64",
+    "stride_owners": "i32", "V": "i32", "num_parts": "i32", "PARTS": "constexpr", "PDL": "constexpr",
 }  # fmt: skip
 GPT2_PARTS = 32
 
@@ -33,17 +35,20 @@ def main(capability: int) -> None:
         kernel = getattr(sampler, name)
         names = kernel.arg_names
         aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if TYPES[n].startswith("*")}
-        parts = {(names.index("PARTS"),): GPT2_PARTS}
-        source = ASTSource(kernel, {n: TYPES[n] for n in names}, parts, aligned)
-        options = {"num_warps": num_warps, "enable_fp_fusion": False}
+        pdl = capability >= 90
+        constants = {(names.index("PARTS"),): GPT2_PARTS, (names.index("PDL"),): pdl}
+        source = ASTSource(kernel, {n: TYPES[n] for n in names}, constants, aligned)
+        options = {"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": pdl}
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
             usage = subprocess.run([cuobjdump, "--dump-resource-usage", file.name], capture_output=True, text=True)
         (stack,) = re.findall(r"STACK:(\d+)", usage.stdout)
-        fused = len(re.findall(r"\bfma\.rn\.f64|\b(?:mul|add|sub)\.f64", compiled.asm["ptx"]))  # .rn forbids to fuse
-        print(name, stack, compiled.metadata.shared, fused)
+        open_to_fusion = len(re.findall(r"\b(?:mul|add|sub)\.f64", compiled.asm["ptx"]))  # .rn forbids it
+        first = re.search(r"griddepcontrol\.wait|\b(?:ld|st)\.global", compiled.asm["ptx"])
+        waits = first is not None and first[0] == "griddepcontrol.wait"
+        print(name, stack, compiled.metadata.shared, open_to_fusion, waits)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from nanoinfer.kernels.triton import attention as attention_module
+from nanoinfer.kernels.triton import launch
 from nanoinfer.kernels.triton import products as products_module
 from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.products import GELU_TANH, Epilogue, Norm, Pages, product
+from nanoinfer.kernels.triton.products import GELU_TANH, Epilogue, Pages, product
 from nanoinfer.kernels.triton.quantize import Weight, dense
-from nanoinfer.kernels.triton.rows import embed, layer_norm
+from nanoinfer.kernels.triton.rows import Norm, layer_norm
+from nanoinfer.kernels.triton.step import begin
 
-OPERATIONS = r"\b((?:LDG|LDGSTS|STG|LDL|STL|ATOM|ATOMG|RED|CCTL|MEMBAR|HMMA)\.[\w.]+)"
+OPERATIONS = r"\b((?:LDG|LDGSTS|STG|LDL|STL|ATOM|ATOMG|RED|CCTL|MEMBAR|HMMA)\.[\w.]+|BAR\.SYNC|ACQBULK|UBLKPF)"
+BRANCH = r"/\*(\w+)\*/[^/]*\bBRA\b[^/]* 0x(\w+)"
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -52,6 +56,7 @@ class Compiled:
 
     def __init__(self, capability: int) -> None:
         triton.runtime.driver.set_active(Driver(capability))
+        launch.is_available = lambda device: capability >= 90
         self.kernels: list[Any] = []
 
     def __enter__(self) -> Compiled:
@@ -70,15 +75,14 @@ class Compiled:
 
 
 def describe(name: str, kernel: Any) -> dict[str, Any]:
-    """Return registers, spills, shared memory and the widths of the loads of a compiled kernel."""
+    """Return registers, spills, shared memory, loads and barriers, and the length of the longest loop of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(kernel.asm["cubin"])
         f.flush()
         usage = _tool("cuobjdump", "--dump-resource-usage", f.name)
         sass = _tool("cuobjdump", "-sass", f.name)
-    loads: dict[str, int] = {}
-    for op in re.findall(OPERATIONS, sass):
-        loads[op.rstrip(";")] = loads.get(op.rstrip(";"), 0) + 1
+    order = re.findall(OPERATIONS, sass)
+    jumps = [(int(at, 16), int(to, 16)) for at, to in re.findall(BRANCH, sass)]
     return {
         "kernel": name,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
@@ -86,7 +90,9 @@ def describe(name: str, kernel: Any) -> dict[str, Any]:
         "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
         "shared_bytes": kernel.metadata.shared,
         "num_warps": kernel.metadata.num_warps,
-        "operations": loads,
+        "operations": dict(Counter(order)),
+        "order": order,
+        "loop": max((at - to) // 16 + 1 for at, to in [(-16, 0), *jumps]),  # instructions are 16 bytes
     }
 
 
@@ -118,7 +124,8 @@ def compile_layer(name: str, C: int, rows: int) -> None:
     pages = Pages(keys, keys, torch.zeros(rows, 1, dtype=torch.int64), pos)
     norm = Norm(torch.empty(C, dtype=dtype), torch.empty(C, dtype=dtype), 1e-5)
     bias = torch.empty(4 * C, dtype=dtype)
-    embed(pos, pos, torch.empty(9, C, dtype=dtype), torch.empty(9, C, dtype=dtype), x)
+    one = torch.zeros(rows, dtype=torch.int64)
+    begin(pos, one, one, one, one, torch.empty(9, C, dtype=dtype), torch.empty(9, C, dtype=dtype), 1024, pos, x)
     product(x, weight(name, 3 * C, C), q, norm, Epilogue(bias, store=pages))
     attention(q, pages, context, q)
     product(q, weight(name, C, C), x, None, Epilogue(bias, residual=x))

@@ -117,7 +117,7 @@ def test_a_backend_that_says_other_words_is_not_timed(tmp_path: Path) -> None:
     original = WorkerProcess.load
     try:
         WorkerProcess.load = lambda self, weights: original(self, bad if self.case.backend == "dynamic" else weights)  # type: ignore[method-assign]
-        harness.run(cases, rows.extend)
+        harness.run(cases, lambda some: rows.__setitem__(slice(None), some))
     finally:
         WorkerProcess.load = original  # type: ignore[method-assign]
     assert rows[0].same_tokens is True
@@ -134,6 +134,32 @@ def test_a_dead_process_is_a_row_with_its_epitaph(tiny_folder: Path) -> None:
         assert len(worker.run().tokens[0]) == 4
         os.kill(worker._process.pid, signal.SIGKILL)
         refuses(worker.run, "its process was killed: most likely out of memory")
+
+
+def test_a_worker_that_computes_ends_with_the_process_that_started_it(tiny_folder: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from nanoinfer.bench.case import Case;"
+        "from nanoinfer.bench.process import WorkerProcess;"
+        "worker = WorkerProcess(Case('recompute', 'm', output_tokens=1 << 20, prompt_tokens=4));"
+        "worker.load(Path(sys.argv[1])); print(worker._process.pid, flush=True); worker.run()"
+    )
+    command = [sys.executable, "-c", script, str(tiny_folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=one_thread(), text=True) as harness:
+        assert harness.stdout is not None
+        worker = int(harness.stdout.readline())
+        time.sleep(0.5)  # it computes
+        assert is_running(worker)
+        harness.kill()
+    deadline = time.monotonic() + 20
+    while is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(worker)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 def written_figures(made: results.Results) -> list[object]:

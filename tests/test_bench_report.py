@@ -29,6 +29,8 @@ from nanoinfer.bench.stats import Figures
 from nanoinfer.bench.suites import SUITES
 from nanoinfer.errors import NanoinferError, missing_extra
 
+pytest.importorskip("vl_convert", reason="the report draws with it")
+
 EVIL = '<script>alert("1 & 2")</script>$x^{$\x00\x1b'
 SPEED = {"recompute": 10.0, "dynamic": 25.0, "static": 37.5}
 PARTS = {"matrix products": 61.0, "attention": 12.5, "output head": 17.5, "sampling": 3.0, "everything else": 6.0}

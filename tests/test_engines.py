@@ -393,6 +393,7 @@ def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> N
         ({"threads": 0}, "threads=0"),
         ({"graph_memory": -1}, "graph_memory=-1"),
         ({"graph_memory": 5, "engine": "static"}, "graph_memory=5 is not supported"),
+        ({"graph_memory": 5, "engine": "compiled", "device": "cpu"}, "graph_memory=5 is not supported"),
         ({"sampler": "fast"}, "sampler='fast' is unknown: use one of auto, reference, flashinfer"),
         ({"sampler": "flashinfer", "device": "cpu"}, "sampler='flashinfer' cannot run: the logits are on cpu"),
         ({"threads": 2, "engine": "static"}, "threads=2 is not supported"),
@@ -468,7 +469,7 @@ def test_attention_over_lengths_that_are_always_new_is_not_planned() -> None:
 # Frames -----------------------------------------------------------------------------------------------------
 
 FRAMES = {
-    "recompute": 7, "dynamic": 7, "static": 7, "paged": 7, "compiled": 11, "cuda_graph": 6, "triton": 9, "native": 3,
+    "recompute": 7, "dynamic": 7, "static": 7, "paged": 7, "compiled": 12, "cuda_graph": 6, "triton": 9, "native": 3,
 }  # fmt: skip
 """Python frames of this package, from Core.step to what computes (LLM.generate is one more): a matrix product of
 PyTorch's, a compiled block, the replay of a graph, the launch of a kernel, the call into C++."""

@@ -51,7 +51,7 @@ class TorchSampler:
         u = [uniform(seed=row.seed, sample=row.sample_index, position=i) for i in range(self.most)]
         self.uniforms[slot] = torch.tensor(u, dtype=torch.float64)
 
-    def draw(self, logits: Tensor, slots: Tensor, wanted: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, slots: Tensor, wanted: Tensor, last: Tensor, owners: Tensor) -> Tensor:
         largest = logits.max(-1, keepdim=True)
         t = self.temperature[slots][:, None]
         weights = ((logits.double() - largest.values) / t.masked_fill(t == 0, 1.0)).exp()
@@ -59,8 +59,10 @@ class TorchSampler:
         running = weights.cumsum(-1)
         chosen = (running > u * running[:, -1:]).byte().argmax(-1)
         drawn = torch.where(t[:, 0] > 0, chosen, largest.indices[:, 0])
-        self.position.index_add_(0, slots, wanted.long())
-        return drawn.masked_fill(~largest.values[:, 0].isfinite(), -1)
+        self.position.index_add_(0, slots, wanted)
+        tokens = drawn.masked_fill(~largest.values[:, 0].isfinite(), -1)
+        last[owners.masked_fill(wanted == 0, len(last) - 1)] = tokens.clamp(min=0)
+        return tokens
 
 
 def make_core(gpt: GPT, *, recorded: bool = True, overlap: bool = True, chunk: int = 2048) -> Core:

@@ -40,6 +40,7 @@ def set_prompt(request: Request, token_ids: list[int]) -> None:
     request.prompt_token_ids = token_ids
     for sequence in request.sequences:
         sequence.token_ids = list(token_ids)
+        sequence.__post_init__()  # it has copies of the request's values
 
 
 def num_common(a: list[int], b: list[int]) -> int:

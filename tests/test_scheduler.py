@@ -358,9 +358,9 @@ def test_abort_of_a_waiting_request_lets_the_next_one_in() -> None:
     ],
 )
 def test_what_can_never_run_is_refused_at_once(num_prompt: int, params: dict[str, object], message: str) -> None:
-    scheduler = Scheduler(Pretended(EngineLimits(3, 8, 6)))
+    request = make_request(num_prompt, SamplingParams(**params), 8)  # type: ignore[arg-type]
     with pytest.raises(NanoinferError, match=message) as e:
-        scheduler.check(make_request(num_prompt, SamplingParams(**params), 8))  # type: ignore[arg-type]
+        request.check(EngineLimits(3, 8, 6))
     assert "\n" not in str(e.value)
 
 
@@ -368,7 +368,7 @@ def test_several_tokens_at_once_are_dropped_after_the_end() -> None:
     world = make_world(2, 3, M=8, max_tokens=4)
     work = world.scheduler.schedule()
     first, second = drawing(work)
-    second.request.end_token_ids = (5,)
+    second.end_token_ids = (5,)
     assert world.scheduler.postprocess(work, [[1, 2], [3, 5, 7, 5]]) == [second]
     assert (first.output_token_ids, first.finish_reason) == ([1, 2], None)
     assert (second.output_token_ids, second.finish_reason, second.stop_reason) == ([3, 5], "stop", 5)

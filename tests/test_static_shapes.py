@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from conftest import TINY, make_limits, make_model
 from nanoinfer import LLM, NanoinferError, SamplingParams
@@ -19,7 +21,9 @@ from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch, plan, roun
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import CudaRecorder, Graphs
-from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput, StepTensors
+from nanoinfer.engines.static import StaticEngine
+from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput, StepTensors, run_block
+from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.gpt import GPT
 from recorded import FakeRecorder
 from test_engines import naive_greedy, prompt
@@ -124,6 +128,96 @@ def test_a_decode_step_needs_nothing_from_the_host(uploads: list[object]) -> Non
     assert texts == [tuple(naive_greedy(gpt, p, 12)) for p in (prompt(6), prompt(3))]
 
 
+def test_verification_of_one_sequence_uploads_its_tokens_only(uploads: list[object]) -> None:
+    """5 tokens in a bucket of 8: their logits are consecutive rows, so no index is uploaded and nothing gathered."""
+    gpt = make_model()
+    engine = StaticShapeEngine(gpt, make_limits())
+    handle = engine.open()
+    engine.extend(StepBatch([handle], prompt(8)[:3], [3], [0]))
+    before = len(uploads)
+    logits = engine.extend(StepBatch([handle], prompt(8)[3:], [5], [5]))
+    assert len(uploads) == before + 1
+    torch.testing.assert_close(logits, gpt(torch.tensor([prompt(8)]))[0, 3:], atol=1e-4, rtol=1e-4)
+    assert len(logits) < 8 == logits.untyped_storage().nbytes() // (4 * TINY.vocab_size)  # a view of all rows
+    assert torch.equal(engine.model.logits(engine._hidden), logits)
+
+
+def test_rows_that_are_not_consecutive_are_uploaded_once(uploads: list[object]) -> None:
+    gpt = make_model()
+    engine = StaticShapeEngine(gpt, make_limits())
+    handles = [engine.open(), engine.open()]
+    logits = engine.extend(StepBatch(handles, [*prompt(5), *prompt(6, 1)], [5, 6], [5, 6]))
+    expected = torch.cat([gpt(torch.tensor([p]))[0] for p in (prompt(5), prompt(6, 1))])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert len(uploads) == 2  # the inputs, and the index of logits and hidden states
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Every copy of a slot that is made."""
+    made: list[tuple[int, int]] = []
+    copy = SlotCache.copy
+    monkeypatch.setattr(
+        SlotCache,
+        "copy",
+        lambda self, source, target, n: made.append((source, target)) or copy(self, source, target, n),
+    )
+    return made
+
+
+@pytest.mark.parametrize("first_to_last", [True, False])
+def test_closing_all_sequences_copies_nothing(copies: list[tuple[int, int]], first_to_last: bool) -> None:
+    engine = StaticShapeEngine(make_model(), make_limits(max_num_seqs=32))
+    handles = [engine.open() for _ in range(32)]
+    engine.extend(StepBatch(handles, [1] * 32, [1] * 32, [0] * 32))
+    for handle in handles if first_to_last else reversed(handles):
+        engine.close(handle)
+    assert copies == []
+
+
+@pytest.mark.parametrize("make", [StaticEngine, StaticShapeEngine])
+def test_holes_are_filled_before_a_step(
+    make: type[StaticEngine | StaticShapeEngine], copies: list[tuple[int, int]]
+) -> None:
+    """Closed: slots 0, 1 and 4 of 6. One opened sequence takes slot 0; slot 5 moves to 1; 4 is past the end."""
+    gpt = make_model()
+    engine = make(gpt, make_limits(max_num_seqs=6))
+    handles = [engine.open() for _ in range(6)]
+    ids = [prompt(3 + i, i) for i in range(6)]
+    engine.extend(StepBatch(handles, [t for p in ids for t in p], [len(p) for p in ids], [0] * 6))
+    for i in (0, 4, 1):
+        engine.close(handles[i])
+    handles, ids = [handles[2], handles[3], handles[5], engine.open()], [ids[2], ids[3], ids[5], []]
+    assert copies == []
+    for _ in range(2):
+        for p in ids:
+            p.append(7)
+        logits = engine.extend(StepBatch(handles, [7] * 4, [1] * 4, [1] * 4))
+        expected = torch.cat([gpt(torch.tensor([p]))[0, -1:] for p in ids])
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert copies == [(5, 1)]
+    assert [engine._cache.slot(h) for h in handles] == [2, 3, 1, 0]
+
+
+@pytest.mark.parametrize("make", [StaticEngine, StaticShapeEngine])
+@pytest.mark.parametrize("moves", [False, True], ids=["opened", "moved"])
+def test_a_sequence_does_not_read_what_a_closed_one_left(
+    make: type[StaticEngine | StaticShapeEngine], moves: bool
+) -> None:
+    """A masked NaN is a NaN: it is zeroed before its slot has another sequence."""
+    gpt = make_model()
+    engine = make(gpt, make_limits())
+    failed, other = engine.open(), engine.open()
+    engine.extend(StepBatch([failed, other], [*prompt(9), 3], [9, 1], [0, 0]))
+    for cache in (engine._cache.k, engine._cache.v):
+        cache[:, engine._cache.slot(failed), :, :9] = float("nan")
+    engine.close(failed)
+    ids = {other: [3, 4]} if moves else {other: [3, 4], engine.open(): [4]}
+    logits = engine.extend(StepBatch([*ids], [4] * len(ids), [1] * len(ids), [1] * len(ids)))
+    expected = torch.cat([gpt(torch.tensor([p]))[0, -1:] for p in ids.values()])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_graphs_stay_within_their_memory(caplog: pytest.LogCaptureFixture) -> None:
     recorder = FakeRecorder(bytes_each=100)
     graphs: Graphs[Tensor] = Graphs(recorder, memory_limit=150)
@@ -204,6 +298,55 @@ def test_blocks_are_compiled_once_for_each_shape_and_never_for_a_length() -> Non
     assert counts == [1, 1, 2, 3, 3]
 
 
+class TracedEngine(CompiledEngine):
+    """Blocks are not compiled: torch.compile refuses the mode of torch in which the recorder sees operations."""
+
+    def __init__(self, gpt: GPT, recorder: FakeRecorder | None) -> None:
+        super().__init__(gpt, make_limits(), EngineConfig(graph_memory=2**30), recorder=recorder)
+        self.compiled: list[bool] = []
+        """For each block that is compiled, whether that is in a recording."""
+        self.num_calls = 0
+
+    def _compile(self) -> Callable[..., Tensor]:
+        self.compiled.append(bool(_get_current_dispatch_mode_stack()))
+
+        def call(*arguments: Any) -> Tensor:
+            self.num_calls += 1
+            return run_block(*arguments)
+
+        return call
+
+
+def test_a_compiled_step_is_captured_where_graphs_are() -> None:
+    gpt, recorder = make_model(), FakeRecorder()
+    engine, expected = TracedEngine(gpt, recorder), gpt(torch.tensor([prompt(20)]))[0]
+    for _ in range(2):
+        torch.testing.assert_close(run(engine, prompt(20)), expected, atol=1e-4, rtol=1e-4)
+    assert engine.compiled == [False]  # once, before the recording
+    assert engine.num_calls == 2 * TINY.n_layer  # the first step and the recording
+    assert (recorder.num_recordings, recorder.num_replays, len(engine.graphs)) == (1, 39, 1)
+
+
+def test_a_compiled_step_is_not_captured_on_a_cpu() -> None:
+    engine = TracedEngine(make_model(), None)
+    run(engine, prompt(5))
+    assert (engine.num_calls, len(engine.graphs)) == (5 * TINY.n_layer, 0)
+
+
+def test_captured_compiled_steps_draw_greedy_tokens_and_upload_nothing(uploads: list[object]) -> None:
+    gpt, recorder, sampler = make_model(), FakeRecorder(), TorchSampler()
+    engine = TracedEngine(gpt, recorder)
+    handles = [engine.open(), engine.open()]
+    drawn = [engine.step(StepBatch(handles, [*prompt(6), *prompt(3)], [6, 3], [1, 1]), sampler.draw, [2, 0])]
+    step = StepBatch(handles, [PENDING, PENDING], [1, 1], [1, 1])
+    drawn += [engine.step(step, sampler.draw, [2, 0]) for _ in range(2)]
+    before = len(uploads)
+    drawn += [engine.step(step, sampler.draw, [2, 0]) for _ in range(9)]
+    assert (len(uploads) - before, recorder.num_replays) == (0, 10)
+    texts = list(zip(*(d.read() for d in drawn), strict=True))
+    assert texts == [tuple(naive_greedy(gpt, p, 12)) for p in (prompt(6), prompt(3))]
+
+
 def test_compiled_blocks_say_what_the_model_says() -> None:
     """With the real compiler: it needs a C++ compiler, as the tests of the native engine do."""
     gpt = make_model()
@@ -256,6 +399,16 @@ def test_a_real_graph_replays_at_any_position() -> None:
     for _ in range(2):
         torch.testing.assert_close(run(engine, prompt(20)), expected, atol=1e-4, rtol=1e-4)
     assert len(engine.graphs) == 1
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_real_graph_has_compiled_blocks() -> None:
+    gpt = make_model().to("cuda")
+    engine, expected = CompiledEngine(gpt, make_limits()), gpt(torch.tensor([prompt(20)], device="cuda"))[0]
+    for _ in range(2):
+        torch.testing.assert_close(run(engine, prompt(20)), expected, atol=1e-4, rtol=1e-4)
+    assert (len(engine.graphs), len(engine._compiled)) == (1, 1)
 
 
 @pytest.mark.gpu

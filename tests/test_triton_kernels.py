@@ -12,11 +12,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from nanoinfer.kernels.triton import products
+from nanoinfer.kernels.triton import launch, products, tiles
 from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, Epilogue, Norm, Pages, product
+from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, Epilogue, Pages, product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
-from nanoinfer.kernels.triton.rows import embed, layer_norm
+from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.tiles import Tile, attention_splits, product_tile
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp of what is large: meant
@@ -103,6 +103,14 @@ def test_inputs_split_between_programs_add_up(name: str, rows: int, device: str)
         again = residual.clone().to(device)
         product(x.to(device), on(device, weight), again, None, Epilogue(residual=again), tile)
         assert torch.equal(out, again)  # parts are added in order: bit for bit the same
+
+
+def test_the_inputs_of_one_row_are_not_split(device: str) -> None:
+    out = torch.empty(1, 16, device=device)
+    with pytest.raises(ValueError, match="num_splits=2 for one row: only the inputs of 2 to 16 are split"):
+        product(
+            torch.ones(1, 64, device=device), dense(torch.ones(16, 64, device=device)), out, tile=Tile(8, 32, 4, 2, 2)
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -223,7 +231,7 @@ def test_attention(dtype: torch.dtype, R: int, n: int, splits: int, D: int, bloc
         expected = attend_in_float64(q[m].view(H, D), rows_k[m // n], rows_v[m // n], p)
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-5 if n == 1 else max(1e-5, 4 * UNIT[dtype]))
     again = torch.empty_like(out)
-    attention(q.to(device), pages, context, again, splits)
+    attention(q.to(device), pages, context, again, splits, ahead=torch.zeros(1001, device=device))
     assert torch.equal(out, again)
 
 
@@ -242,16 +250,16 @@ def test_attention_survives_scores_without_end(device: str) -> None:
 # The ends, and how the work is cut -----------------------------------------------------------------------
 
 
-def test_embedding_and_final_norm(device: str) -> None:
-    wte, wpe, gain, shift = draw(11, 20), draw(6, 20), draw(20), draw(20, seed=5)
-    idx, pos = torch.tensor([10, 0, 3]), torch.tensor([0, 5, 6])  # 6: padding
-    x = torch.empty(3, 20, device=device)
-    embed(idx.to(device), pos.to(device), wte.to(device), wpe.to(device), x)
-    expected = wte[idx] + wpe[pos.clamp(max=5)]
-    assert torch.equal(x.cpu(), expected)
-    out = torch.empty(3, 20, device=device)
-    layer_norm(x, Norm(gain.to(device), shift.to(device), 1e-5), out)
-    torch.testing.assert_close(out.cpu(), F.layer_norm(expected, (20,), gain, shift, 1e-5), rtol=0, atol=1e-5)
+def test_final_norm(device: str) -> None:
+    x, gain, shift = draw(6, 20), draw(20), draw(20, seed=5)
+    expected = F.layer_norm(x, (20,), gain, shift, 1e-5)
+    norm, out = Norm(gain.to(device), shift.to(device), 1e-5), torch.empty(6, 20, device=device)
+    layer_norm(x.to(device), norm, out)
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=1e-5)
+    count = torch.tensor([[9, 3], [9, 0]], device=device)[:, 1]  # two rows of three tokens; the second is padding
+    last = torch.empty(2, 20, device=device)
+    layer_norm(x.to(device), norm, last, count)
+    assert torch.equal(last, out[[2, 3]])
 
 
 def test_tiles_give_every_multiprocessor_a_program() -> None:
@@ -262,11 +270,31 @@ def test_tiles_give_every_multiprocessor_a_program() -> None:
                 programs = -(-n // tile.block_n) * tile.num_splits
                 assert programs >= 132 or tile.block_n == (4 if rows == 1 else 16), (n, k, rows, bits, tile)
                 assert tile.num_splits == 1 or rows > 1
+                loads = tile.block_n * tile.block_k * bits // 8  # of an iteration
+                deep = (tile.num_stages - 1) * loads >= 24 << 10 or tile.num_stages == 8
+                assert deep or tile.num_stages * tile.block_k >= k, (n, k, rows, bits, tile)
     assert product_tile(768, 768, 1, 16, 132).block_n == 4
+    assert product_tile(768, 3072, 1, 16, 132).block_k == 4096  # all weights of a program, 24 KB, at once
+    assert product_tile(1600, 6400, 1, 16, 132) == Tile(block_n=8, block_k=512, num_warps=4, num_stages=4)
     assert product_tile(768, 3072, 16, 16, 132).num_splits == 4
-    assert attention_splits(12, 1024, 16, 132) == 16
-    assert attention_splits(12, 64, 16, 132) == 1
+    for context, splits in ((64, 1), (128, 1), (511, 1), (512, 2), (1024, 4), (1 << 20, 16)):
+        assert attention_splits(12, context, 16, 132) == splits  # at least 4 iterations of 64 keys each
+    assert attention_splits(12, 1024, 32, 132) == 8
     assert attention_splits(64 * 12, 1024, 16, 132) == 1
+
+
+@pytest.mark.parametrize("capability, found", [((8, 9), False), ((9, 0), True), ((12, 0), True)])
+def test_kernels_overlap_from_compute_capability_9_on(
+    capability: tuple[int, int], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    launch.is_available.cache_clear()
+    wanted = {"PDL": True, "launch_pdl": True} if found else {"PDL": False}
+    assert launch.launch_options(torch.device("cuda", 0)) == wanted
+    assert launch.launch_options(torch.device("cpu")) == {"PDL": False}
+    monkeypatch.setattr(tiles, "USE_PDL", False)
+    assert launch.launch_options(torch.device("cuda", 0)) == {"PDL": False}
+    launch.is_available.cache_clear()
 
 
 # Weights in 8 and 4 bits ---------------------------------------------------------------------------------

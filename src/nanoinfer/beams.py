@@ -73,7 +73,7 @@ class BeamSearches:
     def advance(self, work: Seq[ScheduledSequence]) -> list[Sequence]:
         """Continue the searches whose beams all have candidates; return the sequences of those that have ended."""
         ended: list[Sequence] = []
-        for request in dict.fromkeys(w.sequence.request for w in work if w.draws and w.sequence.request.beams):
+        for request in dict.fromkeys([w.sequence.request for w in work if w.draws and w.sequence.request.beams]):
             progress = self._progress(request)
             if not request.finished and len(progress.candidates) == len(progress.live):
                 chosen = progress.search.advance([progress.candidates[i] for i in progress.live])

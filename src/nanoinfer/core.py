@@ -39,7 +39,7 @@ from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
-from nanoinfer.scheduling.work import ScheduledSequence, drawing, mark_in_flight, mark_scheduled
+from nanoinfer.scheduling.work import ScheduledSequence, StepWork, drawing, mark_in_flight, mark_scheduled
 from nanoinfer.speculative.speculator import SpecStep, Speculator, by_speculator, drop_without_room
 from nanoinfer.step_rows import batch_of, rows_of
 
@@ -120,7 +120,7 @@ class Core:
             beams: of a beam search; `params` are then its `sampling_params`.
 
         Raises:
-            NanoinferError: the request exceeds the engine's limits (see `Scheduler.check`).
+            NanoinferError: the request exceeds the engine's limits (see `Request.check`).
         """
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
         request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)), beams=beams)
@@ -129,7 +129,7 @@ class Core:
             text = OutputText(self._tokenizer.stream(token_ids) if self._tokenizer else None, params.stop)
             request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
         request.num_dropped_tokens = request.sequences[0].wanted_start
-        self.scheduler.check(request)
+        request.check(self.engine.limits)
         return request
 
     def submit(self, requests: Seq[Request]) -> None:
@@ -272,7 +272,7 @@ class Core:
             self._overlap.reset()
         self._clean = True
 
-    def _schedule(self) -> list[ScheduledSequence]:
+    def _schedule(self) -> StepWork:
         """Return the work of the next step, after freeing what was made for the sequences that were preempted."""
         mark_scheduled(work := self.scheduler.schedule(), self._clock())
         for s in self.scheduler.take_preempted():
@@ -283,20 +283,17 @@ class Core:
         """Return whether an unfinished request has a speculator."""
         return bool(self._speculators) and any(not r.finished for r in self._speculators)
 
-    def _finish(self, work: list[ScheduledSequence], tokens: list[list[int]], faults: Faults) -> list[Delta]:
+    def _finish(self, work: Seq[ScheduledSequence], tokens: Seq[Seq[int]], faults: Faults) -> list[Delta]:
         """Append the sampled tokens to their sequences, close finished ones, and return a delta for each sequence."""
-        before = [(s, s.num_output_tokens) for s in drawing(work) if not (s.finish_reason or s.request.beams)]
+        before = [(s, len(s.token_ids)) for s in drawing(work) if s.finish_reason is None and s.request.beams is None]
         for s, error in faults.items():
             cast(Sequence, s).abort(error)
-        before += [(s, 0) for s in self._beams.advance(work)]
+        before += [(s, len(s.prompt_token_ids)) for s in self._beams.advance(work)]
         self._close(self.scheduler.postprocess(work, tokens))
         if not self.scheduler.unfinished:
             self._in_flight = None  # all its sequences have finished: discard the in-flight step
         deltas = [request_outputs.delta(s, num_before) for s, num_before in before]
-        self.scheduler.stats.num_output_tokens += sum(delta.num_tokens for delta in deltas)
-        for (s, _), delta in zip(before, deltas, strict=True):
-            if s.request.deltas is not None:
-                s.request.deltas.append(delta)
+        self.scheduler.stats.num_output_tokens += sum([delta.num_tokens for delta in deltas])
         return deltas
 
     def _launch(self, overlap: OverlapScheduler) -> InFlightStep | None:
@@ -304,18 +301,21 @@ class Core:
         if not (work := self._schedule()):
             return None
         with self.observer.span(ENGINE):
-            in_flight = overlap.launch(work, batch_of(work, SpecStep()))
+            in_flight = overlap.launch(work)
         mark_in_flight(work)
         return in_flight
 
     def _read(self, in_flight: InFlightStep, faults: Faults) -> list[list[int]]:
         """Wait for a step's tokens and return them, none for a sequence whose logits are not finite."""
-        found, now = in_flight.read(), self._clock()
-        for s, token in found:
-            self._note_first(s, now)
-            if token < 0 and s.finish_reason is None:
-                faults[s] = not_finite()
-        return [[token] if token >= 0 else [] for _, token in found]
+        tokens, sequences, now = in_flight.tokens.read(), in_flight.work.sequences, self._clock()
+        if not in_flight.work.is_repeated:  # else the tokens of an earlier step were read
+            for s in sequences:
+                self._note_first(s, now)
+        if min(tokens, default=0) >= 0:
+            return [[token] for token in tokens]
+        failed = [s for s, t in zip(sequences, tokens, strict=True) if t < 0 and s.finish_reason is None]
+        faults.update(dict.fromkeys(failed, not_finite()))
+        return [[token] if token >= 0 else [] for token in tokens]
 
     def _note_first(self, s: Sequence, now: float) -> None:
         if s.num_output_tokens == 0 and s.sample_index == 0:

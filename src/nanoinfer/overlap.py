@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 from nanoinfer.engines.base import Engine, OverlapEngine, StepBatch, TokenFuture
 from nanoinfer.sampling.sampler import SamplerRow
 from nanoinfer.scheduling.sequence import Request, Sequence
-from nanoinfer.scheduling.work import ScheduledSequence, drawing
+from nanoinfer.scheduling.work import StepWork
+from nanoinfer.step_rows import batch_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,23 +42,30 @@ class DeviceSampler(Protocol):
     def assign(self, slot: int, row: SamplerRow) -> None:
         """Upload a row's parameters and tokens to a slot."""
 
-    def draw(self, logits: Tensor, sampler_slots: Tensor, wanted: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, sampler_slots: Tensor, wanted: Tensor, last: Tensor, owners: Tensor) -> Tensor:
         """Sample a token for each wanted row and update its slot: see `engines.base.Draw`."""
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A launched step whose tokens have not been read."""
+    """A launched step whose tokens have not been read. A token < 0 means that logits were not finite."""
 
-    work: list[ScheduledSequence]
+    work: StepWork
     tokens: TokenFuture
 
-    def read(self) -> list[tuple[Sequence, int]]:
-        """Wait for the tokens and return them with their sequences. A token < 0 means that logits were not finite."""
-        return list(zip(drawing(self.work), self.tokens.read(), strict=True))
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """What a launch derives from its work. A step that repeats the work launches the same."""
+
+    work: StepWork
+    batch: StepBatch
+    slots: list[SamplerSlot]
+    numbers: list[int]
+    """The numbers of `slots`."""
 
 
-@dataclass
+@dataclass(slots=True)
 class SamplerSlot:
     """The slot of a sequence in the device's sampler."""
 
@@ -74,6 +82,7 @@ class OverlapScheduler:
         self._sampler = sampler
         self._slots: dict[Sequence, SamplerSlot] = {}
         self._free = list(reversed(range(sampler.num_slots)))
+        self._last: LaunchedStep | None = None
         self._host_sampled: set[Request] = set()
         """Requests that the device sampler does not support, or whose samples have not been forked."""
 
@@ -94,16 +103,14 @@ class OverlapScheduler:
         first = request.sequences[0]
         return not request.samples or first.grammar is not None or self._sampler.covers(first) is not None
 
-    def launch(self, work: list[ScheduledSequence], batch: StepBatch) -> InFlightStep:
-        """Launch a step.
-
-        Args:
-            work: from the scheduler, without forks.
-            batch: the same work as the engine's batch.
-        """
-        slots = [self._slot(s) for s in drawing(work)]
-        in_flight = InFlightStep(work, self._engine.step(batch, self._sampler.draw, [slot.number for slot in slots]))
-        for slot in slots:
+    def launch(self, work: StepWork) -> InFlightStep:
+        """Launch a step. `work` is from the scheduler, without forks."""
+        last = self._last
+        if last is None or last.work is not work or work[0].token_ids:
+            slots = [self._slot(s) for s in work.sequences]
+            last = self._last = LaunchedStep(work, batch_of(work), slots, [slot.number for slot in slots])
+        in_flight = InFlightStep(work, self._engine.step(last.batch, self._sampler.draw, last.numbers))
+        for slot in last.slots:
             slot.position += 1
         return in_flight
 
@@ -121,11 +128,13 @@ class OverlapScheduler:
 
     def forget(self, sequence: Sequence) -> None:
         """Free the slot of a finished sequence."""
+        self._last = None
         if (slot := self._slots.pop(sequence, None)) is not None:
             self._free.append(slot.number)
 
     def reset(self) -> None:
         """Free all slots, also after an exception in the middle of a call."""
+        self._last = None
         self._slots.clear()
         self._free = list(reversed(range(self._sampler.num_slots)))
 

@@ -55,10 +55,13 @@ def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]
 
 
 def delta(s: Sequence, num_before: int) -> Delta:
-    """Return the delta of a sequence since it had `num_before` output tokens."""
-    text = s.text.take(finished=s.finish_reason is not None)
-    num_tokens = s.num_output_tokens - num_before
-    return Delta(s.request.request_id, s.sample_index, text, s.finish_reason, num_tokens, s.error)
+    """Return the delta of a sequence since prompt and output had `num_before` tokens, and queue it."""
+    request, reason = s.request, s.finish_reason
+    text = s.text.take(finished=reason is not None)
+    made = Delta(request.request_id, s.sample_index, text, reason, len(s.token_ids) - num_before, s.error)
+    if request.deltas is not None:
+        request.deltas.append(made)
+    return made
 
 
 def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: float) -> RequestOutput:

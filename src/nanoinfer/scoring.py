@@ -167,7 +167,7 @@ def score(core: Core, texts: Iterable[Scored], read: Read[T], salt: str | None =
         salt: only requests of the same salt share prefixes.
 
     Raises:
-        NanoinferError: a text can never be processed (see `Scheduler.check`).
+        NanoinferError: a text can never be processed (see `Request.check`).
         ResultError: `read` has raised it, the engine has failed, or an interrupt in another thread ended the request.
     """
     requests: deque[Request] = deque()

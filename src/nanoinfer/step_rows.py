@@ -34,15 +34,18 @@ class StepRows:
     num_rows: int = 0
 
 
-def batch_of(work: Seq[ScheduledSequence], done: SpecStep) -> StepBatch:
+def batch_of(work: Seq[ScheduledSequence], done: SpecStep | None = None) -> StepBatch:
     """Return the engine's batch: for each sequence the tokens that are not cached, followed by its proposal."""
     batch = StepBatch()
+    proposals = done.proposals if done is not None else ()
     for w in work:
         handle = Handle(cast(int, w.sequence.handle))
-        if drafts := done.drafts(w.sequence):
+        if w.sequence in proposals:
+            drafts = cast(SpecStep, done).drafts(w.sequence)
             batch.add(handle, [*w.token_ids, *drafts], num_logits=1 + len(drafts))
         else:
-            batch.add(handle, w.token_ids + [PENDING] * w.pending, num_logits=w.num_scored or int(w.draws))
+            token_ids = [*w.token_ids, PENDING] if w.pending else w.token_ids
+            batch.add(handle, token_ids, num_logits=w.num_scored or int(w.draws))
     return batch
 
 

@@ -16,6 +16,8 @@ from dataclasses import replace
 from itertools import accumulate, groupby, takewhile
 from pathlib import Path
 
+import numpy as np
+
 from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import IRREGULAR, Case
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
@@ -27,6 +29,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
+from nanoinfer.profiling.logits_check import MAX_NATS, NUM_SEQUENCES, require_close
 from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
@@ -54,8 +57,11 @@ class Harness:
         self._started = clock()
         self._done = self._total = 0
 
-    def run(self, cases: Sequence[Case], keep: Callable[[list[Row]], None]) -> None:
-        """Measure the cases, shape by shape, in the order given; call `keep` with the rows of each shape."""
+    def run(self, cases: Sequence[Case], keep: Callable[[list[Row]], None], suite: Sequence[Case] = ()) -> None:
+        """Measure the cases, shape by shape, in the order given; call `keep` with rows whenever some have changed.
+
+        The reference of a shape may also be a case of the suite that is not measured again.
+        """
         self._total = len(cases)
         for _, same_shape in groupby(cases, key=lambda c: c.shape):
             group = list(same_shape)
@@ -63,10 +69,9 @@ class Harness:
             for part in parts:
                 if self._late:
                     return
-                rows = self._run_part(part, self._reference_case(group))
-                for row in rows if len(parts) > 1 else ():
-                    row.add_note("not interleaved with all of its shape: they do not fit the memory")
-                keep(rows)
+                reference = self._reference_case([c for c in suite or cases if c.shape == part[0].shape])
+                alone = "not interleaved with all of its shape: they do not fit the memory" if len(parts) > 1 else ""
+                self._run_part([Row(case, note=alone, unfinished=True) for case in part], reference, keep)
                 if not sys.stderr.isatty():  # where there is no bar
                     self._bar.print(f"{self._done} of {self._total} cases are done")
 
@@ -107,24 +112,34 @@ class Harness:
         """Return the case whose greedy tokens are the reference: the first of our engines in float32, not shortened."""
         return min((c for c in group if c.backend in ENGINES and _is_exact(c)), key=self._shortened, default=None)
 
-    def _run_part(self, cases: list[Case], reference: Case | None) -> list[Row]:
-        """Return the rows of backends that are alive together."""
-        rows = {case: Row(case) for case in cases}
-        runs: dict[Case, list[RunTimes]] = {case: [] for case in cases}
-        spent = dict.fromkeys(cases, 0.0)
+    def _run_part(self, part: list[Row], reference: Case | None, keep: Callable[[list[Row]], None]) -> None:
+        """Measure the rows of backends that are alive together."""
+        rows = {row.case: row for row in part}
+        runs: dict[Case, list[RunTimes]] = {case: [] for case in rows}
+        spent = dict.fromkeys(rows, 0.0)
+
+        def keep_so_far() -> None:
+            for row in part:
+                if row.error is None and runs[row.case]:
+                    self._summarize(row, runs[row.case])
+            keep([row for row in part if row.error is not None or row.figures is not None])
+
         with Processes(self._weights) as processes:
             workers = {}
-            for case in takewhile(lambda _: not self._late, cases):
+            for case in takewhile(lambda _: not self._late, rows):
                 with self._step(rows[case], "load"):
                     prepare(case, self._weights)
                     workers[case] = processes.worker(case)
                     if case.device != "cpu" and case.backend not in NAIVE:
                         workers[case].run(case)  # compiles its code: the time of that is no part of the warm-up
             checked_sec = self._check(workers, rows, reference)
+            if self._options.verify:
+                self._check_logits(workers, rows)
             for case, worker in workers.items():
                 if rows[case].error is None and not self._shortened(case):
                     with self._step(rows[case], "warm up"):
                         self._warm_up(worker, case, checked_sec[case])
+            keep_so_far()
             for i in range(self._options.rounds):
                 for case, worker in workers.items():
                     if rows[case].error is None and (i == 0 or spent[case] < self._options.max_case_sec):
@@ -132,19 +147,21 @@ class Harness:
                         with self._step(rows[case], f"round {i + 1} of {self._options.rounds}"):
                             runs[case].append(self._timed(worker, rows[case], i))
                         spent[case] += self._clock() - start
+                keep_so_far()
             for case, worker in workers.items():
                 if rows[case].error is None and case.backend in ENGINES and not self._shortened(case):
                     self._measure_more(worker, rows[case], quick=spent[case] < self._options.max_case_sec)
-        done = [rows[case] for case in cases if case in workers or rows[case].error is not None]
-        self._done += len(done)
-        for row in done:
-            if row.error is None:
-                row.figures = summarize(runs[row.case])
-                row.round_sec = [run.total_sec for run in runs[row.case]]
-                if row.case.batch == 1 and row.case.workload == "uniform":
-                    row.per_position_sec = by_position(runs[row.case], row.case.prompt_tokens) or None
-                fill_in(row, self._config, self._ceiling)
-        return done
+                rows[case].unfinished = False
+                keep_so_far()
+        self._done += sum(not row.unfinished for row in part)
+
+    def _summarize(self, row: Row, runs: list[RunTimes]) -> None:
+        """Set what follows from the rounds so far."""
+        row.figures = summarize(runs)
+        row.round_sec = [run.total_sec for run in runs]
+        if row.case.batch == 1 and row.case.workload == "uniform":
+            row.per_position_sec = by_position(runs, row.case.prompt_tokens) or None
+        fill_in(row, self._config, self._ceiling)
 
     def _measure_more(self, worker: WorkerProcess, row: Row, *, quick: bool) -> None:
         """Measure what is not part of the timing; what an engine does not support stays unknown."""
@@ -170,7 +187,7 @@ class Harness:
             if unknown:
                 row.add_note(f"{unknown} unknown: {e}")
             else:
-                row.error = str(e)
+                row.error, row.figures, row.unfinished = str(e), None, False
 
     def _check(
         self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row], reference: Case | None
@@ -196,6 +213,29 @@ class Harness:
                         if difference is not None:
                             raise NanoinferError(f"not timed: {difference}")
         return seconds
+
+    def _check_logits(self, workers: dict[Case, WorkerProcess], rows: dict[Case, Row]) -> None:
+        """Compare the logits of our engines in reduced precision with those of `static` in float32."""
+        reduced = [c for c in workers if rows[c].error is None and c.backend in ENGINES and c.format in MAX_NATS]
+        if not reduced:
+            return
+        path = self._weights / f"logits-{reduced[0].prompt_tokens}.npy"  # kept as long as the weights
+        exact = replace(reduced[0], backend="static", dtype="float32", quantization=None, batch=NUM_SEQUENCES)
+        for case in reduced:
+            try:
+                if not path.exists():
+                    with Processes(self._weights) as processes:
+                        self._logits(processes.worker(exact)).replace(path)
+            except NanoinferError as e:
+                rows[case].add_note(f"logits not compared with float32's: {e}")
+                continue
+            with self._step(rows[case], "compare logits"):
+                require_close(np.load(self._logits(workers[case])), np.load(path), case.format)
+
+    def _logits(self, worker: WorkerProcess) -> Path:
+        """Return a file with the logits that are compared."""
+        worker.ask("logits", path=str(path := self._weights / "logits.npy"))
+        return path
 
     def _sample(self, worker: WorkerProcess, case: Case) -> RunResult:
         """Generate the tokens of the check."""

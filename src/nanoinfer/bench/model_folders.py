@@ -20,11 +20,14 @@ PREFIX = "nanoinfer-bench-"
 
 
 class ModelFolders(ExitStack):
-    """The folders of the models that a call measures, each written once, with passages from `text` or the model."""
+    """The folders of the models that a call measures, each written once, with passages from `text` or the model.
 
-    def __init__(self, text: Path | None, log: Callable[[str], None]) -> None:
+    Those with random weights remain in the folder `keep`, if there is one, for other calls.
+    """
+
+    def __init__(self, text: Path | None, log: Callable[[str], None], keep: Path | None = None) -> None:
         super().__init__()
-        self._text, self._log = text, log
+        self._text, self._log, self._keep = text, log, keep
         self._folders: dict[str, Path] = {}
 
     def folder(self, cases: list[Case]) -> Path:
@@ -34,8 +37,11 @@ class ModelFolders(ExitStack):
 
         model = cases[0].model
         if model not in self._folders:
-            self._folders[model] = folder = self.enter_context(temporary_folder())
-            huggingface.save(load_model(model).take(), folder)  # float32, which every backend loads or exports from
+            keep = self._keep if model.startswith("random:") else None
+            folder = self.enter_context(temporary_folder()) if keep is None else keep / model.replace(":", "-")
+            self._folders[model] = folder
+            if not (folder / "config.json").exists():  # float32, which every backend loads or exports from
+                huggingface.save(load_model(model).take(), folder)
         folder = self._folders[model]
         if any(c.workload in ("text", "copy") for c in cases) and not prompts.read(folder):
             self._log("preparing passages for prompts ...")

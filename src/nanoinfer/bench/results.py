@@ -101,6 +101,8 @@ class Row:
     """How the row was measured differently: extrapolated, not interleaved, ..."""
     error: str | None = None
     """Why there are no figures, on one line."""
+    unfinished: bool = False
+    """Whether the run ended before all rounds and counts of this case: --resume measures it again."""
 
     def update(self, fields: Mapping[str, Any]) -> None:
         """Set some fields."""

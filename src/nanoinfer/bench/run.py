@@ -71,13 +71,17 @@ class Plan:
     rounds: int | None = None
     """Timed runs of each case (default: that of the suite)."""
     quick: bool = False
-    """Fewer and smaller cases, one round."""
+    """Fewer and smaller cases, one round (suite gpu: only fewer cases)."""
     minutes: float | None = None
     """Start no case after this many minutes; --resume continues."""
     output: Path | None = None
     """Write the JSON document here, after each shape."""
     resume: Path | None = None
     """Continue this JSON document: cases in it are not run again."""
+    retry: bool = False
+    """With --resume, run the cases again that failed."""
+    models: Path | None = None
+    """Keep the random models in this folder for other calls (default: a temporary folder)."""
     load: tuple[Path, ...] = ()
     """Show these JSON documents instead of measuring; may be repeated."""
     report: Path | None = None
@@ -131,29 +135,33 @@ def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str],
     device = resolve_device(plan.device)
     kind = device.partition(":")[0]
     # On a CPU `compiled` gains nothing and takes minutes to compile (docs/log.md): it is measured only where named.
-    here = (s for s in ENGINES.values() if s.unavailable() is None and kind in s.devices)
-    engines = [spec.name for spec in here if spec.preferred or device != "cpu"]
+    usable = (s for s in ENGINES.values() if s.unavailable() is None and kind in s.devices)
+    engines = [spec.name for spec in usable if spec.preferred or device != "cpu"]
     jobs = _jobs(plan, engines, device)
-    old = files.read(plan.resume).rows if plan.resume is not None else []
-    log("measuring the ceiling of this machine ...")
-    ceiling = measure(device=device)
+    old = files.read(plan.resume) if plan.resume is not None else None
+    here = machine.describe_machine(device)
+    if old is not None and old.machine | {"gpu_details": None} == here | {"gpu_details": None}:
+        ceiling = Ceiling.from_results(old.ceiling)
+    else:
+        log("measuring the ceiling of this machine ...")
+        ceiling = measure(device=device)
     created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     made = Results(
         suite="", baseline="", created=created, commit=machine.commit(), command=command,
-        machine=machine.describe_machine(device), versions=machine.describe_versions(),
+        machine=here, versions=machine.describe_versions(),
         ceiling=ceiling.to_results(),
     )  # fmt: skip
     log(headline(made))
-    with ModelFolders(plan.text, log) as folders:
+    with ModelFolders(plan.text, log, plan.models) as folders:
         for name, cases in jobs:
             usual = SUITES[name].baseline if name in SUITES else (*plan.engine, *engines)[0]
             done.append(replace(made, suite=name, baseline=plan.baseline or usual, rows=[]))
-            known = {row.case: row for row in old if row.error is None}
+            done[-1].rows = [row for row in old.rows if row.case in cases] if old is not None else []
             try:
-                _measure_suite(plan, done[-1], cases, known, folders, ceiling, started)
+                _measure_suite(plan, done[-1], cases, folders, ceiling, started)
             except KeyboardInterrupt:
                 return True
-            if left := len(cases) - len(done[-1].rows):
+            if left := len(cases) - sum(not row.unfinished for row in done[-1].rows):
                 log(f"suite {name}: {left} of {len(cases)} cases are left after {plan.minutes:g} minutes: use --resume")
     return False
 
@@ -201,16 +209,16 @@ def _cases(plan: Plan, name: str, config: ModelConfig, engines: list[str], devic
 
 
 def _measure_suite(
-    plan: Plan, results: Results, cases: list[Case], known: dict[Case, Row], folders: ModelFolders, ceiling: Ceiling,
-    started: float,
-) -> None:  # fmt: skip
-    """Run the cases that are not known yet, keeping the results file up to date."""
-    results.rows = [known[c] for c in cases if c in known]
+    plan: Plan, results: Results, cases: list[Case], folders: ModelFolders, ceiling: Ceiling, started: float
+) -> None:
+    """Run the cases that have no finished row yet, keeping the results file up to date."""
     for row in results.rows:  # their shares are of this run's ceiling now
         fill_in(row, find_shape(row.case.model), ceiling)
+    known = {row.case for row in results.rows if not row.unfinished and not (plan.retry and row.error is not None)}
 
     def keep(rows: list[Row]) -> None:
-        results.rows = sorted([*results.rows, *rows], key=lambda r: cases.index(r.case))
+        kept = {row.case: row for row in (*results.rows, *rows)}
+        results.rows = [kept[case] for case in cases if case in kept]
         add_speedups(results.rows, results.baseline)
         if target := plan.output or plan.resume:
             write_atomically(target, files.to_json(results).encode() + b"\n")
@@ -218,7 +226,7 @@ def _measure_suite(
     if results.rows:
         keep([])  # what --resume brought, also if nothing is added
     options = SUITES[results.suite].options if results.suite in SUITES else Options()
-    if plan.quick:
+    if plan.quick and results.suite != "gpu":  # there most time is loading
         options = replace(options, rounds=1, max_warmups=2)
     options = replace(options, rounds=plan.rounds or options.rounds)
     for model, some in groupby((c for c in cases if c not in known), key=lambda c: c.model):
@@ -229,7 +237,7 @@ def _measure_suite(
             options = replace(options, budget_sec=left)
         same = list(some)
         with ProgressBar(results.suite) as bar:
-            Harness(folders.folder(same), find_shape(model), ceiling, options, bar).run(same, keep)
+            Harness(folders.folder(same), find_shape(model), ceiling, options, bar).run(same, keep, cases)
 
 
 def _check_writable(folder: Path, name: str | None = None) -> None:

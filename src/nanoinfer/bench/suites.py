@@ -29,7 +29,7 @@ class Options:
     breakdown: bool = False
     """Also profile the parts of a step: our engines, where their rounds fit max_case_sec."""
     verify: bool = False
-    """Also measure the cost of verifying 5 tokens: our engines at batch 1."""
+    """Our engines: compare logits with float32's before timing, and measure the cost of verifying 5 tokens."""
     budget_sec: float = math.inf
     """No further backend is loaded after this time; those that are loaded finish."""
 
@@ -184,21 +184,21 @@ _GPU_EXACT: list[_Format] = [(name, "float32", None) for name, _, q in _GPU_RUNG
 
 
 def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
-    """GPT-2 at batch 1 and GPT-2 XL first, for short GPU time; float32, to compare tokens, where it costs little."""
-    small = Case("static", model, prompt_tokens=32, output_tokens=32 if quick else 64)
+    """GPT-2 at batch 1 and GPT-2 XL first, for short GPU time; float32, to compare tokens, where it costs little.
+
+    The quick cases are among the others, so that a full run continues a quick one.
+    """
+    small = Case("static", model, prompt_tokens=32)
     large, many = replace(small, model=GPU_LARGE), replace(small, batch=512)
     exact = [f for f in _GPU_EXACT if f[0] in ("static", "cuda_graph", "triton")]
+    half = _GPU_RUNGS + _GPU_PEERS
     if quick:
         rungs = [f for f in _GPU_RUNGS if f[0] != "compiled"]
         plain = [f for f in rungs if f[2] is None]
-        plan = [(small, exact + rungs + _GPU_PEERS[1:2]), (large, rungs + _GPU_PEERS[1:2]), (many, plain)]
+        plan = [(small, exact + _GPU_RUNGS + _GPU_PEERS[1:]), (large, rungs + _GPU_PEERS[1:2]), (many, plain)]
     else:
-        half = _GPU_RUNGS + _GPU_PEERS
-        plan = [
-            (small, _GPU_EXACT + half + [(f[0], "float16", None) for f in _GPU_PEERS[1:]]),
-            (large, exact + half),
-            (many, half),
-        ]
+        others: list[_Format] = [(f[0], "float16", None) for f in _GPU_PEERS[1:]]
+        plan = [(small, _GPU_EXACT + half + others), (large, exact + half), (many, half)]
         plan += [(replace(small, batch=64), half), (replace(small, batch=8), _GPU_EXACT + half)]
     return [case for shape, formats in plan for case in _in_formats(shape, formats)]
 

@@ -3,19 +3,22 @@
     {"do": "load", "case": {...}, "weights": "folder"}     -> {"answer": null}
     {"do": "run", "case": {...}, "seed": 0}                -> {"answer": {"tokens": [[...]], "times": {...},
                                                                "peak_memory_bytes": ..., "speculation": null}}
-    {"do": "breakdown"}  launches, verify: our engines     -> {"answer": {"attention": ...}}
+    {"do": "breakdown"}  launches, logits, verify: engines -> {"answer": {"attention": ...}}
     any failure                                            -> {"error": "one line"}
 
 A run's case may differ from the loaded one in its sizes and its draft; `seed` chooses other prompts. The process ends
-with its stdin, so it cannot outlive the one that started it. What libraries print goes to stderr.
+with its stdin, and on Linux with the process that started it, also while it computes. What libraries print goes to
+stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from nanoinfer.bench.backends import open_backend
 from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.models.checkpoints import hf_config
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h: the signal that this process gets when the one that started it ends
 
 
 class Worker:
@@ -79,6 +84,8 @@ def peak_memory(device: str) -> int | None:
 
 def main() -> None:
     """Answer requests until stdin ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     worker = Worker()

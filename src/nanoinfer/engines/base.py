@@ -127,11 +127,12 @@ class Engine(Protocol):
         """Close all sequences. This also restores an engine that an exception interrupted in the middle of a call."""
 
 
-Draw = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
-"""Samples tokens on the device: logits (R, V) float32, sampler_slots (R,) int64, wanted (R,) bool -> tokens (R,) int64.
-sampler_slots holds the sampler's slot index of each row. Rows with wanted == False are padding and do not change the
-state of any slot. The function does not synchronize with the host, so that a CUDA graph can capture it. A token < 0
-means that the row's logits were not finite."""
+Draw = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
+"""Samples tokens on the device: logits (R, V) float32, sampler_slots (R,) int64, wanted (R,) int64, last, owners (R,)
+int64 -> tokens (R,) int64. sampler_slots holds the sampler's slot index of each row. Rows with wanted == 0 are padding
+and do not change the state of any slot. A wanted row's token, or 0 if it is < 0, is also stored in last[owners[row]];
+the last element of `last` belongs to no row and may be overwritten. The function does not synchronize with the host, so
+that a CUDA graph can capture it. A token < 0 means that the row's logits were not finite."""
 
 
 class TokenFuture(Protocol):

@@ -4,6 +4,9 @@ torch.compile fuses the operations between the matrix products of a block into f
 buckets (static_shapes.py, buckets.py), so a new prompt length or batch size compiles nothing unless it needs a new
 bucket. The approach is that of gpt-fast (PyTorch, 2023).
 
+On a GPU the whole step is also captured as a CUDA graph (cuda_graph.py), because the checks before compiled code and
+its launches, about ten a block, take longer than a small model's kernels.
+
     compiled       one block of a decode step (one new token a row) for each shape, shared by all layers
     not compiled   prompts and verification, whose time is spent in matrix products; the embedding; the output head
 """
@@ -18,8 +21,10 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.cuda_graph import CudaGraphEngine
+from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.static_shapes import StaticShapeEngine, StepTensors, run_block
+from nanoinfer.engines.static_shapes import StepTensors, run_block
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.gpt import GPT, Block
 from nanoinfer.models.layers import Rotation
@@ -27,8 +32,10 @@ from nanoinfer.models.layers import Rotation
 RunBlock = Callable[..., Tensor]
 
 
-class CompiledEngine(StaticShapeEngine):
-    """Runs decode steps with blocks that are compiled once for each shape. Other arguments: see `StaticShapeEngine`.
+class CompiledEngine(CudaGraphEngine):
+    """Runs decode steps with blocks that are compiled once for each shape. Other arguments: see `CudaGraphEngine`.
+
+    A shape is compiled when it occurs for the first time and captured, on a GPU, at the second time.
 
     Args:
         backend: the backend of torch.compile.
@@ -43,8 +50,9 @@ class CompiledEngine(StaticShapeEngine):
         config: EngineConfig = DEFAULTS,
         *,
         backend: str | Callable[..., object] = "inductor",
+        recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(model, limits, config)
+        super().__init__(model, limits, config, recorder=recorder)
         self._backend = backend
         self._compiled: dict[tuple[torch.Size, int, bool, bool], RunBlock] = {}
 

@@ -24,9 +24,11 @@ from nanoinfer.models.gpt import GPT
 class CudaGraphEngine(StaticShapeEngine):
     """Captures steps of static shapes as CUDA graphs and replays them. Other arguments: see `StaticShapeEngine`.
 
+    On a CPU, nothing is captured (for `compiled`, which runs there too).
+
     Args:
         config: graph_memory is used; None: an eighth of the memory that is free when the engine starts.
-        recorder: records the graphs; None: CudaRecorder.
+        recorder: records the graphs; None: CudaRecorder on a GPU.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class CudaGraphEngine(StaticShapeEngine):
     ) -> None:
         super().__init__(model, limits, config)
         graph_memory = config.graph_memory if config.graph_memory is not None else free_memory(str(self.device)) // 8
-        self.graphs: Graphs[StepOutput] = Graphs(recorder or CudaRecorder(self.device), graph_memory)
+        if recorder is None and self.device.type == "cuda":
+            recorder = CudaRecorder(self.device)
+        self.graphs: Graphs[StepOutput] = Graphs(recorder, graph_memory)
 
     def _execute(self, key: tuple[Bucket, bool], compute: Callable[[], StepOutput]) -> StepOutput:
         return self.graphs.run(key, compute)

@@ -85,10 +85,11 @@ class Graphs(Generic[T]):
     happen during a recording, and a shape that occurs only once is not recorded.
 
     Args:
+        recorder: None: nothing is recorded.
         memory_limit: bytes that all recordings may take. Once it is reached, new keys run without a recording.
     """
 
-    def __init__(self, recorder: Recorder, memory_limit: int) -> None:
+    def __init__(self, recorder: Recorder | None, memory_limit: int) -> None:
         self._recorder = recorder
         self._limit = memory_limit
         self._seen: set[Hashable] = set()
@@ -111,23 +112,23 @@ class Graphs(Generic[T]):
         if key not in self._recorded:
             first = key not in self._seen
             self._seen.add(key)
-            if first or self._full or not self._record(key, compute):
+            if first or self._full or self._recorder is None or not self._record(self._recorder, key, compute):
                 return compute()
         replay, result = self._recorded[key]
         replay()
         return result
 
-    def _record(self, key: Hashable, compute: Callable[[], T]) -> bool:
+    def _record(self, recorder: Recorder, key: Hashable, compute: Callable[[], T]) -> bool:
         """Record `compute` if there is memory for it; return whether it was recorded."""
-        before = self._recorder.num_bytes()
+        before = recorder.num_bytes()
         try:
-            self._recorded[key] = self._recorder.record(compute)
+            self._recorded[key] = recorder.record(compute)
         except RuntimeError as error:
             if not _out_of_memory(error):
                 raise
             self._stop("the device is out of memory: lower kv_cache_memory or max_num_seqs")
             return False
-        self.num_bytes += max(0, self._recorder.num_bytes() - before)
+        self.num_bytes += max(0, recorder.num_bytes() - before)
         if self.num_bytes >= self._limit:
             self._stop(f"the limit is graph_memory={self._limit:,} bytes: raise it if steps of other sizes are slow")
         return True

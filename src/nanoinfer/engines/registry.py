@@ -95,6 +95,7 @@ ENGINES: dict[str, EngineSpec] = {
             "compile the step over static shapes",
             "nanoinfer.engines.compiled:CompiledEngine",
             memory="padded slots",
+            options=("graph_memory",),
             preferred=False,  # the first step of each shape takes seconds to compile
         ),
         EngineSpec(
@@ -178,7 +179,8 @@ def _why_not(
         if value not in have:
             return f"{name}={value!r} is not supported: use one of {', '.join(map(str, have))}"
     for name, neutral in (("kv_cache_dtype", "auto"), ("threads", None), ("graph_memory", None)):
-        if name not in spec.options and (value := getattr(config, name)) != neutral:
+        has = name in spec.options and not (name == "graph_memory" and device == "cpu")  # no graphs there
+        if not has and (value := getattr(config, name)) != neutral:
             return f"{name}={value!r} is not supported: leave it out"
     if spec.gpt2_only and model is not None and not model.is_gpt2:
         others = [s for s in ENGINES.values() if not s.gpt2_only and _why_not(s, config, device, dtype) is None]

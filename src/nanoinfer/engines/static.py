@@ -1,7 +1,7 @@
 """Rung 3, `static`: preallocate keys and values, write in place (docs/rungs/static.md).
 
 One tensor of keys and one of values for all layers, sequences (slots) and positions. All sequences that decode one
-token share one attention call, masked by length. Open sequences always occupy slots 0, 1, ... (kv/slots.py).
+token share one attention call, masked by length. In a step, open sequences occupy slots 0, 1, ... (kv/slots.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class StaticEngine(TorchEngine):
         self._cache = SlotCache(self.config, limits.max_num_seqs, limits.block_size, self.dtype, self.device)
 
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
+        self._cache.compact(self._lengths)
         slots = [self._cache.slot(h) for h in batch.handles]
         rows = [end - n for end, n in zip(accumulate(batch.num_new), batch.num_new, strict=True)]
         new = list(zip(slots, starts, batch.num_new, rows, strict=True))
@@ -104,7 +105,7 @@ class StaticEngine(TorchEngine):
         self._cache.copy(self._cache.slot(parent), self._cache.slot(child), self._lengths[parent])
 
     def _close(self, handle: Handle) -> None:
-        self._cache.close(handle, self._lengths)
+        self._cache.close(handle, self._lengths[handle])
 
     def _reset(self) -> None:
         self._cache.reset()

@@ -19,7 +19,7 @@ are computed on the device: token i of a row attends to the positions up to its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from types import MappingProxyType
 from typing import NamedTuple, cast
@@ -27,13 +27,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from nanoinfer import processes
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines import buckets
 from nanoinfer.engines.base import PENDING, Draw, Handle, StepBatch
 from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import ModelEngine
-from nanoinfer.engines.transfers import PendingTokens, StepInputs, pick
+from nanoinfer.engines.transfers import PendingTokens, StepInputs, select
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.kv.slots import SlotCache
@@ -67,11 +68,36 @@ class StepOutput(NamedTuple):
     """The results of running one sub-batch; the next one may overwrite them."""
 
     hidden: Tensor
-    """(R, n, C) after the final layer norm."""
+    """(R, n, C) after the final layer norm; undefined if the step sampled tokens."""
     logits: Tensor | None
     """(R * n, V) float32; None if the step sampled tokens or a row has more than HEAD_TOKENS tokens."""
     tokens: Tensor | None
     """(R,) int64 sampled tokens; None if the step sampled none."""
+
+
+@dataclass
+class PlannedStep:
+    """The sub-batches of a step that samples, and whether the next one repeats it.
+
+    A step repeats the one before if each sequence decodes the token that was sampled for it, for the same slots of the
+    sampler, and in the same bucket. Its inputs are then on the device, and checks and plan hold.
+    """
+
+    parts: list[tuple[SubBatch, list[tuple[int, int]]]]
+    """Sub-batches, each with (index in the step's tokens, row) of each sequence that samples."""
+    drawn: dict[int, int]
+    """The sampler's slot of each sequence that samples, by its index in the batch."""
+    batch: StepBatch | None = None
+    """A copy; None: the step cannot be repeated."""
+    sampler_slots: list[int] = field(default_factory=list)
+    """A copy."""
+    num_repeats: int = 0
+    """Number of steps until a sequence exceeds the bucket's context."""
+
+    def is_repeated_by(self, batch: StepBatch, sampler_slots: list[int]) -> bool:
+        """Return whether the next step repeats this one, and count it."""
+        self.num_repeats -= 1
+        return self.num_repeats >= 0 and batch == self.batch and sampler_slots == self.sampler_slots
 
 
 class StaticShapeEngine(ModelEngine):
@@ -91,6 +117,9 @@ class StaticShapeEngine(ModelEngine):
         self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)
         self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=self.device)
         """The token sampled last for each slot; the last element takes the tokens of rows that sample none."""
+        self._on_device = torch.cuda.device_of(self._last)  # type: ignore[no-untyped-call]
+        self._last_step: PlannedStep | None = None
+        """The step before, if it may be repeated; None after any other change of the sequences."""
         self._drew: set[Handle] = set()
         """The sequences whose last step sampled a token."""
         self._bucket_limits = BucketLimits(limits.max_num_seqs, limits.block_size, self.min_context)
@@ -101,6 +130,7 @@ class StaticShapeEngine(ModelEngine):
     @torch.inference_mode()
     def extend(self, batch: StepBatch) -> Tensor:
         """Append new tokens to open sequences and return logits, (sum(num_logits), V) float32."""
+        self._last_step = None
         self._check(batch)
         firsts = [0, *accumulate(batch.num_logits)]
         hidden: list[Tensor] = []
@@ -114,8 +144,9 @@ class StaticShapeEngine(ModelEngine):
                 end = row * part.bucket.tokens + batch.num_new[i]
                 rows += range(end - batch.num_logits[i], end)
                 places += range(firsts[i], firsts[i + 1])
-            hidden.append(pick(out.hidden.flatten(0, 1), rows))
-            logits.append(self._head(hidden[-1]) if out.logits is None else pick(out.logits, rows))
+            chosen = select(rows, self.device)
+            hidden.append(out.hidden.flatten(0, 1)[chosen])
+            logits.append(self._head(hidden[-1]) if out.logits is None else out.logits[chosen])
             if len(sub_batches) > 1:  # the next sub-batch may overwrite these results
                 hidden[-1], logits[-1] = hidden[-1].clone(), logits[-1].clone()
         self._drew.difference_update(batch.handles)
@@ -123,41 +154,73 @@ class StaticShapeEngine(ModelEngine):
         if not sub_batches:
             self._hidden = self._hidden[:0]
             return torch.empty(0, self.config.vocab_size, device=self.device)
-        back = sorted(range(len(places)), key=places.__getitem__)
-        self._hidden = pick(torch.cat(hidden) if len(sub_batches) > 1 else hidden[0], back)
-        return pick(torch.cat(logits) if len(sub_batches) > 1 else logits[0], back)
+        back = select(sorted(range(len(places)), key=places.__getitem__), self.device)
+        self._hidden = (torch.cat(hidden) if len(sub_batches) > 1 else hidden[0])[back]
+        return (torch.cat(logits) if len(sub_batches) > 1 else logits[0])[back]
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, draw: Draw, sampler_slots: list[int]) -> PendingTokens:
         """Append new tokens to open sequences and sample the next token of each with num_logits 1 (`OverlapEngine`)."""
-        self._check_step(batch, sampler_slots)
-        pending = PendingTokens()
-        drawn = dict(zip((i for i, n in enumerate(batch.num_logits) if n), sampler_slots, strict=True))
-        for part in self._plan(batch):
-            out = self._run(part, batch, draw, drawn)
-            rows = {i: row for i, row in zip(part.members, part.rows, strict=True) if i in drawn}
-            pending.add(cast(Tensor, out.tokens), rows)
-        self._drew.difference_update(batch.handles)
-        self._drew.update(batch.handles[i] for i in drawn)
+        last, self._last_step = self._last_step, None
+        is_forked = self._generation != processes.generation()
+        repeats = last is not None and last.is_repeated_by(batch, sampler_slots) and not is_forked
+        step = last if last is not None and repeats else self._planned(batch, sampler_slots)
+        pending = PendingTokens(len(sampler_slots))
+        for part, places in step.parts:
+            tokens = self._run(part, batch, draw, None if repeats else step.drawn).tokens
+            pending.add(cast(Tensor, tokens), places)
+        if not repeats:
+            self._drew.difference_update(batch.handles)
+            self._drew.update(batch.handles[i] for i in step.drawn)
         self._advance(batch)
+        self._last_step = step
         return pending
 
+    def _planned(self, batch: StepBatch, sampler_slots: list[int]) -> PlannedStep:
+        """Check and plan a step."""
+        self._check_step(batch, sampler_slots)
+        drawing = [i for i, n in enumerate(batch.num_logits) if n]
+        index = {i: at for at, i in enumerate(drawing)}
+        parts = self._plan(batch)
+        placed = [
+            (part, [(index[i], row) for i, row in zip(part.members, part.rows, strict=True) if i in index])
+            for part in parts
+        ]
+        drawn = dict(zip(drawing, sampler_slots, strict=True))
+        if len(parts) != 1 or any(t != PENDING for t in batch.token_ids) or not all(batch.num_logits):
+            return PlannedStep(placed, drawn)
+        num_repeats = parts[0].bucket.context - 1 - max(self._lengths[h] for h in batch.handles)
+        return PlannedStep(
+            placed, drawn, StepBatch(*map(list, vars(batch).values())), sampler_slots.copy(), num_repeats
+        )
+
     def _plan(self, batch: StepBatch) -> list[SubBatch]:
+        for source, target in self._cache.compact(self._lengths):
+            self._last[target] = self._last[source]
         slots = [self._cache.slot(h) for h in batch.handles]
         starts = [self._lengths[h] for h in batch.handles]
         return buckets.plan(slots, starts, batch.num_new, self._bucket_limits)
 
     def _run(
-        self, part: SubBatch, batch: StepBatch, draw: Draw | None = None, sampler_slots: Mapping[int, int] = EMPTY
+        self,
+        part: SubBatch,
+        batch: StepBatch,
+        draw: Draw | None = None,
+        sampler_slots: Mapping[int, int] | None = EMPTY,
     ) -> StepOutput:
-        """Upload the inputs of one sub-batch if they changed, then run it. sampler_slots: of members that sample."""
+        """Upload the inputs of one sub-batch if they changed, then run it.
+
+        Args:
+            sampler_slots: of the members that sample; None: the inputs are those of the step before, advanced.
+        """
         shape = part.bucket
         inputs = self._inputs.get((shape.rows, shape.tokens))
         if inputs is None:
             inputs = self._inputs[shape.rows, shape.tokens] = StepInputs(shape.rows, shape.tokens, self.device)
-        inputs.put(self._rows(part, batch, sampler_slots))
+        if sampler_slots is not None:
+            inputs.put(self._rows(part, batch, sampler_slots))
         try:
-            with torch.cuda.device_of(self._last):  # type: ignore[no-untyped-call]  # Triton launches there
+            with self._on_device:  # Triton launches there
                 out = self._execute((shape, draw is not None), lambda: self._compute(inputs, shape, draw))
         except BaseException:
             inputs.invalidate()
@@ -187,24 +250,29 @@ class StaticShapeEngine(ModelEngine):
 
     def _compute(self, inputs: StepInputs, shape: Bucket, draw: Draw | None) -> StepOutput:
         """Compute a step from tensors alone: the host reads no value, and no shape depends on one."""
+        hidden = self._forward(self._prologue(inputs, shape))
+        return self._epilogue(inputs, shape, hidden, draw)
+
+    # Overridden by derived engines ----------------------------------------------------------------------
+
+    def _prologue(self, inputs: StepInputs, shape: Bucket) -> StepTensors:
+        """Return the model's inputs, with the tokens that the previous step sampled."""
         i = torch.arange(shape.tokens, device=self.device)
         # masked_fill, not where: `where` copies a Python number to the device and waits for the copy
         pos = (inputs.start[:, None] + i).masked_fill(i >= inputs.count[:, None], self.limits.block_size)  # (R, n)
         idx = torch.where(inputs.given < 0, self._last[inputs.slots][:, None], inputs.given)
-        hidden = self._forward(StepTensors(idx, pos, inputs.slots, shape.context, shape.dense))  # (R, n, C)
+        return StepTensors(idx, pos, inputs.slots, shape.context, shape.dense)
+
+    def _epilogue(self, inputs: StepInputs, shape: Bucket, hidden: Tensor, draw: Draw | None) -> StepOutput:
+        """Sample the next tokens or compute the logits of final hidden states, (R, n, C), and advance the positions."""
         logits = tokens = None
         if draw is not None:
             final = hidden[torch.arange(shape.rows, device=self.device), (inputs.count - 1).clamp(min=0)]  # (R, C)
-            wanted = inputs.wanted != 0
-            tokens = draw(self._head(final), inputs.sampler_slots.contiguous(), wanted)
-            owner = inputs.slots.masked_fill(~wanted, self.limits.max_num_seqs)
-            self._last[owner] = tokens.clamp(min=0)
+            tokens = draw(self._head(final), inputs.sampler_slots, inputs.wanted, self._last, inputs.slots)
         elif shape.tokens <= HEAD_TOKENS:
             logits = self._head(hidden.flatten(0, 1))
         inputs.start.add_(inputs.count)
         return StepOutput(hidden, logits, tokens)
-
-    # Overridden by derived engines ----------------------------------------------------------------------
 
     def _forward(self, step: StepTensors) -> Tensor:
         """Store the new keys and values, and return the final hidden states, (R, n, C)."""
@@ -260,6 +328,7 @@ class StaticShapeEngine(ModelEngine):
         self._cache.open(handle)
 
     def _truncate(self, handle: Handle, length: int) -> None:
+        self._last_step = None
         self._cache.clear(self._cache.slot(handle), length, self._lengths[handle])
 
     @torch.inference_mode()
@@ -270,13 +339,13 @@ class StaticShapeEngine(ModelEngine):
         if parent in self._drew:
             self._drew.add(child)
 
-    @torch.inference_mode()
     def _close(self, handle: Handle) -> None:
-        source, target = self._cache.close(handle, self._lengths)
-        self._last[target] = self._last[source]
+        self._last_step = None
+        self._cache.close(handle, self._lengths[handle])
         self._drew.discard(handle)
 
     def _reset(self) -> None:
+        self._last_step = None
         self._cache.reset()
         self._drew.clear()
         for inputs in self._inputs.values():

@@ -1,9 +1,14 @@
 """Rung 8, `triton`: few fused kernels for each layer (kernels/triton/, docs/rungs/triton.md).
 
-Each matrix product is one kernel with the operations around it, so a step launches five or six kernels for each layer:
+Each matrix product is one kernel with the operations around it, so a step of one token launches five kernels for each
+layer, or six where a long context is split:
 
     norm, qkv, bias, store of k and v  |  attention (and the merge of its splits)  |  product, bias, residual
     norm, product, bias, GELU          |  product, bias, residual
+
+and four others, sampling included (norms of 2 to 16 tokens are launches of their own):
+
+    positions, last tokens, embeddings  |  norm, head  |  weights of all tokens  |  sampled token, state of the sampler
 
 Steps of more than 16 tokens (prompts, large batches) are bound by arithmetic, where PyTorch's libraries are faster.
 They fall back to the unfused path of static_shapes.py, which dequantizes the weights of one layer at a time.
@@ -20,14 +25,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.base import Draw
+from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.static_shapes import StepTensors
+from nanoinfer.engines.static_shapes import StepOutput, StepTensors
+from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, MAX_ROWS, Epilogue, Norm, Pages, product
+from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, MAX_ROWS, Epilogue, Pages, product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
-from nanoinfer.kernels.triton.rows import embed, layer_norm
+from nanoinfer.kernels.triton.rows import Norm, layer_norm
+from nanoinfer.kernels.triton.step import begin
 from nanoinfer.models.gpt import GPT, Block, LayerNorm
 from nanoinfer.models.layers import Rotation
 
@@ -74,26 +83,40 @@ class TritonEngine(CudaGraphEngine):
 
     # The step --------------------------------------------------------------------------------------------
 
-    def _forward(self, step: StepTensors) -> Tensor:
-        if step.idx.numel() > MAX_ROWS:
-            return super()._forward(step)
-        M, C = step.idx.numel(), self.config.n_embd
-        pos, idx, table = step.pos.contiguous(), step.idx.contiguous(), step.slots[:, None]
-        x = torch.empty(M, C, device=self.device)
+    def _compute(self, inputs: StepInputs, shape: Bucket, draw: Draw | None) -> StepOutput:
+        R, n, C = shape.rows, shape.tokens, self.config.n_embd
+        if R * n > MAX_ROWS:
+            return super()._compute(inputs, shape, draw)
+        x = torch.empty(R * n, C, device=self.device)
+        pos = torch.empty(R, n, dtype=torch.int64, device=self.device)
+        begin(
+            inputs.given, inputs.start, inputs.count, inputs.slots, self._last, self._wte, self._wpe,
+            self.limits.block_size, pos, x,
+        )  # fmt: skip
+        self._run_layers(x, pos, inputs.slots, shape.context)
+        norm, hidden = norm_of(self.model.transformer["ln_f"]), x
+        if draw is None or R * n > 1:  # one row: the head normalises it
+            hidden = torch.empty(R * n if draw is None else R, C, dtype=self.dtype, device=self.device)
+            layer_norm(x, norm, hidden, None if draw is None else inputs.count)
+        logits = self._head(x, norm) if R * n == 1 else self._head(hidden)
+        if draw is None:
+            return StepOutput(hidden.view(R, n, C), logits, None)
+        return StepOutput(hidden, None, draw(logits, inputs.sampler_slots, inputs.wanted, self._last, inputs.slots))
+
+    def _run_layers(self, x: Tensor, pos: Tensor, slots: Tensor, context: int) -> None:
+        """Run all layers on the residual stream x, (M, C) float32, in place. pos: (R, n); slots: (R,)."""
+        M, C = x.shape
         q, y = (torch.empty(M, C, dtype=self.dtype, device=self.device) for _ in range(2))
         h = torch.empty(M, self.config.mlp_dim, dtype=self.dtype, device=self.device)
-        embed(idx, pos, self._wte, self._wpe, x)
         for layer, block in enumerate(self.model.blocks):
-            pages = Pages(self._cache.k[layer], self._cache.v[layer], table, pos)
+            pages = Pages(self._cache.k[layer], self._cache.v[layer], slots[:, None], pos)
             c_attn, attn_proj, c_fc, mlp_proj = (w.layer(layer) for w in self._weights.values())
             attn, mlp = block.attn, block.mlp
             product(x, c_attn, q, norm_of(block.ln_1), Epilogue(attn.c_attn.bias, store=pages))
-            attention(q, pages, step.context, y)
+            attention(q, pages, context, y, ahead=c_fc.data)
             product(y, attn_proj, x, None, Epilogue(attn.c_proj.bias, residual=x))
             product(x, c_fc, h, norm_of(block.ln_2), Epilogue(mlp.c_fc.bias, gelu=self._gelu))
             product(h, mlp_proj, x, None, Epilogue(mlp.c_proj.bias, residual=x))
-        layer_norm(x, norm_of(self.model.transformer["ln_f"]), y)
-        return y.view(*step.idx.shape, C)
 
     def _block(
         self, block: Block, x: Tensor, rotation: Rotation | None, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor
@@ -110,12 +133,12 @@ class TritonEngine(CudaGraphEngine):
             for name in self._weights:
                 block.get_submodule(name).weight = empty
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        """Return the logits, (M, V) float32, of hidden states, (M, C)."""
+    def _head(self, hidden: Tensor, norm: Norm | None = None) -> Tensor:
+        """Return the logits, (M, V) float32, of hidden states, (M, C). norm: applied to them first."""
         if 0 < len(hidden) <= MAX_ROWS:
             logits = torch.empty(len(hidden), self.config.vocab_size, device=self.device)
             with torch.cuda.device_of(hidden):  # type: ignore[no-untyped-call]
-                product(hidden.contiguous(), self._head_weight, logits)
+                product(hidden.contiguous(), self._head_weight, logits, norm)
             return logits
         return F.linear(hidden, dequantize(self._head_weight, self.dtype)).float()
 

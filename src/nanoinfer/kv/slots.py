@@ -1,16 +1,18 @@
 """A KV cache in slots: two tensors with one full-length slot for each sequence.
 
-Open sequences always occupy slots 0, 1, ..., so that a batch of all of them is a view of the cache and not a gathered
-copy. Closing a sequence moves the last slot into the freed one.
+Closing a sequence leaves a hole, which the next opened sequence takes. `compact` fills the remaining holes before a
+step: open sequences then occupy slots 0, 1, ..., so that a batch of all of them is a view of the cache and not a
+gathered copy. Closing many sequences at once copies nothing.
 
     slot 0  [k k k k k . . . .]   5 tokens
-    slot 1  [k k k . . . . . .]   3 tokens; the rest is masked, and zeroed so that it holds no NaN
-    slot 2  [. . . . . . . . .]   free
+    slot 1  [x x . . . . . . .]   a hole; `compact` moves slot 2 here
+    slot 2  [k k k . . . . . .]   3 tokens; the rest is masked, and zeroed so that it holds no NaN
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -39,41 +41,55 @@ class SlotCache:
         shape = (config.n_layer, num_slots, config.n_kv_head, columns, config.head_dim)
         self.k, self.v = allocate(shape, dtype, device, f"{num_slots} sequences")
         self._slots: dict[int, int] = {}
+        self._holes: list[int] = []
+        """A heap of the free slots below the highest slot in use so far."""
+        self._used: dict[int, int] = {}
+        """For each hole, the number of positions that its last sequence wrote."""
 
     def slot(self, handle: int) -> int:
-        """Return the current slot of a sequence. Closing another sequence may change it."""
+        """Return the current slot of a sequence. `compact` may change it."""
         return self._slots[handle]
 
     def open(self, handle: int) -> int:
-        """Assign the next slot to a sequence and return it."""
-        self._slots[handle] = len(self._slots)
-        return self._slots[handle]
+        """Assign a free slot to a sequence and return it."""
+        slot = heappop(self._holes) if self._holes else len(self._slots)
+        self.clear(slot, 0, self._used.pop(slot, 0))
+        self._slots[handle] = slot
+        return slot
 
-    def close(self, handle: int, lengths: Mapping[Any, int]) -> tuple[int, int]:
-        """Free a sequence's slot and move the last slot there.
+    def close(self, handle: int, length: int) -> None:
+        """Free the slot of a sequence of `length` tokens."""
+        slot = self._slots.pop(handle)
+        self._used[slot] = length
+        heappush(self._holes, slot)
+
+    def compact(self, lengths: Mapping[Any, int]) -> list[tuple[int, int]]:
+        """Move sequences so that n open ones occupy slots 0 to n - 1.
 
         Args:
-            handle: the sequence.
-            lengths: length of each open sequence in tokens, this one included.
+            lengths: length of each open sequence in tokens.
 
         Returns:
-            (from, to): the slot that was moved, and its new place; equal if the freed slot was the last.
+            (from, to) of each slot that was moved.
         """
-        hole, length = self._slots.pop(handle), lengths[handle]
-        last = len(self._slots)
-        moved = next((h for h, slot in self._slots.items() if slot == last), None)
-        if moved is not None:
-            self.clear(hole, 0, length)
-            length = lengths[moved]
-            self.copy(last, hole, length)
-            self._slots[moved] = hole
-        self.clear(last, 0, length)
-        return last, hole
+        if not self._holes:
+            return []
+        count, moves = len(self._slots), []
+        holes = [slot for slot in self._holes if slot < count]
+        for handle, slot in [item for item in self._slots.items() if item[1] >= count] if holes else ():
+            hole, length = holes.pop(), lengths[handle]
+            self.copy(slot, hole, length)
+            self.clear(hole, length, self._used.pop(hole))
+            self._slots[handle], self._used[slot] = hole, length
+            moves.append((slot, hole))
+        self._holes.clear()  # the free slots are now those from `count` on
+        return moves
 
     @torch.inference_mode()
     def reset(self) -> None:
         """Free all slots."""
-        self._slots.clear()
+        for state in (self._slots, self._holes, self._used):
+            state.clear()
         self.k.zero_()
         self.v.zero_()
 
@@ -86,5 +102,7 @@ class SlotCache:
     @torch.inference_mode()
     def clear(self, slot: int, start: int, stop: int) -> None:
         """Zero the positions [start, stop) of a slot, so that its next sequence does not read a masked NaN."""
+        if start >= stop:
+            return
         for cache in (self.k, self.v):
             cache[:, slot, :, start:stop] = 0

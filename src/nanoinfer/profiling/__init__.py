@@ -1,1 +1,1 @@
-"""Profile a generation: time by part of the model and by operator, and on a GPU the numbers of launches."""
+"""Measurements of an engine: time by part of the model and by operator, launches, verifying, differences of logits."""

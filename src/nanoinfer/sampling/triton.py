@@ -25,7 +25,7 @@ MAX_COUNT = 2**15 - 1
 """Largest count of one token in one sequence: 15 bits."""
 SCRATCH_ROWS = 128
 """Rows sampled in one launch: enough to fill a GPU, and few enough that their scratch stays in its cache."""
-NUM_WARPS = {"find_largest": 4, "weigh": 4, "draw": 8}
+NUM_WARPS = {"weigh": 4, "draw": 8}
 """Warps of each kernel. With 16 warps, `draw` does not have enough registers."""
 NOT_FINITE = -1
 """Token that `TritonSampler.draw` returns for a row whose largest logit is not finite."""
@@ -53,9 +53,10 @@ class TritonSampler:
     def __init__(self, num_slots: int, vocab_size: int, device: str | torch.device) -> None:
         if why_not := why_unavailable():
             raise NanoinferError(f"the fused sampler cannot run: {why_not}; or use sampler=reference")
+        from nanoinfer.kernels.triton import launch
         from nanoinfer.kernels.triton import sampler as kernels
 
-        self._kernels = kernels
+        self._kernels, self._launch_options = kernels, launch.launch_options
         self.num_slots, self.vocab_size, self.device = num_slots, vocab_size, torch.device(device)
         block, group = kernels.BLOCK.value, kernels.GROUP.value
         self._num_parts = -(-vocab_size // block)
@@ -76,7 +77,7 @@ class TritonSampler:
         self._sums = make(rows, self._parts)
         self._values = make(rows, width)
         self._weights = make(rows, width)
-        self._nearest = make(rows, width // group, fill=math.inf)  # stays inf for groups past the vocabulary
+        self._nearest = make(rows, width // group)
         self._groups = make(rows, width // group, dtype=torch.int32)
 
     def covers(self, row: SamplerRow) -> str | None:
@@ -126,8 +127,10 @@ class TritonSampler:
                 self._state[slot].zero_()
                 self._state[slot].scatter_(0, _on(self.device, ids), _on(self.device, counts))
 
-    def draw(self, logits: Tensor, slots: Tensor, wanted: Tensor) -> Tensor:
-        """Sample the next token of each wanted row, count it, and advance the position of its slot.
+    def draw(
+        self, logits: Tensor, slots: Tensor, wanted: Tensor, last: Tensor | None = None, owners: Tensor | None = None
+    ) -> Tensor:
+        """Sample the next token of each wanted row, count it, and advance the position of its slot, in two launches.
 
         All arguments are on the device, and the host does not wait for it.
 
@@ -135,7 +138,9 @@ class TritonSampler:
             logits: (B, V') float32, V' >= vocab_size, rows contiguous; not changed. Columns from vocab_size on are
                 never sampled.
             slots: (B,) int64, the slot of each row. Wanted rows must have different, assigned slots.
-            wanted: (B,) bool; other rows do not change any slot.
+            wanted: (B,) bool or int64, with the stride of the slots; other rows do not change any slot.
+            last: int64 contiguous; element owners[b] becomes the token of wanted row b, or 0 if that is -1.
+            owners: (B,) int64; given if `last` is.
 
         Returns:
             (B,) int64 token ids; -1 for a row whose largest logit is not finite; undefined for rows not wanted.
@@ -144,9 +149,10 @@ class TritonSampler:
             NanoinferError: the shapes, dtypes or strides are wrong.
         """
         B = logits.shape[0]
-        if not slots.shape == wanted.shape == (B,) or not (slots.is_contiguous() and wanted.is_contiguous()):
+        if not slots.shape == wanted.shape == (B,) or slots.stride() != wanted.stride():
             raise NanoinferError(
-                f"slots {tuple(slots.shape)}, wanted {tuple(wanted.shape)}: {B} rows need shape ({B},), contiguous"
+                f"slots {tuple(slots.shape)}, wanted {tuple(wanted.shape)}, strides {slots.stride()} and"
+                f" {wanted.stride()}: {B} rows need shape ({B},) and equal strides"
             )
         if logits.dtype != torch.float32 or logits.shape[-1] < self.vocab_size or logits.stride(-1) != 1:
             raise NanoinferError(
@@ -157,26 +163,26 @@ class TritonSampler:
         for begin in range(0, B, self._rows):
             part = slice(begin, begin + self._rows)
             with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches there
-                self._launch(logits[part], slots[part], wanted[part], tokens[part])
+                owned = None if owners is None else owners[part]
+                self._launch(logits[part], slots[part], wanted[part], tokens[part], last, owned)
         return tokens
 
-    def _launch(self, logits: Tensor, slots: Tensor, wanted: Tensor, tokens: Tensor) -> None:
-        k, B, stride = self._kernels, logits.shape[0], logits.stride(0)
-        V, parts, num_parts = self.vocab_size, self._parts, self._num_parts
-        rows = (logits, stride, slots, wanted, self._words)
+    def _launch(
+        self, logits: Tensor, slots: Tensor, wanted: Tensor, tokens: Tensor, last: Tensor | None, owners: Tensor | None
+    ) -> None:
+        k, B, V, num_parts = self._kernels, logits.shape[0], self.vocab_size, self._num_parts
+        rows = (logits, logits.stride(0), slots, wanted, slots.stride(0), self._words)
+        parts = (self._largest, self._best, self._sums)
         # No fused multiply-add: the reference rounds the product and the sum.
-        exact: dict[str, Any] = {"PARTS": parts, "enable_fp_fusion": False}
-        k.find_largest[num_parts, B](
-            *rows, self._lists, self._state, self._values, self._largest, self._best, V,
-            **exact, num_warps=NUM_WARPS["find_largest"],
-        )  # fmt: skip
+        exact: dict[str, Any] = {"PARTS": self._parts, "enable_fp_fusion": False, **self._launch_options(logits.device)}
         k.weigh[num_parts, B](
-            *rows, self._values, self._largest, self._best, self._weights, self._nearest, self._sums, V,
+            *rows, self._lists, self._state, self._values, self._weights, self._nearest, *parts, V,
             **exact, num_warps=NUM_WARPS["weigh"],
         )  # fmt: skip
         k.draw[B,](
-            *rows, self._state, self._values, self._largest, self._best, self._weights, self._nearest, self._groups,
-            self._sums, tokens, V, num_parts, **exact, num_warps=NUM_WARPS["draw"],
+            *rows, self._state, self._values, self._weights, self._nearest, self._groups, *parts,
+            tokens, last, owners, 0 if owners is None else owners.stride(0), V, num_parts,
+            **exact, num_warps=NUM_WARPS["draw"],
         )  # fmt: skip
 
     def _words_of(self, row: SamplerRow) -> np.ndarray[Any, np.dtype[np.int64]]:

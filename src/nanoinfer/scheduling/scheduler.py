@@ -23,13 +23,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection
+from collections.abc import Sequence as Seq
 
 from nanoinfer.config import SchedulerConfig
 from nanoinfer.engines.base import Engine, Handle
 from nanoinfer.errors import NanoinferError, QueueFull
 from nanoinfer.scheduling.prefix_cache import MIN_WAIT, PrefixCache
+from nanoinfer.scheduling.repeat import RepeatedWork
 from nanoinfer.scheduling.sequence import Request, Sequence
-from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, drawing
+from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, StepWork, drawing
 
 _HEADROOM = 16
 """Tokens that each running sequence can grow by after an admission before blocks run out."""
@@ -57,6 +59,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # in the order of `_rank`
         self._preempted: list[Sequence] = []  # since `take_preempted`
         self._step = 0
+        self._repeated = RepeatedWork()
 
     @property
     def unfinished(self) -> bool:
@@ -79,7 +82,7 @@ class Scheduler:
         return {s.handle for s in self._running if s.handle is not None} | set(self.cache.kept)
 
     def add(self, *requests: Request) -> None:
-        """Queue requests that passed `check`.
+        """Queue requests that passed `Request.check`.
 
         Raises QueueFull, and queues none of them, if more than max_num_queued would find no place.
         """
@@ -92,37 +95,11 @@ class Scheduler:
         for request in requests:
             insort(self._waiting, request.sequences[0], key=_rank)
 
-    def check(self, request: Request) -> None:
-        """Raise NanoinferError if a request can never be admitted, or if its prompt exceeds the context length."""
-        params, limits, (name, width) = request.params, self.limits, request.width
-        if width > limits.max_num_seqs:
-            raise NanoinferError(
-                f"{name}={width} is more than max_num_seqs={limits.max_num_seqs}: raise it, or lower {name}"
-            )
-        if params.slide_stride is not None and params.slide_stride > limits.block_size:
-            raise NanoinferError(
-                f"slide_stride={params.slide_stride} is more than the context length {limits.block_size}: lower it"
-            )
-        num_prompt = len(request.prompt_token_ids)
-        if num_prompt < 1:
-            raise NanoinferError("the prompt has no tokens: pass at least one")
-        if num_prompt > limits.block_size and params.overflow != "slide":
-            raise NanoinferError(
-                f"the prompt has {num_prompt} tokens, the context length is {limits.block_size}: shorten it, or use"
-                " overflow='slide' (--overflow slide), which keeps the last tokens"
-            )
-        need = min(num_prompt + request.sequences[0].max_tokens - 1, limits.block_size)
-        if need > limits.max_num_cached_tokens:
-            raise NanoinferError(
-                f"the request may grow to {need} cached tokens, the KV cache holds {limits.max_num_cached_tokens}:"
-                " raise kv_cache_memory, or lower max_tokens"
-            )
-
     # Admission -------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
         """Start waiting sequences in their order, until one has no room."""
-        promised = self._promised() if self._waiting else 0
+        promised: int | None = None
         for first in self._waiting[: _MAX_LOOKUPS * self.limits.max_num_seqs]:
             most = self.limits.max_num_seqs - (1 if first.admitted else len(first.request.sequences))
             if first.awaits_search:
@@ -141,7 +118,8 @@ class Scheduler:
                     return
             if self.stats.num_preempted > before:
                 entry, num_shared = self.cache.find(may_share, first.request.salt)
-                promised = self._promised()
+                promised = None
+            promised = self._promised() if promised is None else promised
             num_shared = min(num_shared, entry.num_cached) if entry is not None else 0
             self.cache.open(first, window, entry, num_shared)
             first.start, first.num_cached = first.wanted_start, num_shared
@@ -184,6 +162,7 @@ class Scheduler:
             s.admitted, s.last_draw_step = True, self._step
             insort(self._running, s, key=_rank)
         self._waiting.remove(first)
+        self._repeated.clear()
 
     def _preempt_last(self, winner: Sequence, *, same_priority: bool, planned: Collection[Sequence] = ()) -> bool:
         """Preempt the last running sequence that comes after `winner`; return whether there was one.
@@ -204,6 +183,7 @@ class Scheduler:
         s.awaits_search = s.request.beams is not None and not s.num_uncached
         insort(self._waiting, s, key=_rank)  # before it is removed: an interrupt must not lose it
         self._running.remove(s)
+        self._repeated.clear()
         for other in unforked:
             other.admitted = False
             self._running.remove(other)
@@ -232,12 +212,23 @@ class Scheduler:
 
     # A step ----------------------------------------------------------------------------------------------
 
-    def schedule(self) -> list[ScheduledSequence]:
+    def schedule(self) -> StepWork:
         """Admit waiting sequences and return the work of the next step.
 
         It is empty only if no request is unfinished, or if all running sequences end with their in-flight tokens."""
         self._admit()
         self._step += 1
+        has_room = 2 * len(self._running) <= self._engine.num_free_blocks  # a block and a copy for each that decodes
+        if has_room and (repeated := self._repeated.next(self._running, self._step)) is not None:
+            return repeated
+        work = StepWork(self._plan().values())
+        if num_forks := sum(len(w.forks) for w in work):
+            self.cache.make_places(num_forks)
+        self._repeated.note(work, self._running)
+        return work
+
+    def _plan(self) -> dict[Sequence, ScheduledSequence]:
+        """Return the work of the running sequences, after making room for it."""
         ready = (s for s in self._running if not s.awaits_fork and not s.ends_when_read)
         todo = [(s, s.num_uncached) for s in ready]
         decoding = [item for item in todo if item[1] == 1]
@@ -263,9 +254,7 @@ class Scheduler:
                 reserved += self._blocks_needed(s, count)
             budget -= count if uncached > 1 else 0
             work[s] = self._work(s, count, count == uncached)
-        if num_forks := sum(len(w.forks) for w in work.values()):
-            self.cache.make_places(num_forks)
-        return list(work.values())
+        return work
 
     def _make_room(self, s: Sequence, count: int, reserved: int, planned: Collection[Sequence]) -> bool:
         """Close kept sequences and preempt later ones until `count` tokens fit; return whether they do."""
@@ -305,7 +294,7 @@ class Scheduler:
                 fork.last_draw_step = self._step
         return ScheduledSequence(sequence, token_ids, draws, forks, pending=len(token_ids) < count)
 
-    def postprocess(self, work: list[ScheduledSequence], tokens: list[list[int]]) -> list[Sequence]:
+    def postprocess(self, work: Seq[ScheduledSequence], tokens: Seq[Seq[int]]) -> list[Sequence]:
         """Append the sampled tokens to their sequences and return the sequences that have finished.
 
         Args:
@@ -317,8 +306,11 @@ class Scheduler:
         for sequence, drawn in zip(drawing(work), tokens, strict=True):
             if sequence.request.beams is not None:
                 continue  # beams.py has appended its token
-            sequence.num_inflight_tokens = max(0, sequence.num_inflight_tokens - 1)
-            sequence.num_cached += len(drawn) - 1
+            if sequence.num_inflight_tokens:
+                sequence.num_inflight_tokens -= 1
+            if len(drawn) != 1:
+                sequence.num_cached += len(drawn) - 1
+                self._repeated.clear()
             try:
                 for token in drawn:
                     if sequence.finish_reason is None:
@@ -358,6 +350,7 @@ class Scheduler:
                 self.cache.keep(s)
         if ended:
             self._running = [s for s in self._running if s.finish_reason is None]
+            self._repeated.clear()
         if any(s.request.beams for s in ended):  # a beam that waits ends with the others
             self._waiting = [s for s in self._waiting if s.finish_reason is None]
         return ended
@@ -367,6 +360,7 @@ class Scheduler:
         for sequence in request.sequences:
             sequence.abort(error)
         self._waiting = [s for s in self._waiting if s.request is not request]
+        self._repeated.clear()
         return self.remove_finished()
 
     def abort_running(self, error: str | None = None) -> list[Sequence]:
@@ -382,6 +376,7 @@ class Scheduler:
             sequence.handle, sequence.num_cached = None, 0
         self._waiting = [s for s in self._waiting if s.finish_reason is None]
         self._running, self._preempted = [], []
+        self._repeated.clear()
         return ended
 
     def check_integrity(self) -> None:

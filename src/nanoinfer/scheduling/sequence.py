@@ -10,7 +10,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nanoinfer.errors import NanoinferError
@@ -19,6 +18,7 @@ from nanoinfer.scheduling.text import OutputText
 
 if TYPE_CHECKING:
     from nanoinfer.arrays import Array
+    from nanoinfer.config import EngineLimits
     from nanoinfer.outputs import Delta, Logprob
     from nanoinfer.structured.masks import OutputGrammar
 
@@ -101,6 +101,32 @@ class Request:
         """Whether all its sequences are finished."""
         return all(s.finish_reason is not None for s in self.sequences)
 
+    def check(self, limits: EngineLimits) -> None:
+        """Raise NanoinferError if it can never be admitted, or if its prompt exceeds the context length."""
+        params, (name, width) = self.params, self.width
+        if width > limits.max_num_seqs:
+            raise NanoinferError(
+                f"{name}={width} is more than max_num_seqs={limits.max_num_seqs}: raise it, or lower {name}"
+            )
+        if params.slide_stride is not None and params.slide_stride > limits.block_size:
+            raise NanoinferError(
+                f"slide_stride={params.slide_stride} is more than the context length {limits.block_size}: lower it"
+            )
+        num_prompt = len(self.prompt_token_ids)
+        if num_prompt < 1:
+            raise NanoinferError("the prompt has no tokens: pass at least one")
+        if num_prompt > limits.block_size and params.overflow != "slide":
+            raise NanoinferError(
+                f"the prompt has {num_prompt} tokens, the context length is {limits.block_size}: shorten it, or use"
+                " overflow='slide' (--overflow slide), which keeps the last tokens"
+            )
+        need = min(num_prompt + self.sequences[0].max_tokens - 1, limits.block_size)
+        if need > limits.max_num_cached_tokens:
+            raise NanoinferError(
+                f"the request may grow to {need} cached tokens, the KV cache holds {limits.max_num_cached_tokens}:"
+                " raise kv_cache_memory, or lower max_tokens"
+            )
+
 
 @dataclass(eq=False, repr=False)
 class Sequence:
@@ -140,32 +166,28 @@ class Sequence:
     error: str | None = None
     """The error in one line, for finish_reason error."""
 
-    @cached_property
-    def params(self) -> SamplingParams:
-        """The request's parameters."""
-        return self.request.params
+    params: SamplingParams = field(init=False)
+    """The request's parameters."""
+    seed: int = field(init=False)
+    """The request's seed."""
+    end_token_ids: tuple[int, ...] = field(init=False)
+    """Tokens that end the sequence."""
+    prompt_token_ids: list[int] = field(init=False)
+    """Tokens of the prompt."""
+    max_tokens: int = field(init=False)
+    """Maximum number of tokens to generate: params.max_tokens, or up to the context length if that is None."""
 
-    @cached_property
-    def seed(self) -> int:
-        """The request's seed."""
-        return self.request.seed
-
-    @cached_property
-    def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end the sequence."""
-        return self.request.end_token_ids
-
-    @cached_property
-    def prompt_token_ids(self) -> list[int]:
-        """Tokens of the prompt."""
-        return self.request.prompt_token_ids
-
-    @cached_property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens to generate: params.max_tokens, or up to the context length if that is None."""
-        if self.params.max_tokens is not None:
-            return self.params.max_tokens
-        return max(1, self.block_size + 1 - len(self.prompt_token_ids), self.params.min_tokens)
+    def __post_init__(self) -> None:
+        request = self.request
+        self.params, self.seed, self.end_token_ids = request.params, request.seed, request.end_token_ids
+        self.prompt_token_ids, params = request.prompt_token_ids, request.params
+        num_prompt = len(self.prompt_token_ids)
+        self.max_tokens = max(1, self.block_size + 1 - num_prompt, params.min_tokens)
+        if params.max_tokens is not None:
+            self.max_tokens = params.max_tokens
+        self._stops_from = num_prompt + params.min_tokens
+        most = num_prompt + self.max_tokens  # tokens of prompt and output that end it
+        self._ends_at = most if params.overflow == "slide" else min(most, self.block_size + 1)
 
     @property
     def num_output_tokens(self) -> int:
@@ -217,15 +239,14 @@ class Sequence:
         """
         assert self.finish_reason is None
         self.token_ids.append(token_id)
-        num_output_tokens, params = self.num_output_tokens, self.params
-        may_stop = num_output_tokens >= params.min_tokens
+        length = len(self.token_ids)
+        may_stop = length >= self._stops_from
         if may_stop and token_id in self.end_token_ids:
             self.text.flush(may_stop=False)
             return self._finish("stop", token_id)
         complete = self.grammar is not None and self.grammar.push(token_id)
         stop = self.text.push(token_id, may_stop=may_stop)
-        full = params.overflow != "slide" and len(self.token_ids) > self.block_size
-        ends = num_output_tokens >= self.max_tokens or full or complete
+        ends = complete or length >= self._ends_at
         if stop is None and ends:
             stop = self.text.flush(may_stop=may_stop)
         if stop is not None or complete:

@@ -103,6 +103,8 @@ class OutputText:
         """Append to the text; return the stop string that ends first in the new part, truncating the text before it."""
         old = len(self.text)
         self.text += piece
+        if not self._matches:
+            return None
         # Push even if stop strings are ignored now: the beginning of a later match may be in this piece.
         ends = [(end, -len(m.stop), m.stop) for m in self._matches if (end := m.push(piece)) is not None]
         if not ends or not may_stop:
@@ -117,7 +119,9 @@ class OutputText:
         Args:
             finished: whether the sequence is finished, so that no text is held back.
         """
-        held_back = 0 if finished else max((m.length for m in self._matches), default=0)
+        if self._shown == len(self.text):
+            return ""
+        held_back = 0 if finished or not self._matches else max(m.length for m in self._matches)
         end = len(self.text) - held_back
         piece = self.text[self._shown : end]
         self._shown = max(self._shown, end)

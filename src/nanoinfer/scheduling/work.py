@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -38,18 +40,34 @@ class SchedulerStats:
     """Number of times that a sequence was preempted."""
 
 
-def drawing(work: list[ScheduledSequence]) -> list[Sequence]:
+class StepWork(list[ScheduledSequence]):
+    """The work of one step, in the order of the batch. A step that repeats it has the same object (repeat.py)."""
+
+    is_repeated = False
+    """Whether it was the work of the step before, with other tokens."""
+
+    @cached_property
+    def sequences(self) -> list[Sequence]:
+        """The sequences that sample a token, as `drawing` returns them."""
+        return drawing([*self])
+
+
+def drawing(work: Seq[ScheduledSequence]) -> list[Sequence]:
     """Return the sequences that sample a token, in the order of the logits' rows: each followed by its forks."""
-    return [s for w in work if w.draws for s in (w.sequence, *w.forks)]
+    if isinstance(work, StepWork):
+        return work.sequences
+    return [s for w in work if w.draws for s in ((w.sequence, *w.forks) if w.forks else (w.sequence,))]
 
 
-def mark_scheduled(work: list[ScheduledSequence], now: float) -> None:
+def mark_scheduled(work: StepWork, now: float) -> None:
     """Note the time of the first step of each request."""
+    if work.is_repeated:
+        return
     for w in work:
         w.sequence.request.scheduled_sec = w.sequence.request.scheduled_sec or now
 
 
-def mark_in_flight(work: list[ScheduledSequence]) -> None:
+def mark_in_flight(work: StepWork) -> None:
     """Count the sampled tokens of this work as in flight, until they are read and passed to `Scheduler.postprocess`."""
-    for sequence in drawing(work):
+    for sequence in work.sequences:
         sequence.num_inflight_tokens += 1

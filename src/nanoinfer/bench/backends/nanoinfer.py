@@ -8,11 +8,14 @@ from collections import defaultdict
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.bench.verify_cost import synchronize, verify_ratio
 from nanoinfer.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput, SpeculationMetrics
+from nanoinfer.profiling.logits_check import decode_logits
+from nanoinfer.profiling.verify_cost import synchronize, verify_ratio
 
 
 class NanoinferBackend:
@@ -78,6 +81,11 @@ class NanoinferBackend:
         case = self._case
         made = measure_launches(self._llm, batch=case.batch, prompt_tokens=case.prompt_tokens, params=case.params(1))
         return dataclasses.asdict(made)
+
+    def logits(self, path: str) -> None:
+        """Write the logits that are compared with float32's to a file of NumPy."""
+        prompts = make_requests(self._case, self._llm.config.vocab_size).prompts
+        np.save(path, decode_logits(self._llm.engine, prompts))
 
     def verify(self) -> float:
         """Return the time of verifying 5 tokens after the case's first prompt, in decode steps."""

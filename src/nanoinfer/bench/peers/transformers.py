@@ -15,9 +15,9 @@ import torch
 from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.peers import require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.bench.verify_cost import synchronize
 from nanoinfer.config import DTYPES
 from nanoinfer.engines.devices import resolve_device, resolve_dtype
+from nanoinfer.profiling.verify_cost import synchronize
 
 
 class _Clock:

@@ -32,6 +32,8 @@ def write_report(results: list[Results], folder: Path) -> list[Path]:
 def _files(results: list[Results]) -> dict[str, bytes]:
     """Return the content of every file of the report by its name."""
     try:
+        import vl_convert  # noqa: F401  which draws them: its modules import it where they use it
+
         from nanoinfer.bench.report.charts import figures
         from nanoinfer.bench.report.page import page, section
     except ImportError as e:

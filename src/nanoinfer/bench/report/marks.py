@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import vl_convert
-
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.formatting import digits
 from nanoinfer.bench.report.panels import Measure, ceiling, setting, share_of_ceiling
@@ -54,6 +52,8 @@ class Figure:
     @property
     def svg(self) -> bytes:
         """The figure as a file of its own, which follows the colour scheme of the viewer."""
+        import vl_convert
+
         alone = self.spec | {"width": SVG_WIDTH, "config": self.spec["config"] | {"aria": False}}
         made: str = vl_convert.vegalite_to_svg(alone, vl_version=VEGA_LITE)
         made = re.sub("<[^>]*>", lambda tag: re.sub(r"(\d+\.\d\d)\d+", r"\1", tag[0]), made)  # hundredths of a pixel

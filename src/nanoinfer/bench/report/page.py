@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jinja2
-import vl_convert
 
 from nanoinfer.bench.columns import COLUMNS
 from nanoinfer.bench.formatting import DASH
@@ -30,6 +29,8 @@ def page(sections: Sequence[dict[str, Any]]) -> str:
 @functools.cache
 def _bundle() -> str:
     """Return Vega, Vega-Lite and vega-embed as one script, which defines `vegaEmbed`."""
+    import vl_convert
+
     made: str = cast(Any, vl_convert).javascript_bundle(vl_version=VEGA_LITE)  # its stub asks for a snippet
     return made.replace("</script", "<\\/script")
 

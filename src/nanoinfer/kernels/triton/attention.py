@@ -20,7 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import INTERPRETED, MAX_ROWS, Pages, dot
+from .launch import can_prefetch, launch_options, prefetch_share, wait_for_predecessor
+from .products import INTERPRETED, MAX_ROWS, Pages
+from .sums import dot
 from .tiles import (
     ATTENTION_BLOCK_T,
     ATTENTION_STAGES,
@@ -31,46 +33,72 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_new"])
-def attention_kernel(
-    q, keys, values, table, pos, out, parts, stats, num_tokens, num_heads, num_new, context,
-    stride_table, stride_block, stride_head, stride_token, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+@triton.jit
+def load_turn(
+    keys, values, table, start, last, base, stride_block, stride_token,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row * H + head, split). Attend one head of one row to one part of its context.
+    """Return keys and values of positions [start, start + BLOCK_T), (BLOCK_T, BLOCK_D). base: the head's offset.
 
-    Write to `out` if SPLITS is 1, else to `parts`.
+    Positions from `last` on are not read: they may hold another sequence's values, or NaN.
     """
-    row, head, split = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(1)
-    queries = tl.arange(0, BLOCK_Q)
-    dims = tl.arange(0, BLOCK_D)
-    position = tl.load(pos + row * num_new + queries, mask=queries < num_new, other=-1)
-    position = tl.where(position < context, position, -1)  # padding attends to nothing
-    length = tl.max(position, 0).to(tl.int32) + 1
-    share = tl.cdiv(tl.cdiv(length, BLOCK_T), SPLITS) * BLOCK_T
-    first = split * share
-    last = tl.minimum(first + share, length)
-    tokens = row * num_new + queries
-    inside = (queries < num_new)[:, None] & (dims < D)[None, :]
-    at = (tokens * num_heads + head)[:, None] * D + dims[None, :]
-    query = tl.load(q + at, mask=inside, other=0.0)
+    t, dims = start + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    where = base + t.to(tl.int64) * stride_token  # one block, which base includes
+    if PAGED:
+        block = tl.load(table + t // BLOCK_LEN, mask=t < last, other=0)
+        where = base + block * stride_block + (t % BLOCK_LEN) * stride_token
+    valid = (t < last)[:, None] & (dims < D)[None, :]
+    here = where[:, None] + dims[None, :]
+    return tl.load(keys + here, mask=valid, other=0.0), tl.load(values + here, mask=valid, other=0.0)
+
+
+@triton.jit
+def attend_one(
+    query, keys, values, table, first, last, base, stride_block, stride_token, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_T: tl.constexpr, PAGED: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return largest score, sum of exponentials and weighted sum of values of one query, (1, BLOCK_D).
+
+    Each of the BLOCK_T positions of a turn has its own softmax, so that the loop needs no barrier.
+    """
+    largest = tl.full((BLOCK_T,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    acc = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
+        k, v = load_turn(
+            keys, values, table, start, last, base, stride_block, stride_token, D, BLOCK_D, BLOCK_LEN, BLOCK_T, PAGED
+        )
+        score = tl.sum(k.to(tl.float32) * query.to(tl.float32), 1) * scale
+        score = tl.where(start + tl.arange(0, BLOCK_T) < last, score, float("-inf"))
+        higher = tl.maximum(largest, score)
+        origin = tl.where(higher == float("-inf"), 0.0, higher)  # no score yet: avoid inf - inf
+        p = tl.exp2(score - origin)
+        keep = tl.exp2(largest - origin)
+        total = total * keep + p
+        acc = acc * keep[:, None] + p[:, None] * v.to(tl.float32)
+        largest = higher
+    top = tl.max(largest, 0)
+    weight = tl.exp2(largest - tl.where(top == float("-inf"), 0.0, top))
+    return top, tl.sum(total * weight, 0), tl.sum(acc * weight[:, None], 0)[None, :]
+
+
+@triton.jit
+def attend_rows(
+    query, position, keys, values, table, first, last, base, stride_block, stride_token, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
+    PAGED: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Return largest scores, sums of exponentials, (BLOCK_Q,), and weighted sums of values, (BLOCK_Q, BLOCK_D)."""
     largest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
+        k, v = load_turn(
+            keys, values, table, start, last, base, stride_block, stride_token, D, BLOCK_D, BLOCK_LEN, BLOCK_T, PAGED
+        )
         t = start + tl.arange(0, BLOCK_T)
-        block = tl.load(table + row * stride_table + t // BLOCK_LEN, mask=t < last, other=0)
-        where = block * stride_block + head * stride_head + (t % BLOCK_LEN) * stride_token
-        here = where[:, None] + dims[None, :]
-        # Positions past the length are not read: they may hold another sequence's values, or NaN.
-        valid = (t < last)[:, None] & (dims < D)[None, :]
-        k = tl.load(keys + here, mask=valid, other=0.0)
-        v = tl.load(values + here, mask=valid, other=0.0)
-        if BLOCK_Q == 1:
-            score = tl.sum(k.to(tl.float32) * query.to(tl.float32), 1)[None, :]
-        else:
-            score = dot(query.to(k.dtype), tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_T), tl.float32), WIDEN)
+        score = dot(query.to(k.dtype), tl.trans(k), tl.zeros((BLOCK_Q, BLOCK_T), tl.float32), WIDEN)
         seen = (t[None, :] <= position[:, None]) & (t < last)[None, :]
         score = tl.where(seen, score * scale, float("-inf"))
         higher = tl.maximum(largest, tl.max(score, 1))
@@ -78,14 +106,53 @@ def attention_kernel(
         p = tl.exp2(score - origin[:, None])
         keep = tl.exp2(largest - origin)
         total = total * keep + tl.sum(p, 1)
-        acc *= keep[:, None]
-        if BLOCK_Q == 1:
-            acc += tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
-        else:
-            acc = dot(p.to(v.dtype), v, acc, WIDEN)
+        acc = dot(p.to(v.dtype), v, acc * keep[:, None], WIDEN)
         largest = higher
+    return largest, total, acc
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_new"])
+def attention_kernel(
+    q, keys, values, table, pos, out, parts, stats, ahead, num_tokens, num_heads, num_new, context,
+    stride_table, stride_block, stride_head, stride_token, scale, ahead_bytes,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
+    PAGED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (row * H + head, split). Attend one head of one row to one part of its context.
+
+    Write to `out` if SPLITS is 1, else to `parts`.
+    """
+    row, head, split = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(1)
+    if ahead is not None:
+        prefetch_share(ahead, ahead_bytes, tl.program_id(0) * SPLITS + split, tl.num_programs(0) * SPLITS)
+    wait_for_predecessor(PDL)
+    queries, dims = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    tokens = row * num_new + queries
+    inside = (queries < num_new)[:, None] & (dims < D)[None, :]
+    at = (tokens * num_heads + head)[:, None] * D + dims[None, :]
+    query = tl.load(q + at, mask=inside, other=0.0)
+    position = tl.load(pos + tokens, mask=queries < num_new, other=-1)
+    base = (head * stride_head).to(tl.int64)
+    if not PAGED:
+        base += tl.load(table + row * stride_table) * stride_block
+    position = tl.where(position < context, position, -1)  # padding attends to nothing
+    length = tl.max(position, 0).to(tl.int32) + 1
+    share = tl.cdiv(tl.cdiv(length, BLOCK_T), SPLITS) * BLOCK_T
+    first = split * share
+    last = tl.minimum(first + share, length)
+    if BLOCK_Q == 1:
+        largest, total, acc = attend_one(
+            query, keys, values, table + row * stride_table, first, last, base, stride_block, stride_token, scale,
+            D, BLOCK_D, BLOCK_LEN, BLOCK_T, PAGED, STAGES,
+        )  # fmt: skip
+    else:
+        largest, total, acc = attend_rows(
+            query, position, keys, values, table + row * stride_table, first, last, base, stride_block, stride_token,
+            scale, D, BLOCK_D, BLOCK_LEN, BLOCK_Q, BLOCK_T, PAGED, STAGES, WIDEN,
+        )  # fmt: skip
     if SPLITS == 1:
-        y = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        total = tl.where(total == 0.0, 1.0, total)
+        y = acc / (total if BLOCK_Q == 1 else total[:, None])
         tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
     else:
         slot = split * num_tokens * num_heads + tokens * num_heads + head
@@ -95,8 +162,11 @@ def attention_kernel(
 
 
 @triton.jit(do_not_specialize=["num_items"])
-def join_parts_kernel(out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr):
+def join_parts_kernel(
+    out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr
+):
     """Grid: (token * H + head). Merge the parts of one head of one token."""
+    wait_for_predecessor(PDL)
     item = tl.program_id(0)
     dims = tl.arange(0, BLOCK_D)
     slots = tl.arange(0, SPLITS) * num_items + item
@@ -110,7 +180,9 @@ def join_parts_kernel(out, parts, stats, num_items, D: tl.constexpr, BLOCK_D: tl
     tl.store(out + item * D + dims, y.to(out.dtype.element_ty), mask=dims < D)
 
 
-def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None) -> None:
+def attention(
+    q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | None = None, ahead: Tensor | None = None
+) -> None:
     """Write the attention of new tokens to `out`. Their keys and values are in the cache already.
 
     This is one launch, or two if the context is split.
@@ -121,6 +193,8 @@ def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | 
         context: upper bound of the positions. A token whose position is not below it is padding and gets zeros.
         out: like q.
         splits: number of parts of the context, a power of two; None: chosen by tiles.py for this device.
+        ahead: weights that a later kernel reads, contiguous. They are brought to the L2 cache meanwhile if the device
+            can do so: attention leaves most of the memory's bandwidth unused.
 
     Raises:
         ValueError: shapes or strides do not match, or a row has too many tokens.
@@ -131,21 +205,25 @@ def attention(q: Tensor, pages: Pages, context: int, out: Tensor, splits: int | 
     bits = 8 * pages.keys.itemsize
     splits = splits or attention_splits(num_rows * num_heads, context, bits, multiprocessors(q.device))
     num_tokens, BLOCK_D = num_rows * num_new, max(16, triton.next_power_of_2(D))
+    options = launch_options(q.device)
+    ahead = ahead if ahead is not None and can_prefetch(ahead) else None
     parts = stats = None
     if splits > 1:
         parts = torch.empty(splits, num_tokens, num_heads, D, device=q.device)
         stats = torch.empty(splits, num_tokens, num_heads, 2, device=q.device)
     attention_kernel[(num_rows * num_heads, splits)](
-        q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, num_tokens, num_heads, num_new, context,
-        pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D),
+        q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, ahead, num_tokens, num_heads, num_new,
+        context, pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D),
+        0 if ahead is None else ahead.numel() * ahead.itemsize,
         D=D, BLOCK_D=BLOCK_D, BLOCK_LEN=block_len, BLOCK_Q=1 if num_new == 1 else MAX_ROWS,
-        BLOCK_T=ATTENTION_BLOCK_T[bits], SPLITS=splits, STAGES=ATTENTION_STAGES, WIDEN=INTERPRETED,
-        num_warps=ATTENTION_WARPS,
+        BLOCK_T=ATTENTION_BLOCK_T[bits], PAGED=pages.table.shape[1] > 1, SPLITS=splits, STAGES=ATTENTION_STAGES,
+        WIDEN=INTERPRETED, num_warps=ATTENTION_WARPS, **options,
     )  # fmt: skip
     if splits > 1:
         join_parts_kernel[(num_tokens * num_heads,)](
-            out, parts, stats, num_tokens * num_heads, D=D, BLOCK_D=BLOCK_D, SPLITS=splits, num_warps=COMBINE_WARPS
-        )
+            out, parts, stats, num_tokens * num_heads, D=D, BLOCK_D=BLOCK_D, SPLITS=splits, num_warps=COMBINE_WARPS,
+            **options,
+        )  # fmt: skip
 
 
 def score_scale(head_dim: int) -> float:

@@ -1,16 +1,19 @@
 """out = epilogue(norm(x) @ w.T + bias) for 1 to 16 rows: a linear layer of a decode step with its surroundings, fused.
 
-One launch computes the layer norm of the rows (every program recomputes the statistics: the rows are a few kilobytes,
-and a separate launch would take longer), the product, the bias, and then one of
+The epilogue is the bias, and then one of
 
     GELU                      in the first half of the MLP
     a residual                x + ..., which may be written in place
     the store of k and v      q is written to `out`, and k and v to their token's place in the KV cache
 
-Weights are read once, in any format of quantize.py; sums are float32. With one row, each thread multiplies and adds its
-own values. With up to 16 rows, `tl.dot` multiplies 16 rows with operands in the weight's dtype (float32 in full
-precision, without TF32). If tiles.py splits the inputs between programs, a second launch adds the parts in order, so
-that the result does not depend on timing.
+Weights are read once, in any format of quantize.py; sums are float32 (sums.py).
+
+One row: one launch, with the layer norm in it. Every program computes the row's statistics (the row is a few
+kilobytes), and the first weights are on their way meanwhile. Threads multiply and add their own values.
+
+Up to 16 rows: the norm is a launch of its own. `tl.dot` multiplies 16 rows with operands in the weight's dtype (float32
+in full precision, without TF32). If tiles.py splits the inputs between programs, another launch adds the parts in
+order, so that the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -22,7 +25,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import can_prefetch, launch_options, prefetch_share, wait_for_predecessor
 from .quantize import Weight
+from .rows import Norm, layer_norm, statistics
+from .sums import (
+    load_gain,
+    load_scales,
+    load_tile,
+    low_columns,
+    normalise,
+    sum_row,
+    sum_row_int4,
+    sum_rows,
+    sum_rows_int4,
+)  # fmt: skip
 from .tiles import Tile, multiprocessors, product_tile
 
 MAX_ROWS = 16
@@ -30,15 +46,6 @@ GELU_TANH, GELU_ERF = 1, 2
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Python on the CPU (TRITON_INTERPRET=1). Dots are then float32: NumPy has no bfloat16."""
-
-
-@dataclass(frozen=True)
-class Norm:
-    """Parameters of a layer norm."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
 
 
 @dataclass(frozen=True)
@@ -73,143 +80,54 @@ class Epilogue:
 
 
 @triton.jit
-def row_statistics(x, num_rows, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return mean and 1 / standard deviation, (BLOCK_M,), of rows of K; parts are merged as by Chan et al. 1979."""
-    rows = tl.arange(0, BLOCK_M)
-    mean = tl.zeros((BLOCK_M,), tl.float32)
-    squares = tl.zeros((BLOCK_M,), tl.float32)
-    for start in range(0, K, BLOCK_K):
-        cols = start + tl.arange(0, BLOCK_K)
-        inside = (rows < num_rows)[:, None] & (cols < K)[None, :]
-        part = tl.load(x + rows[:, None] * K + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-        count = tl.minimum(K - start, BLOCK_K)
-        part_mean = tl.sum(part, 1) / count
-        away = tl.where(inside, part - part_mean[:, None], 0.0)
-        shift = part_mean - mean
-        share = count / (start + count)
-        mean += shift * share
-        squares += tl.sum(away * away, 1) + shift * shift * share * start
-    return mean, tl.rsqrt(squares / K + eps)
+def load_bias(bias, outputs, num_outputs):
+    """Return the bias of the outputs, float32; zero if there is none."""
+    values = tl.zeros(outputs.shape, tl.float32)
+    if bias is not None:
+        values = tl.load(bias + outputs, mask=outputs < num_outputs, other=0.0).to(tl.float32)
+    return values
 
 
 @triton.jit
-def load_rows(x, gain, shift, mean, rstd, cols, num_rows, K: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return rows of x, normalised if there is a gain: (BLOCK_M, cols) float32, zero outside."""
-    rows = tl.arange(0, BLOCK_M)
-    inside = (rows < num_rows)[:, None] & (cols < K)[None, :]
-    a = tl.load(x + rows[:, None] * K + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-    if gain is not None:
-        a = (a - mean[:, None]) * rstd[:, None]
-        a *= tl.load(gain + cols, mask=cols < K, other=0.0).to(tl.float32)[None, :]
-        if shift is not None:
-            a += tl.load(shift + cols, mask=cols < K, other=0.0).to(tl.float32)[None, :]
-        a = tl.where(inside, a, 0.0)
-    return a
+def load_residual(residual, outputs, num_rows, num_outputs, BLOCK_M: tl.constexpr):
+    """Return the residual, (BLOCK_M, outputs) float32; zero if there is none."""
+    values = tl.zeros((BLOCK_M, outputs.shape[0]), tl.float32)
+    if residual is not None:
+        rows = tl.arange(0, BLOCK_M)
+        inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+        values = tl.load(residual + rows[:, None] * num_outputs + outputs[None, :], mask=inside, other=0.0)
+    return values.to(tl.float32)
 
 
 @triton.jit
-def dot(a, b, acc, WIDEN: tl.constexpr):
-    """Return acc + a @ b without TF32. WIDEN computes in float32 for the interpreter, where products are exact."""
-    if WIDEN:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
+def load_position(pos, num_rows, BLOCK_M: tl.constexpr):
+    """Return the position of each row's token, (BLOCK_M,); zero if nothing is stored in the cache."""
+    position = tl.zeros((BLOCK_M,), tl.int64)
+    if pos is not None:
+        rows = tl.arange(0, BLOCK_M)
+        position = tl.load(pos + rows, mask=rows < num_rows, other=0)
+    return position
 
 
 @triton.jit
-def multiply_add(acc, a, w, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr):
-    """Add one block's products to acc: elementwise, (BLOCK_N, BLOCK_K), for one row; a dot, (16, BLOCK_N), for more."""
-    if BLOCK_M == 1:
-        acc += w.to(tl.float32) * a
-    else:
-        if WIDEN:
-            w = w.to(tl.float32)  # NumPy would reinterpret an integer's bits as bfloat16
-        acc = dot(a.to(OPERAND), tl.trans(w.to(OPERAND)), acc, WIDEN)
-    return acc
-
-
-@triton.jit
-def each_of_group(of_groups, COUNT: tl.constexpr):
-    """Repeat each group's value for its members: (N, G) -> (N, G * COUNT)."""
-    wide = tl.broadcast_to(of_groups[:, :, None], (of_groups.shape[0], of_groups.shape[1], COUNT))
-    return tl.reshape(wide, (of_groups.shape[0], of_groups.shape[1] * COUNT))
-
-
-@triton.jit
-def sum_dense(
-    x, w, gain, shift, mean, rstd, rows, num_rows, first, last,
-    K: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Return the sums over inputs [first, last) of the weights of `rows`, dense or int8."""
-    if BLOCK_M == 1:
-        acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(first, tl.minimum(last, K), BLOCK_K, num_stages=STAGES):
-        cols = start + tl.arange(0, BLOCK_K)
-        at = w + rows[:, None] * K + cols[None, :]
-        if K % BLOCK_K == 0:
-            tile = tl.load(at)
-        else:
-            tile = tl.load(at, mask=(cols < K)[None, :], other=0)
-        a = load_rows(x, gain, shift, mean, rstd, cols, num_rows, K, BLOCK_M)
-        acc = multiply_add(acc, a, tile, OPERAND, BLOCK_M, WIDEN)
-    return acc
-
-
-@triton.jit
-def sum_packed(
-    x, w, scale, zero, gain, shift, mean, rstd, rows, num_rows, first, last,
-    K: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Return the sums over inputs [first, last) of the weights of `rows`, int4."""
-    HALF: tl.constexpr = GROUP // 2
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    BYTES: tl.constexpr = BLOCK_K // 2
-    if BLOCK_M == 1:
-        acc = tl.zeros((BLOCK_N, BYTES), tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(first // 2, tl.minimum(last, GROUPS * GROUP) // 2, BYTES, num_stages=STAGES):
-        places = start + tl.arange(0, BYTES)  # bytes of a row: each holds one code of each half of its group
-        group = places // HALF
-        groups = start // HALF + tl.arange(0, BYTES // HALF)
-        at = w + rows[:, None] * (GROUPS * HALF) + places[None, :]
-        about = rows[:, None] * GROUPS + groups[None, :]
-        if K % BLOCK_K == 0:
-            packed = tl.load(at)
-            step = tl.load(scale + about)
-            origin = tl.load(zero + about)
-        else:
-            packed = tl.load(at, mask=(group < GROUPS)[None, :], other=0)
-            step = tl.load(scale + about, mask=(groups < GROUPS)[None, :], other=0.0)
-            origin = tl.load(zero + about, mask=(groups < GROUPS)[None, :], other=0)
-        step = each_of_group(step.to(tl.float32), HALF)
-        origin = each_of_group(origin.to(tl.float32), HALF)
-        low = ((packed & 15).to(tl.float32) - origin) * step
-        high = ((packed >> 4).to(tl.float32) - origin) * step
-        cols = group * GROUP + places % HALF
-        a = load_rows(x, gain, shift, mean, rstd, cols, num_rows, K, BLOCK_M)
-        acc = multiply_add(acc, a, low, OPERAND, BLOCK_M, WIDEN)
-        a = load_rows(x, gain, shift, mean, rstd, cols + HALF, num_rows, K, BLOCK_M)
-        acc = multiply_add(acc, a, high, OPERAND, BLOCK_M, WIDEN)
-    return acc
+def load_place(table, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN: tl.constexpr):
+    """Return the offset in the cache of the tokens at these positions, (BLOCK_M,)."""
+    block = position
+    if table is not None:
+        rows = tl.arange(0, position.shape[0])
+        block = tl.load(table + (rows // num_new) * stride_table + position // BLOCK_LEN, mask=rows < num_rows, other=0)
+    return block * stride_block + (position % BLOCK_LEN) * stride_token
 
 
 @triton.jit
 def finish(
-    acc, out, bias, residual, keys, values, table, pos, outputs, num_rows, num_outputs, num_new,
-    stride_table, stride_block, stride_head, stride_token,
-    GELU: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr,
+    acc, out, bias, before, token, keys, values, outputs, num_rows, num_outputs, stride_head,
+    GELU: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to the sums and store the results."""
+    """Apply the epilogue to the sums, with what the functions above loaded, and store the results."""
     rows = tl.arange(0, BLOCK_M)
-    valid = outputs < num_outputs
-    inside = (rows < num_rows)[:, None] & valid[None, :]
-    if bias is not None:
-        acc += tl.load(bias + outputs, mask=valid, other=0.0).to(tl.float32)[None, :]
+    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    acc += bias[None, :]
     if GELU == 1:  # 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)); if exp overflows, the result is 0
         u = 0.7978845608028654 * (acc + 0.044715 * acc * acc * acc)
         acc = acc / (1.0 + tl.exp(-2.0 * u))
@@ -217,9 +135,7 @@ def finish(
         acc = 0.5 * acc * (1.0 + tl.erf(acc * 0.7071067811865476))
     if keys is None:
         at = rows[:, None] * num_outputs + outputs[None, :]
-        if residual is not None:
-            acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at, (acc + before).to(out.dtype.element_ty), mask=inside)
     else:
         width = num_outputs // 3  # C
         part = outputs // width  # 0: q, 1: k, 2: v
@@ -229,52 +145,111 @@ def finish(
             acc.to(out.dtype.element_ty),
             mask=inside & (part == 0)[None, :],
         )
-        position = tl.load(pos + rows, mask=rows < num_rows, other=0)
-        block = tl.load(table + (rows // num_new) * stride_table + position // BLOCK_LEN, mask=rows < num_rows, other=0)
-        token = block * stride_block + (position % BLOCK_LEN) * stride_token
         at = token[:, None] + ((channel // D) * stride_head + channel % D)[None, :]
         kept = acc.to(keys.dtype.element_ty)
         tl.store(keys + at, kept, mask=inside & (part == 1)[None, :])
         tl.store(values + at, kept, mask=inside & (part == 2)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_new"])
+@triton.jit
 def product_kernel(
-    out, x, w, scale, zero, gain, shift, bias, residual, keys, values, table, pos, parts,
-    num_rows, num_outputs, num_new, stride_table, stride_block, stride_head, stride_token, eps,
-    K: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr, OPERAND: tl.constexpr, BLOCK_LEN: tl.constexpr,
-    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    out, x, w, scale, zero, gain, shift, bias, residual, keys, values, table, pos,
+    num_outputs, stride_block, stride_head, stride_token, eps,
+    K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr, BLOCK_LEN: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tile, split). Each program computes one tile's columns over one part of the inputs."""
+    """Grid: (tile). One row: each program computes one tile's columns. BLOCK: a power of two >= K."""
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
+    # Columns past the last output read the last one again, so that 16-byte loads need no mask.
+    columns = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    HALF: tl.constexpr = GROUP // 2
+
+    # 1. Parameters: their loads are on the way while this waits, and while the row's statistics are computed.
+    if GROUP == 0:
+        cols = tl.arange(0, BLOCK_K)
+        tile = load_tile(w, columns, 0, K, BLOCK_K)
+    else:
+        GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
+        cols = low_columns(0, GROUP, BLOCK_K // 2)
+        tile = load_tile(w, columns, 0, GROUPS * HALF // 4, BLOCK_K // 8)
+        step, origin = load_scales(scale, zero, columns, 0, GROUPS, HALF, BLOCK_K // 2)
+        high_factor, high_offset = load_gain(gain, shift, cols + HALF, K)
+    factor, offset = load_gain(gain, shift, cols, K)
+    if (GROUP == 0) and (scale is not None):
+        scales = tl.load(scale + columns)
+    added = load_bias(bias, outputs, num_outputs)
+    if PREFETCH_BYTES > 0:
+        prefetch_share(w, PREFETCH_BYTES, tl.program_id(0), tl.num_programs(0))
+
+    # 2. What earlier kernels wrote. The position is loaded first, because the table's entry depends on it.
+    wait_for_predecessor(PDL)
+    position = load_position(pos, 1, 1)
+    before = load_residual(residual, outputs, 1, num_outputs, 1)
+    a = tl.load(x + cols, mask=cols < K, other=0.0)
+    if GROUP != 0:
+        high = tl.load(x + cols + HALF, mask=cols + HALF < K, other=0.0)
     mean, rstd = 0.0, 0.0
     if gain is not None:
-        mean, rstd = row_statistics(x, num_rows, eps, K, BLOCK_M, BLOCK_K)
-    # Columns past the last output read the last one again, so that the loop's 16-byte loads need no mask.
-    columns = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
-    SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
-    first = split * SHARE
+        _, mean, rstd = statistics(x, tl.arange(0, BLOCK), eps, K)
+    token = load_place(table, position, 1, 1, 0, stride_block, stride_token, BLOCK_LEN)
+
+    # 3. The sums.
+    a = normalise(a, factor, offset, mean, rstd, gain is not None)
     if GROUP == 0:
-        acc = sum_dense(
-            x, w, gain, shift, mean, rstd, columns, num_rows, first, first + SHARE,
+        acc = sum_row(x, w, tile, a, gain, shift, mean, rstd, columns, K, BLOCK_N, BLOCK_K, STAGES)
+    else:
+        high = normalise(high, high_factor, high_offset, mean, rstd, gain is not None)
+        acc = sum_row_int4(
+            x, w, scale, zero, tile, step, origin, a, high, gain, shift, mean, rstd, columns,
+            K, GROUP, BLOCK_N, BLOCK_K // 2, STAGES,
+        )  # fmt: skip
+    if (GROUP == 0) and (scale is not None):
+        acc *= scales
+    finish(acc[None, :], out, added, before, token, keys, values, outputs, 1, num_outputs, stride_head, GELU, 1, D)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_new"])
+def product_rows_kernel(
+    out, x, w, scale, zero, bias, residual, keys, values, table, pos, parts,
+    num_rows, num_outputs, num_new, stride_table, stride_block, stride_head, stride_token,
+    K: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr, OPERAND: tl.constexpr, BLOCK_LEN: tl.constexpr,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, PREFETCH_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tile, split). Up to BLOCK_M rows: each program computes one tile's columns over one part of the inputs."""
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    columns = tl.minimum(outputs, num_outputs - 1).to(tl.int64)  # as in product_kernel
+    TURNS: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)
+    added = load_bias(bias, outputs, num_outputs)
+    if (GROUP == 0) and (scale is not None):
+        scales = tl.load(scale + columns)
+    if PREFETCH_BYTES > 0:
+        prefetch_share(w, PREFETCH_BYTES, tl.program_id(0) * SPLITS + split, tl.num_programs(0) * SPLITS)
+    wait_for_predecessor(PDL)
+    if SPLITS == 1:
+        position = load_position(pos, num_rows, BLOCK_M)
+        before = load_residual(residual, outputs, num_rows, num_outputs, BLOCK_M)
+        token = load_place(table, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN)
+    if GROUP == 0:
+        first = split * (TURNS * BLOCK_K)
+        acc = sum_rows(
+            x, w, columns, num_rows, first, first + TURNS * BLOCK_K,
             K, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WIDEN,
         )  # fmt: skip
     else:
-        acc = sum_packed(
-            x, w, scale, zero, gain, shift, mean, rstd, columns, num_rows, first, first + SHARE,
-            K, GROUP, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WIDEN,
+        first = split * (TURNS * BLOCK_K // 2)
+        acc = sum_rows_int4(
+            x, w, scale, zero, columns, num_rows, first, first + TURNS * BLOCK_K // 2,
+            K, GROUP, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K // 2, STAGES, WIDEN,
         )  # fmt: skip
-    if BLOCK_M == 1:
-        acc = tl.sum(acc, 1)[None, :]
     if (GROUP == 0) and (scale is not None):
-        acc *= tl.load(scale + columns)[None, :]
+        acc *= scales[None, :]
     if SPLITS == 1:
         finish(
-            acc, out, bias, residual, keys, values, table, pos, outputs, num_rows, num_outputs, num_new,
-            stride_table, stride_block, stride_head, stride_token, GELU, BLOCK_M, BLOCK_LEN, D,
-        )  # fmt: skip
+            acc, out, added, before, token, keys, values, outputs, num_rows, num_outputs, stride_head, GELU, BLOCK_M, D
+        )
     else:
         rows = tl.arange(0, BLOCK_M)
         inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
@@ -287,27 +262,29 @@ def add_parts_kernel(
     out, parts, bias, residual, keys, values, table, pos,
     num_rows, num_outputs, num_new, stride_table, stride_block, stride_head, stride_token,
     GELU: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tile). Add the parts of one tile's columns in order, then apply the epilogue."""
     rows = tl.arange(0, BLOCK_M)
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    added = load_bias(bias, outputs, num_outputs)
+    wait_for_predecessor(PDL)
+    position = load_position(pos, num_rows, BLOCK_M)
+    before = load_residual(residual, outputs, num_rows, num_outputs, BLOCK_M)
+    token = load_place(table, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for split in tl.static_range(SPLITS):
         at = (split * num_rows + rows)[:, None] * num_outputs + outputs[None, :]
         acc += tl.load(parts + at, mask=inside, other=0.0)
-    finish(
-        acc, out, bias, residual, keys, values, table, pos, outputs, num_rows, num_outputs, num_new,
-        stride_table, stride_block, stride_head, stride_token, GELU, BLOCK_M, BLOCK_LEN, D,
-    )  # fmt: skip
+    finish(acc, out, added, before, token, keys, values, outputs, num_rows, num_outputs, stride_head, GELU, BLOCK_M, D)
 
 
 def product(
     x: Tensor, weight: Weight, out: Tensor, norm: Norm | None = None, epilogue: Epilogue | None = None,
     tile: Tile | None = None,
 ) -> None:  # fmt: skip
-    """Write epilogue(norm(x) @ weight.T + bias) to `out`. This is one launch, or two if the inputs are split.
+    """Write epilogue(norm(x) @ weight.T + bias) to `out`: one launch, or up to three for 2 to 16 rows.
 
     The last bits of the result depend on the tile, but not on timing.
 
@@ -326,26 +303,40 @@ def product(
     rows, n, k = x.shape[0], weight.num_outputs, weight.num_inputs
     _check(x, weight, out, e)
     tile = tile or product_tile(n, k, rows, weight.bits, multiprocessors(x.device))
-    BLOCK_M = 1 if rows == 1 else MAX_ROWS
+    data = weight.data.view(torch.int32) if weight.group else weight.data  # 4 bytes of codes at a time
     s = e.store
     cache = (s.keys, s.values, s.table, s.pos) if s else (None, None, None, None)
-    strides = (s.table.stride(0), *s.keys.stride()[:3]) if s else (0, 0, 0, 0)
-    shape = {"GELU": e.gelu, "BLOCK_LEN": s.keys.shape[2] if s else 1, "D": s.keys.shape[3] if s else 1}
-    sizes = (rows, n, s.pos.shape[-1] if s else 1, *strides)
-    parts = None
-    if tile.num_splits > 1:
-        parts = torch.empty(tile.num_splits, rows, n, device=x.device)
-    product_kernel[(triton.cdiv(n, tile.block_n), tile.num_splits)](
-        out, x, weight.data, weight.scale, weight.zero, norm and norm.weight, norm and norm.bias, e.bias, e.residual,
-        *cache, parts, *sizes, norm.eps if norm else 0.0,
-        K=k, GROUP=weight.group, OPERAND=DTYPES[weight.operand], BLOCK_M=BLOCK_M, BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k, SPLITS=tile.num_splits, STAGES=tile.num_stages, WIDEN=INTERPRETED,
-        num_warps=tile.num_warps, **shape,
+    strides = s.keys.stride()[:3] if s else (0, 0, 0)
+    options = launch_options(x.device)
+    shape = {"GELU": e.gelu, "BLOCK_LEN": s.keys.shape[2] if s else 1, "D": s.keys.shape[3] if s else 1, **options}
+    sizes = {"K": k, "GROUP": weight.group, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.num_stages}
+    sizes["PREFETCH_BYTES"] = data.numel() * data.itemsize if can_prefetch(data) else 0
+    grid = (triton.cdiv(n, tile.block_n), tile.num_splits)
+    if rows == 1:
+        if tile.num_splits > 1:
+            raise ValueError(f"num_splits={tile.num_splits} for one row: only the inputs of 2 to {MAX_ROWS} are split")
+        product_kernel[grid](
+            out, x, data, weight.scale, weight.zero, norm and norm.weight, norm and norm.bias, e.bias, e.residual,
+            *cache, n, *strides, norm.eps if norm else 0.0, BLOCK=triton.next_power_of_2(k),
+            num_warps=tile.num_warps, **sizes, **shape,
+        )  # fmt: skip
+        return
+    if norm is not None:
+        normed = torch.empty(rows, k, dtype=weight.operand, device=x.device)
+        layer_norm(x, norm, normed)
+        x = normed
+    parts = torch.empty(tile.num_splits, rows, n, device=x.device) if tile.num_splits > 1 else None
+    numbers = (rows, n, s.pos.shape[-1] if s else 1, s.table.stride(0) if s else 0, *strides)
+    product_rows_kernel[grid](
+        out, x, data, weight.scale, weight.zero, e.bias, e.residual, *cache, parts, *numbers,
+        OPERAND=DTYPES[weight.operand], BLOCK_M=MAX_ROWS, SPLITS=tile.num_splits, WIDEN=INTERPRETED,
+        num_warps=tile.num_warps, **sizes, **shape,
     )  # fmt: skip
     if parts is not None:
         add_parts_kernel[(triton.cdiv(n, 64),)](
-            out, parts, e.bias, e.residual, *cache, *sizes, BLOCK_M=BLOCK_M, BLOCK_N=64, SPLITS=tile.num_splits, **shape
-        )
+            out, parts, e.bias, e.residual, *cache, *numbers, BLOCK_M=MAX_ROWS, BLOCK_N=64, SPLITS=tile.num_splits,
+            **shape,
+        )  # fmt: skip
 
 
 def _check(x: Tensor, weight: Weight, out: Tensor, e: Epilogue) -> None:

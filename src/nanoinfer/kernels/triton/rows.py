@@ -1,64 +1,77 @@
-"""The first and the last kernel of a step: the sum of token and position embeddings, and the final layer norm."""
+"""The layer norm of rows."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .products import Norm
+from .launch import launch_options, wait_for_predecessor
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Parameters of a layer norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
 
 
 @triton.jit
-def embed_kernel(out, idx, pos, wte, wpe, num_positions, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (row). Compute out[row] = wte[idx[row]] + wpe[pos[row]]."""
-    row = tl.program_id(0)
-    cols = tl.arange(0, BLOCK)
-    token = tl.load(idx + row).to(tl.int64)
-    position = tl.minimum(tl.load(pos + row), num_positions - 1).to(tl.int64)  # padding is past the last
-    x = tl.load(wte + token * C + cols, mask=cols < C, other=0.0).to(tl.float32)
-    x += tl.load(wpe + position * C + cols, mask=cols < C, other=0.0).to(tl.float32)
-    tl.store(out + row * C + cols, x.to(out.dtype.element_ty), mask=cols < C)
+def statistics(row, cols, eps, C: tl.constexpr):
+    """Return the row as float32, its mean, and 1 / its standard deviation. cols: 0, 1, ...: a power of two >= C."""
+    values = tl.load(row + cols, mask=cols < C, other=0.0).to(tl.float32)
+    mean = tl.sum(values, 0) / C
+    away = tl.where(cols < C, values - mean, 0.0)
+    return values, mean, tl.rsqrt(tl.sum(away * away, 0) / C + eps)
 
 
 @triton.jit
-def norm_kernel(out, x, gain, shift, eps, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid: (row). Compute out[row] = layer norm of x[row]."""
+def norm_kernel(
+    out, x, count, gain, shift, stride, eps,
+    N: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid: (row). Compute out[row] = layer norm of x[row], or of the last new token of the row's N if count is set."""
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < C
-    values = tl.load(x + row * C + cols, mask=inside, other=0.0).to(tl.float32)
-    away = tl.where(inside, values - tl.sum(values, 0) / C, 0.0)
-    y = away * tl.rsqrt(tl.sum(away * away, 0) / C + eps)
-    y *= tl.load(gain + cols, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(gain + cols, mask=inside, other=0.0).to(tl.float32)
     if shift is not None:
-        y += tl.load(shift + cols, mask=inside, other=0.0).to(tl.float32)
+        offset = tl.load(shift + cols, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessor(PDL)
+    token = row
+    if count is not None:
+        token = row * N + tl.maximum(tl.load(count + row * stride), 1) - 1
+    values, mean, rstd = statistics(x + token * C, cols, eps, C)
+    y = (values - mean) * rstd * factor
+    if shift is not None:
+        y += offset
     tl.store(out + row * C + cols, y.to(out.dtype.element_ty), mask=inside)
 
 
-def embed(idx: Tensor, pos: Tensor, wte: Tensor, wpe: Tensor, out: Tensor) -> None:
-    """Write wte[idx] + wpe[pos] to `out`, (M, C).
+def layer_norm(x: Tensor, norm: Norm, out: Tensor, count: Tensor | None = None) -> None:
+    """Write the layer norm of x to `out`, both (M, C) contiguous.
 
     Args:
-        idx: (M,) int64 contiguous, token ids < V.
-        pos: (M,) int64 contiguous, positions. Padding, at the position past the last, gets the last one's embedding.
-        wte: (V, C) contiguous.
-        wpe: (positions, C) contiguous.
-        out: (M, C) contiguous.
+        x: (M, C); (R * n, C) with a count.
+        norm: its parameters.
+        out: (M, C); (R, C) with a count.
+        count: (R,) int64, any stride: only token max(count[r], 1) - 1 of the n tokens of each row r is normalised.
     """
-    C = wte.shape[1]
-    _contiguous(idx=idx, pos=pos, wte=wte, wpe=wpe, out=out)
-    embed_kernel[(idx.numel(),)](out, idx, pos, wte, wpe, wpe.shape[0], C=C, BLOCK=triton.next_power_of_2(C))
+    (M, C), R = x.shape, out.shape[0]
+    check_contiguous(x=x, out=out)
+    if M != R and (count is None or count.shape != (R,) or M % R):
+        raise ValueError(f"x of {M} rows, out of {R}: need as many, or a count for each row of out")
+    norm_kernel[(R,)](
+        out, x, count, norm.weight, norm.bias, 0 if count is None else count.stride(0), norm.eps,
+        N=M // R, C=C, BLOCK=triton.next_power_of_2(C), **launch_options(x.device),
+    )  # fmt: skip
 
 
-def layer_norm(x: Tensor, norm: Norm, out: Tensor) -> None:
-    """Write the layer norm of x to `out`, both (M, C) contiguous."""
-    C = x.shape[1]
-    _contiguous(x=x, out=out)
-    norm_kernel[(x.shape[0],)](out, x, norm.weight, norm.bias, norm.eps, C=C, BLOCK=triton.next_power_of_2(C))
-
-
-def _contiguous(**tensors: Tensor) -> None:
+def check_contiguous(**tensors: Tensor) -> None:
     """Raise ValueError for a tensor that is not contiguous."""
     for name, t in tensors.items():
         if not t.is_contiguous():

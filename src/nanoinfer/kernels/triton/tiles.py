@@ -6,7 +6,8 @@ The values are derived, not measured. To tune them, run `benchmarks/triton_kerne
   have some. block_n, the number of outputs of a program, is therefore the largest that gives each one a program.
 - One row: threads multiply and add their own values, without tensor cores (15 of whose 16 rows would be padding), so
   block_n can be small. Two or more rows use tensor cores, which need at least 8 outputs for an operand in registers.
-- block_k is a multiple of what 32 threads read at 16 bytes each, if the row is that long.
+- block_k is a multiple of what 32 threads read at 16 bytes each, if the row is that long. Of one row it is all inputs,
+  if their weights fit into a program's registers: then all loads are on the way at once, and there is no loop.
 - For up to 16 rows and a narrow output (K = 4C -> N = C), the sum over K is split between programs as well, and a
   second, small launch adds the parts in order.
 """
@@ -31,25 +32,31 @@ class Tile:
     """Number of inputs in one iteration of its loop."""
     num_warps: int
     num_stages: int
-    """Number of iterations whose loads are in flight."""
+    """Number of iterations in flight: one computes while the others load."""
     num_splits: int = 1
     """Number of programs that share the inputs of an output."""
 
 
-# bits of a weight -> (block_n choices, block_k, num_warps, num_stages). An iteration reads at most 16 KB, so that
-# several programs fit on a multiprocessor. With 4 bits, block_n is at most 8: with 16, 16 sums fill all registers.
+# bits of a weight -> (block_n choices, block_k, num_warps). An iteration reads at most 16 KB, so that several programs
+# fit on a multiprocessor.
 ONE_ROW = {
-    32: ((16, 8, 4), 256, 4, 3),
-    16: ((16, 8, 4), 512, 4, 3),
-    8: ((16, 8, 4), 512, 4, 3),
-    4: ((8, 4), 1024, 4, 3),
+    32: ((16, 8, 4), 256, 4),
+    16: ((16, 8, 4), 512, 4),
+    8: ((16, 8, 4), 512, 4),
+    4: ((16, 8, 4), 1024, 4),
 }
 ROWS = {
-    32: ((64, 32, 16), 32, 4, 3),
-    16: ((64, 32, 16), 128, 4, 4),
-    8: ((64, 32, 16), 128, 4, 4),
-    4: ((64, 32, 16), 256, 4, 3),
+    32: ((64, 32, 16), 32, 4),
+    16: ((64, 32, 16), 128, 4),
+    8: ((64, 32, 16), 128, 4),
+    4: ((64, 32, 16), 256, 4),
 }
+BYTES_IN_FLIGHT = 24 << 10
+"""Bytes of weights that a program keeps on the way. An H100 needs about 18 KB for each multiprocessor."""
+MIN_STAGES, MAX_STAGES = 3, 8
+WHOLE_BYTES = {32: 32 << 10, 16: 32 << 10, 8: 16 << 10, 4: 8 << 10}
+"""Bits of a weight -> largest tile of all inputs of one row. A program then loads all its weights into registers before
+it waits. Codes take more registers when they are unpacked: larger tiles spill with Triton 3.6."""
 MAX_SPLITS = 4
 MIN_SPLIT_BYTES = 1 << 22
 """Smallest weight that is split: for fewer bytes, the second launch takes longer than it saves."""
@@ -57,9 +64,16 @@ MIN_SPLIT_BYTES = 1 << 22
 ATTENTION_BLOCK_T = {32: 32, 16: 64}
 """Bits of a key -> number of keys in one iteration of the attention loop."""
 ATTENTION_WARPS = 4
-ATTENTION_STAGES = 2
+ATTENTION_STAGES = 3
 MAX_ATTENTION_SPLITS = 16
+MIN_ATTENTION_TURNS = 4
+"""Least iterations of a part of a context: for fewer, the launch that merges the parts takes longer than they save."""
 COMBINE_WARPS = 1
+
+USE_PDL = True
+"""Whether kernels start while the kernel before them still runs (launch.py), on devices that can do it."""
+USE_L2_PREFETCH = True
+"""Whether kernels bring weights to the L2 cache before they can use them, on the same devices."""
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -74,9 +88,13 @@ def product_tile(n: int, k: int, rows: int, bits: int, processors: int) -> Tile:
 
     product_tile(768, 768, 1, 16, 132) -> block_n 4: 192 programs for 132 multiprocessors
     """
-    choices, block_k, num_warps, num_stages = (ONE_ROW if rows == 1 else ROWS)[bits]
+    choices, block_k, num_warps = (ONE_ROW if rows == 1 else ROWS)[bits]
     block_n = next((b for b in choices if -(-n // b) >= processors), choices[-1])
-    block_k = min(block_k, max(_power_of_two(k), 64))
+    whole = max(_power_of_two(k), 64)
+    if whole < block_k or (rows == 1 and block_n * whole * bits // 8 <= WHOLE_BYTES[bits]):
+        block_k = whole
+    wanted = 1 - (-BYTES_IN_FLIGHT // (block_n * block_k * bits // 8))
+    num_stages = max(min(wanted, -(-k // block_k), MAX_STAGES), MIN_STAGES)
     num_splits, programs = 1, -(-n // block_n)
     if rows > 1 and n * k * bits // 8 >= MIN_SPLIT_BYTES:
         while programs * num_splits < processors and num_splits < MAX_SPLITS and num_splits * block_k < k:
@@ -87,11 +105,11 @@ def product_tile(n: int, k: int, rows: int, bits: int, processors: int) -> Tile:
 def attention_splits(rows_by_heads: int, context: int, bits: int, processors: int) -> int:
     """Return the number of parts of the context: about two programs for each multiprocessor, if it is long enough.
 
-    attention_splits(12, 1024, 16, 132) -> 16 parts of one iteration each: 192 programs
+    attention_splits(12, 1024, 16, 132) -> 4 parts of 4 iterations each: 48 programs
     """
-    turns = -(-context // ATTENTION_BLOCK_T[bits])
+    most = min(context // ATTENTION_BLOCK_T[bits] // MIN_ATTENTION_TURNS, MAX_ATTENTION_SPLITS)
     splits = 1
-    while splits * rows_by_heads < 2 * processors and splits < min(turns, MAX_ATTENTION_SPLITS):
+    while splits * rows_by_heads < 2 * processors and 2 * splits <= most:
         splits *= 2
     return splits
 
