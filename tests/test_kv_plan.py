@@ -183,7 +183,7 @@ def test_a_step_of_paged_that_is_interrupted_keeps_no_blocks(monkeypatch: pytest
     batch.add(a, [3])
     batch.add(b, [3])
     of_a, of_b = engine.extend(batch)
-    assert of_a.tolist() == of_b.tolist()
+    assert of_a.tolist() == pytest.approx(of_b.tolist(), abs=1e-6)
     assert engine.num_free_blocks == 4
 
 

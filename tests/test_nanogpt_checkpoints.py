@@ -406,7 +406,8 @@ def test_tensors_of_any_layout(tmp_path: Path) -> None:
     assert not content["model"][WPE].is_contiguous()
     content["model"]["lm_head.weight"] = content["model"]["transformer.wte.weight"].clone()
     model, _, _ = load_checkpoint(write(tmp_path / "ckpt.pt", content))
-    assert torch.equal(model(IDS), make_model(CONFIG)(IDS))
+    expected = dict(make_model(CONFIG).named_parameters())
+    assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("engine", ["recompute", "static", "native"])

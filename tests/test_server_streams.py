@@ -19,9 +19,9 @@ from nanoinfer.openai_protocol import COMPLETIONS
 NUM_STREAMS = 200
 LENGTHS = [12 + i % 5 for i in range(NUM_STREAMS)]
 PROMPTS = [f"{i} O Romeo, Romeo!" for i in range(NUM_STREAMS)]
-MAX_OVERTAKING = 8
-"""Tokens that a stream may receive between two chunks of another one. It is 1 where the event loop keeps up with the
-engine; a slow one receives several steps at once."""
+MAX_OVERTAKING = 4
+"""Chunks that a stream may receive between two of another one. It is 2 where the event loop wakes them in changing
+order. A chunk has the tokens of all steps since the last one, so how many these are depends on the machine."""
 
 
 async def read(app: ASGIApp, i: int, log: list[tuple[int, list[int]]]) -> None:
@@ -65,8 +65,8 @@ def test_no_stream_of_200_is_starved(max_num_seqs: int) -> None:
         found[i] += ids
     assert found == expected
 
-    # Between two chunks of a stream, no other stream gets more than a few tokens.
-    since: dict[int, dict[int, int]] = {}  # running stream -> tokens of each other stream since its last chunk
+    # Between two chunks of a stream, no other stream gets more than a few.
+    since: dict[int, dict[int, int]] = {}  # running stream -> chunks of each other stream since its last one
     num_left = list(LENGTHS)
     for i, ids in log:
         assert max(since.get(i, {}).values(), default=0) <= MAX_OVERTAKING
@@ -76,7 +76,7 @@ def test_no_stream_of_200_is_starved(max_num_seqs: int) -> None:
             del since[i]
         for j, counts in since.items():
             if j != i:
-                counts[i] = counts.get(i, 0) + len(ids)
+                counts[i] = counts.get(i, 0) + 1
 
     # They start in the order of their arrival; those that start in the same step in any order.
     order = list(dict.fromkeys(i for i, _ in log))
