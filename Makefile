@@ -49,7 +49,7 @@ test-all: .venv/installed-test
 	$(PYTEST) -m "not nightly"
 
 test-nightly: .venv/installed-test
-	$(PYTEST)
+	$(PYTEST) --hypothesis-profile random
 
 test-long: .venv/installed-test
 	NANOINFER_TEST_STEPS=100000 $(BIN)/python -m pytest tests/test_serving_model.py tests/test_pool.py
