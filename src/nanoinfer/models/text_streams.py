@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.errors import NanoinferError
@@ -49,10 +49,23 @@ class DecodeStream(Protocol):
 
 
 class Utf8Stream:
-    """Stream for tokens that are byte strings: an incremental UTF-8 decoder holds an incomplete character."""
+    """Stream for tokens that are byte strings: an incremental UTF-8 decoder holds an incomplete character.
 
-    def __init__(self, token_bytes: Callable[[int], bytes], vocab_size: int, prompt_token_ids: Sequence[int]) -> None:
-        self._token_bytes = token_bytes
+    Args:
+        token_bytes: returns the bytes of a token.
+        texts: of the tokens that `token_bytes` has returned, those that are whole characters; they need no decoder.
+        vocab_size: number of tokens.
+        prompt_token_ids: the tokens before.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        texts: Mapping[int, str],
+        vocab_size: int,
+        prompt_token_ids: Sequence[int],
+    ) -> None:
+        self._token_bytes, self._texts = token_bytes, texts
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = b""
         for token_id in reversed(prompt_token_ids):
@@ -61,10 +74,13 @@ class Utf8Stream:
             known = 0 <= token_id < vocab_size
             tail = (token_bytes(token_id) if known else MISSING.encode()) + tail
         self._utf8.decode(tail)
-        self._shown = MISSING if self._utf8.getstate()[0] else ""  # the prompt's text already shows U+FFFD for the tail
+        self._inside = bool(self._utf8.getstate()[0])  # a character
+        self._shown = MISSING if self._inside else ""  # the prompt's text already shows U+FFFD for the tail
 
     def push(self, token_id: int) -> str:
         """Add a token; return the characters that it completes."""
+        if not self._inside and (text := self._texts.get(token_id)) is not None:
+            return text
         return self._decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
@@ -75,6 +91,7 @@ class Utf8Stream:
         text = self._utf8.decode(data, final=final)
         if text and self._shown:
             text, self._shown = text.removeprefix(self._shown), ""
+        self._inside = bool(self._utf8.getstate()[0])
         return text
 
 

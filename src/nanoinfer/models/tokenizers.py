@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,6 +83,7 @@ class ByteLevelTokenizer:
         self.core = core
         self.vocab_size, self.bos_token_id = _table_size(core), _start_token(core)
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}  # of those that are whole characters
         self._alphabet = byte_alphabet()
         self._special = {i: t.content for i, t in core.get_added_tokens_decoder().items()}
 
@@ -95,6 +96,8 @@ class ByteLevelTokenizer:
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._look_up(token_id)
+            with suppress(UnicodeDecodeError):
+                self._texts[token_id] = known.decode()
         return known
 
     def _look_up(self, token_id: int) -> bytes:
@@ -107,7 +110,7 @@ class ByteLevelTokenizer:
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
-        return Utf8Stream(self.token_bytes, self.vocab_size, prompt_token_ids)
+        return Utf8Stream(self.token_bytes, self._texts, self.vocab_size, prompt_token_ids)
 
 
 class CharTokenizer:

@@ -81,6 +81,7 @@ class OutputText:
         self.text = ""
         """The whole text so far, including the part that is held back."""
         self._shown = 0
+        self._num_held_back = 0  # characters at the end that may be the beginning of a stop string
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Add a token; return the stop string that it completes, if any. The text is truncated before that string.
@@ -107,6 +108,7 @@ class OutputText:
             return None
         # Push even if stop strings are ignored now: the beginning of a later match may be in this piece.
         ends = [(end, -len(m.stop), m.stop) for m in self._matches if (end := m.push(piece)) is not None]
+        self._num_held_back = max([m.length for m in self._matches])
         if not ends or not may_stop:
             return None
         end, _, stop = min(ends)  # if several end at the same place, the longest
@@ -121,8 +123,7 @@ class OutputText:
         """
         if self._shown == len(self.text):
             return ""
-        held_back = 0 if finished or not self._matches else max(m.length for m in self._matches)
-        end = len(self.text) - held_back
+        end = len(self.text) - (0 if finished else self._num_held_back)
         piece = self.text[self._shown : end]
         self._shown = max(self._shown, end)
         return piece
