@@ -106,9 +106,13 @@ class OutputText:
         self.text += piece
         if not self._matches:
             return None
-        # Push even if stop strings are ignored now: the beginning of a later match may be in this piece.
-        ends = [(end, -len(m.stop), m.stop) for m in self._matches if (end := m.push(piece)) is not None]
-        self._num_held_back = max([m.length for m in self._matches])
+        ends, self._num_held_back = [], 0
+        for m in self._matches:
+            # Push even if stop strings are ignored now: the beginning of a later match may be in this piece.
+            if (end := m.push(piece)) is not None:
+                ends.append((end, -len(m.stop), m.stop))
+            if m.length > self._num_held_back:
+                self._num_held_back = m.length
         if not ends or not may_stop:
             return None
         end, _, stop = min(ends)  # if several end at the same place, the longest
@@ -121,9 +125,8 @@ class OutputText:
         Args:
             finished: whether the sequence is finished, so that no text is held back.
         """
-        if self._shown == len(self.text):
-            return ""
         end = len(self.text) - (0 if finished else self._num_held_back)
-        piece = self.text[self._shown : end]
-        self._shown = max(self._shown, end)
+        if end <= self._shown:
+            return ""
+        piece, self._shown = self.text[self._shown : end], end
         return piece
