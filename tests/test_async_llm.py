@@ -413,6 +413,7 @@ def test_nothing_refers_to_a_request_that_has_ended(llm: LLM) -> None:
         until = time.monotonic() + 10
         while left := remaining_requests():  # the engine thread refers to a request until it has returned from sending
             assert time.monotonic() < until, left
+            del left  # refers to them as well
             await asyncio.sleep(0.001)
 
     run(main, llm)

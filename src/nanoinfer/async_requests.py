@@ -106,16 +106,13 @@ class AsyncRequest:
             outputs = end.outputs if self.output_kind != DELTA else self._rest(end)
             return replace(end, request_id=self.request_id, outputs=outputs)
         assert self.request is not None
-        pairs = list(zip(self.request.sequences, self._received, strict=True))
-        outputs = [
-            _completion(s, received, logprobs, self.output_kind)
-            for s, received in pairs
-            if received.changed or self.output_kind == CUMULATIVE
-        ]
-        for received in self._received:
-            received.text_taken, received.tokens_taken = len(received.text), received.num_tokens
-            received.changed = False
-        lengths = [received.num_tokens for received in self._received]
+        outputs, lengths = [], []
+        for s, received in zip(self.request.sequences, self._received, strict=True):
+            if received.changed or self.output_kind == CUMULATIVE:
+                outputs.append(_completion(s, received, logprobs, self.output_kind))
+                received.text_taken, received.tokens_taken = len(received.text), received.num_tokens
+                received.changed = False
+            lengths.append(received.num_tokens)
         return request_outputs.assemble(self.request, outputs, lengths, None, clock(), self.request_id)
 
     def _rest(self, end: RequestOutput) -> list[CompletionOutput]:
@@ -138,13 +135,14 @@ def _completion(s: Sequence, received: _Received, logprobs: Logprobs, output_kin
     if output_kind == DELTA:
         at, text = received.tokens_taken, text[received.text_taken :]
     end, first = received.num_tokens, len(s.prompt_token_ids)
-    token_ids, values, total = s.token_ids[first : first + end], logprobs.of(s), None
+    values, total = logprobs.of(s), None
     if values is not None:
+        token_ids = s.token_ids[first : first + end]
         total = sum(found[token].logprob for token, found in zip(token_ids, values[:end], strict=True))
     return CompletionOutput(
         s.sample_index,
         text,
-        token_ids[at:],
+        s.token_ids[first + at : first + end],
         received.finish_reason,
         s.stop_reason if received.finish_reason is not None else None,
         None if values is None else values[at:end],

@@ -19,7 +19,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ class LogRequests:
         state["request_id"] = request_id
         status, complete = 0, False
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:  # runs for each token: no coroutine of its own
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -131,7 +131,7 @@ class LogRequests:
                 message = {**message, "headers": [*message.get("headers", []), *added]}
             elif not message.get("more_body", False):
                 complete = True
-            await send(message)
+            return send(message)
 
         try:
             await self.app(scope, receive, send_with_id)

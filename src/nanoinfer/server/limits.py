@@ -205,14 +205,14 @@ class _Response:
         self._send = send
         self._started = self._is_stream = self._complete = False
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
         if message["type"] == "http.response.start":
             self._started = True
             types = [value for name, value in message.get("headers", []) if name.lower() == b"content-type"]
             self._is_stream = any(value.startswith(b"text/event-stream") for value in types)
         elif not message.get("more_body", False):
             self._complete = True
-        await self._send(message)
+        return self._send(message)
 
     async def watch(self, receive: Receive, cancel: Callable[[], object]) -> None:
         """Call `cancel` if the client disconnects before the response is complete."""

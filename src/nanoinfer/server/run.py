@@ -8,7 +8,7 @@ import math
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -108,10 +108,10 @@ class _Server(uvicorn.Server):
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             started = False
 
-            async def watched(message: Message) -> None:
+            def watched(message: Message) -> Awaitable[None]:
                 nonlocal started
                 started = True
-                await send(message)
+                return send(message)
 
             try:
                 await app(scope, receive, watched)
