@@ -189,7 +189,7 @@ def test_ctrl_c_keeps_what_is_done(tiny_folder: Path, tmp_path: Path) -> None:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=one_thread(), text=True,
     )  # fmt: skip
     for _ in range(600):
-        if out.exists():
+        if out.exists() and results.read(out).rows:
             break
         time.sleep(0.1)
     child.send_signal(signal.SIGINT)
