@@ -42,6 +42,11 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def test_no_lock_outlives_a_fork() -> None:
+    """Before Python 3.12, all instances share the lock of a cached_property: a forked child waits for it for ever."""
+    assert not [str(p) for p in FILES if "functools.cached_property" in {*imports(p)}]
+
+
 @pytest.mark.parametrize("level", FORBIDDEN)
 def test_levels_do_not_leak(level: str) -> None:
     parts = {p: p.relative_to(PACKAGE.parent).parts for p in FILES}  # the checkout's folder may have any name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from nanoinfer.scheduling.sequence import Sequence
 
@@ -45,11 +44,14 @@ class StepWork(list[ScheduledSequence]):
 
     is_repeated = False
     """Whether it was the work of the step before, with other tokens."""
+    _sequences: list[Sequence] | None = None  # no cached_property: all instances share its lock before Python 3.12
 
-    @cached_property
+    @property
     def sequences(self) -> list[Sequence]:
         """The sequences that sample a token, as `drawing` returns them."""
-        return drawing([*self])
+        if self._sequences is None:
+            self._sequences = drawing([*self])
+        return self._sequences
 
 
 def drawing(work: Seq[ScheduledSequence]) -> list[Sequence]:

@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,13 +58,16 @@ class LoadedModel:
     """Why `chat_template` could not be read; empty if there is none."""
     special_tokens: dict[str, str] = field(default_factory=dict)
     """Variables of the template: {"bos_token": "<s>", ...}."""
+    _gpt: GPT | None = field(default=None, init=False, repr=False)
 
-    @cached_property
+    @property
     def gpt(self) -> GPT:
         """The reference model, loaded into memory on the CPU, in eval mode."""
-        from nanoinfer.models.gpt_loading import load_gpt
+        if self._gpt is None:
+            from nanoinfer.models.gpt_loading import load_gpt
 
-        return load_gpt(self.weights)
+            self._gpt = load_gpt(self.weights)
+        return self._gpt
 
     def take(self) -> Weights:
         """Return the weights and drop the reference to them, so that the caller's is the only one.
