@@ -342,12 +342,12 @@ def test_a_request_ends_within_one_step(llm: LLM, how: str, monkeypatch: pytest.
         for stream in streams:
             await anext(stream)
         await anext(streams[2])
-        before = len(sizes)
         assert sizes[-1] == 3
         if how == "aclose":
             await streams[1].aclose()
         else:
             await model.abort(PROMPTS[1])
+        before = len(sizes)  # not before the call: this thread may wait there for a while
         while len(sizes) < before + 4:
             await anext(streams[0])
         assert sizes[before + 1 : before + 4] == [2, 2, 2]  # one step may have begun
@@ -724,9 +724,10 @@ def test_templates_of_two_threads_are_not_mixed_up(llm: LLM, monkeypatch: pytest
 def test_close_ends_everything(llm: LLM) -> None:
     async def main() -> None:
         model = AsyncLLM.from_llm(llm)
-        streams = [model.generate("To be", LONG) for _ in range(20)]
-        tasks = [asyncio.create_task(whole(stream)) for stream in streams]
-        await anext(running := model.generate("a", LONG))
+        await anext(running := model.generate("a", LONG))  # alone: requests are prepared, and so begin, in any order
+        tasks = [asyncio.create_task(whole(model.generate("To be", LONG))) for _ in range(20)]
+        await asyncio.sleep(0)  # until each is registered
+        assert model.num_unfinished_requests == 21
         await model.close()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert (type(result), str(result)) == (NanoinferError, CLOSED)
@@ -745,11 +746,12 @@ def test_close_ends_everything(llm: LLM) -> None:
     assert llm.generate("To be", GREEDY)[0].finished  # the model itself is not closed
 
 
-def num_threads() -> int:
-    return sum(thread.name.startswith("nanoinfer") for thread in threading.enumerate())
-
-
 def test_a_dropped_model_ends_its_threads(llm: LLM) -> None:
+    others = {*threading.enumerate()}  # those of earlier tests may still be ending
+
+    def num_threads() -> int:
+        return sum(thread.name.startswith("nanoinfer") for thread in {*threading.enumerate()} - others)
+
     async def main() -> None:
         model = AsyncLLM.from_llm(llm)
         stream = model.generate("To be", LONG)
@@ -878,7 +880,7 @@ assert asyncio.run(one()) == expected
 def test_the_process_ends(folder: Path, end: str, engine: str) -> None:
     if engine == "native":
         pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
-    command = [sys.executable, "-c", PROGRAM + ENDS[end], str(folder), engine]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PROGRAM + ENDS[end], str(folder), engine]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, preexec_fn=_interruptible)
     assert (done.returncode, _without_warnings(done.stderr)) == (0, "")
     assert done.stdout == ("interrupted\n" if "Ctrl-C" in end else "")

@@ -93,10 +93,11 @@ def test_killed_at_random_moments(folder: Path, tmp_path: Path) -> None:
     whole = (tmp_path / "whole.jsonl").read_bytes()
     assert whole.count(b"\n") == 700
     out, rng = tmp_path / "out.jsonl", random.Random(1)
-    targets = sorted(rng.randrange(1, int(0.95 * len(whole))) for _ in range(10))
+    slowly = [*command, "--max-num-seqs", "1"]  # the same records: none of these may end before it is killed
+    targets = sorted(rng.randrange(1, int(0.6 * len(whole))) for _ in range(10))
     num_killed = 0
     for target in [0, *targets[:5], 0, *targets[5:]]:
-        child = subprocess.Popen([*command, str(out)], stderr=subprocess.DEVNULL)
+        child = subprocess.Popen([*slowly, str(out)], stderr=subprocess.DEVNULL)
         while target and child.poll() is None and (not out.exists() or out.stat().st_size < target):
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.01 if target else 0.6))
@@ -197,8 +198,9 @@ def test_ctrl_c_keeps_what_is_written_and_says_how_to_continue(folder: Path, tmp
         ("-", "this output cannot be continued"),
     ):
         child = subprocess.Popen(
-            [*command, "in.jsonl", name], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+            [*command, "--max-num-seqs", "1", "in.jsonl", name],  # slow, so that it does not end before the signal
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
         out = tmp_path / "out.jsonl"
         assert child.stdout is not None
         if name == "-":

@@ -314,8 +314,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def children(pid: int) -> str:
     """The command lines of a process's children."""
-    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return " ".join(Path(f"/proc/{p}/cmdline").read_text() for p in pids)
+    lines = []
+    for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(OSError):  # it has ended
+            lines.append(Path(f"/proc/{p}/cmdline").read_text())
+    return " ".join(lines)
 
 
 def test_a_bench_that_ends_leaves_nothing(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

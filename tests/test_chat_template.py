@@ -297,6 +297,7 @@ def test_a_worker_that_was_killed_is_replaced() -> None:
     worker = template._worker._child
     assert worker is not None
     worker._process.kill()
+    worker._process.wait()
     assert worker.end(1.0) == "its process ended with code -9"
     assert template.render(TURNS) == "user"
     assert template._worker._child is not worker

@@ -331,8 +331,8 @@ def test_help_is_instant_and_imports_nothing_but_typer() -> None:
             times.append(cpu_sec() - start)
         return min(times)
 
-    assert fastest([sys.executable, "-c", "import nanoinfer"]) < 0.15
-    assert fastest(command("--help")) < 0.3
+    assert fastest([sys.executable, "-c", "import nanoinfer"]) < 0.3
+    assert fastest(command("--help")) < 0.8
 
 
 def test_ctrl_c_leaves_the_text_and_exits_130(tiny_folder: Path) -> None:

@@ -80,7 +80,7 @@ def test_concurrent_prompts_ends_each_in_time(run: Run) -> None:
     out = run(*arguments, 6).stdout
     assert sorted(re.findall(r"^--- '(.*)' ended by length$", out, re.M)) == ["O Romeo,", "To be"]
     assert re.search(r"^To be.", out, re.M)
-    assert run(*arguments, 400, "--seconds", 0.05).stdout.count("ended by time limit") == 2
+    assert run(*arguments, 400, "--seconds", 0.01).stdout.count("ended by time limit") == 2
 
 
 def test_conversation_answers_each_line_and_ends_at_an_empty_one(run: Run) -> None:

@@ -41,6 +41,12 @@ def tokens_for(config: ModelConfig) -> Tensor:
     return IDS % config.vocab_size
 
 
+def same_parameters(ours: GPT, theirs: GPT) -> bool:
+    """Not the logits: a folder's matrices are transposed in memory, and BLAS may round them otherwise."""
+    expected = dict(theirs.named_parameters())
+    return all(torch.equal(p, expected[name]) for name, p in ours.named_parameters()) and len(expected) > 20
+
+
 def same_logits(ours: GPT, theirs: GPT2LMHeadModel, idx: Tensor) -> None:
     with torch.no_grad():
         torch.testing.assert_close(ours(idx), theirs(idx).logits, atol=1e-4, rtol=1e-4)
@@ -156,12 +162,12 @@ def test_names_and_buffers_of_the_original_gpt2_load(tiny_folder: Path) -> None:
         return old | buffers
 
     edit_tensors(tiny_folder, rename)
-    assert torch.equal(load_folder(tiny_folder)[0](IDS), make_model()(IDS))
+    assert same_parameters(load_folder(tiny_folder)[0], make_model())
 
 
 def test_a_tied_head_that_is_stored_as_well_loads(tiny_folder: Path) -> None:
     edit_tensors(tiny_folder, lambda t: t | {"lm_head.weight": t["transformer.wte.weight"].clone()})
-    assert torch.equal(load_folder(tiny_folder)[0](IDS), make_model()(IDS))
+    assert same_parameters(load_folder(tiny_folder)[0], make_model())
 
 
 def test_a_model_outlives_its_file(tiny_folder: Path) -> None:
@@ -170,7 +176,7 @@ def test_a_model_outlives_its_file(tiny_folder: Path) -> None:
     path = tiny_folder / "model.safetensors"
     with path.open("r+b") as f:
         f.write(bytes(path.stat().st_size))
-    assert torch.equal(model(IDS), make_model()(IDS))
+    assert same_parameters(model, make_model())
 
 
 # Configs ---------------------------------------------------------------------------------------------
@@ -386,9 +392,10 @@ def test_a_file_cut_short_while_it_is_read(tiny_folder: Path, size: int) -> None
 
 
 def test_a_file_written_over_while_it_is_read(tiny_folder: Path) -> None:
+    path = tiny_folder / "model.safetensors"
+    os.utime(path, (0, 0))  # the clock of a file system may stand still for 4 ms
     weights = open_folder(tiny_folder).read()
     next(weights)
-    path = tiny_folder / "model.safetensors"
     with path.open("r+b") as f:
         f.write(bytes(path.stat().st_size))
     refuses(lambda: list(weights), "model.safetensors", "was changed while it was read")
@@ -548,7 +555,7 @@ def test_a_folder_with_only_a_pickle_loads(tmp_path: Path) -> None:
 
 def test_safetensors_come_before_a_pickle(tiny_folder: Path) -> None:
     (tiny_folder / "pytorch_model.bin").write_bytes(b"broken")
-    assert torch.equal(load_folder(tiny_folder)[0](IDS), make_model()(IDS))
+    assert same_parameters(load_folder(tiny_folder)[0], make_model())
 
 
 def test_a_pickle_of_old_says_what_to_do(tiny_folder: Path) -> None:
@@ -604,5 +611,5 @@ def test_a_failed_save_leaves_no_half_file(tmp_path: Path) -> None:
 def test_saving_again_replaces_the_files(tmp_path: Path) -> None:
     save(make_weights(seed=0), tmp_path)
     save(make_weights(seed=1), tmp_path)
-    assert torch.equal(load_folder(tmp_path)[0](IDS), make_model(seed=1)(IDS))
+    assert same_parameters(load_folder(tmp_path)[0], make_model(seed=1))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]

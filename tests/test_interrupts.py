@@ -11,6 +11,7 @@ import linecache
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -176,16 +177,19 @@ def test_interrupted_by_a_signal_at_a_random_time(folder: Path, engine: str, num
     llm = LLM(str(folder), engine=engine, max_num_seqs=5)
     expected = texts(llm)
     rng = random.Random(0)
-    num_interrupted = 0
+    num_interrupted, longest = 0, 0.005
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for _ in range(num_interrupts):
+            start = time.perf_counter()
             try:
-                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 0.005))
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, longest))
                 texts(llm)
                 signal.setitimer(signal.ITIMER_REAL, 0)
+                longest = time.perf_counter() - start  # most are interrupted, on a machine of any speed
             except KeyboardInterrupt:
                 num_interrupted += 1
+                longest *= 1.1
             check(llm.core)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

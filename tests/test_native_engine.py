@@ -362,7 +362,7 @@ def test_engines_share_their_threads() -> None:
     first = make_decoder(threads=3)
     before = len(list(tasks.iterdir()))
     second = make_decoder(threads=3)
-    assert len(list(tasks.iterdir())) == before
+    assert len(list(tasks.iterdir())) <= before  # a thread of an earlier test may have ended
     del first
     assert extend(second, [(second.open(), [1, 2, 3])]) is not None
 

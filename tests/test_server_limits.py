@@ -344,10 +344,11 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_event() -> None:
 @pytest.mark.parametrize("when", ["body", "answer"])
 def test_a_client_that_leaves_cancels_its_request(when: str) -> None:
     async def main() -> None:
-        ended, gone = [], asyncio.Event()
+        ended, gone, waits = [], asyncio.Event(), asyncio.Event()
 
         async def slow(scope: Scope, receive: Receive, send: Send) -> None:
             await receive()
+            waits.set()
             try:
                 await receive()  # an application that waits for a disconnect itself is cancelled as well
             finally:
@@ -356,10 +357,10 @@ def test_a_client_that_leaves_cancels_its_request(when: str) -> None:
         app = bounded(slow)
         body = [b"{", b""] if when == "answer" else [b"{"]
         task = asyncio.create_task(call(app, "POST", body=body, disconnect=gone))
-        await asyncio.sleep(0.02)
+        await (waits.wait() if when == "answer" else asyncio.sleep(0.02))
         assert not task.done()
         gone.set()
-        found = await asyncio.wait_for(task, 1)
+        found = await asyncio.wait_for(task, 15)
         assert (found.status, app.num_in_flight) == (0, 0)
         assert ended == ([True] if when == "answer" else [])
 
@@ -497,7 +498,7 @@ def test_json_of_the_maximum_size_is_parsed_in_bounded_time(name: str) -> None:
         await read_object(receiving(HEAVY[name]))
         return time.process_time() - began
 
-    assert run(main()) < 2  # 0.2 s
+    assert run(main()) < 6  # 0.2 s; 0.6 s on a busy machine
 
 
 # What a request asks for ---------------------------------------------------------------------------------

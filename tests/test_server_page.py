@@ -273,7 +273,7 @@ BESIDE = """(element, height) => {
 def test_the_tip_is_beside_a_token_that_was_out_of_view(page: Page, size: Any) -> None:
     page.set_viewport_size(size)
     begin(page, "long")
-    page.wait_for_selector(".token >> nth=400")
+    page.wait_for_selector(".token >> nth=400", timeout=60_000)  # 4 s at least
     page.keyboard.press("Escape")
     page.wait_for_selector(IDLE)
     page.focus(".token >> nth=0")
@@ -517,7 +517,7 @@ def test_the_answer_is_that_of_the_library(page: Page, server: str, llm: LLM, mo
 def test_the_tokens_that_a_draft_proposed(page: Page) -> None:
     from nanoinfer.server.app import build_app
 
-    served = AsyncLLM("shakespeare", engine="native", threads=1, draft="shakespeare-draft")
+    served = AsyncLLM("shakespeare", engine="native", threads=1, draft="shakespeare-draft", speculate_k=3)
     with page_stub.serve(build_app(served, ServerConfig())) as url:
         open_page(page, url)
         page.fill("#c-max_tokens", "40")

@@ -139,7 +139,7 @@ def test_verification_of_one_sequence_uploads_its_tokens_only(uploads: list[obje
     assert len(uploads) == before + 1
     torch.testing.assert_close(logits, gpt(torch.tensor([prompt(8)]))[0, 3:], atol=1e-4, rtol=1e-4)
     assert len(logits) < 8 == logits.untyped_storage().nbytes() // (4 * TINY.vocab_size)  # a view of all rows
-    assert torch.equal(engine.model.logits(engine._hidden), logits)
+    torch.testing.assert_close(engine.model.logits(engine._hidden), logits, atol=1e-5, rtol=1e-5)  # of 5 rows, and of 8
 
 
 def test_rows_that_are_not_consecutive_are_uploaded_once(uploads: list[object]) -> None:
