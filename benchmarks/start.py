@@ -4,9 +4,10 @@
     python benchmarks/start.py --case shakespeare --rounds 3
     python benchmarks/start.py --large --install --output start.json
 
-The clock starts before the process and stops at the first byte of its output. The processes of a case take turns; the
-first turn reads the files into the page cache and does not count. Memory is the most that was resident (VmHWM, mapped
-files included). Weights of GPT-2's shapes are random: `--models FOLDER` keeps them for the next call.
+The clock starts before the process and stops at the first byte of its output, of a server at its first answer. The
+processes of a case take turns; the first turn reads the files into the page cache and does not count. Memory is the
+most that was resident (VmHWM, mapped files included). Weights of GPT-2's shapes are random: `--models FOLDER` keeps
+them for the next call.
 """
 
 from __future__ import annotations
@@ -45,6 +46,29 @@ atexit.register(report_peak)
 del report_peak
 """
 
+# The first answer of a server: arguments of the command line without the port. The client is a thread, which waits.
+FIRST_ANSWER = """
+import os, signal, socket, sys, threading, time
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+def ask():
+    while True:
+        try:
+            client = socket.create_connection(("127.0.0.1", port))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.002)
+    body = b'{"prompt": "ROMEO:", "max_tokens": 1, "temperature": 0}'
+    head = f"POST /v1/completions HTTP/1.1\\r\\nHost: 127.0.0.1\\r\\nConnection: close\\r\\nContent-Length: {len(body)}"
+    client.sendall(head.encode() + b"\\r\\n\\r\\n" + body)
+    answer = client.makefile("rb").read()
+    print(answer if answer.startswith(b"HTTP/1.1 200 ") else "", end="", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+threading.Thread(target=ask, daemon=True).start()
+sys.argv += ["--port", str(port)]
+from nanoinfer.cli import main
+main()
+"""
 # Hugging Face folder of a model by name, with a tokenizer of GPT-2's size where the model has none of its own.
 _WRITE_FOLDER = """
 import sys
@@ -189,8 +213,13 @@ class Programs:
 
     def shakespeare(self) -> list[Program]:
         """The built-in model, in float32 as the peers have it."""
-        own = Program("shakespeare", "nanoinfer", CLI, GENERATE, 0.35)
-        return [own, *self._peers("shakespeare", self._folder("shakespeare", "shakespeare"), "", "")]
+        case = "shakespeare"
+        own = [Program(case, "nanoinfer", CLI, GENERATE, 0.35)]
+        if importlib.util.find_spec("uvicorn") is None:
+            print(f"{case}: the server is not installed: pip install 'nanoinfer[server]'", file=sys.stderr)
+        else:
+            own.append(Program(case, "nanoinfer serve", FIRST_ANSWER, ["serve", case], 0.5))
+        return [*own, *self._peers(case, self._folder(case, case), "", "")]
 
     def gpt2(self) -> list[Program]:
         """GPT-2 124M in int8, from float32 weights and packed."""

@@ -33,6 +33,17 @@ def test_a_process_that_fails_or_prints_nothing_ends_it(code: str) -> None:
         start.start(code, [])
 
 
+def test_the_clock_of_a_server_stops_at_its_first_answer() -> None:
+    pytest.importorskip("uvicorn", reason="the extra server is not installed")
+    pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
+    began = time.perf_counter()
+    seconds, peak = start.start(start.FIRST_ANSWER, ["serve", "shakespeare"])
+    assert 0.1 < seconds < time.perf_counter() - began
+    assert peak > 30 * start.MIB
+    with pytest.raises(SystemExit, match="shakespeer"):
+        start.start(start.FIRST_ANSWER, ["serve", "shakespeer"])
+
+
 def test_medians_without_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
     results = iter([(9.0, 900), (8.0, 800), (1.0, 10), (2.0, 20), (3.0, 30), (4.0, 40), (2.0, 20), (9.0, 90)])
     monkeypatch.setattr(start, "start", lambda code, arguments: next(results))
