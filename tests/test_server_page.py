@@ -286,6 +286,19 @@ def test_the_tip_is_beside_a_token_that_was_out_of_view(page: Page, size: Any) -
         assert row["height"] < 30
 
 
+def test_the_tip_does_not_cover_a_token_that_is_on_two_lines(page: Page) -> None:
+    """The space at a line's end, and the word on the next line."""
+    page.set_viewport_size(PHONE)
+    begin(page, "long")
+    page.wait_for_selector(".token >> nth=100", timeout=60_000)
+    page.keyboard.press("Escape")
+    page.wait_for_selector(IDLE)
+    found = "[...document.querySelectorAll('.token')].findIndex(token => token.getClientRects().length > 1)"
+    assert (nth := page.evaluate(found)) >= 0
+    page.focus(f".token >> nth={nth}")
+    until(page, f"({BESIDE})(document.querySelectorAll('.token')[{nth}], {PHONE['height']})")
+
+
 def test_a_character_of_several_tokens_is_one_element(page: Page) -> None:
     ask(page, "x")
     page.hover(".token >> nth=4")

@@ -87,7 +87,7 @@ export function explainTokens(root, tip) {
     if (tip.hidden) return;
     tip.replaceChildren(...tokens.flatMap(details));
     token.setAttribute("aria-describedby", tip.id);
-    place(tip, token.getClientRects()[0] ?? token.getBoundingClientRect());
+    place(tip, token.getBoundingClientRect());
   };
   document.addEventListener("pointermove", ({ target }) => { // not pointerover: the text also moves under the pointer
     if (!tip.contains(target)) show(target.closest(".token") ?? document.activeElement.closest(".token"));
