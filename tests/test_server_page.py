@@ -294,7 +294,8 @@ def test_the_tip_does_not_cover_a_token_that_is_on_two_lines(page: Page) -> None
     page.keyboard.press("Escape")
     page.wait_for_selector(IDLE)
     found = "[...document.querySelectorAll('.token')].findIndex(token => token.getClientRects().length > 1)"
-    assert (nth := page.evaluate(found)) >= 0
+    nth = page.evaluate(found)
+    assert nth >= 0
     page.focus(f".token >> nth={nth}")
     until(page, f"({BESIDE})(document.querySelectorAll('.token')[{nth}], {PHONE['height']})")
 
