@@ -3,10 +3,11 @@
     python benchmarks/server.py [MODEL] [--rounds N] [--streams 64] [--peer "COMMAND ..."] ...
 
 It starts `nanoinfer serve MODEL`, sends the same traffic to it and to the library in this process, and compares tokens
-and rates. MODEL is random:gpt2 in int8 unless given; a GGUF file runs as it is, a folder in bfloat16. Prompts are of 16
-to 128 random tokens, outputs of 32 to 96. The client is this process, for each server one of its own; it reads the
-events after the measurement, so that it takes little of the cores that decode. --peer is the command of another
-OpenAI-compatible server that serves the same model as `model` on port 8123, for example
+and rates. Each gets other traffic of the same kind first, so that it has used the memory of its caches before. MODEL is
+random:gpt2 in int8 unless given; a GGUF file runs as it is, a folder in bfloat16. Prompts are of 16 to 128 random
+tokens, outputs of 32 to 96. The client is this process, for each server one of its own; it takes what has arrived once
+a millisecond and reads the events after the measurement, so that it takes little of the cores that decode. --peer is
+the command of another OpenAI-compatible server that serves the same model as `model` on port 8123, for example
 
     llama-server -m MODEL --port 8123 -np 64 -c 16384
     vllm serve MODEL --port 8123 --served-model-name model --dtype bfloat16 --max-model-len 512
@@ -15,10 +16,11 @@ OpenAI-compatible server that serves the same model as `model` on port 8123, for
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import re
+import selectors
 import shlex
+import socket
 import statistics
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from nanoinfer import LLM, SamplingParams
 
 PEER_PORT = 8123
 START_SEC = 300  # that a peer may take to start
+POLL_SEC = 0.001  # between two looks at the connections: waking up for each chunk would interrupt the server's threads
 
 Request = tuple[list[int], int]
 
@@ -70,24 +73,6 @@ class Stream:
                 self.num_tokens = (event.get("usage") or {}).get("completion_tokens", self.num_tokens)
 
 
-class Client(asyncio.Protocol):
-    """Sends one streaming request over a connection of its own, and keeps what arrives until the server closes it."""
-
-    def __init__(self, request: bytes) -> None:
-        self.request, self.ended = request, asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self.stream = Stream(time.perf_counter())
-        transport.write(self.request)
-
-    def data_received(self, data: bytes) -> None:
-        self.stream.received.append((time.perf_counter(), data))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.ended.set_result(None)
-
-
 def traffic(count: int, seed: int) -> list[Request]:
     """Return (prompt, number of output tokens) of each request."""
     rng = np.random.default_rng(seed)
@@ -95,28 +80,40 @@ def traffic(count: int, seed: int) -> list[Request]:
     return [(rng.integers(0, 49000, n).tolist(), int(m)) for n, m in shapes]
 
 
-async def one(port: int, model: str, prompt: list[int], max_tokens: int) -> Stream:
-    """Send one request and receive its response."""
+def send(port: int, model: str, prompt: list[int], max_tokens: int) -> tuple[socket.socket, Stream]:
+    """Send one streaming request over a connection of its own, which the server closes at its end."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     body |= {"ignore_eos": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
-    request = f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
-    _, client = await asyncio.get_running_loop().create_connection(lambda: Client(request), "127.0.0.1", port)
-    await client.ended
-    return client.stream
+    connection = socket.create_connection(("127.0.0.1", port))
+    stream = Stream(time.perf_counter())
+    connection.sendall(f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data)
+    return connection, stream
 
 
-async def load(port: int, model: str, requests: list[Request]) -> tuple[float, list[Stream]]:
+def load(port: int, model: str, requests: list[Request]) -> tuple[float, list[Stream]]:
     """Send all requests at once; return the seconds until all have ended, and their streams."""
     start = time.perf_counter()
-    streams = await asyncio.gather(*(one(port, model, *request) for request in requests))
+    sent = [send(port, model, *request) for request in requests]
+    with selectors.DefaultSelector() as selector:
+        for connection, stream in sent:
+            selector.register(connection, selectors.EVENT_READ, stream)
+        while selector.get_map():
+            time.sleep(POLL_SEC)
+            for key, _ in selector.select(0):
+                assert isinstance(key.fileobj, socket.socket)
+                if data := key.fileobj.recv(1 << 16):
+                    key.data.received.append((time.perf_counter(), data))
+                else:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
     seconds = time.perf_counter() - start
-    for stream, (_, max_tokens) in zip(streams, requests, strict=True):
+    for (_, stream), (_, max_tokens) in zip(sent, requests, strict=True):
         stream.read()
         if stream.num_tokens != max_tokens:
             raise SystemExit(f"a stream has {stream.num_tokens} tokens, {max_tokens} were asked for")
-    return seconds, streams
+    return seconds, [stream for _, stream in sent]
 
 
 def report(name: str, seconds: float, streams: list[Stream]) -> float:
@@ -159,7 +156,7 @@ def peer(command: str) -> Iterator[int]:
         until = time.monotonic() + START_SEC
         while True:
             try:
-                asyncio.run(load(PEER_PORT, "model", [([1, 2, 3], 2)]))
+                load(PEER_PORT, "model", [([1, 2, 3], 2)])
                 break
             except (OSError, SystemExit):
                 if process.poll() is not None or time.monotonic() > until:
@@ -191,22 +188,25 @@ def main() -> None:
     given = parser.parse_args()
     options: dict[str, Any] = options_for(given.model)
     llm = LLM(given.model, max_num_seqs=min(given.streams, 64), **options)
+    first = traffic(given.streams, seed=given.rounds)
+    library(llm, first)
     rates: dict[str, list[float]] = {}
-    for i in range(given.rounds):
-        requests = traffic(given.streams, seed=i)
-        rate, expected = library(llm, requests)
-        rates.setdefault("library", []).append(rate)
-        print(f"library: {rate:,.0f} tokens/s", flush=True)
-        with ours(given.model, min(given.streams, 64)) as port:
-            asyncio.run(load(port, given.model, [([1], 2)]))
-            seconds, streams = asyncio.run(load(port, given.model, requests))
+    with ours(given.model, min(given.streams, 64)) as port:
+        load(port, given.model, first)
+        for i in range(given.rounds):
+            requests = traffic(given.streams, seed=i)
+            rate, expected = library(llm, requests)
+            rates.setdefault("library", []).append(rate)
+            print(f"library: {rate:,.0f} tokens/s", flush=True)
+            seconds, streams = load(port, given.model, requests)
             if [stream.token_ids for stream in streams] != expected:
                 raise SystemExit("the server's tokens are not the library's")
             rates.setdefault("server", []).append(report("server", seconds, streams))
-        for command in given.peer:
-            name = Path(shlex.split(command)[0]).name
-            with peer(command) as port:
-                rates.setdefault(name, []).append(report(name, *asyncio.run(load(port, "model", requests))))
+            for command in given.peer:
+                name = Path(shlex.split(command)[0]).name
+                with peer(command) as peer_port:
+                    load(peer_port, "model", first)
+                    rates.setdefault(name, []).append(report(name, *load(peer_port, "model", requests)))
     for name, rate_of in rates.items():
         if name != "server":
             ratios = [a / b for a, b in zip(rates["server"], rate_of, strict=True)]

@@ -47,7 +47,6 @@ ForwardPass::ForwardPass(const ModelWeights& model, const Kernels& kernels, Cach
   angles_ = take(kMaxRows * angle_stride_);
   scratch_ = take(num_threads * scratch_stride_);
   prepared_ = reinterpret_cast<std::uint8_t*>(at);
-  next_item_ = std::make_unique<std::atomic<std::int64_t>[]>(s.n_layer);
 }
 
 void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* logits, std::int64_t logits_stride) {
@@ -69,8 +68,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
         const float cap = model_.shape.logits_softcap;
         const MatmulTask task{&w, head_rows_.data(), w.prepared, num_logits_, logits, logits_stride,
                               cap > 0 ? Epilogue::soft_cap : Epilogue::store, cap};
-        const Range mine = range(w.panels, rank);
-        kernels_.matmul(task, mine.begin, mine.end);
+        multiply(task, rank);
         timed_barrier(&PartSeconds::head, rank);
       }
     });
@@ -90,7 +88,6 @@ void ForwardPass::select(const Row* rows, std::int64_t count) {
     for (std::int64_t h = 0; h < model_.shape.n_kv_head; ++h) items_.push_back({blocks, from, to - from, h});
     from = to;
   }
-  for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) next_item_[l].store(0, std::memory_order_relaxed);
 }
 
 void ForwardPass::embed(int rank) {
@@ -143,7 +140,7 @@ void ForwardPass::attention(std::int64_t index, int rank) {
   const LayerWeights& w = model_.layers[index];
   prepare_input(w.ln_1, w.c_attn, rank);
   timed_barrier(&PartSeconds::others, rank);
-  multiply(w.c_attn, qkv_, qkv_stride_, Epilogue::store, rank);
+  multiply(task(w.c_attn, qkv_, qkv_stride_, Epilogue::store), rank);
   timed_barrier(&PartSeconds::products, rank);
   store(index, rank);
   timed_barrier(&PartSeconds::attention, rank);
@@ -163,15 +160,13 @@ void ForwardPass::mlp_hidden(std::int64_t index, int rank) {
     // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
     const MatmulTask gate = task(w.c_gate, hidden_, hidden_stride_, model_.shape.activation);
     const MatmulTask fc = task(w.c_fc, hidden_, hidden_stride_, Epilogue::multiply);
-    const Range mine = range(w.c_fc.panels, rank);
-    const std::int64_t step = std::max<std::int64_t>(1, kGateFloats / (num_rows_ * kPanel));
-    for (std::int64_t panel = mine.begin; panel < mine.end; panel += step) {
-      const std::int64_t end = std::min(panel + step, mine.end);
-      kernels_.matmul(gate, panel, end);
-      kernels_.matmul(fc, panel, end);
+    const std::int64_t most = std::max<std::int64_t>(1, kGateFloats / (num_rows_ * kPanel));
+    for (Range part; !(part = threads_->take(w.c_fc.panels, rank, most)).empty();) {
+      kernels_.matmul(gate, part.begin, part.end);
+      kernels_.matmul(fc, part.begin, part.end);
     }
   } else {
-    multiply(w.c_fc, hidden_, hidden_stride_, model_.shape.activation, rank);
+    multiply(task(w.c_fc, hidden_, hidden_stride_, model_.shape.activation), rank);
   }
   timed_barrier(&PartSeconds::products, rank);
 }
@@ -186,11 +181,11 @@ void ForwardPass::mlp_output(std::int64_t index, int rank) {
 // Add the product of the prepared rows to x, after a norm if the model has one there.
 void ForwardPass::residual(const Matrix& w, const NormWeights& post, int rank) {
   if (!model_.shape.norm_after) {
-    multiply(w, x_, x_stride_, Epilogue::add, rank);
+    multiply(task(w, x_, x_stride_, Epilogue::add), rank);
     timed_barrier(&PartSeconds::products, rank);
     return;
   }
-  multiply(w, attended_, attended_stride_, Epilogue::store, rank);
+  multiply(task(w, attended_, attended_stride_, Epilogue::store), rank);
   timed_barrier(&PartSeconds::products, rank);
   const std::int64_t C = model_.shape.n_embd;
   const Range mine = range(num_rows_, rank);
@@ -227,9 +222,9 @@ MatmulTask ForwardPass::task(const Matrix& w, float* y, std::int64_t stride, Epi
   return {&w, prepared_, w.prepared, num_rows_, y, stride, epilogue};
 }
 
-void ForwardPass::multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, int rank) {
-  const Range mine = range(w.panels, rank);
-  kernels_.matmul(task(w, y, stride, epilogue), mine.begin, mine.end);
+// The result of a panel does not depend on the thread or on the part that it is in.
+void ForwardPass::multiply(const MatmulTask& task, int rank) {
+  for (Range part; !(part = threads_->take(task.w->panels, rank)).empty();) kernels_.matmul(task, part.begin, part.end);
 }
 
 // Normalise and rotate the queries and keys of one row, in place.
@@ -266,15 +261,14 @@ void ForwardPass::store(std::int64_t layer, int rank) {
   }
 }
 
-// Items differ in length, so each thread takes the next one when it is free. The result of an item does not depend on the
-// thread.
+// Items differ in length, so they are taken one by one. The result of an item does not depend on the thread.
 void ForwardPass::attend(std::int64_t layer, int rank) {
   const DecoderShape& s = model_.shape;
   const CacheShape& shape = cache_.shape();
   const std::int64_t count = static_cast<std::int64_t>(items_.size()), group = s.n_head / s.n_kv_head;
   const std::int64_t window = s.windows[layer] ? s.windows[layer] : s.block_size;
-  for (std::int64_t i; (i = next_item_[layer].fetch_add(1, std::memory_order_relaxed)) < count;) {
-    const Item& item = items_[i];
+  for (Range one; !(one = threads_->take(count, rank, 1)).empty();) {
+    const Item& item = items_[one.begin];
     const std::int64_t column = item.head * group * s.head_dim;
     kernels_.attention({shape.type, s.head_dim, item.blocks, shape.offset(layer, item.head), rows_[item.row].position,
                         item.count, group, window, s.attention_scale, s.attention_softcap,

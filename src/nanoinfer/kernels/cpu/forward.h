@@ -2,10 +2,8 @@
 // the matrix products process the rows of all sequences together.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "cache.h"
@@ -104,7 +102,7 @@ class ForwardPass {
   void position_queries_and_keys(std::int64_t layer, std::int64_t row) const;
   void prepare(const float* from, std::int64_t stride, const Matrix& next, int rank);
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const;
-  void multiply(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue, int rank);
+  void multiply(const MatmulTask& task, int rank);
   void store(std::int64_t layer, int rank);
   void attend(std::int64_t layer, int rank);
   void finish(int rank);
@@ -128,7 +126,6 @@ class ForwardPass {
   std::int64_t num_rows_ = 0, num_logits_ = 0;
   std::vector<Item> items_;
   std::vector<std::uint8_t*> block_of_;               // the cache block of each row
-  std::unique_ptr<std::atomic<std::int64_t>[]> next_item_;  // one for each layer
   PartSeconds seconds_;
   Clock::time_point mark_;
 };

@@ -12,6 +12,7 @@
 // destroys its parent's pool, whose threads do not exist in the child.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -32,10 +33,19 @@
 
 namespace nanoinfer {
 
+// The items [begin, end) that one thread processes.
+struct Range {
+  std::int64_t begin, end;
+  bool empty() const { return begin == end; }
+};
+inline Range range_of(std::int64_t count, int rank, int size) {
+  return {count * rank / size, count * (rank + 1) / size};
+}
+
 class ThreadPool {
  public:
   // Throws std::runtime_error if the threads cannot be created.
-  explicit ThreadPool(int size) : size_(size), generation_of_process_(process_generation()) {
+  explicit ThreadPool(int size) : size_(size), generation_of_process_(process_generation()), taken_(size) {
     workers_.reserve(size - 1);
     try {
       for (int rank = 1; rank < size; ++rank) workers_.emplace_back([this, rank] { work(rank); });
@@ -100,9 +110,32 @@ class ThreadPool {
     return turn.owns_lock();
   }
 
+  // Inside a body: take some of the items [0, count), at most `most`, that no thread has taken since the last barrier;
+  // none if none is left. A barrier must follow before items of something else are taken, and before the body ends.
+  //
+  // A thread takes parts of its own range (`range_of`) first, which may still be in its core's caches, and then of what
+  // the others have left: a core may be slower than the others, or run other programs too. A part is half of what is
+  // left of a range, so the last ones are small (guided self-scheduling, Polychronopoulos and Kuck 1987).
+  Range take(std::int64_t count, int rank, std::int64_t most = INT64_MAX) {
+    const std::uint64_t phase = phase_.load(std::memory_order_relaxed);
+    for (int i = 0; i < size_; ++i) {
+      const int owner = (rank + i) % size_;
+      const Range range = range_of(count, owner, size_);
+      std::atomic<std::uint64_t>& taken = taken_[owner].phase_and_count;
+      std::uint64_t seen = taken.load(std::memory_order_relaxed);
+      while (true) {
+        const std::int64_t begin = range.begin + (seen >> 32 == phase ? seen & UINT32_MAX : 0);
+        if (begin >= range.end) break;
+        const std::int64_t end = begin + std::min(most, (range.end - begin + 1) / 2);
+        if (taken.compare_exchange_weak(seen, phase << 32 | (end - range.begin), std::memory_order_relaxed))
+          return {begin, end};
+      }
+    }
+    return {count, count};
+  }
+
   // Wait inside a body until every thread of the pool has reached the barrier.
   void barrier() {
-    if (size_ == 1) return;
     const std::uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
       arrived_.store(0, std::memory_order_relaxed);
@@ -148,6 +181,12 @@ class ThreadPool {
     }
   };
 
+  // How many items of a thread's range were taken, in the low half. It is of the phase in the high half: if that is not
+  // the current one, none was taken. So no barrier resets it.
+  struct alignas(64) Taken {
+    std::atomic<std::uint64_t> phase_and_count{0};
+  };
+
   bool is_inherited() const { return generation_of_process_ != process_generation(); }
 
   void stop() {
@@ -191,16 +230,9 @@ class ThreadPool {
   alignas(64) std::atomic<std::uint32_t> generation_{0};  // number of calls
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<std::uint32_t> phase_{0};
+  alignas(64) std::atomic<std::uint32_t> phase_{0};       // number of barriers
+  std::vector<Taken> taken_;                              // (size)
   std::vector<std::thread> workers_;
 };
-
-// The items [begin, end) that one thread processes.
-struct Range {
-  std::int64_t begin, end;
-};
-inline Range range_of(std::int64_t count, int rank, int size) {
-  return {count * rank / size, count * (rank + 1) / size};
-}
 
 }  // namespace nanoinfer
