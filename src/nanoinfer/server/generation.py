@@ -28,7 +28,9 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
     with service.metrics.watch(scope, request.params, len(streams)) as watch:
         merged = MergedStreams(streams, watch.receive)
         try:
-            await (_stream if request.stream else _answer)(service, request, request_id, merged, send)
+            # In a task of its own: each new output resumes it, and not every coroutine of the middleware around it too.
+            respond_to = _stream if request.stream else _answer
+            await asyncio.create_task(respond_to(service, request, request_id, merged, send))
         except NanoinferError as e:
             raise as_sent(e, response_format=request.response_format) from None
         finally:
