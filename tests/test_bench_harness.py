@@ -53,6 +53,7 @@ def bench(*arguments: object) -> list[str]:
     return [sys.executable, "-c", code, "bench", *map(str, arguments)]
 
 
+@pytest.mark.slow
 def test_peak_memory_is_the_workers_own(tiny_folder: Path) -> None:
     ballast = bytearray(os.urandom(1 << 20)) * 1500  # resident here when the worker is started
     with WorkerProcess(Case("static", "m", output_tokens=4, prompt_tokens=4)) as worker:

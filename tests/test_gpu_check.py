@@ -170,6 +170,7 @@ def test_what_was_cut_off_runs_again(tmp_path: Path) -> None:
     assert check(tmp_path, "--only", "tests", "--resume")[0] == 0
 
 
+@pytest.mark.slow
 def test_the_tests_of_a_gpu_are_collected_where_only_torch_and_triton_are_installed() -> None:
     script = (
         "import sys, pytest; sys.modules.update(dict.fromkeys(['vl_convert', 'nanoinfer._native', 'flashinfer']));"

@@ -107,6 +107,7 @@ def test_attention_is_checked_and_timed(rows: int, new: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["greedy", "all controls"])
+@pytest.mark.slow_if(lambda name: name != "greedy")
 def test_samplers_are_compared_and_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sampler, "V", 300)
     row = triton_sampler.sampler_row(name, 2, 1, "cpu")

@@ -395,6 +395,7 @@ def test_bad_input_is_one_line_and_exit_code_2(run: Run, tiny_folder: Path, tmp_
     assert old.read_text() == "an older trace"
 
 
+@pytest.mark.slow
 def test_trace_replaces_an_older_one_and_stderr_is_silent(tiny_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "traces"
     folder.mkdir()

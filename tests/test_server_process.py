@@ -155,6 +155,7 @@ def num_running(server: ServerProcess) -> float:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow_if(lambda number: number != signal.SIGTERM)
 def test_what_runs_is_finished_and_what_comes_is_refused(folder: Path, number: signal.Signals) -> None:
     with serving(folder) as server:
         client, lines = begun(server, max_tokens=3000)

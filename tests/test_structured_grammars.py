@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.slow_if(lambda case: case in ("large multipleOf", "many intersections"))
+@pytest.mark.slow_if(lambda case: case in ("large multipleOf", "many intersections", "conversion of newlines"))
 def test_it_is_refused_in_one_line_and_in_time(compiler: Grammars, case: str) -> None:
     given, message = REFUSED[case]
     start = time.monotonic()
@@ -148,6 +148,7 @@ def test_a_large_grammar_is_bounded_while_it_is_used(compiler: Grammars, given: 
     assert longest < 0.5
 
 
+@pytest.mark.slow
 def test_a_limit_ends_no_other_grammar(compiler: Grammars) -> None:
     hostile = [Structured(**given) for given, _ in list(REFUSED.values())[:4]]
     fine = [Structured(regex=f"a{{{i}}}") for i in range(1, 5)]

@@ -58,6 +58,7 @@ def test_it_learns_and_writes_a_model_that_generates(config: TrainConfig, tokeni
     assert score.perplexity < 10
 
 
+@pytest.mark.slow
 def test_resuming_a_killed_run_gives_the_same_weights(config: TrainConfig, tmp_path: Path) -> None:
     """SIGKILL in the middle; what is lost is at most one interval, and the end is the same bit for bit."""
     whole = replace(config, out=str(tmp_path / "whole"), max_steps=240)  # it must not end before it is killed

@@ -234,6 +234,7 @@ def make_core(engine: TritonEngine) -> Core:
 
 
 @interpreted
+@pytest.mark.slow
 def test_greedy_tokens_of_steps_that_sample_on_the_device_equal_the_naive_loop() -> None:
     prompts = [prompt(n, i) for i, n in enumerate((3, 7, 20))]
     params = [replace(GREEDY, max_tokens=n) for n in (9, 4, 6)]
@@ -244,6 +245,7 @@ def test_greedy_tokens_of_steps_that_sample_on_the_device_equal_the_naive_loop()
 
 
 @interpreted
+@pytest.mark.slow
 def test_sampled_tokens_equal_those_of_the_reference_for_the_same_seeds() -> None:
     prompts = [prompt(n, i) for i, n in enumerate((3, 7, 5, 9))]
     params = [SamplingParams(max_tokens=8, **p) for p in SAMPLED]
