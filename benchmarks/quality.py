@@ -4,7 +4,7 @@ Every configuration of the native engine sees the same tokens as the reference (
 windows that do not overlap, and gives its whole distribution at every position. So do the weight formats of engine
 `triton`, which takes gpt2 models: their values take the place of the weights in `static`, which needs no GPU. For a
 GGUF file, the reference computes with its dequantized values; the blocks of the file are one more configuration of
-`native`, and llama.cpp computes with the same file (pip install 'nanoinfer[peers]'). Printed for each: perplexity, its
+`native`, and llama.cpp computes with the same file (pip install '.[peers]'). Printed for each: perplexity, its
 difference from the reference's, the mean Kullback-Leibler divergence KL(reference, this) in nats per token, how often
 the most likely token is the same, and the bytes of the packed weights.
 
@@ -31,15 +31,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanoinfer import LLM
-from nanoinfer.arrays import to_numpy
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kernels.triton.quantize import Weight, dequantize, pack_int4, pack_int8
 from nanoinfer.models.checkpoints.load import is_gguf
 from nanoinfer.models.gpt import GPT
-from nanoinfer.progress import ProgressBar
 from nanoinfer.training.data import split_texts
 from nanoinfer.training.train_config import TrainConfig
+from nanoinfer.utils.arrays import to_numpy
+from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from vs_llamacpp import LlamaCpp
@@ -182,7 +182,7 @@ def load(model: str, threads: int | None, window: int) -> tuple[LLM, dict[str, S
         sources[PEER] = partial(of_llamacpp, LlamaCpp(model, 1, window, threads))
         sizes[PEER] = Path(model).stat().st_size
     elif quantized:
-        print("quality: llama.cpp is left out: pip install 'nanoinfer[peers]'", file=sys.stderr)
+        print("quality: llama.cpp is left out: pip install '.[peers]'", file=sys.stderr)
     return reference, sources, sizes
 
 

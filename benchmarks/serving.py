@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.observer import ENGINE
+from nanoinfer.core.observer import ENGINE
 
 TURNS, TURN_TOKENS = 20, 16
 

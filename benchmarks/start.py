@@ -216,7 +216,7 @@ class Programs:
         case = "shakespeare"
         own = [Program(case, "nanoinfer", CLI, GENERATE, 0.35)]
         if importlib.util.find_spec("uvicorn") is None:
-            print(f"{case}: the server is not installed: pip install 'nanoinfer[server]'", file=sys.stderr)
+            print(f"{case}: the server is not installed: pip install '.[server]'", file=sys.stderr)
         else:
             own.append(Program(case, "nanoinfer serve", FIRST_ANSWER, ["serve", case], 0.5))
         return [*own, *self._peers(case, self._folder(case, case), "", "")]
@@ -251,7 +251,7 @@ class Programs:
         programs = []
         for name, quantization in (("ctranslate2", int8), ("llama.cpp", q8)):
             if importlib.util.find_spec(_MODULES[name]) is None:
-                print(f"{case}: {name} is not installed: pip install 'nanoinfer[peers]'", file=sys.stderr)
+                print(f"{case}: {name} is not installed: pip install '.[peers]'", file=sys.stderr)
                 continue
             file = _run([*PYTHON, _EXPORT, name, quantization, str(folder)]).strip()
             arguments = [file, str(self._threads), quantization]

@@ -1,8 +1,9 @@
 """What the Triton kernels make of a GPU's memory: GB/s of whole steps, products and attention, against other kernels.
 
-    python benchmarks/triton_kernels.py [--only steps] [--models gpt2 gpt2-xl] [--output kernels.jsonl [--resume]]
+    python benchmarks/triton_kernels.py [--only steps] [--models gpt2 gpt2-xl] [--output rows.jsonl]
 
-steps: decode steps at batch 1 in each format, against those of `cuda_graph`, and the time of verifying 5 tokens.
+steps: decode steps at batch 1 in each format, against those of `cuda_graph` and the roofline's prediction, and the time
+    of verifying 5 tokens.
 variants, variants-int4 (only with --only): a step with other tiles, splits and launches, to choose those of tiles.py.
 products: those of a layer as they run in a step, with norm, bias and residual, all of them cold, against F.linear of
     bfloat16 alone. Weights take turns, more of them than the second-level cache holds, as the layers of a model do.
@@ -46,7 +47,10 @@ from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.profiling.verify_cost import verify_ratio
 from nanoinfer.roofline import arithmetic
+from nanoinfer.roofline import measure as roofline_measure
+from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.roofline.predict import predict
 from nanoinfer.sampling.triton import TritonSampler
 
 Row = dict[str, Any]
@@ -113,10 +117,17 @@ def step_row(
     """Check a step, time it, and time a step that verifies 5 tokens."""
     engine = make_engine(name, quantization, config, device, torch.bfloat16)
     check(logits_after(engine), expected_logits(config, device), STEP_TOLERANCE[quantization])
-    usec = step_microseconds(engine, num_steps)
-    num_bytes = arithmetic.decode(config, FORMATS[quantization or "bfloat16"]).model.bytes(0, 0)
+    usec, fmt = step_microseconds(engine, num_steps), FORMATS[quantization or "bfloat16"]
+    cost = arithmetic.decode(config, fmt)
+    predicted = predict(cost, ceiling(device), fmt, 1, num_steps // 2)
     ratio = verify_ratio(engine, list(range(1, PROMPT + 1)), device=device)
-    return {"usec": usec, "gb_per_sec": num_bytes / usec / 1e3, "verify_ratio": ratio}
+    gb_per_sec = cost.model.bytes(0, 0) / usec / 1e3
+    return {"predicted_usec": 1e6 * predicted.seconds, "usec": usec, "gb_per_sec": gb_per_sec, "verify_ratio": ratio}
+
+
+@functools.cache
+def ceiling(device: str) -> Ceiling:
+    return roofline_measure.measure(device=device)
 
 
 def step_microseconds(engine: Any, num_steps: int) -> float:
@@ -279,7 +290,7 @@ def cases(groups: Sequence[str], models: Sequence[str]) -> dict[str, Callable[[]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options: argparse.ArgumentParser = parser(__doc__ or "")
+    options: argparse.ArgumentParser = parser(__doc__ or "", "kernels")
     options.add_argument("--only", action="append", choices=(*GROUPS, *VARIANT_GROUPS), help="groups; may be repeated")
     options.add_argument("--models", nargs="+", default=["gpt2-xl", "gpt2"], help="presets of GPT-2")
     args = options.parse_args(arguments)
@@ -287,7 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no CUDA device: these kernels can only be timed on one", file=sys.stderr)
         return 2
     with torch.inference_mode():
-        return measure(cases(args.only or GROUPS, args.models), args, "kernels")
+        return measure(cases(args.only or GROUPS, args.models), args)
 
 
 if __name__ == "__main__":

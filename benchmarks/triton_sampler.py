@@ -1,12 +1,13 @@
 """The samplers on a GPU: microseconds to sample one token for each row of GPT-2's vocabulary, compared first.
 
-    python benchmarks/triton_sampler.py [--rows 1 8 64 512] [--output sampler.jsonl [--resume]]
+    python benchmarks/triton_sampler.py [--rows 1 8 64 512] [--output rows.jsonl]
 
 Exit code 2 without CUDA, 1 if a row has an error.
 
 fused: `TritonSampler.draw` in a CUDA graph, slots already assigned: its cost in a step on the device. call: `Sample`,
-which uploads all parameters and waits for the tokens. reference: the sorting sampler on the same device, likewise.
-flashinfer: where it is installed; its tokens are others, so it is timed unchecked. Medians, by CUDA events.
+which uploads all parameters and waits for the tokens. reference: the sorting sampler, which copies the logits to the
+host and takes up to ten seconds, so it is timed in three calls. flashinfer: where it is installed; its tokens are
+others, so it is timed unchecked. Medians, by CUDA events.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from gpu_rows import captured, measure, microseconds, parser
 from sampler import SAMPLERS as SETTINGS
 from sampler import V, make_rows
 
-from nanoinfer import SamplingParams
+from nanoinfer import NanoinferError, SamplingParams
+from nanoinfer.errors import one_line
 from nanoinfer.sampling import flashinfer, sampler
 from nanoinfer.sampling import triton as triton_sampler
+
+CARRIED = "without a package index, carry its wheels in the working tree and unpack them into a folder of PYTHONPATH"
 
 
 def sampler_row(name: str, B: int, rounds: int, device: str = "cuda") -> dict[str, Any]:
@@ -48,16 +52,19 @@ def sampler_row(name: str, B: int, rounds: int, device: str = "cuda") -> dict[st
         "num_different": num_different,
         "fused_usec": microseconds(replay, rounds),
         "call_usec": microseconds(lambda: call(logits, rows), rounds),
-        "reference_usec": microseconds(lambda: sampler.sample(logits, rows), rounds),
+        "reference_usec": microseconds(lambda: sampler.sample(logits, rows), min(rounds, 3), warm_ups=0),
     }
-    if flashinfer.why_unavailable() is None and name != "greedy":
-        draw = flashinfer.choose(device)
-        found["flashinfer_usec"] = microseconds(lambda: draw(logits, rows), rounds)
+    if name != "greedy":
+        try:
+            draw = flashinfer.choose(device)
+            found["flashinfer_usec"] = microseconds(lambda: draw(logits, rows), rounds)
+        except (ImportError, NanoinferError) as e:  # its figure alone is missing
+            found["flashinfer"] = f"{one_line(e)}; {CARRIED}"
     return found
 
 
 def main() -> int:
-    options = parser(__doc__ or "")
+    options = parser(__doc__ or "", "sampler")
     options.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512], help="batch sizes")
     options.add_argument("--rounds", type=int, default=20, help="timed calls of each")
     args = options.parse_args()
@@ -66,7 +73,7 @@ def main() -> int:
         print(f"benchmarks/triton_sampler.py: {why_not}", file=sys.stderr)
         return 2
     cases = {f"{name}, {B} rows": partial(sampler_row, name, B, args.rounds) for B in args.rows for name in SETTINGS}
-    return measure(cases, args, "sampler")
+    return measure(cases, args)
 
 
 if __name__ == "__main__":

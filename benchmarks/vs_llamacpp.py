@@ -2,7 +2,7 @@
 
     python benchmarks/vs_llamacpp.py MODEL.gguf [--rounds N]
 
-It needs llama-cpp-python (pip install 'nanoinfer[peers]'). Both compute with the file's own bits. Speeds are medians of
+It needs llama-cpp-python (pip install '.[peers]'). Both compute with the file's own bits. Speeds are medians of
 rounds of both in turn; prompts are random tokens. quality.py compares the perplexity of both.
 """
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from nanoinfer import LLM
 from nanoinfer.engines.base import StepBatch
-from nanoinfer.environment import num_cpus
+from nanoinfer.utils.environment import num_cpus
 
 Logits = NDArray[np.float32]
 Rows = list[tuple[int, list[int], bool]]

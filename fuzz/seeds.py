@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from nanoinfer.bench import results
 from nanoinfer.bench.case import Case
+from nanoinfer.bench.row import Row
 from nanoinfer.bench.stats import Figures
 from nanoinfer.config import ModelConfig
 from nanoinfer.models import draft_head, tokenizers
@@ -196,10 +197,10 @@ def make_results() -> list[bytes]:
     """Return benchmark results with all fields, and with a failed row."""
     figures = Figures(3, 0.01, 0.03, 0.03, 0.04, 30.0, 800.0, 27.0, 2.75, 4.5)
     rows = [
-        results.Row(Case("static", "random:gpt2"), figures, True, 10**9, 10**8, 1e6, 1e6, 44.0, 5.0,
+        Row(Case("static", "random:gpt2"), figures, True, 10**9, 10**8, 1e6, 1e6, 44.0, 5.0,
                     speedup=1.0, per_position_sec=[[33, 0.1]], breakdown_percent={"head": 1.0}),
-        results.Row(Case("native", "random:gpt2", batch=4, draft="x"), figures, acceptance_percent=50.0),
-        results.Row(Case("recompute", "random:gpt2"), error="it failed"),
+        Row(Case("native", "random:gpt2", batch=4, draft="x"), figures, acceptance_percent=50.0),
+        Row(Case("recompute", "random:gpt2"), error="it failed"),
     ]  # fmt: skip
     machine: dict[str, Any] = {"cpu": "a CPU", "cores": 2, "threads": 2, "memory_bytes": 10**10, "gpu": None}
     ceiling: dict[str, Any] = {"read_bytes_per_sec": 3e10, "flops_per_sec": {"float32": 1e12}, "source": "measured"}

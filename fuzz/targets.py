@@ -62,7 +62,9 @@ from nanoinfer.engines.native import NativeEngine
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints import packed
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
+from nanoinfer.models.fingerprint import fingerprint
 from nanoinfer.training import loop
+from nanoinfer.training.run import TrainRun
 from nanoinfer.training.state import STATE
 from nanoinfer.training.train_config import TrainConfig
 
@@ -149,7 +151,7 @@ def use_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
         assert len(twice) > len(once), f"a text of 400 characters has {len(twice)} tokens, as one of 200: truncated"
     text = tokenizers.decode(tokenizer, [*once[:20], *range(min(vocab_size, 20)), vocab_size - 1])
     text.encode()
-    tokenizers.fingerprint(tokenizer) if vocab_size < 10_000 else None
+    fingerprint(tokenizer) if vocab_size < 10_000 else None
     core = getattr(tokenizer, "core", None)
     assert core is None or (core.truncation is None and core.padding is None), "truncation or padding is on"
 
@@ -161,7 +163,7 @@ def use_gguf(loaded: LoadedModel, path: Path) -> None:
         use_tokenizer(loaded.tokenizer, path)
 
 
-def resume(path: Path) -> loop.TrainRun:
+def resume(path: Path) -> TrainRun:
     """Resume the training run in a folder."""
     return loop.prepare(train_config(path.parent), resume=True)
 
@@ -179,7 +181,7 @@ def load_folder(path: Path) -> LoadedModel:
     return load_model(str(path.parent))
 
 
-def finish(run: loop.TrainRun, path: Path) -> None:
+def finish(run: TrainRun, path: Path) -> None:
     """Run the remaining training steps."""
     loop.train(run, lambda progress: None)
 

@@ -24,9 +24,14 @@ class Response:
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
-    content: bytes = b""
+    parts: list[bytes] = field(default_factory=list)
     complete: bool = False
     scope: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def content(self) -> bytes:
+        """The body."""
+        return b"".join(self.parts)
 
     @property
     def error(self) -> dict[str, Any]:
@@ -87,7 +92,7 @@ async def call(
             found.headers = {name.decode(): value.decode("latin-1") for name, value in message["headers"]}
         else:
             assert found.status
-            found.content += message["body"]
+            found.parts.append(message["body"])
             found.complete = not message.get("more_body", False)
 
     await app(found.scope, receive, send)

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from nanoinfer.arrays import HostTensor
 from nanoinfer.config import EngineLimits, ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.tokenizers import char_to_json
+from nanoinfer.utils.arrays import HostTensor
 
 if TYPE_CHECKING:  # the core imports the extension, which must be chosen before
-    from nanoinfer.core import Core
+    from nanoinfer.core.core import Core
     from nanoinfer.models.gpt import GPT
     from nanoinfer.scheduling.sequence import Request
 

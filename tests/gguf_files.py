@@ -81,6 +81,26 @@ def write_gguf(path: Path, metadata: dict[str, Any], tensors: dict[str, Stored],
     return path
 
 
+def tiny_gguf(
+    path: Path, rows: int = 8, metadata: dict[str, Any] | None = None, tensor: str | None = None, **tokenizer: Any
+) -> Path:
+    """Write a GPT-2 of one layer with an embedding of `rows` rows, further metadata, and another tensor."""
+    shapes = {"token_embd.weight": (rows, 4), "position_embd.weight": (8, 4), "output_norm.weight": (4,),
+              "output_norm.bias": (4,), "blk.0.attn_norm.weight": (4,), "blk.0.attn_norm.bias": (4,),
+              "blk.0.attn_qkv.weight": (12, 4), "blk.0.attn_qkv.bias": (12,), "blk.0.attn_output.weight": (4, 4),
+              "blk.0.attn_output.bias": (4,), "blk.0.ffn_norm.weight": (4,), "blk.0.ffn_norm.bias": (4,),
+              "blk.0.ffn_up.weight": (16, 4), "blk.0.ffn_up.bias": (16,), "blk.0.ffn_down.weight": (4, 16),
+              "blk.0.ffn_down.bias": (4,)}  # fmt: skip
+    arch = {"context_length": 8, "block_count": 1, "attention.head_count": 2, "embedding_length": 4,
+            "feed_forward_length": 16}  # fmt: skip
+    found: dict[str, Any] = {"general.architecture": "gpt2"} | {f"gpt2.{k}": v for k, v in arch.items()}
+    tokenizer = {"model": "gpt2", "pre": "gpt-2", "tokens": list("abcdefgh"), "merges": []} | tokenizer
+    found |= {f"tokenizer.ggml.{k}": v for k, v in tokenizer.items() if v is not None}
+    if tensor is not None:
+        shapes[tensor] = (1,)
+    return write_gguf(path, found | (metadata or {}), {k: as_f32(np.zeros(shape)) for k, shape in shapes.items()})
+
+
 # Models of transformers -----------------------------------------------------------------------------------------
 
 ARCHITECTURES = {"gpt2": "gpt2", "gpt_neox": "gptneox", "llama": "llama", "mistral": "llama", "qwen2": "qwen2",

@@ -55,6 +55,8 @@ class FakeRecorder:
 
     def __init__(self, bytes_each: int = 1, fail_at: int | None = None) -> None:
         self.num_recordings = self.num_replays = 0
+        self.kernels: list[str] = []
+        """The operations of the last recording that compute or copy; PyTorch has one kernel on a GPU for each."""
         self._bytes_each, self._fail_at = bytes_each, fail_at
 
     def record(self, compute: Callable[[], T]) -> tuple[Callable[[], object], T]:
@@ -65,6 +67,7 @@ class FakeRecorder:
         for tensor, value in reversed(tape.overwritten):
             tensor.copy_(value)
         self.num_recordings += 1
+        self.kernels = [func.__name__ for func, *rest in tape.operations if _writes(func, *rest)]
 
         def replay() -> None:
             self.num_replays += 1
@@ -79,6 +82,14 @@ class FakeRecorder:
 
     def num_bytes(self) -> int:
         return self.num_recordings * self._bytes_each
+
+
+def _writes(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+    """Return whether an operation writes: in place, or to memory of its own, which it does not only allocate."""
+    if func._schema.is_mutable:
+        return True
+    given, made = ({_memory(x) for x in tree_leaves(tree) if isinstance(x, Tensor)} for tree in ((args, kwargs), out))
+    return "empty" not in func.__name__ and not made <= given
 
 
 def _memory(x: Tensor) -> int:

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,10 +14,18 @@ READY = re.compile(r"listening on (http://\S+)")
 
 
 class ServerProcess:
-    """A running server: its process, its URL, and the lines that it has written to stderr."""
+    """A running server: its process, its URL, and the lines that it has written to stderr.
 
-    def __init__(self, model: str | Path, *options: str) -> None:
-        command = [sys.executable, "-m", "nanoinfer", "serve", str(model), "--port", "0", *options]
+    Args:
+        model: to serve.
+        options: of `nanoinfer serve`.
+        limits: commands of the shell that starts it, such as "ulimit -n 100".
+        python: options of the interpreter.
+    """
+
+    def __init__(self, model: str | Path, *options: str, limits: str = "", python: Sequence[str] = ()) -> None:
+        serve = ["-m", "nanoinfer", "serve", str(model), "--port", "0", *options]
+        command = ["sh", "-c", f'{limits}\nexec "$0" "$@"', sys.executable, *python, *serve]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         self.lines: list[str] = []
         self._ready = threading.Event()
@@ -45,9 +53,9 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(model: str | Path, *options: str) -> Iterator[ServerProcess]:
+def serving(model: str | Path, *options: str, limits: str = "", python: Sequence[str] = ()) -> Iterator[ServerProcess]:
     """Run a server; end it with SIGTERM."""
-    server = ServerProcess(model, *options)
+    server = ServerProcess(model, *options, limits=limits, python=python)
     try:
         yield server
     finally:

@@ -32,16 +32,16 @@ from nanoinfer import (
     ResultError,
     SamplingParams,
 )
-from nanoinfer import async_engine as async_engine_module
-from nanoinfer.arrays import to_numpy
-from nanoinfer.async_engine import CLOSED
-from nanoinfer.async_requests import AsyncRequest
-from nanoinfer.chat import ChatFormatter
 from nanoinfer.config import LLMConfig
+from nanoinfer.entrypoints import async_engine as async_engine_module
+from nanoinfer.entrypoints.async_engine import CLOSED
+from nanoinfer.entrypoints.async_requests import AsyncRequest
 from nanoinfer.errors import QueueFull
+from nanoinfer.inputs.chat import ChatFormatter
 from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.outputs import Logprob
 from nanoinfer.scheduling.sequence import Request
+from nanoinfer.utils.arrays import to_numpy
 
 PROMPTS = ["To be", "or not", "a", "GHOST", "xyz"]
 PARAMS = [

@@ -26,8 +26,8 @@ from nanoinfer.batch.output import FileOutput, open_output
 from nanoinfer.batch.records import derive_seed
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.cli import main
-from nanoinfer.progress import ProgressBar
 from nanoinfer.scheduling.sequence import Request
+from nanoinfer.utils.progress import ProgressBar
 from test_chat import chat_folder
 from test_progress import Terminal
 
@@ -87,7 +87,8 @@ def test_records_have_what_generate_gives(run: Run, llm: LLM) -> None:
         {"prompt": "To be", "id": "a"},
         {"prompt_token_ids": [3, 4, 5], "custom_id": 7, "n": 2, "max_tokens": 3, "seed": 11},
         {"prompt": "Go", "temperature": 0, "stop": ["zz"], "logit_bias": {"5": 100}, "logprobs": 1},
-        {"prompt": "o" * 40, "overflow": "slide", "prompt_logprobs": 0, "min_tokens": 2, "top_k": -1},
+        {"prompt": "o" * 40, "overflow": "slide", "min_tokens": 2, "top_k": -1},
+        {"prompt": "Come", "prompt_logprobs": 0},
     )
     assert run("in.jsonl", "out.jsonl", "--max-tokens", 6, "--temp", 0.9, "--seed", 5)[::2] == (0, "")
     records = read("out.jsonl")
@@ -96,7 +97,8 @@ def test_records_have_what_generate_gives(run: Run, llm: LLM) -> None:
         ("To be", {"seed": derive_seed(5, 1, 0)}),
         ([3, 4, 5], {"n": 2, "max_tokens": 3, "seed": 11}),
         ("Go", {"temperature": 0, "stop": "zz", "logit_bias": {5: 100}, "logprobs": 1, "seed": derive_seed(5, 3, 0)}),
-        ("o" * 40, {"overflow": "slide", "prompt_logprobs": 0, "top_k": 0, "seed": derive_seed(5, 4, 0)}),
+        ("o" * 40, {"overflow": "slide", "top_k": 0, "seed": derive_seed(5, 4, 0)}),
+        ("Come", {"prompt_logprobs": 0, "seed": derive_seed(5, 5, 0)}),
     ]
     for i, (record, (prompt, given)) in enumerate(zip(records, lines, strict=True)):
         (expected,) = llm.generate([prompt], SamplingParams(**{**defaults, **given}))
@@ -115,9 +117,9 @@ def test_records_have_what_generate_gives(run: Run, llm: LLM) -> None:
                 {t: (p.logprob, p.rank, p.decoded_token) for t, p in step.items()}
                 for step in expected.outputs[0].logprobs
             ]
-        assert len(record.get("prompt_logprobs", [])) == (40 if i == 3 else 0)
+        assert len(record.get("prompt_logprobs", [])) == (num_prompt if i == 4 else 0)
         assert record.get("num_dropped_tokens", 0) == expected.num_dropped_tokens == (16 if i == 3 else 0)
-    assert [record["id"] for record in records] == ["a", 7, None, None]
+    assert [record["id"] for record in records] == ["a", 7, None, None, None]
 
 
 def test_lines_without_a_seed_differ_from_line_to_line_and_from_seed_to_seed() -> None:
@@ -271,7 +273,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "contradiction": (b'{"prompt": "a", "min_tokens": 900}', "min_tokens=900 is more than max_tokens=2"),
     "n": (b'{"prompt": "a", "n": 65}', "n=65 is more than max_num_seqs"),
     "too long for the context": (b'{"prompt": "' + b"a" * 33 + b'"}', "the prompt has 33 tokens"),
-    "far too long": (b'{"prompt": "' + b"a" * 100_000 + b'"}', "the prompt has 100000 characters"),
+    "far too long": (b'{"prompt": "' + b"a" * 100_000 + b'"}', "the prompt has at least 100000 tokens"),
     "template": (b'{"prompt": "a", "chat_template_kwargs": {}}', "chat_template_kwargs needs messages"),
     "no template": (b'{"messages": [{"role": "user", "content": "a"}]}', "has no chat template"),
 }
@@ -527,7 +529,7 @@ def test_a_bar_shows_lines_tokens_a_second_and_the_time_left(
     write("in.jsonl", *({"prompt": "a", "id": "x" * i} for i in range(50)))
     seen: list[tuple[int, int | None, str]] = []
     update = ProgressBar.update
-    monkeypatch.setattr("nanoinfer.progress.INTERVAL_SEC", 0.0)
+    monkeypatch.setattr("nanoinfer.utils.progress.INTERVAL_SEC", 0.0)
     monkeypatch.setattr(ProgressBar, "update", lambda self, *a: (seen.append(a), update(self, *a)))  # type: ignore[arg-type, func-returns-value]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n' * 50)))
     for name, last in (("in.jsonl", 50), ("-", None)):

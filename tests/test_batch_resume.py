@@ -24,7 +24,7 @@ from nanoinfer.batch.lines import LineReader
 from nanoinfer.batch.output import FileOutput
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.cli import main
-from nanoinfer.progress import ProgressBar
+from nanoinfer.utils.progress import ProgressBar
 
 Run = Callable[..., tuple[int, str]]
 OUT, STATE = Path("out.jsonl"), Path("out.jsonl.state")
@@ -235,7 +235,7 @@ def test_a_complete_batch_loads_no_model_and_a_longer_input_continues_it(
     run: Run, made: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("nanoinfer.build.build_core", None)
+        patch.setattr("nanoinfer.core.build.build_core", None)
         code, err = run("in.jsonl", OUT, "--max-tokens", 2)
     assert (code, OUT.read_bytes()) == (1, made)
     assert err.startswith(

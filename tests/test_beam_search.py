@@ -17,10 +17,10 @@ pytest.importorskip("transformers")
 import test_families
 from conftest import TINY, edit_config, make_folder, make_model, refuses, submit
 from nanoinfer import LLM, BeamSearchParams, BeamSearchSequence, NanoinferError, SamplingParams
-from nanoinfer import beams as core_beams
-from nanoinfer.core import Core
+from nanoinfer.core import beam_search as core_beams
+from nanoinfer.core.core import Core
+from nanoinfer.core.overlap import OverlapScheduler
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.overlap import OverlapScheduler
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request

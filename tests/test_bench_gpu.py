@@ -17,17 +17,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from conftest import TINY, make_folder, make_limits, make_model, refuses
 from nanoinfer import LLM
-from nanoinfer.bench import machine, process, prompts, results, table, worker
+from nanoinfer.bench import machine, process, prompts, results, worker
 from nanoinfer.bench import run as running
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.harness import Harness
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
-from nanoinfer.bench.report import page
-from nanoinfer.bench.results import Row
+from nanoinfer.bench.row import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import GPU_LARGE, SUITES, Options
@@ -38,10 +36,10 @@ from nanoinfer.models.presets import PRESETS
 from nanoinfer.profiling import launches
 from nanoinfer.profiling.logits_check import require_close
 from nanoinfer.profiling.verify_cost import verify_ratio
-from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline import measure as measuring
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.measure import Workload, measure
+from nanoinfer.utils.progress import ProgressBar
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 CEILING = Ceiling("here", 3e12, {"float32": 5e13, "bfloat16": 7e14}, "test")
@@ -255,7 +253,7 @@ def test_passages_are_made_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tiny_fold
     def stop(model: str, device: str = "auto") -> None:
         raise Seen(f"{model} on {device}")
 
-    monkeypatch.setattr("nanoinfer.llm.LLM", stop)
+    monkeypatch.setattr("nanoinfer.entrypoints.llm.LLM", stop)
     with pytest.raises(Seen, match="shakespeare on cpu"):
         prompts.write(tmp_path, "wide:shakespeare:gpt2", None)
 
@@ -481,6 +479,22 @@ def test_rows_are_kept_after_every_round(tmp_path: Path, log: list[tuple[str, An
     ]
 
 
+def test_backends_that_take_no_turns_are_kept_one_by_one(
+    tmp_path: Path, log: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = [replace(ON_GPU, backend=name, dtype="float32") for name in ("static", "cuda_graph", "triton")]
+    loaded, seen = [], []
+    monkeypatch.setattr(FakeProcesses, "worker", lambda self, c: loaded.append(c.backend) or FakeHandle(c, log))
+
+    def keep(rows: list[Row]) -> None:
+        seen.append((loaded[-1], [(row.case.backend, row.same_tokens, row.unfinished, row.note) for row in rows]))
+
+    harness(tmp_path, Options(rounds=1, together=False)).run(exact[1:], keep, exact)
+    assert loaded == ["cuda_graph", "static", "triton"]  # the reference, which was measured before, is loaded once
+    assert [kept for at, kept in seen if at == "triton"][-1] == [("triton", True, False, "")]
+    assert [kept for at, kept in seen if at == "static"][-1] == [("cuda_graph", True, False, "")]
+
+
 def test_a_process_that_cannot_be_loaded_raises_its_reason_each_time(tiny_folder: Path) -> None:
     good, bad = Case("static", "m", output_tokens=4, prompt_tokens=4), Case("warp", "m")
     with Processes(tiny_folder) as processes:
@@ -545,12 +559,18 @@ def gpu_results() -> results.Results:
 
 
 def shown(made: results.Results) -> str:
+    from rich.console import Console  # a GPU's machine may lack it, which has tests of its own in this file
+
+    from nanoinfer.bench import table
+
     out = StringIO()
     table.show(made, Console(file=out, width=170))
     return out.getvalue()
 
 
 def test_counts_are_in_table_file_and_report() -> None:
+    from nanoinfer.bench.report import page
+
     made = gpu_results()
     text = shown(made)
     assert "ceiling of H100: copies 3,000 GB/s, read and written" in text
@@ -572,6 +592,8 @@ def test_counts_are_in_table_file_and_report() -> None:
 
 
 def test_on_a_cpu_nothing_of_it_is_shown() -> None:
+    from nanoinfer.bench.report import page
+
     made = gpu_results()
     made.machine = {"threads": 2}
     made.rows = [Row(Case("static", "m"), FIGURES)]

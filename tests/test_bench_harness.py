@@ -24,12 +24,13 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import BEST_PEER
 from nanoinfer.bench.model_folders import temporary_folder
 from nanoinfer.bench.process import WorkerProcess
+from nanoinfer.bench.row import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.suites import SUITES
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.presets import PRESETS
-from nanoinfer.progress import ProgressBar
+from nanoinfer.utils.progress import ProgressBar
 from test_cli import one_thread
 
 pytestmark = pytest.mark.usefixtures("quick_ceiling")
@@ -113,7 +114,7 @@ def test_a_backend_that_says_other_words_is_not_timed(tmp_path: Path) -> None:
     ceiling = Ceiling("here", 1e10, {"float32": 1e11}, "a test")
     from conftest import TINY
 
-    rows: list[results.Row] = []
+    rows: list[Row] = []
     harness = Harness(good, TINY, ceiling, Options(rounds=1), ProgressBar("bench", False))
     original = WorkerProcess.load
     try:
@@ -241,7 +242,8 @@ def test_every_suite_is_well_formed(name: str, quick: bool) -> None:
     for case in cases:
         assert case.prompt_tokens <= config.block_size
     shapes = [c.shape for c in cases]
-    assert len({s for s, t in pairwise(shapes) if s != t}) == len(set(shapes)) - 1  # kept together
+    if SUITES[name].options.together:
+        assert len({s for s, t in pairwise(shapes) if s != t}) == len(set(shapes)) - 1
 
 
 def test_a_missing_peer_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tiny_folder: Path) -> None:

@@ -24,7 +24,8 @@ from nanoinfer.bench.report.charts import MAX_FIGURES, figures
 from nanoinfer.bench.report.headlines import headlines
 from nanoinfer.bench.report.marks import COLORS, GREY, Figure
 from nanoinfer.bench.report.panels import panels, setting, sweep_axis
-from nanoinfer.bench.results import Results, Row, read
+from nanoinfer.bench.results import Results, read
+from nanoinfer.bench.row import Row
 from nanoinfer.bench.stats import Figures
 from nanoinfer.bench.suites import SUITES
 from nanoinfer.errors import NanoinferError, missing_extra

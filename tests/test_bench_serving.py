@@ -17,7 +17,8 @@ from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.bench.peers import require_case
 from nanoinfer.bench.process import WorkerProcess
 from nanoinfer.bench.report.panels import panels
-from nanoinfer.bench.results import Results, Row
+from nanoinfer.bench.results import Results
+from nanoinfer.bench.row import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import SUITES

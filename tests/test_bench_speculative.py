@@ -13,7 +13,7 @@ from nanoinfer.bench import prompts
 from nanoinfer.bench.backends.nanoinfer import _spread
 from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.bench.derived_metrics import add_speculation, add_speedups
-from nanoinfer.bench.results import Row
+from nanoinfer.bench.row import Row
 from nanoinfer.bench.run import Plan, run
 from nanoinfer.bench.stats import RunTimes, summarize
 from nanoinfer.bench.suites import SUITES

@@ -17,8 +17,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from conftest import TINY, make_folder, make_model, make_weights, refuses, submit
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.conversation import Conversation
 from nanoinfer.engines.base import StepBatch
+from nanoinfer.entrypoints.conversation import Conversation
 from nanoinfer.kv.plan import kv_block_bytes
 from nanoinfer.models.checkpoints import hf_config, huggingface
 from nanoinfer.models.checkpoints.load import load_model
@@ -207,15 +207,19 @@ def test_malformed_files_end_chat_alone(tmp_path: Path, name: str, content: byte
     refuses(lambda: llm.chat(HI), message, "chat_template=")
 
 
-def test_a_packed_folder_keeps_the_template(folder: Path, tmp_path: Path) -> None:
+def test_a_packed_folder_keeps_the_template_and_the_sampling_parameters(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
     from nanoinfer.cli import app
 
-    out = tmp_path / "packed"
+    folder, out = chat_folder(tmp_path / "tiny"), tmp_path / "packed"
+    (folder / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": 3, "top_k": null}')
     made = CliRunner().invoke(app.app, ["pack", str(folder), "--dtype", "float32", "--output", str(out)])
     assert made.exit_code == 0, made.output
-    assert LLM(str(out)).chat(HI, GREEDY)[0].outputs == LLM(str(folder)).chat(HI, GREEDY)[0].outputs
+    ours, theirs = LLM(str(out)), LLM(str(folder))
+    assert ours.chat(HI, GREEDY)[0].outputs == theirs.chat(HI, GREEDY)[0].outputs
+    assert ours.get_default_sampling_params() == SamplingParams(temperature=0.5)
+    assert ours.config.eos_token_ids == theirs.config.eos_token_ids == (3,)
 
 
 # Conversations ------------------------------------------------------------------------------------------------

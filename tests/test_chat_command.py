@@ -262,6 +262,22 @@ def test_a_terminal(terminal: Callable[..., Terminal], folder: Path) -> None:
     assert t.end() == 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "bound"),
+    [
+        ([], "256 tokens (the context length; --max-tokens ends them earlier)"),
+        (["--max-tokens", "256"], "256 tokens (--max-tokens changes it)"),
+        (["--overflow", "slide"], "1024 tokens (--max-tokens changes it)"),
+    ],
+)
+def test_a_terminal_shows_what_bounds_an_answer(folder: Path, arguments: list[str], bound: str) -> None:
+    t = Terminal(str(folder), *arguments)
+    try:
+        assert f"\nAnswers end after at most {bound}.\r\n> " in t.wait_for("> ")
+    finally:
+        t.close()
+
+
 def test_interrupts_at_the_prompt(terminal: Callable[..., Terminal]) -> None:
     t = terminal("--max-tokens", "4")
     t.type("half a line")

@@ -24,8 +24,8 @@ from nanoinfer.bench.run import Plan
 from nanoinfer.cli import app, help, main
 from nanoinfer.cli.decoding import StructuredFlags
 from nanoinfer.config import EngineConfig
-from nanoinfer.field_docs import field_docs
 from nanoinfer.training.train_config import TrainConfig
+from nanoinfer.utils.field_docs import field_docs
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -186,7 +186,7 @@ class OneFails:
 def test_a_failed_request_is_a_line_on_stderr(
     run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]  # noqa: F811
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("nanoinfer.llm.LLM", OneFails)
+    monkeypatch.setattr("nanoinfer.entrypoints.llm.LLM", OneFails)
     code, out, err = run("generate", "a", "b", "c", *flags)
     assert code == 1
     assert err == "nanoinfer: error: prompt 2 of 3: logits are not finite at token 1:\\n\\x1b[31m\n"
@@ -209,7 +209,7 @@ def test_engines_fits_a_terminal(run: Run) -> None:  # noqa: F811
 
 def test_a_line_of_train_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     from nanoinfer.cli.train import _reporter
-    from nanoinfer.progress import ProgressBar
+    from nanoinfer.utils.progress import ProgressBar
 
     report = _reporter(ProgressBar("train"), 100_000, 1.0)
     report(SimpleNamespace(step=99_999, loss=10.1234, val_loss=10.1234, tokens_per_sec=123_456.0, best_val_loss=9.0))  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def test_perplexity_tells_how_far_it_is(tiny_folder: Path) -> None:
 
 def test_eval_draws_a_bar_on_a_terminal_alone(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("To be, or not to be. " * 40)
-    at_once = "from nanoinfer import cli, progress; progress.DELAY_SEC = 0; cli.main()"
+    at_once = "from nanoinfer import cli; from nanoinfer.utils import progress; progress.DELAY_SEC = 0; cli.main()"
     arguments = [sys.executable, "-c", at_once, "eval", str(tmp_path / "t.txt"), "-m", str(tiny_folder)]
     master, slave = pty.openpty()
     env = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm"}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from conftest import submit
 from nanoinfer.config import EngineLimits, SchedulerConfig
-from nanoinfer.core import Core
+from nanoinfer.core.core import Core
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.tokenizers import CharTokenizer

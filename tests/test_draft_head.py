@@ -29,7 +29,6 @@ from conftest import (
     weights_of,
 )
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.cli.train import _Writer
 from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
@@ -39,6 +38,7 @@ from nanoinfer.models import draft_head, numpy_ops, tokenizers, torch_ops
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import builtin_names
 from nanoinfer.models.draft_head import DraftHead, DraftHeadConfig, TargetEmbeddings
+from nanoinfer.models.fingerprint import fingerprint
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import CharTokenizer, char_to_json
 from nanoinfer.models.widen import widen
@@ -49,6 +49,7 @@ from nanoinfer.training import distill
 from nanoinfer.training.loop import TrainProgress, train, validate
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.training.train_draft_head import STEPS, HeadRun, RecurrentHead, prepare
+from nanoinfer.utils.arrays import Array, to_numpy
 from test_cli import command, one_thread
 from test_engines import (
     BATCHES,
@@ -62,7 +63,7 @@ from test_engines import (
 )
 from test_speculative import SAMPLED, Scripted, generate, make_core, plain
 
-CONFIG = DraftHeadConfig("tiny", V, TINY.n_embd, 24, tokenizers.fingerprint(CharTokenizer(CHARS)))
+CONFIG = DraftHeadConfig("tiny", V, TINY.n_embd, 24, fingerprint(CharTokenizer(CHARS)))
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
 native = pytest.mark.skipif(ENGINES["native"].unavailable() is not None, reason="built without the extension")
 
@@ -369,7 +370,7 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
     names(replace(CONFIG, n_embd=8), "n_embd=8", "n_embd=16")  # a divisor, but the target is not widened
     names(replace(CONFIG, n_embd=32), "n_embd=32", "n_embd=16")
     names(replace(CONFIG, vocab_size=V + 1), f"vocab_size={V + 1}", f"vocab_size={V}")
-    other = tokenizers.fingerprint(CharTokenizer(CHARS[::-1]))
+    other = fingerprint(CharTokenizer(CHARS[::-1]))
     names(replace(CONFIG, vocabulary=other), "different tokens for the same 59 ids")
     draft_head.save(make_head(replace(CONFIG, vocabulary=None)), head)
     LLM(folder, draft=str(head))
@@ -420,11 +421,11 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_fingerprints() -> None:
-    prints = [tokenizers.fingerprint(CharTokenizer(c)) for c in (CHARS, CHARS[::-1], CHARS[:-1], CHARS)]
+    prints = [fingerprint(CharTokenizer(c)) for c in (CHARS, CHARS[::-1], CHARS[:-1], CHARS)]
     assert prints[0] == prints[3]
     assert len(set(prints)) == 3
     again = tokenizers.from_json(char_to_json(CHARS), "there")
-    assert tokenizers.fingerprint(again) == prints[0]
+    assert fingerprint(again) == prints[0]
 
 
 # Training ------------------------------------------------------------------------------------------------

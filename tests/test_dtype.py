@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from conftest import CHARS, TINY, make_weights
-from nanoinfer import LLM, build
+from nanoinfer import LLM
+from nanoinfer.core import build
 from nanoinfer.engines import devices
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import huggingface

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,14 +27,15 @@ import nanoinfer
 from conftest import INTERPRETED, TINY, make_folder, make_limits, make_model, refuses, submit, weights_of
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
-from nanoinfer.core import Core
-from nanoinfer.engines import devices, registry
+from nanoinfer.core.core import Core
+from nanoinfer.engines import devices, registry, static_shapes, torch_engine
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.engines.compiled import CompiledEngine, RunBlock
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.devices import resolve_dtype, supported_dtypes
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.engines.torch_engine import attention_of_any_length
+from nanoinfer.engines.static_shapes import run_block
+from nanoinfer.models.attention import attention_backends
 from nanoinfer.models.gpt import GPT
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -432,7 +435,7 @@ def test_a_gpu_that_needs_pytorch_is_named(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(devices, "_has_cuda_driver", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert devices.resolve_device("auto") == "cpu"
-    assert "using the CPU and no GPU: torch is not installed: pip install 'nanoinfer[gpu]'" in caplog.text
+    assert "using the CPU and no GPU: torch is not installed: pip install '.[gpu]'" in caplog.text
 
 
 def test_auto_goes_down_where_a_rung_is_missing_and_says_why(
@@ -445,9 +448,7 @@ def test_auto_goes_down_where_a_rung_is_missing_and_says_why(
     missing = replace(spec, module="no_such_package")
     monkeypatch.setitem(ENGINES, "cuda_graph", missing)
     assert registry.resolve(EngineConfig(), cuda, "float16").name == "static"
-    assert (
-        "engine=auto: skipped cuda_graph: no_such_package is not installed: pip install 'nanoinfer[gpu]'" in caplog.text
-    )
+    assert "engine=auto: skipped cuda_graph: no_such_package is not installed: pip install '.[gpu]'" in caplog.text
     find_spec = importlib.util.find_spec  # neither Triton nor the extension
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec(name) if name == "torch" else None)
     with pytest.raises(NanoinferError, match="engine='triton' cannot run: triton is not installed"):
@@ -458,12 +459,42 @@ def test_auto_goes_down_where_a_rung_is_missing_and_says_why(
 
 def test_attention_over_lengths_that_are_always_new_is_not_planned() -> None:
     assert torch.backends.cuda.cudnn_sdp_enabled()
-    with attention_of_any_length(torch.device("cuda")):
+    with attention_backends(torch.device("cuda")):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.flash_sdp_enabled()
         assert torch.backends.cuda.mem_efficient_sdp_enabled()
         assert torch.backends.cuda.math_sdp_enabled()
     assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("name", [name for name, spec in ENGINES.items() if not spec.native])
+def test_attention_of_every_engine_runs_on_the_backends_that_are_chosen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, calls, attend = [], [], F.scaled_dot_product_attention
+
+    @contextmanager
+    def choose(device: torch.device) -> Iterator[None]:
+        chosen.append(device)
+        yield
+        chosen.pop()
+
+    def attended(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(len(chosen))
+        return attend(*arguments, **options)
+
+    for module in (torch_engine, static_shapes):
+        monkeypatch.setattr(module, "attention_backends", choose)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attended)
+    monkeypatch.setattr(CompiledEngine, "_compile", lambda self: run_block)
+    monkeypatch.setitem(BLOCKS, "cpu", {})
+    engine = make_engine(name, make_model())
+    handles = [engine.open(), engine.open()]
+    engine.extend(StepBatch(handles, [*prompt(20), *prompt(3)], [20, 3], [1, 1]))
+    for _ in range(2):
+        engine.extend(StepBatch(handles, [1, 2], [1, 1], [1, 1]))
+    assert calls
+    assert set(calls) == {1}
 
 
 # Frames -----------------------------------------------------------------------------------------------------

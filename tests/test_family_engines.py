@@ -19,9 +19,8 @@ pytest.importorskip("transformers")
 import test_families
 from conftest import make_limits, refuses
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.arrays import to_numpy
 from nanoinfer.config import EngineConfig, SchedulerConfig
-from nanoinfer.core import Core
+from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.compiled import CompiledEngine
@@ -34,6 +33,7 @@ from nanoinfer.models.gpt import GPT
 from nanoinfer.models.gpt_loading import load_gpt, weights_of
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.utils.arrays import to_numpy
 from test_engines import generate, make_engine, naive_greedy
 from test_families import CASES
 

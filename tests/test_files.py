@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from conftest import refuses
-from nanoinfer import files
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import RegularFile, escaped, parse_json, read_json, read_limited, read_text
+from nanoinfer.utils import files
+from nanoinfer.utils.files import RegularFile, escaped, parse_json, read_json, read_limited, read_text
 
 
 def test_text_is_read_character_for_character(tmp_path: Path) -> None:

@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import tokenizers as hf
 import torch
 
 from conftest import CHARS, TINY, make_folder, make_model, refuses, submit
-from nanoinfer import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanoinfer import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    BeamSearchParams,
+    EngineArgs,
+    NanoinferError,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from nanoinfer.entrypoints.vllm_names import FOREIGN
 from nanoinfer.models import tokenizers
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from test_tokenizers import bpe
 
 PAGE = (Path(__file__).parents[1] / "docs" / "from-vllm.md").read_text()
 ROWS = [line.split(" | ")[0].removeprefix("| ") for line in PAGE.splitlines() if line.startswith("| ")]
-ROWS = [row for row in ROWS if row not in ("name", "what")]
+ROWS = [row for row in ROWS if row not in ("name", "what", "argument")]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 TESTED: dict[str, Callable[..., None]] = {}
 
@@ -51,8 +65,18 @@ def one(llm: LLM, prompt: object = "Go", params: SamplingParams = GREEDY) -> Com
     return output.outputs[0]
 
 
+ARGUMENTS = [f"`{name}`" for name in FOREIGN]  # tests/test_vllm_names.py has each value
+
+
 def test_every_row_has_its_test() -> None:
-    assert sorted(TESTED) == sorted(ROWS)
+    assert sorted([*TESTED, *ARGUMENTS]) == sorted(ROWS)
+
+
+def test_the_table_of_arguments_is_that_of_the_code() -> None:
+    table = PAGE.split("## Arguments of LLM\n")[1]
+    assert [line for line in table.splitlines() if line.startswith("| `")] == [
+        f"| `{name}` | {known.accepted} | {known.why} | {known.remedy} |" for name, known in FOREIGN.items()
+    ]
 
 
 def test_the_pages_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,14 +220,14 @@ def test_logprobs(llm: LLM) -> None:
     assert find_logprobs(torch.tensor([1.0, 2.0, 2.0]), 2, 0) == {2: (pytest.approx(-0.8619948), 1)}
 
 
-@row("`prompt_logprobs=k`", "`prompt_logprobs`")
+@row("`prompt_logprobs=k`")
 def test_prompt_logprobs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are held to the reference in tests/test_scoring.py."""
     fed: list[int] = []
     extend = llm.engine.extend
     monkeypatch.setattr(llm.engine, "extend", lambda batch: (fed.append(len(batch.token_ids)), extend(batch))[1])
     (out,) = llm.generate("To be", replace(GREEDY, max_tokens=1, prompt_logprobs=1))
-    assert fed == [4, 1]  # the last token predicts none of the prompt, and the others are shared
+    assert fed == [5]  # one prefill
     assert out.prompt_logprobs is not None
     assert out.prompt_logprobs[0] is None
     assert [next(iter(found)) for found in out.prompt_logprobs[1:] if found] == out.prompt_token_ids[1:]
@@ -233,13 +257,117 @@ def test_completion_output(llm: LLM) -> None:
     assert tokenizers.decode(special, ids) == "a<|endoftext|>b"
 
 
-@row("`sampling_params=None`")
-def test_no_params(folder: Path, tmp_path: Path) -> None:
-    (folder / "generation_config.json").write_text('{"temperature": 0.0, "do_sample": false, "eos_token_id": [3]}')
-    texts = {one(LLM(str(folder)), "Go", SamplingParams(max_tokens=16, ignore_eos=True)).text for _ in range(3)}
+@row("`sampling_params=None`", "`LLM.get_default_sampling_params()`")
+def test_no_params(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "tiny")
+    assert LLM(str(folder)).get_default_sampling_params() == SamplingParams()
+    config = {
+        "temperature": 0.0,
+        "top_k": 3,
+        "top_p": None,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "do_sample": False,
+    }
+    written = json.dumps({**config, "max_new_tokens": 9, "eos_token_id": [3]})
+    (folder / "generation_config.json").write_text(written)
+    llm = LLM(str(folder))
+    assert llm.config.eos_token_ids == (3,)
+    assert llm.get_default_sampling_params() == SamplingParams(
+        temperature=0.0, top_k=3, min_p=0.1, repetition_penalty=1.5, max_tokens=9
+    )
+    texts = {llm.generate("Go")[0].outputs[0].text for _ in range(3)}
     assert len(texts) > 1  # not greedy
-    assert LLM(str(folder)).config.eos_token_ids == (3,)
-    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    refuses(LLM(str(folder)).get_default_sampling_params, "generation_config.json: temperature='hot'", "SamplingParams")
+
+
+@row("`generate(prompt_token_ids=...)`")
+def test_prompt_token_ids(llm: LLM) -> None:
+    ids = [llm.tokenize(text) for text in ("Go", "To be")]
+    expected = [output.outputs for output in llm.generate(["Go", "To be"], GREEDY)]
+    given: tuple[Any, ...] = (ids, tuple(map(tuple, ids)), [np.array(i) for i in ids])
+    for several in given:
+        assert [o.outputs for o in llm.generate(prompt_token_ids=several, sampling_params=GREEDY)] == expected
+    assert [o.outputs for o in llm.generate(None, GREEDY, ids)] == expected
+    assert [o.outputs for o in llm.generate(prompt_token_ids=ids[0], sampling_params=GREEDY)] == expected[:1]
+    assert llm.generate(prompt_token_ids=[]) == []
+    for both in ({}, {"prompts": "Go", "prompt_token_ids": [1]}):
+        refuses(lambda given=both: llm.generate(**given), "give either prompts or prompt_token_ids")  # type: ignore[misc]
+    refuses(lambda: llm.generate(prompt_token_ids="Go"), "prompt_token_ids='Go' is not a list of token ids")
+    refuses(lambda: llm.generate(prompt_token_ids=[ids[0], "Go"]), "prompt 2 of 2: prompt_token_ids='Go' is")  # type: ignore[list-item]
+
+
+@row("`LLM.get_tokenizer()`", "a tokenizer", "a prompt that a chat template printed, start token included")
+def test_tokenizer(llm: LLM, tmp_path: Path) -> None:
+    """Methods and values are held to transformers' in tests/test_model_tokenizer.py."""
+    tokenizer = llm.get_tokenizer()
+    ids = llm.tokenize("To be")
+    assert (tokenizer.encode("To be"), tokenizer.decode(ids), len(tokenizer)) == (ids, "To be", len(CHARS))
+    table = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in PAGE.splitlines() if "|" in line}
+    named = re.findall(r"`(\w+)`", table["`LLM.get_tokenizer()`"][1])
+    assert sorted(named) == sorted(name for name in dir(tokenizer) if not name.startswith("_"))
+    assert not callable(tokenizer)
+    template = "<s>{{ messages[0].content }}"
+    core = hf.Tokenizer.from_str(tokenizers.to_json(bpe()))
+    core.add_special_tokens(["<s>"])
+    tokenizers.prepend(core, "<s>", 320)
+    folder = make_folder(tmp_path / "bos", replace(TINY, vocab_size=321))
+    (folder / "tokenizer.json").write_text(core.to_str())
+    llm = LLM(str(folder))
+    (text, ids) = (
+        llm.get_tokenizer().apply_chat_template([{"role": "user", "content": "a"}], chat_template=template, tokenize=t)
+        for t in (False, True)
+    )
+    assert (text, ids.count(320)) == ("<s>a", 1)
+    assert llm.generate(text, GREEDY)[0].prompt_token_ids == [320, *ids]
+    (chat,) = llm.chat([{"role": "user", "content": "a"}], GREEDY, chat_template=template)
+    assert chat.prompt_token_ids == ids
+
+
+@row("`EngineArgs(...)`, `AsyncEngineArgs(...)`", "`EngineArgs`")
+def test_engine_args(folder: Path, llm: LLM) -> None:
+    args = EngineArgs(model=str(folder), max_num_seqs=3, tensor_parallel_size=1, kv_cache_memory_bytes=1 << 20)
+    same = LLM(**asdict(args))
+    assert (same.engine.limits.max_num_seqs, one(same)) == (3, one(llm))
+    assert replace(args, max_num_seqs=2).max_num_seqs == 2
+    assert (args.kv_cache_memory, args.seed, args.tokenizer) == (1 << 20, 0, None)
+    for name in ("add_cli_args", "create_engine_config", "tensor_parallel_size"):
+        assert not hasattr(args, name)
+    with pytest.raises(FrozenInstanceError):
+        args.max_num_seqs = 4  # type: ignore[misc]
+    with pytest.raises(NanoinferError, match="tensor_parallel_size=2"):
+        EngineArgs(str(folder), tensor_parallel_size=2)
+    with pytest.raises(TypeError, match="no_such_name"):
+        AsyncEngineArgs(str(folder), no_such_name=2)
+
+    refuses(lambda: AsyncLLM.from_engine_args({"model": "m"}), "args={'model': 'm'} is not an AsyncEngineArgs")  # type: ignore[arg-type]
+
+    async def main() -> RequestOutput:
+        async with AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), max_num_seqs=2)) as model:
+            assert model.llm.engine.limits.max_num_seqs == 2
+            assert (await model.get_tokenizer()).encode("Go") == llm.tokenize("Go")
+            return [output async for output in model.generate("Go", GREEDY)][-1]
+
+    assert asyncio.run(main()).outputs == llm.generate("Go", GREEDY)[0].outputs
+
+
+@row('`dtype="half"`, `dtype="float"`, `dtype=torch.float16`', "`kv_cache_memory_bytes`", "`LLM(seed=...)`")
+def test_other_names(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dtypes: tuple[Any, ...] = ("half", "float", torch.float16, torch.bfloat16)
+    names = ("float16", "float32", "float16", "bfloat16")
+    assert tuple(EngineArgs(str(folder), dtype=dtype).dtype for dtype in dtypes) == names
+    assert LLM(str(folder), dtype="half", engine="native").dtype == "float16"
+    with pytest.raises(NanoinferError, match="kv_cache_memory and kv_cache_memory_bytes are both given"):
+        EngineArgs(str(folder), kv_cache_memory=1, kv_cache_memory_bytes=1)
+    assert caplog.messages == []
+    llm = LLM(str(folder), seed=7)
+    assert caplog.messages[0].startswith("seed=7 is that of random weights: ")
+    assert one(llm) == one(LLM(str(folder), seed=None))  # type: ignore[arg-type]
+    caplog.clear()
+    preset = next(iter(PRESETS))
+    assert EngineArgs(f"random:{preset}", seed=7).seed == 7
+    assert caplog.messages == []
 
 
 @row("a fault of one request")
@@ -309,13 +437,16 @@ def test_what_is_not_here(folder: Path, llm: LLM) -> None:
     for name in re.findall(r"`(\w+)`", table["`SamplingParams`"][1]):
         with pytest.raises(TypeError, match=name):
             SamplingParams(**{name: None})
-    for name in re.findall(r"`(\w+)`", table["`LLM(...)`"][1] + table["speculative decoding"][1]):
-        with pytest.raises(TypeError, match=name):
-            LLM(str(folder), **{name: None})
+    with pytest.raises(TypeError, match="no_such_name"):
+        LLM(str(folder), no_such_name=None)
+    with pytest.raises(NanoinferError, match=r"speculative_config=\{'method': 'ngram'\}.*draft='prompt-lookup'"):
+        LLM(str(folder), speculative_config={"method": "ngram"})
     ours = inspect.signature(LLM.__init__).parameters
     for cell in (table["`LLM(...)`"][2], table["speculative decoding"][2]):
-        assert [name in ours for name in re.findall(r"`(\w+)`", cell)].count(True) >= 3
-        assert all(name in ours for name in re.findall(r"`(\w+)`", cell))
+        names = [name for name in re.findall(r"`(\w+)`", cell) if name != "TypeError"]
+        assert len(names) >= 3
+        assert all(name in ours for name in names)
+    assert not ours.keys() & FOREIGN.keys()
     for name in ("encode", "embed", "classify", "score"):
         assert not hasattr(LLM, name)
     assert llm.decode(llm.tokenize("To be")) == "To be"
@@ -382,7 +513,6 @@ def test_async(llm: LLM) -> None:
     done, aborted = asyncio.run(main())
     assert (done.request_id, done.outputs) == ("mine", llm.generate("Go", GREEDY)[0].outputs)
     assert (aborted.request_id, aborted.outputs[0].finish_reason) == ("long", "abort")
-    assert not hasattr(AsyncLLM, "from_engine_args")
 
 
 @row("`RequestOutput.metrics`")

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from conftest import refuses
-from gguf_files import ARRAY, F32, Q4_0, STRING, Stored, as_f32, gguf_bytes, string, value, write_gguf
+from gguf_files import ARRAY, F32, Q4_0, STRING, Stored, as_f32, gguf_bytes, string, tiny_gguf, value, write_gguf
+from nanoinfer.models.checkpoints import gguf_file, gguf_tokenizer
 from nanoinfer.models.checkpoints.gguf_file import MAX_HEADER_BYTES, read_gguf
-from nanoinfer.models.checkpoints.load import load_model
+from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
 
 GOOD = gguf_bytes({"general.architecture": "llama", "a": 1}, {"t": as_f32(np.ones((2, 3))), "u": as_f32(np.ones(4))})
 
@@ -116,6 +117,103 @@ def test_a_header_beyond_its_limit_is_not_read(tmp_path: Path) -> None:
         f.write(header(0, 2, string("k") + array(0, MAX_HEADER_BYTES - 50)))
         f.truncate(3 * MAX_HEADER_BYTES)
     refuses(lambda: read_gguf(path), f"beyond the first {MAX_HEADER_BYTES} bytes")
+
+
+# Small files that would take much memory and time --------------------------------------------------------------
+
+TOKENS = "tokenizer.ggml.tokens"
+LARGE: dict[str, tuple[bytes, list[str]]] = {
+    "strings": (header(0, 1, string(TOKENS) + array(STRING, 14_000_000)), ["14000000 strings", "limit is 2097152"]),
+    "keys": (header(0, 5_000_000), ["5000000 metadata entries", "the limit is 16384"]),
+    "tensors": (header(3_000_000, 0), ["3000000 tensors", "the limit is 65536"]),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_count_beyond_its_limit_is_refused_before_anything_is_read(name: str, tmp_path: Path) -> None:
+    content, words = LARGE[name]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with open(path, "ab") as f:
+        f.truncate(MAX_HEADER_BYTES)  # zeros: empty strings and empty keys
+    tracemalloc.start()
+    try:
+        refuses(lambda: read_gguf(path), "model.gguf", *words)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_limit_of_strings_is_that_of_all_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "MAX_STRINGS", 5)
+    path = write_gguf(tmp_path / "model.gguf", {"a": ["x"] * 3, "b": ["y"] * 2}, {})
+    assert read_gguf(path).metadata == {"a": ["x"] * 3, "b": ["y"] * 2}
+    write_gguf(path, {"a": ["x"] * 3, "b": ["y"] * 3}, {})
+    refuses(lambda: read_gguf(path), "3 strings in 'b', 6 in total; the limit is 5")
+
+
+def test_strings_of_all_lengths_are_read_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "_CHUNK", 64)
+    texts = ["", "a", "é" * 13, "x" * 200, *(str(i) * (i % 23) for i in range(300)), ""]
+    metadata = {"a": texts, "b": 7, "c": texts[::-1]}
+    assert read_gguf(write_gguf(tmp_path / "model.gguf", metadata, {})).metadata == metadata
+    broken = gguf_bytes(metadata, {}).replace("é".encode() * 13, b"\xff" * 26)
+    (tmp_path / "model.gguf").write_bytes(broken)
+    refuses(lambda: read_gguf(tmp_path / "model.gguf"), "the value of 'a' is not UTF-8 (byte 0")
+
+
+COUNTS: dict[str, tuple[dict[str, Any], str]] = {
+    "tokens": ({"tokens": ["a"] * 9}, "tokenizer.ggml.tokens has 9 values, but token_embd.weight has 8 rows"),
+    "scores": ({"scores": np.zeros(9, np.float32)}, "tokenizer.ggml.scores has 9 values, but token_embd.weight has 8"),
+    "types": ({"token_type": np.ones(9, np.int32)}, "tokenizer.ggml.token_type has 9 values"),
+    "merges": ({"merges": ["a b"] * 33}, "tokenizer.ggml.merges has 33 values, the limit for 8 tokens is 32"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_are_compared_with_the_embedding_before_a_tokenizer_is_built(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra, message = COUNTS[name]
+    assert load_model(str(tiny_gguf(tmp_path / "good.gguf"))).tokenizer is not None
+    monkeypatch.setattr(gguf_tokenizer, "_read_vocabulary", None)
+    path = tiny_gguf(tmp_path / "model.gguf", **extra)
+    for call in (load_model, load_tokenizer):
+        refuses(lambda call=call: call(str(path)), f"model.gguf: {message}")  # type: ignore[misc]
+
+
+def test_a_tokenizer_without_a_model_has_a_limit_of_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": [], TOKENS: list("abcdefgh")}
+    path = write_gguf(tmp_path / "model.gguf", metadata, {})
+    assert load_tokenizer(str(path)).vocab_size == 8
+    monkeypatch.setattr(gguf_tokenizer, "MAX_TOKENS", 7)
+    refuses(lambda: load_tokenizer(str(path)), "tokenizer.ggml.tokens has 8 values; the limit is 7")
+    refuses(lambda: load_model(str(tiny_gguf(path))), "tokenizer.ggml.tokens has 8 values; the limit is 7")
+
+
+def test_merges_that_are_derived_from_scores_are_bounded(tmp_path: Path) -> None:
+    """Each text of a and b of up to 7 letters can be divided everywhere: 6 merges a token, with few tokens."""
+    words = [""]
+    for _ in range(7):
+        words += [w + c for w in words if len(w) == len(words[-1]) for c in "ab"]
+    tokens = ["<unk>", "<s>", "</s>", *words[1:]]
+    extra = {"model": "llama", "tokens": tokens, "scores": np.zeros(len(tokens), np.float32), "merges": None}
+    loaded = load_model(str(tiny_gguf(tmp_path / "model.gguf", len(tokens), **extra)))
+    assert loaded.tokenizer is None
+    limit = 4 * len(tokens)
+    assert f"the tokens can be made by more than {limit} merges, the limit" in loaded.no_tokenizer_reason
+
+
+def test_a_long_array_of_the_architecture_is_not_made_a_list(tmp_path: Path) -> None:
+    path = write_gguf(
+        tmp_path / "model.gguf", {"general.architecture": "llama", "llama.x": np.zeros(1 << 20, np.uint8)}, {}
+    )
+    tracemalloc.start()
+    try:
+        refuses(lambda: load_model(str(path)), "'llama.x' has more than 4096 values")
+        assert tracemalloc.get_traced_memory()[1] < 6 << 20  # a list of small integers has 8 MiB
+    finally:
+        tracemalloc.stop()
 
 
 def test_every_type_of_value(tmp_path: Path) -> None:

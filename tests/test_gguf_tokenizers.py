@@ -262,7 +262,7 @@ def test_prompts_begin_with_the_start_token_once(model: Path) -> None:
         expected = [6, 7] if context != "ab " else [30, 6]
         assert found.token_ids == expected
         (same,) = llm.loglikelihood([ids_before], [expected])
-        assert found.log_likelihood == same.log_likelihood
+        assert found.log_likelihood == pytest.approx(same.log_likelihood, abs=1e-5)  # other tokens are cached
 
 
 def test_the_chat_template_and_the_tokenizer_are_those_of_the_file(model: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import triton_kernels
 import triton_sampler
 
 from conftest import INTERPRETED, TINY
+from nanoinfer.roofline.devices import DEVICES
 from recorded import FakeRecorder
 
 pytestmark = [
@@ -48,6 +49,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("nanoinfer.engines.cuda_graph.CudaRecorder", lambda device: FakeRecorder(fail_at=0))
     monkeypatch.setattr("nanoinfer.profiling.verify_cost.ROUNDS", 1)
     monkeypatch.setattr("nanoinfer.profiling.verify_cost.WARM_UPS", 0)
+    monkeypatch.setattr(triton_kernels, "ceiling", lambda device: DEVICES["h200"])
     triton_kernels.expected_logits.cache_clear()
     yield
     triton_kernels.expected_logits.cache_clear()
@@ -57,7 +59,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow_if(lambda quantization: quantization is not None)
 def test_a_step_is_checked_and_timed(engine: str, quantization: str | None) -> None:
     row = triton_kernels.step_row(SMALL, engine, quantization, "cpu", 1)
-    assert set(row) == {"usec", "gb_per_sec", "verify_ratio"}
+    assert set(row) == {"predicted_usec", "usec", "gb_per_sec", "verify_ratio"}
     assert all(value > 0 for value in row.values())
 
 
@@ -110,7 +112,13 @@ def test_attention_is_checked_and_timed(rows: int, new: int) -> None:
 @pytest.mark.slow_if(lambda name: name != "greedy")
 def test_samplers_are_compared_and_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sampler, "V", 300)
-    row = triton_sampler.sampler_row(name, 2, 1, "cpu")
+    calls: list[Any] = []
+    reference = triton_sampler.sampler.sample
+    monkeypatch.setattr(triton_sampler.sampler, "sample", lambda *given: calls.append(given) or reference(*given))
+    row = triton_sampler.sampler_row(name, 2, 20, "cpu")
+    assert len(calls) == 1 + 3  # compared, then timed
+    absent = row.pop("flashinfer", "")
+    assert ("flashinfer is not installed" in absent and "carry its wheels" in absent) == (name != "greedy")
     assert row == {"num_different": 0, "fused_usec": 2000.0, "call_usec": 2000.0, "reference_usec": 2000.0}
     if name == "greedy":
         others = [SimpleNamespace(token_id=-5)] * 2
@@ -144,5 +152,5 @@ def test_whole_steps_come_first_and_a_failed_check_is_a_row(
     results = gpu_rows.Rows(path, "kernels").results()
     assert results["step gpt2 triton int4"]["usec"] == 1.5
     assert results["head gpt2 int8 5 rows"]["error"] == "ValueError: relative error 1 exceeds 0.02: not timed"
-    assert json.loads(path.read_text().splitlines()[-1]) == {"by": "kernels", "done": "kernels"}
+    assert json.loads(path.read_text().splitlines()[-1]) == {"by": "kernels", "done": True}
     assert "step gpt2 triton int4: usec 1.5\n" in capsys.readouterr().out

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model
 from conftest import CHARS, TINY, edit_config, load_folder, make_folder, make_model, make_weights, refuses, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import ModelConfig
+from nanoinfer.models.checkpoints import stored
 from nanoinfer.models.checkpoints.huggingface import open_folder, save
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.tokenizers import char_to_json, from_json
@@ -412,6 +413,11 @@ def test_a_header_longer_than_the_file(tiny_folder: Path, size: int) -> None:
 def test_a_header_of_garbage(tiny_folder: Path, header: bytes) -> None:
     (tiny_folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
     refuses(lambda: load_folder(tiny_folder), "model.safetensors")
+
+
+def test_a_header_of_many_tensors_is_refused(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "MAX_TENSORS", 3)
+    refuses(lambda: load_folder(tiny_folder), "model.safetensors", " tensors; the limit is 3")
 
 
 @pytest.mark.parametrize(

@@ -12,24 +12,27 @@ import pytest
 import torch
 
 from conftest import TINY, make_limits, make_model, submit
-from nanoinfer import NanoinferError, SamplingParams, overlap, processes
+from nanoinfer import NanoinferError, SamplingParams
 from nanoinfer.config import EngineLimits
-from nanoinfer.core import Core
+from nanoinfer.core import overlap
+from nanoinfer.core.core import Core
+from nanoinfer.core.overlap import OverlapScheduler
 from nanoinfer.engines import transfers
 from nanoinfer.engines.base import PENDING, Handle, StepBatch
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput
 from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.gpt import GPT
-from nanoinfer.overlap import OverlapScheduler
 from nanoinfer.sampling.sampler import SamplerRow, sample
+from nanoinfer.scheduling.room import Room
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.utils import processes
 from test_engines import GREEDY, naive_greedy, prompt
 from test_overlap import TorchSampler
 
 LONG = replace(TINY, block_size=128)
 BUILT = [
-    (Scheduler, "_promised"),
+    (Room, "reserved_for"),
     (Scheduler, "_plan"),
     (overlap, "batch_of"),
     (OverlapScheduler, "_slot"),

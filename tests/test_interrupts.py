@@ -24,13 +24,13 @@ import nanoinfer
 from conftest import TINY, make_folder, make_limits, make_model
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig
-from nanoinfer.core import Core
+from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
+from nanoinfer.entrypoints.streams import Ownership
 from nanoinfer.models.tokenizers import CharTokenizer
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.streams import Ownership
 from recorded import FakeRecorder
 from test_overlap import TorchSampler
 
@@ -140,7 +140,7 @@ def test_interrupted_while_tokens_are_proposed(folder: Path, draft: str, num_int
 
 @how_often
 def test_interrupted_while_a_step_is_in_flight(num_interrupts: int) -> None:
-    from nanoinfer.overlap import OverlapScheduler
+    from nanoinfer.core.overlap import OverlapScheduler
 
     gpt = make_model()
     limits = make_limits(gpt.config, 5)

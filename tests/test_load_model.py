@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from dataclasses import replace
@@ -12,12 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from conftest import CHARS, TINY, make_folder, make_model, make_weights, refuses
+from gguf_files import tiny_gguf
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.models.checkpoints import load
 from nanoinfer.models.checkpoints.huggingface import save
 from nanoinfer.models.checkpoints.load import builtin_names, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.tokenizers import CharTokenizer, char_to_json
+from nanoinfer.roofline.shapes import find_shape
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
 
@@ -171,6 +175,55 @@ def test_a_gguf_file_is_not_asked_of_the_hub(
     refuses(lambda: load_model(name), str(Path(name)), reason)
 
 
+@pytest.mark.parametrize("name", ["sha256-6a0746a1ec1aef3e", "model", "model.Q4_K_M", "model.pt", "model_000001.pt"])
+def test_a_gguf_file_is_known_by_its_first_bytes(tmp_path: Path, name: str) -> None:
+    """The blobs of Ollama have no suffix."""
+    path = str(tiny_gguf(tmp_path / name))
+    loaded = load_model(path)
+    assert (loaded.config.n_embd, loaded.config.vocab_size) == (4, 8)
+    assert loaded.tokenizer is not None
+    assert loaded.tokenizer.encode("abc") == [0, 1, 2]
+    assert load_tokenizer(path).encode("cab") == [2, 0, 1]
+    assert find_shape(path) == loaded.config
+    llm = LLM(path, engine="dynamic")
+    assert llm.generate("ab", SamplingParams(max_tokens=2, ignore_eos=True))[0].prompt_token_ids == [0, 1]
+
+
+@pytest.mark.parametrize("content", [b"", b"GGU", b"{}", b"GGML    ", b"a text", b"\0" * 100])
+def test_a_file_of_no_known_format_says_which_there_are(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "sha256-6a07").write_bytes(content)
+    refuses(lambda: load_model(str(tmp_path / "sha256-6a07")), "sha256-6a07", "neither GGUF nor a ZIP archive")
+
+
+def test_a_file_of_safetensors_without_its_suffix_asks_for_its_folder(tiny_folder: Path) -> None:
+    """The blobs of the Hub's cache have no suffix."""
+    os.rename(tiny_folder / "model.safetensors", tiny_folder / "0123abcd")
+    refuses(lambda: load_model(str(tiny_folder / "0123abcd")), "0123abcd", "give a folder", "model.safetensors")
+
+
+ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "someone/base\x1b[1m", "r": 8}
+
+
+@pytest.mark.parametrize("name", [".", "adapter_model.safetensors"])
+@pytest.mark.parametrize("there", ["adapter alone", "with config", "no base"])
+def test_an_adapter_is_not_a_model(tmp_path: Path, tiny_folder: Path, name: str, there: str) -> None:
+    config = ADAPTER | ({} if there != "no base" else {"base_model_name_or_path": None})
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config))
+    os.rename(tiny_folder / "model.safetensors", tmp_path / "a" / "adapter_model.safetensors")
+    if there == "with config":
+        os.rename(tiny_folder / "config.json", tmp_path / "a" / "config.json")
+    base = "its base model" if there == "no base" else r"'someone/base\x1b[1m'"
+    expected = f"is an adapter (LORA), not a model: merge it into {base} (merge_and_unload of peft), save that"
+    refuses(lambda: load_model(str(tmp_path / "a" / name)), str(tmp_path / "a"), expected)
+
+
+def test_an_adapter_beside_a_whole_model_is_not_applied(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tiny_folder / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    assert is_seed(load_model(str(tiny_folder)).gpt, 0)
+    assert "adapter_config.json is ignored: the adapter is not applied" in caplog.text
+
+
 def test_model_safetensors_opens_its_folder(tiny_folder: Path) -> None:
     loaded = load_model(str(tiny_folder / "model.safetensors"))
     assert is_seed(loaded.gpt, 0)
@@ -286,6 +339,27 @@ def test_a_tokenizer_from_elsewhere(
 def test_a_path_object_names_a_tokenizer(tiny_folder: Path) -> None:
     assert load_tokenizer(tiny_folder).vocab_size == len(CHARS)  # type: ignore[arg-type]
     refuses(lambda: load_tokenizer(tiny_folder / "missing"), "missing")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "merges.txt"])
+@pytest.mark.parametrize("where", ["own", "elsewhere"])
+def test_a_tokenizer_far_larger_than_the_model_is_not_parsed(
+    bare_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, where: str
+) -> None:
+    monkeypatch.setattr("tokenizers.Tokenizer.from_str", None)
+    monkeypatch.setattr("tokenizers.models.BPE", None)
+    folder = bare_folder if where == "own" else tmp_path
+    (folder / "vocab.json").write_text("{}")
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    content = {"tokenizer.json": '"":0,', "vocab.json": '"":0,', "merges.txt": "a b\n"}[name] * 800_000
+    (folder / name).write_text(content)
+    expected = f"{name} has 1600000 values; the limit for a model of 59 tokens is 1572864: use the tokenizer that"
+    if name == "merges.txt":
+        expected = f"{name} has 800000 values; the limit for a model of 59 tokens is 262144: use the tokenizer that"
+    if where == "own":
+        assert expected in load_model(str(folder)).no_tokenizer_reason
+    else:
+        refuses(lambda: load_model(str(bare_folder), tokenizer=str(folder)), expected)
 
 
 def test_a_tokenizer_that_is_asked_for_and_not_there(tiny_folder: Path, tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_the_weights_are_gone_once_they_are_packed(monkeypatch: pytest.MonkeyPat
         weights.append(weakref.ref(loaded.weights))
         return loaded
 
-    monkeypatch.setattr("nanoinfer.build.load_model", load_and_watch)
+    monkeypatch.setattr("nanoinfer.core.build.load_model", load_and_watch)
     gc.collect()
     gc.disable()
     try:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import make_model
-from nanoinfer.arrays import HostTensor
+from nanoinfer.utils.arrays import HostTensor
 from test_native_engine import FORMATS, ISAS, V, _native, extend, make_decoder, new_decoder, tokens
 
 Array = Any  # of numpy

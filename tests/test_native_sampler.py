@@ -474,7 +474,7 @@ def test_cpus_sample_natively_and_other_devices_do_not(tiny_folder: Path) -> Non
     assert choose_sampler("cpu") is native.sample
     assert choose_sampler("cpu", "reference") is sampler.sample
     refuses(lambda: choose_sampler("cpu", "fast"), "sampler='fast'", "flashinfer")
-    assert LLM(str(tiny_folder), device="cpu").core._sampler is native.sample
+    assert LLM(str(tiny_folder), device="cpu").core._steps._sampler is native.sample
 
 
 def test_without_the_extension_the_reference_samples(monkeypatch: pytest.MonkeyPatch) -> None:

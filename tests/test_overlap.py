@@ -12,12 +12,12 @@ from torch import Tensor
 from conftest import INTERPRETED, TINY, make_folder, make_limits, make_model, submit
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
-from nanoinfer.core import Core
+from nanoinfer.core.core import Core
+from nanoinfer.core.overlap import OverlapScheduler, overlap_scheduler
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.static_shapes import StaticShapeEngine
 from nanoinfer.models.gpt import GPT
-from nanoinfer.overlap import OverlapScheduler
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.sampling.triton import TritonSampler
@@ -81,6 +81,43 @@ def make_core(gpt: GPT, *, recorded: bool = True, overlap: bool = True, chunk: i
         V,
         overlap=OverlapScheduler(engine, TorchSampler()) if overlap else None,
     )
+
+
+def test_decode_steps_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows 1, 2, 4 in the only context, the first two also of later slots. Afterwards, only prompts are captured."""
+    gpt, recorder = make_model(), FakeRecorder()
+    engine = CudaGraphEngine(gpt, make_limits(gpt.config, 4), EngineConfig(graph_memory=2**30), recorder=recorder)
+    assert overlap_scheduler(engine, V, "cpu") is None
+    assert recorder.num_recordings == 0
+    monkeypatch.setattr("nanoinfer.sampling.triton.TritonSampler", lambda *_: TorchSampler())
+    overlap = overlap_scheduler(engine, V, "cuda:0")
+    assert recorder.num_recordings == 5
+    core = Core(engine, Scheduler(engine, SchedulerConfig()), sample, None, V, overlap=overlap)
+    prompts = [prompt(n, i) for i, n in enumerate((3, 9, 14))]
+    params = [replace(GREEDY, max_tokens=n) for n in (4, 7, 9)]
+    expected = [[naive_greedy(gpt, p, q.max_tokens)] for p, q in zip(prompts, params, strict=True)]
+    assert generate(core, prompts, params) == expected
+    assert [bucket.tokens for bucket, _ in engine.graphs._recorded][5:] == [4]
+
+
+def test_a_warm_up_leaves_half_of_the_memory_for_graphs_and_survives_without_any(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt, draw = make_model(), TorchSampler().draw
+    for graph_memory, num_graphs in ((1200, 5), (500, 3), (300, 2), (200, 1), (0, 0)):
+        recorder = FakeRecorder(bytes_each=100)
+        options = EngineConfig(graph_memory=graph_memory)
+        engine = CudaGraphEngine(gpt, make_limits(gpt.config, 4), options, recorder=recorder)
+        engine.warm_up(draw)
+        assert len(engine.graphs) == num_graphs
+    assert not caplog.records
+
+    def no_memory(*_: object) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    engine.__init__(gpt, engine.limits, EngineConfig(graph_memory=500), recorder=recorder)  # type: ignore[misc]
+    engine.warm_up(no_memory)
+    assert "steps of 1 sequences do not fit in the device's memory: lower kv_cache_memory" in caplog.text
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))

@@ -75,12 +75,20 @@ def test_metadata(project: dict[str, Any]) -> None:
             assert extra in extras, path.name
 
 
-def test_a_missing_extra_is_named_with_commands_for_index_and_checkout() -> None:
+def test_a_missing_extra_is_named_with_the_command_that_installs_it() -> None:
     assert missing_extra("triton", "gpu") == (
-        "triton is not installed: pip install 'nanoinfer[gpu]' (from a checkout: pip install '.[gpu]')"
+        "triton is not installed: pip install '.[gpu]' in the folder of nanoinfer's source"
     )
     for path in [p for p in PACKAGE.rglob("*.py") if p.name != "errors.py"]:
         assert not re.search(r"pip install[^\n]*\[", path.read_text()), f"{path.name}: use errors.missing_extra"
+
+
+def test_no_page_and_no_message_installs_a_package_that_no_index_has() -> None:
+    """The Makefile names extras of the package that it has installed; pip asks no index for that one."""
+    places = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "CMakeLists.txt", ROOT / "pyproject.toml"]
+    places += [p for name in ("src", "benchmarks", "examples", "tests", "fuzz") for p in ROOT.glob(f"{name}/**/*.py")]
+    for path in [p for p in places if p.name != "log.md"]:  # that is history
+        assert not re.search(r"pip install (?:-\S+ )*['\"]?nanoinfer", path.read_text()), path.name
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")

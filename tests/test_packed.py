@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from conftest import CHARS, TINY, edit_config, make_folder, make_limits, make_model, refuses
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.arrays import to_numpy
 from nanoinfer.bench import run as bench
 from nanoinfer.cli.app import run
 from nanoinfer.config import EngineConfig, ModelConfig
@@ -30,6 +29,7 @@ from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.gpt_loading import weights_of
 from nanoinfer.models.tokenizers import char_to_json
+from nanoinfer.utils.arrays import to_numpy
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 

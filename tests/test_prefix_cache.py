@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from conftest import make_folder, make_model, refuses, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, EngineLimits, SchedulerConfig
-from nanoinfer.core import Core
+from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine, Handle
 from nanoinfer.engines.registry import ENGINES

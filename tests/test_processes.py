@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from conftest import make_limits, make_model, refuses
-from nanoinfer import processes
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.dynamic import DynamicEngine
-from nanoinfer.scheduling.work import ScheduledSequence, StepWork, drawing
+from nanoinfer.scheduling.work import ScheduledSequence, StepWork, sampling_sequences
+from nanoinfer.utils import processes
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system"),
@@ -303,8 +303,8 @@ def test_no_lock_is_shared_by_the_steps_of_several_models() -> None:
             return super().__iter__()
 
     begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
-    first = threading.Thread(target=lambda: drawing(Slow()))
-    second = threading.Thread(target=lambda: (drawing(StepWork()), done.set()))
+    first = threading.Thread(target=lambda: sampling_sequences(Slow()))
+    second = threading.Thread(target=lambda: (sampling_sequences(StepWork()), done.set()))
     first.start()
     assert begun.wait(60)
     second.start()

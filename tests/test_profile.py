@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -25,7 +26,9 @@ from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.profiling import profiler as module
+from nanoinfer.profiling import recording
 from nanoinfer.profiling.profiler import breakdown_percent, profile
+from nanoinfer.profiling.recording import waited_seconds
 from nanoinfer.profiling.spans import PARTS, Clock, attached
 
 Run = Callable[..., tuple[int, str, str]]
@@ -155,7 +158,7 @@ def test_without_a_seed_every_run_draws_the_same(llm: LLM) -> None:
 
 @pytest.mark.parametrize("failing_call", [1, 5, 11, 16])  # in the warm-up (4 steps), for the clock, profiled
 def test_an_error_leaves_nothing_behind(llm: LLM, failing_call: int) -> None:
-    sampler, calls = llm.core._sampler, []
+    sampler, calls = llm.core._steps._sampler, []
 
     def fails(*args: Any) -> Any:
         calls.append(args)
@@ -163,13 +166,13 @@ def test_an_error_leaves_nothing_behind(llm: LLM, failing_call: int) -> None:
             raise NanoinferError("overflow")
         return sampler(*args)
 
-    llm.core._sampler = fails
+    llm.core._steps._sampler = fails
     before = marks(llm)
     with pytest.raises(NanoinferError, match="overflow"):
         profile(llm, "Go", SamplingParams(max_tokens=6, seed=0))
     assert marks(llm) == before
     assert before[1:3] == [[], []]
-    llm.core._sampler = sampler
+    llm.core._steps._sampler = sampler
     assert profile(llm, "Go", PARAMS).num_tokens == 6
 
 
@@ -217,6 +220,36 @@ def test_the_observer_sees_every_step_of_the_engine_and_the_sampler(llm: LLM) ->
     assert clock.calls["attention"] == 6 * TINY.n_layer
     llm.generate("Go", PARAMS)
     assert clock.calls["sampling"] == 6  # nothing is observed afterwards
+
+
+# A busy machine -----------------------------------------------------------------------------------------------
+
+
+def test_the_time_that_threads_waited_is_read_from_the_kernel(tmp_path: Path) -> None:
+    for name, content in (("1", "900 2000000000 5"), ("2", "0 500000000 1\n"), ("3", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "schedstat").write_text(content)
+    (tmp_path / "4").mkdir()  # a thread that has ended, and "3" one that ends
+    assert waited_seconds(tmp_path) == 2.5
+    assert waited_seconds(tmp_path / "none") is None
+    (tmp_path / "5").mkdir()
+    assert waited_seconds(tmp_path / "5") is None  # a kernel without these counters
+    if (now := waited_seconds()) is not None:
+        assert 0 <= now <= (waited_seconds() or 0)
+
+
+@pytest.mark.parametrize("waited", [0.0, 1e3, None])
+def test_a_profile_says_that_its_threads_waited_for_cores(
+    run: Run, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, waited: float | None
+) -> None:
+    times = itertools.cycle([5.0, 5.0 + (waited or 0.0)])  # before and after each run
+    monkeypatch.setattr(recording, "waited_seconds", lambda: None if waited is None else next(times))
+    arguments = ("Go", "-m", tiny_folder, "--engine", "static", "--device", "cpu", "--max-tokens", 6)
+    code, out, _ = run(*arguments)
+    said = "threads waited 1,000.00 s for a core" in " ".join(out.split())
+    assert (code, said) == (0, waited == 1e3)
+    assert said == ("--threads" in out)
+    assert json.loads(run(*arguments, "--json")[1])["waited_sec"] == waited
 
 
 # On a GPU: the same arithmetic over what its profiler would report ------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import refuses
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.progress import ProgressBar
+from nanoinfer.utils.progress import ProgressBar
 
 
 class Terminal(io.StringIO):

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from conftest import make_folder, refuses
-from nanoinfer import LLM, SamplingParams
-from nanoinfer.prompts import as_list
+from nanoinfer import LLM, NanoinferError, SamplingParams
+from nanoinfer.inputs.prompts import as_list
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
 
@@ -90,6 +90,13 @@ def test_what_only_looks_like_a_prompt_is_refused(given: Any, message: str, llm:
     refuses(lambda: as_list(given), message)
     refuses(lambda: llm.generate(given, GREEDY), message)
     refuses(lambda: llm.perplexity(given), message)
+
+
+def test_the_keys_that_are_listed_are_those_that_are_taken(llm: LLM) -> None:
+    refuses(lambda: llm.generate({"text": "Go"}, GREEDY), "use one of prompt, prompt_token_ids, cache_salt")
+    assert llm.generate({"prompt": "Go", "cache_salt": "a"}, GREEDY)[0].outputs[0].token_ids
+    with pytest.raises(NanoinferError, match=r"'cache_salt' is unknown: use one of prompt, prompt_token_ids$"):
+        as_list({"prompt": "Go", "cache_salt": "a"})
 
 
 def test_dicts_and_arrays_generate_what_strings_do(llm: LLM) -> None:

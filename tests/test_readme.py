@@ -93,10 +93,16 @@ PARTS = ["The idea", "What changes", "Why it helps", "When it does not help", "L
 def test_every_engine_has_its_page_and_its_row() -> None:
     from nanoinfer.engines.registry import ENGINES
 
-    rows = re.findall(r"^\| (\d) \| \[`(\w+)`\]\(docs/rungs/\2\.md\) \|", README, re.M)
-    assert sorted(name for _, name in rows) == sorted(ENGINES)
-    assert [int(number) for number, _ in rows] == list(range(1, len(ENGINES) + 1))
-    for number, name in rows:
+    rows = re.findall(r"^\| (\d) \| \[`(\w+)`\]\(docs/rungs/\2\.md\) \| (.*) \|$", README, re.M)
+    assert sorted(name for _, name, _ in rows) == sorted(ENGINES)
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(ENGINES) + 1))
+    for number, name, idea in rows:
+        spec = ENGINES[name]
+        assert idea == spec.idea  # what `nanoinfer engines` prints
+        if "bits" in idea:
+            formats = {"32": "float32", "16": "float16", "8": "int8", "4": "int4"}
+            have = [bits for bits, kind in formats.items() if kind in (*spec.dtypes, *spec.quantizations)]
+            assert re.findall(r"\d+", idea) == have
         page = (ROOT / "docs" / "rungs" / f"{name}.md").read_text()
         assert page.startswith(f"# Rung {number}: {name}\n")
         parts = re.findall(r"^## (.+)$", page, re.M)

@@ -29,7 +29,8 @@ from nanoinfer.engines.static import StaticEngine
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.arithmetic import Poly, StepCost, decode, extend, kv_cache_layer, prefill
-from nanoinfer.roofline.ceilings import DEVICES, Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
+from nanoinfer.roofline.devices import DEVICES
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.predict import generation, predict
 from nanoinfer.roofline.report import Question, answer
@@ -116,7 +117,7 @@ class Touched(TorchDispatchMode):
             self.activations += q.nbytes + out.nbytes
         elif name == "index_put_":  # new keys or values: read once, written once
             self.activations += 2 * tensors[-1].nbytes if len(tensors) > 1 else 0
-        elif name in ("linear", "layer_norm", "gelu") or (name == "add" and out.is_floating_point()):
+        elif name in ("linear", "layer_norm", "rms_norm", "gelu") or (name == "add" and out.is_floating_point()):
             for t in tensors:
                 if t.data_ptr() in self._parameters:
                     self.weights[t.data_ptr()] = t.nbytes

@@ -9,13 +9,14 @@ from collections.abc import Callable
 import pytest
 
 from conftest import TINY, refuses
-from nanoinfer.environment import num_cpus
 from nanoinfer.roofline import measure as measuring
 from nanoinfer.roofline.arithmetic import decode
-from nanoinfer.roofline.ceilings import DEVICES, Ceiling, find_device
+from nanoinfer.roofline.ceilings import Ceiling
+from nanoinfer.roofline.devices import DEVICES, find_device
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.measure import Workload, measure
 from nanoinfer.roofline.predict import predict
+from nanoinfer.utils.environment import num_cpus
 
 FP32 = FORMATS["float32"]
 

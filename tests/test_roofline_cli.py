@@ -18,11 +18,12 @@ import torch
 from conftest import TINY, edit_config, make_model
 from nanoinfer.cli import main
 from nanoinfer.cli.roofline import si
-from nanoinfer.field_docs import field_docs
 from nanoinfer.roofline.arithmetic import decode
-from nanoinfer.roofline.ceilings import DEVICES, Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
+from nanoinfer.roofline.devices import DEVICES
 from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.report import Question, answer
+from nanoinfer.utils.field_docs import field_docs
 
 PAGE = (Path(__file__).parents[1] / "docs" / "inference-math.md").read_text()
 Run = Callable[..., tuple[int, str, str]]

@@ -19,7 +19,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence, window_start
 from nanoinfer.scheduling.text import OutputText
-from nanoinfer.scheduling.work import ScheduledSequence, drawing
+from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
 
 IDS = itertools.count()
 
@@ -111,7 +111,7 @@ class World:
         for handle, fork in forks:
             assert fork.handle is None
             fork.handle = self.engine.fork(Handle(handle))
-        draws = drawing(work)
+        draws = sampling_sequences(work)
         self.scheduler.postprocess(work, [[token_of(s)] for s in draws])
         self.scheduler.check_integrity()
         assert forks or self.engine.num_free_blocks >= 0  # forks take room when they are extended
@@ -139,7 +139,7 @@ class World:
         assert all(fed.get(s) == 1 for s in singles)  # every one that needs one token, in every step
         budget = max(M - len(singles), M // 4, 1)
         assert sum(fed.values()) - len(singles) == min(budget, sum(pending.values()) - len(singles))
-        assert all(w.draws == (fed[w.sequence] == pending[w.sequence]) for w in work)
+        assert all(w.samples == (fed[w.sequence] == pending[w.sequence]) for w in work)
 
     def run(self, w: ScheduledSequence) -> None:
         s = w.sequence
@@ -149,7 +149,7 @@ class World:
         self.num_processed += len(w.token_ids)
         held, window = self.engine.held[Handle(s.handle)], s.token_ids[start:]
         assert len(held) <= self.limits.block_size
-        assert held == (window if w.draws else window[: len(held)])
+        assert held == (window if w.samples else window[: len(held)])
 
     def run_all(self) -> None:
         while self.scheduler.unfinished:
@@ -232,7 +232,7 @@ def test_any_mix_of_requests_runs_to_its_end_within_the_limits(data: st.DataObje
 
 def summary(work: list[ScheduledSequence]) -> list[tuple[int, int, bool]]:
     """(prompt length, tokens fed, draws) in order."""
-    return [(len(w.sequence.prompt_token_ids), len(w.token_ids), w.draws) for w in work]
+    return [(len(w.sequence.prompt_token_ids), len(w.token_ids), w.samples) for w in work]
 
 
 def make_world(
@@ -286,9 +286,9 @@ def test_samples_fork_after_the_prompt_is_fed_once() -> None:
     assert summary(first) == [(10, 8, False)]
     assert [w.forks for w in first] == [[]]
     assert summary(second) == [(10, 2, True)]
-    assert [s.sample_index for s in drawing(second)] == [0, 1, 2]
+    assert [s.sample_index for s in sampling_sequences(second)] == [0, 1, 2]
     assert summary(third) == [(10, 1, True)] * 3
-    assert drawing(third) == drawing(second)
+    assert sampling_sequences(third) == sampling_sequences(second)
 
 
 def test_a_request_waits_until_all_of_its_samples_fit_and_none_overtakes_it() -> None:
@@ -367,7 +367,7 @@ def test_what_can_never_run_is_refused_at_once(num_prompt: int, params: dict[str
 def test_several_tokens_at_once_are_dropped_after_the_end() -> None:
     world = make_world(2, 3, M=8, max_tokens=4)
     work = world.scheduler.schedule()
-    first, second = drawing(work)
+    first, second = sampling_sequences(work)
     second.end_token_ids = (5,)
     assert world.scheduler.postprocess(work, [[1, 2], [3, 5, 7, 5]]) == [second]
     assert (first.output_token_ids, first.finish_reason) == ([1, 2], None)
@@ -395,8 +395,8 @@ def test_window_start(block_size: int, data: st.DataObject) -> None:
 @pytest.mark.parametrize("block_size, stride, start", [(1, None, 4), (8, None, 0), (4, None, 2), (4, 1, 1), (3, 3, 3)])
 def test_the_default_stride_is_half_the_context(block_size: int, stride: int | None, start: int) -> None:
     params = SamplingParams(overflow="slide", slide_stride=stride)
-    assert make_request(5, params, block_size).sequences[0].wanted_start == start
-    assert make_request(5, SamplingParams(), block_size).sequences[0].wanted_start == 0
+    assert make_request(5, params, block_size).sequences[0].next_start == start
+    assert make_request(5, SamplingParams(), block_size).sequences[0].next_start == 0
 
 
 # How a text ends ---------------------------------------------------------------------------------------------

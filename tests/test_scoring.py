@@ -16,8 +16,9 @@ from conftest import CHARS, TINY, make_folder, make_model, refuses
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES
+from nanoinfer.entrypoints.scoring import _logprob, split_pair, windows
 from nanoinfer.outputs import Logprob
-from nanoinfer.scoring import _logprob, split_pair, windows
+from nanoinfer.utils.arrays import Array
 
 CPU_ENGINES = [name for name, spec in ENGINES.items() if "cpu" in spec.devices]
 BLOCK = TINY.block_size
@@ -146,18 +147,18 @@ def test_long_prompts_are_read_in_chunks_of_128_positions(tmp_path: Path) -> Non
     llm.engine.extend = lambda batch: (rows.append(sum(batch.num_logits)), extend(batch))[1]  # type: ignore[method-assign]
     ids = torch.randint(TINY.vocab_size, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     (out,) = llm.generate([ids], replace(ONE, prompt_logprobs=0))
-    assert rows[:3] == [128, 128, 43]
+    assert rows == [128, 128, 43 + 1]  # the last token is sampled from its row
     logprobs = make_model(config)(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
     expected = [row[t].item() for row, t in zip(logprobs, ids[1:], strict=True)]
     assert values(out.prompt_logprobs) == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_prompt_past_the_context_has_values_for_every_token(llm: LLM) -> None:
+def test_a_prompt_past_the_context_has_no_prompt_logprobs(llm: LLM) -> None:
     ids = torch.randint(TINY.vocab_size, (BLOCK + 9,), generator=torch.Generator().manual_seed(0)).tolist()
-    (out,) = llm.generate([ids], replace(ONE, prompt_logprobs=0, overflow="slide"))
-    (whole,) = llm.perplexity([ids])
-    assert len(values(out.prompt_logprobs)) == BLOCK + 8
-    assert sum(values(out.prompt_logprobs)) == pytest.approx(whole.log_likelihood, abs=1e-3)
+    params = replace(ONE, prompt_logprobs=0, overflow="slide")
+    refuses(lambda: llm.generate([ids], params), f"of the prompt's {BLOCK + 9} tokens are outside the context")
+    (out,) = llm.generate([ids[:BLOCK]], params)
+    assert len(values(out.prompt_logprobs)) == BLOCK - 1
 
 
 def test_ids_without_text_are_not_among_prompt_logprobs(tmp_path: Path) -> None:
@@ -176,9 +177,13 @@ def test_logits_that_are_not_finite_end_that_request_alone(llm: LLM) -> None:
     bad = llm.tokenize("Q")[0]
     extend = llm.engine.extend
 
-    def poison(batch: object) -> Tensor:
-        logits = extend(batch)  # type: ignore[arg-type]
-        return logits * math.nan if bad in batch.token_ids else logits  # type: ignore[attr-defined]
+    def poison(batch: StepBatch) -> Array:
+        logits, token, row = extend(batch), 0, 0
+        for num_new, num_logits in zip(batch.num_new, batch.num_logits, strict=True):
+            if bad in batch.token_ids[token : token + num_new]:
+                logits[row : row + num_logits] = math.nan
+            token, row = token + num_new, row + num_logits
+        return logits
 
     llm.engine.extend = poison  # type: ignore[method-assign]
     params = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=1)
@@ -293,10 +298,14 @@ def test_scoring_waits_for_the_queue_and_frees_it_after_an_interrupt(tiny_folder
     assert set(llm.engine.handles) == llm.core.scheduler.handles
 
 
-def test_prompt_logprobs_and_generation_share_one_prefill(llm: LLM) -> None:
-    (out,) = llm.generate(TEXT, replace(ONE, prompt_logprobs=0))
-    assert out.num_cached_tokens == len(out.prompt_token_ids) - 1
-    llm.reset_prefix_cache()
-    (salted,) = llm.generate({"prompt": TEXT, "cache_salt": "a"}, replace(ONE, prompt_logprobs=0))
-    assert salted.num_cached_tokens == len(out.prompt_token_ids) - 1
-    assert llm.generate(TEXT, ONE)[0].num_cached_tokens == 0
+def test_prompt_logprobs_are_read_in_the_requests_own_prefill(tiny_folder: Path) -> None:
+    llm = LLM(str(tiny_folder))
+    num_tokens: list[int] = []
+    extend = llm.engine.extend
+    llm.engine.extend = lambda batch: (num_tokens.append(len(batch.token_ids)), extend(batch))[1]  # type: ignore[method-assign]
+    (out,) = llm.generate(TEXT, replace(ONE, prompt_logprobs=0, n=2))
+    num_prompt = len(out.prompt_token_ids)
+    assert num_tokens[0] == num_prompt
+    (again,) = llm.generate(TEXT, replace(ONE, prompt_logprobs=0))  # what is read is computed again
+    assert (again.num_cached_tokens, again.prompt_logprobs) == (0, out.prompt_logprobs)
+    assert llm.generate(TEXT, ONE)[0].num_cached_tokens == num_prompt - 1

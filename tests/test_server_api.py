@@ -23,6 +23,7 @@ from nanoinfer.openai_protocol.fields import TABLES  # noqa: E402
 from nanoinfer.outputs import CompletionOutput, RequestOutput  # noqa: E402
 from nanoinfer.server.app import build_app  # noqa: E402
 from nanoinfer.server.config import ServerConfig  # noqa: E402
+from nanoinfer.server.service import names_of  # noqa: E402
 from test_chat import chat_folder  # noqa: E402
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -107,7 +108,7 @@ def test_completions_are_those_of_generate(client: Client, given: dict[str, Any]
     body = client.post(COMPLETIONS, prompt="To be", model=None, **given)
     assert [(c["text"], c["finish_reason"]) for c in body["choices"]] == shapes(expected, params.n)
     assert [c["index"] for c in body["choices"]] == list(range(params.n))
-    assert (body["object"], body["model"], body["id"][:5]) == ("text_completion", client.llm.model_name, "cmpl-")
+    assert (body["object"], body["model"], body["id"][:5]) == ("text_completion", "tiny", "cmpl-")
     num_tokens = sum(len(o.token_ids) for o in expected.outputs)
     assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": num_tokens, "total_tokens": 5 + num_tokens}
     if "best_of" in given:
@@ -462,7 +463,7 @@ def test_a_model_without_a_template_has_no_chats(client: Client) -> None:
         (b'{"prompt": "\xff"}', "the body is not UTF-8"),
         (b"[1]", "is not a JSON object"),
         (b'{"prompt": "a", "prompt": "b"}', "the key 'prompt' is duplicated"),
-        (b"[" * 100_000, "the body is not JSON of at most 64 levels"),
+        (b"[" * 60_000, "the body is not JSON of at most 64 levels"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature=nan"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 2000 + b"}", "2000 characters"),
         (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
@@ -495,6 +496,17 @@ def test_fields_without_effect_are_accepted(client: Client, chat: Client) -> Non
     neutral: dict[str, Any] = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "modalities": ["text"]}
     with_them = chat.post(CHAT, messages=HI, seed=1, max_tokens=4, **given, **neutral)
     assert with_them["choices"] == chat.post(CHAT, messages=HI, seed=1, max_tokens=4)["choices"]
+
+
+def test_a_message_with_tool_calls_and_no_content_is_accepted(chat: Client) -> None:
+    """OpenAI's clients send back what a server answered. The template adds strings."""
+    call = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answers = []
+    for message in (said, {**said, "content": ""}):
+        messages = [*HI, message, {"role": "tool", "tool_call_id": "1", "content": "noon"}]
+        answers.append(chat.post(CHAT, messages=messages, seed=1, max_tokens=4)["choices"])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -544,6 +556,36 @@ def test_models(chat: Client) -> None:
     assert chat.error(CHAT, messages=HI, model=chat.llm.model_name)[0] == 404
 
 
+def test_a_path_is_served_by_its_name_too(client: Client) -> None:
+    path = client.llm.model_name
+    assert path.endswith("/tiny")
+    assert [m["id"] for m in client.get("/v1/models")["data"]] == ["tiny", path]
+    for name in ("tiny", path):
+        assert client.get(f"/v1/models/{name}")["id"] == name
+        assert client.post(COMPLETIONS, prompt="a", model=name)["model"] == "tiny"
+    status, error = client.error(COMPLETIONS, prompt="a", model="tiny.gguf")
+    assert (status, error["message"]) == (404, f"the model 'tiny.gguf' does not exist: this server has tiny, {path}")
+
+
+def test_names_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "a-1.5b").mkdir(parents=True)
+    (tmp_path / "shakespeare").mkdir()
+    for file in ("models/a.Q8_0.gguf", "sha256-f00", ".gguf"):
+        (tmp_path / file).touch()
+    (tmp_path / "link.gguf").symlink_to("sha256-f00")
+    assert names_of("models/a.Q8_0.gguf") == ("a.Q8_0", "a.Q8_0.gguf", "models/a.Q8_0.gguf")
+    assert names_of(str(tmp_path / "sha256-f00")) == ("sha256-f00", str(tmp_path / "sha256-f00"))
+    assert names_of("link.gguf") == ("link", "link.gguf")
+    assert names_of(".gguf") == (".gguf",)
+    assert names_of("models/a-1.5b") == ("a-1.5b", "models/a-1.5b")
+    assert names_of("models/a-1.5b/") == ("a-1.5b", "models/a-1.5b/")
+    assert names_of(".") == (tmp_path.name, ".")
+    assert names_of("/") == ("/",)
+    for name in ("shakespeare", "gpt2", "owner/repository", "random:gpt2", "wide:shakespeare:gpt2"):
+        assert names_of(name) == (name,)
+
+
 def test_tokenize_and_detokenize(client: Client, chat: Client) -> None:
     ids = client.llm.tokenize("To be")
     found = client.post("/tokenize", prompt="To be", return_token_strs=True)
@@ -571,7 +613,7 @@ def test_info(client: Client, chat: Client) -> None:
     assert found["sampling_params"]["chat"]["max_tokens"] is None
     del found["sampling_params"]
     assert found == {
-        "model": client.llm.model_name, "has_chat_template": False, "block_size": 32, "engine": "native",
+        "model": "tiny", "has_chat_template": False, "block_size": 32, "engine": "native",
         "device": "cpu", "dtype": "float32", "quantization": None, "speculation": False,
         "roofline_tokens_per_sec": None,
     }  # fmt: skip
@@ -583,6 +625,21 @@ def test_info_has_the_limit_of_the_machine(client: Client, quick_ceiling: None) 
     client = copy(client)
     client.app = measured
     assert client.get("/info")["roofline_tokens_per_sec"] > 1000
+
+
+def test_a_default_of_max_tokens_is_that_of_both_routes(chat: Client) -> None:
+    other = copy(chat)
+    other.app = build_app(chat.async_llm, ServerConfig(default_max_tokens=5))
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HI})):
+        sent = {**body, "ignore_eos": True}
+        assert other.post(path, **sent)["usage"]["completion_tokens"] == 5
+        assert other.post(path, **sent, max_tokens=7)["usage"]["completion_tokens"] == 7
+        assert other.post(path, **sent, max_tokens=None)["usage"]["completion_tokens"] == 5
+        posted = other.get("/openapi.json")["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert posted["schema"]["properties"]["max_tokens"]["default"] == 5
+    defaults = other.get("/info")["sampling_params"]
+    assert (defaults["completions"]["max_tokens"], defaults["chat"]["max_tokens"]) == (5, 5)
+    assert chat.post(COMPLETIONS, prompt="a", ignore_eos=True)["usage"]["completion_tokens"] == 16
 
 
 def test_health(client: Client, tmp_path: Path) -> None:

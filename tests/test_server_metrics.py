@@ -30,6 +30,7 @@ from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.server.access_log import MAX_LINES, AccessLog, LogRequests, OneLine, configure_logging
 from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.descriptors import MAX_CONNECTIONS
 from nanoinfer.server.metrics import FINISH_REASONS, PREFIX, Metrics
 
 ROOT = Path(__file__).parent.parent
@@ -96,7 +97,9 @@ def test_counts_of_requests_and_tokens(llm: LLM) -> None:
         assert found["http_responses_total", "POST,200"] == 3
         assert found["http_responses_total", "POST,400"] == 1
         assert found["num_requests_running", ""] == found["num_requests_waiting", ""] == 0
+        decoder = llm.engine._decoder  # type: ignore[attr-defined]
         assert 0 < found["kv_cache_usage_perc", ""] < 1  # prefixes that are kept
+        assert found["kv_cache_usage_perc", ""] == 1 - decoder.blocks_free / decoder.blocks_total
         llm.reset_prefix_cache()
         assert (await scrape(app))["kv_cache_usage_perc", ""] == 0
 
@@ -108,13 +111,13 @@ def test_running_and_waiting_requests_and_those_that_were_aborted(llm: LLM) -> N
         gone = asyncio.Event()
         body = json.dumps(BODY | {"n": 4, "max_tokens": 1_000_000, "overflow": "slide"}).encode()
         tasks = [asyncio.create_task(call(app, "POST", COMPLETIONS, body=body, disconnect=gone)) for _ in range(3)]
-        while len(llm.core.scheduler.running) < 4 or llm.core.scheduler.num_waiting < 2:
+        while llm.core.published.num_running < 1 or model.num_unfinished_requests < 3:
             await asyncio.sleep(0.001)
         found = await scrape(app)
         assert (found["num_requests_running", ""], found["num_requests_waiting", ""]) == (1, 2)
         gone.set()
         await asyncio.gather(*tasks)
-        while llm.core.scheduler.unfinished:
+        while llm.core.published.num_running or model.num_unfinished_requests:
             await asyncio.sleep(0.001)
         found = await scrape(app)
         assert (found["num_requests_running", ""], found["num_requests_waiting", ""]) == (0, 0)
@@ -256,9 +259,10 @@ def test_the_table_of_bounds_is_complete() -> None:
     table = (ROOT / "docs" / "server-security.md").read_text()
     rows = dict(re.findall(r"^\| `--([\w-]+)` \| ([^|]+) \|", table, re.MULTILINE))
     config = ServerConfig()
-    for name in vars(config):
+    defaults = {**vars(config), "max_connections": MAX_CONNECTIONS}
+    for name, default in defaults.items():
         if name.startswith("max_") or name.endswith("_sec"):
-            assert float(rows[name.replace("_", "-")]) == getattr(config, name), name
+            assert float(rows[name.replace("_", "-")].partition(",")[0]) == default, name
 
 
 # The access log ------------------------------------------------------------------------------------------
@@ -327,6 +331,19 @@ def test_a_response_that_is_cut_off_is_marked() -> None:
     assert (entries[0]["status"], entries[0]["complete"]) == (200, False)
 
 
+def test_an_exception_that_no_middleware_answers_is_a_500_in_openais_shape(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(scope: Any, receive: Any, send: Any) -> None:
+        raise OSError("a secret")
+
+    entries: list[Any] = []
+    found = asyncio.run(call(LogRequests(fail, entries.append)))
+    assert (found.status, found.complete, entries[0]["status"]) == (500, True, 500)
+    assert found.error["type"] == "server_error"
+    assert entries[0]["request_id"] == found.headers["x-request-id"] in caplog.text
+    assert "OSError" in caplog.text
+    assert "secret" not in caplog.text + found.error["message"]
+
+
 def test_websockets_are_closed() -> None:
     sent: list[Any] = []
 
@@ -378,7 +395,7 @@ def test_exceptions_are_logged_on_one_line_unless_the_level_is_debug() -> None:
 
 
 def test_logging_is_configured_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    before = {name: logging.getLogger(name) for name in ("nanoinfer", "uvicorn")}
+    before = {name: logging.getLogger(name) for name in ("nanoinfer", "asyncio", "uvicorn")}
     state = {name: (g.handlers, g.propagate, g.level) for name, g in before.items()}
     raising = logging.raiseExceptions
     try:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="pip install 'nanoinfer[server]'")
-pytest.importorskip("uvicorn", reason="pip install 'nanoinfer[server]'")
+pytest.importorskip("starlette", reason="pip install '.[server]'")
+pytest.importorskip("uvicorn", reason="pip install '.[server]'")
 
 import nanoinfer
 import page_stub
@@ -549,7 +549,7 @@ def test_the_tokens_that_a_draft_proposed(page: Page) -> None:
 
 
 def test_a_parameter_that_is_an_object(page: Page, server: str) -> None:
-    pytest.importorskip("llguidance", reason="pip install 'nanoinfer[structured]'")
+    pytest.importorskip("llguidance", reason="pip install '.[structured]'")
     open_page(page, server)
     page.evaluate("document.querySelector('#controls details').open = true")
     page.fill("#c-structured_outputs", '{"regex": "[a-d]{5}"}')

@@ -56,7 +56,8 @@ def wait_until(condition: Callable[[], bool], timeout: float = 20) -> None:
 
 def test_a_process_answers_and_ends_with_0(folder: Path) -> None:
     with serving(folder) as server:
-        assert re.fullmatch(r"nanoinfer: listening on http://127\.0\.0\.1:\d+\n", server.lines[0])
+        about = re.escape(f"(model: tiny, {folder}; connections: ") + r"\d+\)"
+        assert re.fullmatch(rf"nanoinfer: listening on http://127\.0\.0\.1:\d+ {about}\n", server.lines[0])
         (expected,) = LLM(str(folder)).generate("To be", SamplingParams(max_tokens=16, seed=3))
         response = httpx.post(server.url + COMPLETIONS, json={"prompt": "To be", "seed": 3})
         assert response.json()["choices"][0]["text"] == expected.outputs[0].text
@@ -95,6 +96,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
         (["shakespeare", "--port", "65536"], ["port=65536 is not an integer in [0, 65535]"]),
         (["shakespeare", "--shutdown-timeout", "-1"], ["shutdown_timeout=-1"]),
         (["shakespeare", "--served-model-name", ""], ["served_model_name=''"]),
+        (["shakespeare", "--default-max-tokens", "0"], ["default_max_tokens=0 is not an integer >= 1"]),
         ([], ["MODEL"]),
     ],
 )
@@ -127,7 +129,7 @@ def test_a_missing_extra_names_the_command_that_installs_it(package: str) -> Non
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert f"{package} is not installed: pip install 'nanoinfer[server]'" in done.stderr
+    assert f"{package} is not installed: pip install '.[server]'" in done.stderr
 
 
 # The end ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message
 
 from asgi import HOST, serve
 from nanoinfer import LLM, AsyncLLM, SamplingParams
-from nanoinfer.async_llm import NUM_PREPARING
+from nanoinfer.entrypoints.async_llm import NUM_PREPARING
 from nanoinfer.openai_protocol import COMPLETIONS
 
 NUM_STREAMS = 200

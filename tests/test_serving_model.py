@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -19,9 +19,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.config import EngineLimits, ModelConfig, SchedulerConfig
-from nanoinfer.core import Core
+from nanoinfer.core.core import Core
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import Sequences
 from nanoinfer.kv.plan import KV_BLOCK
@@ -33,7 +32,8 @@ from nanoinfer.scheduling.sequence import Request, Scores, window_start
 from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.base import Proposal
 from nanoinfer.speculative.prompt_lookup import PromptLookup
-from nanoinfer.speculative.speculator import SpecStep, Speculator, drop_without_room
+from nanoinfer.speculative.speculator import Speculator, StepProposals, drop_without_room
+from nanoinfer.utils.arrays import Array, to_numpy
 
 STEPS = int(os.environ.get("NANOINFER_TEST_STEPS", "3000"))
 STEPS_OF_EXAMPLE = 100
@@ -291,6 +291,14 @@ class Serving(RuleBasedStateMachine):
         assert len(self.engine.handles) <= SMALL.max_num_seqs + SMALL.max_kept_seqs
 
     @invariant()
+    def what_is_published_is_true(self) -> None:
+        """Metrics read it without waiting for a step."""
+        num_running, found = len({s.request for s in self.scheduler.running}), self.core.published
+        assert (found.num_running, found.num_free_blocks) == (num_running, self.engine.pool.num_free_blocks)
+        assert found[2:] == tuple(asdict(self.scheduler.stats).values())
+        assert self.core.num_blocks == self.engine.pool.num_blocks
+
+    @invariant()
     def every_sequence_finds_its_tokens(self) -> None:
         for s in self.scheduler.running:
             if s.handle is not None:
@@ -404,7 +412,7 @@ def test_a_proposal_takes_no_block_from_the_rest_of_the_step() -> None:
         engine.extend(StepBatch([handle], COMMON[:length], [length], [0]))
         sequence.handle = int(handle)
         work.append(ScheduledSequence(sequence, [1], True))
-    proposals = SpecStep({work[0].sequence: Proposal([1, 2])})
+    proposals = StepProposals({work[0].sequence: Proposal([1, 2])})
     drop_without_room(engine, work[:1], proposals)
     assert list(proposals.proposals) == [work[0].sequence]
     drop_without_room(engine, work[:1], proposals, work[1:])

@@ -11,7 +11,7 @@ import pytest
 from conftest import CHARS, INTERPRETED, TINY, make_folder, make_model, refuses, submit, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, EngineLimits, SchedulerConfig
-from nanoinfer.core import Core
+from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.engines.registry import ENGINES

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from conftest import submit
 from nanoinfer.config import EngineLimits, SchedulerConfig
-from nanoinfer.core import Core
+from nanoinfer.core.core import Core
 from nanoinfer.roofline.speculative_speedup import expected_tokens
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
 from nanoinfer.sampling.sampler import SamplerRow, sample
@@ -33,7 +33,7 @@ from nanoinfer.scheduling.sequence import Request
 from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 from nanoinfer.speculative.draft_model import DraftModel
-from nanoinfer.speculative.speculator import SpecStep, Speculator
+from nanoinfer.speculative.speculator import Speculator, StepProposals
 from nanoinfer.speculative.step_costs import StepTimes
 from test_core import Clock, TableEngine
 
@@ -105,13 +105,13 @@ class Watched(Speculator):
     def learn(
         self,
         work: Sequence[ScheduledSequence],
-        done: SpecStep,
+        done: StepProposals,
         tokens: Sequence[Sequence[int]],
         step_sec: float,
         hidden: Callable[[], Tensor],
     ) -> None:
         super().learn(work, done, tokens, step_sec, hidden)
-        drawing = [w.sequence for w in work if w.draws and not w.forks]
+        drawing = [w.sequence for w in work if w.samples and not w.forks]
         if len(drawing) == len(tokens):  # not the prompt's step
             for s, kept in zip(drawing, tokens, strict=True):
                 if (p := done.proposals.get(s)) is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +17,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from conftest import TINY, make_limits, make_model
 from nanoinfer import LLM, NanoinferError, SamplingParams
-from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines import transfers
 from nanoinfer.engines.base import PENDING, StepBatch
-from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch, plan, round_up
+from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch, plan, round_up, warm_buckets
 from nanoinfer.engines.compiled import CompiledEngine
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
-from nanoinfer.engines.graphs import CudaRecorder, Graphs
+from nanoinfer.engines.graphs import CudaRecorder, Graphs, _leave_pool_after_failure
 from nanoinfer.engines.static import StaticEngine
 from nanoinfer.engines.static_shapes import StaticShapeEngine, StepOutput, StepTensors, run_block
+from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.gpt import GPT
+from nanoinfer.models.presets import PRESETS
 from recorded import FakeRecorder
 from test_engines import naive_greedy, prompt
 from test_overlap import TorchSampler
@@ -36,6 +41,24 @@ def test_sizes_are_rounded_up_to_a_few() -> None:
     assert [round_up(n) for n in (1, 2, 3, 5, 64, 65)] == [1, 2, 4, 8, 64, 128]
     assert [BucketLimits(1, 1000).context(n) for n in (1, 64, 65, 129, 600)] == [64, 64, 128, 256, 1000]
     assert [BucketLimits(1, 1000, min_context=256).context(n) for n in (1, 257)] == [256, 512]
+
+
+def test_decode_steps_of_all_sizes_up_to_a_context_are_prepared() -> None:
+    shapes = [(b.rows, b.dense, b.context) for b in warm_buckets(BucketLimits(5, 2048))]
+    rows = (1, True), (1, False), (2, True), (2, False), (4, True), (4, False), (5, True)
+    assert shapes == [(*row, context) for row in rows for context in (64, 128, 256, 512, 1024)]
+    assert [b.context for b in warm_buckets(BucketLimits(1, 700))] == [64, 128, 256, 512, 700]
+
+
+def test_inputs_of_one_and_of_two_tokens_have_the_alignments_of_all() -> None:
+    """Triton compiles a kernel for each: addresses and strides that 16 divides, or not."""
+
+    def alignments(tokens: int) -> tuple[bool, ...]:
+        inputs = StepInputs(3, tokens, torch.device("cpu"))
+        columns = (inputs.given, inputs.start, inputs.count, inputs.slots, inputs.wanted, inputs.sampler_slots)
+        return *(c.data_ptr() % 16 == 0 for c in columns), inputs.start.stride(0) % 16 == 0
+
+    assert {alignments(1 << i) for i in range(13)} == {alignments(1), alignments(2)}
 
 
 @pytest.mark.parametrize(
@@ -152,6 +175,29 @@ def test_rows_that_are_not_consecutive_are_uploaded_once(uploads: list[object]) 
     assert len(uploads) == 2  # the inputs, and the index of logits and hidden states
 
 
+def decode_kernels(config: ModelConfig, num_layers: int) -> list[str]:
+    """What a graph of a decode step holds, without the sampler's kernels."""
+    config = replace(config, n_layer=num_layers, layers=config.layers[:num_layers])
+    gpt, recorder = GPT(config).eval().bfloat16(), FakeRecorder()
+    engine = CudaGraphEngine(gpt, make_limits(config), EngineConfig(graph_memory=2**30), recorder=recorder)
+    handle = engine.open()
+
+    def draw(logits: Tensor, *_: Tensor) -> Tensor:
+        return torch.empty(len(logits), dtype=torch.int64)
+
+    for _ in range(2):
+        engine.step(StepBatch([handle], [1], [1], [1]), draw, [0])
+    return recorder.kernels
+
+
+@pytest.mark.parametrize("name, outside, layer", [("gpt2", 16, 12), ("llama-3.2-1b", 23, 18), ("qwen3-0.6b", 23, 20)])
+def test_kernels_of_a_decode_step(name: str, outside: int, layer: int) -> None:
+    sizes = {"n_embd": 32, "n_inner": 64, "block_size": 64, "vocab_size": 80, "bos_token_id": 0, "eos_token_ids": ()}
+    config = replace(PRESETS[name], head_size=PRESETS[name].head_dim, **sizes)
+    one, two = (len(decode_kernels(config, n)) for n in (1, 2))
+    assert (2 * one - two, two - one) == (outside, layer)
+
+
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Every copy of a slot that is made."""
@@ -247,6 +293,46 @@ def test_an_error_that_is_not_about_memory_is_raised() -> None:
     graphs.run("a", lambda: None)
     with pytest.raises(RuntimeError, match="broken"):
         graphs.run("a", lambda: None)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fail_at", [None, 0])
+def test_no_garbage_is_collected_while_a_recording_is_open(enabled: bool, fail_at: int | None) -> None:
+    class Full(FakeRecorder):
+        def record(self, compute: Callable[[], object]) -> object:  # type: ignore[override]
+            compute()
+            return super().record(compute)
+
+    graphs: Graphs[None] = Graphs(Full(fail_at=fail_at), 1)  # type: ignore[arg-type]
+    found: list[bool] = []
+    (gc.enable if enabled else gc.disable)()
+    try:
+        for _ in range(2):  # the second is recorded
+            graphs.run("a", lambda: found.append(gc.isenabled()))
+        assert found[:2] == [enabled, False]
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", ["_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"])
+def test_a_recording_that_fails_leaves_its_memory_pool(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PyTorch's names for it since 2.8 and before; PyTorch raises an error if it has left the pool itself."""
+    ended: list[object] = []
+
+    def end(*arguments: object) -> None:
+        ended.append(arguments)
+        raise RuntimeError("not currently recording")
+
+    monkeypatch.delattr(torch._C, "_cuda_endAllocateToPool", raising=False)
+    monkeypatch.setattr(torch._C, name, end, raising=False)
+    device, pool = torch.device("cuda", 3), (0, 7)
+    with _leave_pool_after_failure(device, pool):
+        pass
+    assert not ended
+    with pytest.raises(KeyboardInterrupt), _leave_pool_after_failure(device, pool):
+        raise KeyboardInterrupt
+    assert ended == [(3, pool)]
 
 
 @pytest.mark.parametrize(
@@ -428,6 +514,30 @@ def test_a_real_recording_without_memory_leaves_the_device_as_it_was(caplog: pyt
     assert "the device is out of memory" in caplog.text
     assert torch.cuda.current_stream() == stream
     assert x.item() == 3
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("invalid", [False, True], ids=["ended", "refused"])
+def test_another_engine_records_after_a_recording_without_memory(invalid: bool) -> None:
+    device = torch.device("cuda", 0)
+
+    def compute() -> None:
+        if torch.cuda.is_current_stream_capturing():
+            if not invalid:
+                torch.empty(2**50, device=device)
+            with suppress(RuntimeError):
+                torch.cuda.synchronize()  # the driver now refuses to end the recording
+            raise torch.OutOfMemoryError
+
+    failed: Graphs[None] = Graphs(CudaRecorder(device), 2**30)
+    for _ in range(2):
+        failed.run("a", compute)
+    gpt = make_model().to(device)
+    engine, expected = CudaGraphEngine(gpt, make_limits()), gpt(torch.tensor([prompt(20)], device=device))[0]
+    for _ in range(2):
+        torch.testing.assert_close(run(engine, prompt(20)), expected, atol=1e-4, rtol=1e-4)
+    assert (len(failed), len(engine.graphs)) == (0, 1)
 
 
 @pytest.mark.gpu

@@ -7,30 +7,16 @@ import importlib.util
 import pkgutil
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 import nanoinfer
 
 PACKAGE = Path(nanoinfer.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 60
-
-# Level -> what it may not import, at any depth of its own code.
-FORBIDDEN = {
-    "scheduling": ("torch", "numpy", "nanoinfer.engines", "nanoinfer.models", "nanoinfer.sampling", "nanoinfer.core"),
-    "kv": ("nanoinfer.engines", "nanoinfer.models", "nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core"),
-    "engines": ("nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
-    "sampling": ("nanoinfer.engines", "nanoinfer.scheduling", "nanoinfer.models", "nanoinfer.core"),
-    "models": ("nanoinfer.engines", "nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
-    "training": ("nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
-    "speculative": ("nanoinfer.core", "nanoinfer.llm", "nanoinfer.bench"),
-    "roofline": ("nanoinfer.engines", "nanoinfer.sampling", "nanoinfer.scheduling", "nanoinfer.core", "nanoinfer.llm"),
-    "kernels": ("nanoinfer",),
-    "": ("nanoinfer.cli",),  # nothing imports the command line
-}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -47,27 +33,79 @@ def test_no_lock_outlives_a_fork() -> None:
     assert not [str(p) for p in FILES if "functools.cached_property" in {*imports(p)}]
 
 
-@pytest.mark.parametrize("level", FORBIDDEN)
-def test_levels_do_not_leak(level: str) -> None:
-    parts = {p: p.relative_to(PACKAGE.parent).parts for p in FILES}  # the checkout's folder may have any name
-    files = [p for p in FILES if (level or "nanoinfer") in parts[p] and "cli" not in parts[p]]
-    files = [p for p in files if p != PACKAGE / "__main__.py"]
-    assert files or level == "kernels"
-    for path in files:
-        for name in imports(path):
-            bad = [f for f in FORBIDDEN[level] if name == f or name.startswith(f + ".")]
-            bad = bad if not name.startswith("nanoinfer.engines.base") else []  # the interface alone
-            assert not bad, f"{path.relative_to(PACKAGE)} imports {name}"
+def levels() -> dict[str, set[str]]:
+    """Return the table of docs/architecture.md: room -> the rooms that it imports, bottom to top."""
+    text = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text()
+    section = text.partition("## Levels, bottom to top")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w/]+)` \|.*\| ([^|]*) \|$", section, re.M)
+    return {room: set(names.split(", ")) - {"–"} for room, names in rows}
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module or of a name in one: nanoinfer.kv.plan -> kv/, nanoinfer.LLM -> __init__."""
+    name = module.split(".")[1] if "." in module else "__init__"
+    if name == "_native":  # the extension is built from this room
+        return "kernels/"
+    if (PACKAGE / name).is_dir():
+        return f"{name}/"
+    return name if (PACKAGE / f"{name}.py").is_file() else "__init__"
+
+
+def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield what a file imports of the package, also for type checks and in functions: a module, and the line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names if alias.name.split(".")[0] == "nanoinfer")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nanoinfer":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES or alias.name == "_native" else str(node.module), node.lineno
+
+
+def imported_rooms() -> dict[str, dict[str, str]]:
+    """Return the imports between rooms: room -> room -> one place."""
+    found: dict[str, dict[str, str]] = {}
+    for module, path in MODULES.items():
+        room = room_of(module)
+        own = found.setdefault(room, {})
+        for name, line in imported_modules(path):
+            if (other := room_of(name)) != room:
+                own.setdefault(other, f"{module}, line {line}")
+    return found
+
+
+def test_rooms_import_what_the_table_of_levels_says() -> None:
+    table, found = levels(), imported_rooms()
+    order = list(table)
+    assert set(order) == found.keys()
+    for room, places in found.items():
+        named = {name for name in order if name.rstrip("/") in table[room]}
+        assert len(named) == len(table[room]), f"{room}: the table names a room that is not there"
+        assert {other: where for other, where in places.items() if other not in named} == {}, room
+        assert named == places.keys(), f"{room}: the table names rooms that are not imported"
+        assert all(order.index(other) < order.index(room) for other in places), room
+
+
+def test_modules_do_not_import_in_circles() -> None:
+    graph = {module: {name for name, _ in imported_modules(path)} - {module} for module, path in MODULES.items()}
+    graph["nanoinfer"] = set()  # it imports the public names on first access
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
+
+
+def test_the_scheduler_imports_the_interface_of_the_engines_alone() -> None:
+    for path in (PACKAGE / "scheduling").rglob("*.py"):
+        names = {name for name in imports(path) if name.split(".")[0] in ("torch", "numpy") or ".engines" in name}
+        assert all(name.startswith("nanoinfer.engines.base") for name in names), path.name
 
 
 # What may import PyTorch when it is imported: the rungs in PyTorch, samplers and kernels for GPUs, training, and what
 # is only imported where one of them runs. Everything else imports it inside a function, where a GPU or a rung needs it.
 TORCH = {
-    "bench/peers", "engines/compiled.py", "engines/dynamic.py", "engines/graphs.py", "engines/paged.py",
-    "engines/recompute.py", "engines/static.py", "engines/static_shapes.py", "engines/torch_engine.py",
-    "engines/transfers.py", "engines/triton_engine.py", "kernels/triton", "kv/slots.py", "kv/tensors.py",
-    "models/attention.py", "models/gpt.py", "models/gpt_loading.py", "models/layers.py", "models/torch_ops.py",
-    "sampling/flashinfer.py", "sampling/triton.py", "training",
+    "bench/peers", "engines/compiled.py", "engines/cuda_graph.py", "engines/dynamic.py", "engines/graphs.py",
+    "engines/paged.py", "engines/recompute.py", "engines/static.py", "engines/static_shapes.py",
+    "engines/torch_engine.py", "engines/transfers.py", "engines/triton_engine.py", "kernels/triton", "kv/slots.py",
+    "kv/tensors.py", "models/attention.py", "models/gpt.py", "models/gpt_loading.py", "models/layers.py",
+    "models/torch_ops.py", "sampling/flashinfer.py", "sampling/triton.py", "training",
 }  # fmt: skip
 
 

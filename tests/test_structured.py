@@ -26,7 +26,7 @@ from nanoinfer.cli import main
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines import registry
 from nanoinfer.engines.base import StepBatch
-from nanoinfer.structured import grammars, masks
+from nanoinfer.structured import lexers, masks
 from nanoinfer.structured.grammars import Grammars
 
 pytest.importorskip("llguidance")
@@ -427,13 +427,13 @@ def test_a_dead_end_ends_that_request_alone(llm: LLM, folder: Path) -> None:
 
 def test_a_limit_exceeded_by_a_mask_ends_that_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def exceeded(matcher: Any) -> Any:
-        raise grammars.NanoinferError("too many states")
+        raise lexers.NanoinferError("too many states")
 
     structured = Structured(regex="[a-b]{20}")
     (expected,) = llm.generate("go", params("open regex", max_tokens=20))
     llm.generate("go", params(structured))
-    read = masks.read_mask
-    monkeypatch.setattr(masks, "read_mask", lambda matcher: exceeded(matcher) if len(bad) == 5 else read(matcher))
+    read = lexers.read_mask
+    monkeypatch.setattr(lexers, "read_mask", lambda matcher: exceeded(matcher) if len(bad) == 5 else read(matcher))
     bad: list[str] = []
     stream = llm.stream("go", params(structured, logprobs=0))
     bad += [next(stream) for _ in range(5)]
@@ -441,7 +441,7 @@ def test_a_limit_exceeded_by_a_mask_ends_that_request_alone(llm: LLM, monkeypatc
         next(stream)
     monkeypatch.undo()
     assert llm.generate("go", params("open regex", max_tokens=20))[0].outputs[0].text == expected.outputs[0].text
-    assert len(llm.generate("go", params(structured))[0].outputs[0].text) == 20  # compiled again
+    assert len(llm.generate("go", params(structured))[0].outputs[0].text) == 20  # with a new lexer
 
 
 def test_the_model_must_have_a_tokenizer(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_the_extra_is_named_if_it_is_missing(llm: LLM, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "llguidance", None)
     refuses(
         lambda: llm.generate("go", params(Structured(regex="never before"))),
-        "llguidance is not installed: pip install 'nanoinfer[structured]'",
+        "llguidance is not installed: pip install '.[structured]'",
     )
 
 

@@ -17,10 +17,10 @@ import pytest
 from conftest import CHARS, TINY, refuses
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import NanoinferError
-from nanoinfer.model_info import ModelInfo
+from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.tokenizers import CharTokenizer, Tokenizer, from_core
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, error_body, parse
-from nanoinfer.structured import grammars, vocabulary
+from nanoinfer.structured import grammars, lexers, vocabulary
 from nanoinfer.structured.grammars import Grammars
 
 llguidance = pytest.importorskip("llguidance")
@@ -77,6 +77,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "conversion of newlines": ({"grammar": "root ::= " + "\n" * 100_000}, "needs more than 2 s of CPU time"),
     "conversion of nested groups": ({"grammar": "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000}, "recursion"),
     "stars": ({"regex": "a" + "*" * 100_000}, "structured_outputs.regex: invalid regex"),
+    # Exploding after some bytes.
+    "nested repetitions": ({"regex": "((a{1,1000}){1,1000}){1,1000}"}, "too many expressions constructed"),
+    "ambiguous rules": (
+        {
+            "grammar": "start: a0\n"
+            + "\n".join(f"a{i}: a{i + 1} a{i + 1} | a{i + 1}" for i in range(150))
+            + '\na150: "x"'
+        },
+        "too much may follow at one position of the output",
+    ),
     # Impossible.
     "no such type": ({"json": {"type": "nothing"}}, "structured_outputs.json: "),
     "nothing satisfies": ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "unsatisfiable"),
@@ -120,25 +130,23 @@ def test_it_is_refused_in_one_line_and_in_time(compiler: Grammars, case: str) ->
     [
         {"choice": [f"value-{i}" for i in range(5000)]},
         {"json": {"enum": [f"value-{i}" for i in range(5000)]}},
-        {"json": {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(500)}}},
+        {"json": {"type": "object", "properties": {f"k{i}": {"type": "integer"} for i in range(480)}}},
         {"json": SELF},
         {"json": {"type": "array", "items": {"type": "string", "maxLength": 10**6}, "minItems": 10**6}},
         {"regex": "(a|a)*(a|aa)+b(a*)*"},
-        {"regex": "((a{1,1000}){1,1000}){1,1000}"},
         {"regex": ".*a.{200}"},
         {"grammar": 'start: s\ns: s s | "a" | '},
-        {"grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1} | a{i + 1}" for i in range(40)) + '\na40: "x"'},
     ],
     ids=lambda given: json.dumps(given)[:40],
 )
 def test_a_large_grammar_is_bounded_while_it_is_used(compiler: Grammars, given: dict[str, Any]) -> None:
     """Compiling is, and each mask, of which 200 are taken at random; a limit may be exceeded on the way."""
     grammar = compiler.compile(Structured(**given))
-    matcher, generator, longest = grammar.new_matcher(), np.random.default_rng(0), 0.0
+    matcher, generator, longest = grammar.lexer().new_matcher(), np.random.default_rng(0), 0.0
     for _ in range(200):
         start = time.thread_time()
         try:
-            mask = grammars.read_mask(matcher)
+            mask = lexers.read_mask(matcher)
         except NanoinferError:
             break
         longest = max(longest, time.thread_time() - start)
@@ -171,7 +179,7 @@ def test_a_grammar_is_compiled_once(compiler: Grammars, monkeypatch: pytest.Monk
     monkeypatch.setattr(compiler._checker, "ask", lambda request: asked.append(request) or ask(request))
     start = threading.Barrier(8)
 
-    def compile_one(_: int) -> grammars.Grammar:
+    def compile_one(_: int) -> lexers.Grammar:
         start.wait()
         return compiler.compile(Structured(json={"type": "string", "maxLength": 17}))
 
@@ -179,9 +187,11 @@ def test_a_grammar_is_compiled_once(compiler: Grammars, monkeypatch: pytest.Monk
         found = list(pool.map(compile_one, range(8)))
     assert len({id(grammar) for grammar in found}) == 1
     assert len(asked) == 1
-    for i in range(1, grammars.MAX_CACHED + 1):
+    num_kept = grammars.MAX_CACHED_BYTES // found[0].num_bytes
+    assert 4 < num_kept < 16  # of 16 MiB and what it takes to compile one
+    for i in range(1, num_kept + 1):
         compiler.compile(Structured(regex=f"b{{{i}}}"))
-    assert len(compiler._cached) == grammars.MAX_CACHED
+    assert sum(kept.result().num_bytes for kept in compiler._cached.values()) <= grammars.MAX_CACHED_BYTES
     assert compiler.compile(Structured(json={"type": "string", "maxLength": 17})) is not found[0]
 
 
@@ -205,7 +215,7 @@ def test_the_checking_process_has_limits(compiler: Grammars) -> None:
 
 def accepted(compiler: Grammars, wanted: StructuredOutputsParams, text: str) -> bool:
     """Whether the tokens of a text are permitted one after the other, and the text may end there."""
-    matcher = compiler.compile(wanted).new_matcher()
+    matcher = compiler.compile(wanted).lexer().new_matcher()
     ids = compiler._model.require_tokenizer().encode(text)
     return all(matcher.consume_token(i) for i in ids) and bool(matcher.is_accepting())
 
@@ -348,7 +358,7 @@ def test_special_tokens_and_end_tokens_are_never_text() -> None:
     for ends in ([], [e]):
         table = vocabulary.build(tokenizer, tokenizer.vocab_size, ends)
         matcher = llguidance.LLMatcher(table, 'start: /[^\\n]*/\n%llguidance {"no_forcing": true}')
-        mask = grammars.read_mask(matcher)
+        mask = lexers.read_mask(matcher)
         assert (mask[end], mask[plain], mask[e]) == (False, True, not ends)
 
 
@@ -397,6 +407,12 @@ def test_response_format_is_a_structured_output() -> None:
         both = body | {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
         with pytest.raises(FieldError, match=r"^response_format and structured_outputs are both given: give one"):
             parse(url, both, SamplingParams())
+        options = both | {"structured_outputs": {"disable_additional_properties": False}}
+        found = parse(url, options, SamplingParams()).params.structured_outputs
+        assert found == Structured(json_object=True, disable_additional_properties=False)
+        options["structured_outputs"] = {"disable_any_whitespace": 1}
+        with pytest.raises(NanoinferError, match=r"^structured_outputs\.disable_any_whitespace=1"):
+            parse(url, options, SamplingParams())
 
 
 def test_a_fork_has_its_own_checking_process(compiler: Grammars, tmp_path: Path) -> None:

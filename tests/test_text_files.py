@@ -13,7 +13,7 @@ import pytest
 
 from conftest import TINY, make_folder, refuses
 from nanoinfer.bench import prompts
-from nanoinfer.llm import LLM
+from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.models.tokenizers import from_file
 from nanoinfer.training import data
 from test_cli import Run, run  # noqa: F401  a fixture

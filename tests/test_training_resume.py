@@ -21,6 +21,7 @@ from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.training import loop
 from nanoinfer.training import train_draft_head as head_training
 from nanoinfer.training.loop import TrainProgress, train
+from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig
 from test_cli import Run, run  # noqa: F401  a fixture
 
@@ -47,7 +48,7 @@ def of_kind(config: TrainConfig, kind: str) -> TrainConfig:
     return replace(config, **{kind: str(target)})  # type: ignore[arg-type]
 
 
-def prepare(config: TrainConfig, *, resume: bool = False) -> loop.TrainRun:
+def prepare(config: TrainConfig, *, resume: bool = False) -> TrainRun:
     if config.draft_head is not None:
         return head_training.prepare(config, resume=resume, complete=_Writer(config))
     return loop.prepare(config, resume=resume, complete=_Writer(config) if config.distill else None)

@@ -18,14 +18,14 @@ from triton.runtime import interpreter
 
 from conftest import TINY, make_limits, make_model
 from nanoinfer.config import EngineConfig
-from nanoinfer.core import Core
+from nanoinfer.core.core import Core
+from nanoinfer.core.overlap import OverlapScheduler
 from nanoinfer.engines.base import PENDING, StepBatch
 from nanoinfer.engines.static_shapes import StepOutput
 from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.engines.triton_engine import TritonEngine
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.step import begin
-from nanoinfer.overlap import OverlapScheduler
 from nanoinfer.sampling.triton import TritonSampler
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler

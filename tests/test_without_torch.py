@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,21 @@ def test_importing_and_generating_imports_no_torch(tmp_path: Path) -> None:
     modules = imported_by(code)
     assert "nanoinfer._native" in modules
     assert modules & {*BLOCKED, "huggingface_hub", "rich", "typer"} == set()
+
+
+def test_a_suite_runs_where_only_numpy_and_torch_are_installed(tmp_path: Path) -> None:
+    """As on a machine of a first run (docs/gpu-first-run.md). GPT-2's vocabulary has a tokenizer on the Hub."""
+    absent = ("tokenizers", "huggingface_hub", "typer", "rich", "jinja2", "safetensors", "scipy", "transformers")
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.replace(str(BLOCKED), str(absent)))
+    config = replace(TINY, vocab_size=50257, n_embd=4, n_layer=1, eos_token_ids=(50256,))
+    folder = make_folder(tmp_path / "tiny", config, chars=None)
+    code = f"""
+from nanoinfer.bench.run import Plan, run
+from nanoinfer.roofline import measure
+measure.CPU_WORKLOAD = measure.Workload(num_bytes=1 << 22, matrix_size=64, num_rounds=1)
+((made,), _) = run(Plan(model={str(folder)!r}, engine=("static",), prompt_tokens=(4,), output_tokens=(4,)), "test")
+print([row.error for row in made.rows])
+"""
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "[None]\n", done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""nanoinfer: inference of GPT-2-family models on every rung of the optimisation ladder.
+"""nanoinfer: inference of small language models on every rung of the optimisation ladder.
 
     from nanoinfer import LLM, SamplingParams
     llm = LLM("shakespeare")
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer import processes  # noqa: F401  (registers handlers for forks and for the exit)
+from nanoinfer.utils import processes  # noqa: F401  (registers handlers for forks and for the exit)
 
 if TYPE_CHECKING:
-    from nanoinfer.async_llm import AsyncLLM, AsyncOutputStream
+    from nanoinfer.entrypoints.async_llm import AsyncLLM, AsyncOutputStream
+    from nanoinfer.entrypoints.llm import LLM
+    from nanoinfer.entrypoints.streams import OutputStream, TextStream
+    from nanoinfer.entrypoints.vllm_names import AsyncEngineArgs, EngineArgs
     from nanoinfer.errors import NanoinferError, ResultError
-    from nanoinfer.llm import LLM
     from nanoinfer.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -30,12 +32,12 @@ if TYPE_CHECKING:
         SpeculationMetrics,
     )
     from nanoinfer.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
-    from nanoinfer.streams import OutputStream, TextStream
 
     __version__: str
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncOutputStream",
     "BeamSearchOutput",
@@ -43,6 +45,7 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "Delta",
+    "EngineArgs",
     "LoglikelihoodOutput",
     "Logprob",
     "NanoinferError",
@@ -58,16 +61,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "AsyncLLM": "async_llm",
-    "AsyncOutputStream": "async_llm",
-    "LLM": "llm",
+    "AsyncEngineArgs": "entrypoints.vllm_names",
+    "AsyncLLM": "entrypoints.async_llm",
+    "AsyncOutputStream": "entrypoints.async_llm",
+    "LLM": "entrypoints.llm",
     "BeamSearchParams": "sampling_params",
+    "EngineArgs": "entrypoints.vllm_names",
     "NanoinferError": "errors",
-    "OutputStream": "streams",
+    "OutputStream": "entrypoints.streams",
     "ResultError": "errors",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "sampling_params",
-    "TextStream": "streams",
+    "TextStream": "entrypoints.streams",
 }
 """Name -> the module to import it from; the names that are not here are in `outputs`."""
 

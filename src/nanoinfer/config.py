@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 from inspect import Parameter, Signature
 from typing import Any
 
-from nanoinfer.checks import keep_int, require_bool, require_choice, require_float, require_int, show
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.checks import keep_int, require_bool, require_choice, require_float, require_int, show
 
 ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu2")
 BIASES = ("norm", "qkv", "proj", "mlp")

@@ -1,14 +1,28 @@
 """The exceptions of nanoinfer.
 
 Each message is one line that names the input, its value, the limit and the remedy. The command line prints it without a
-traceback and exits with code 2, or with 1 for a ResultError.
+traceback and exits with code 2, or with 1 for a ResultError. Control characters in it are escaped: it may quote a file.
 """
 
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """Escape control characters and newlines for a terminal: "\\x1b[31m" -> the eight characters \\x1b[31m."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 class NanoinferError(ValueError):
-    """Invalid input, a missing or malformed file, or a feature that this machine does not support."""
+    """Invalid input, a missing or malformed file, or a feature that this machine does not support.
+
+    Args:
+        message: what is not printable in it is escaped.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class ResultError(NanoinferError):
@@ -26,7 +40,7 @@ def missing_extra(package: str, extra: str) -> str:
         package: the module that cannot be imported.
         extra: a name under [project.optional-dependencies] in pyproject.toml.
     """
-    return f"{package} is not installed: pip install 'nanoinfer[{extra}]' (from a checkout: pip install '.[{extra}]')"
+    return f"{package} is not installed: pip install '.[{extra}]' in the folder of nanoinfer's source"
 
 
 def one_line(error: BaseException) -> str:

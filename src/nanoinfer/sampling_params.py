@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanoinfer.checks import keep_float, keep_int, require_bool, require_choice, require_float, require_int, show
 from nanoinfer.errors import NanoinferError, one_line
+from nanoinfer.utils.checks import keep_float, keep_int, require_bool, require_choice, require_float, require_int, show
 
 MAX_LOGPROBS = 1000
 MAX_NUM_SAMPLES = 128
@@ -58,11 +58,14 @@ class StructuredOutputsParams:
     """True: any JSON object."""
     disable_any_whitespace: bool = False
     """Generate JSON without white space between its parts."""
+    disable_additional_properties: bool = True
+    """Generate only the properties that a schema lists. False: others too, where it does not forbid them."""
 
     def __post_init__(self) -> None:
         if self.json_object is not None:
             require_bool("structured_outputs.json_object", self.json_object)
-        require_bool("structured_outputs.disable_any_whitespace", self.disable_any_whitespace)
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            require_bool(f"structured_outputs.{name}", getattr(self, name))
         given = self._given
         if len(given) != 1:
             what = " and ".join(given) or "nothing"
@@ -99,10 +102,18 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 def _as_text(schema: Mapping[str, Any]) -> str:
     """Return a JSON schema as text, in the order of its keys."""
-    try:
-        return json.dumps(schema, allow_nan=False, ensure_ascii=False)
+    parts, size = [], 0
+    try:  # in parts: json.dumps would stop all other threads for the whole of a megabyte
+        for part in json.JSONEncoder(allow_nan=False, ensure_ascii=False).iterencode(schema):
+            parts.append(part)
+            size += len(part)
+            if size > MAX_GRAMMAR_CHARS:
+                break
     except (TypeError, ValueError, RecursionError) as e:
         raise NanoinferError(f"structured_outputs.json={show(schema)} is not JSON: {one_line(e)}") from None
+    if size > MAX_GRAMMAR_CHARS:
+        raise NanoinferError(f"structured_outputs.json has more than {MAX_GRAMMAR_CHARS} characters: shorten it")
+    return "".join(parts)
 
 
 def _check_text(name: str, text: Any) -> None:

@@ -72,12 +72,34 @@ void own_items_come_first(Test& test) {
   test.check(!others, "a thread's first part is not the first half of its range");
 }
 
+void the_last_at_a_barrier_completes_it(Test& test, int size) {
+  ThreadPool pool(size);
+  constexpr int kBarriers = 200;
+  std::atomic<int> arrived{0};
+  int completed = 0;  // no thread but the last writes it, and the others read it after the barrier
+  std::atomic<bool> wrong{false};
+  pool.run([&](int rank) {
+    for (int i = 1; i <= kBarriers; ++i) {
+      if (rank == i % size) std::this_thread::yield();
+      ++arrived;
+      pool.barrier([&] {
+        if (arrived != i * size || completed != i - 1) wrong = true;
+        completed = i;
+      });
+      if (completed != i) wrong = true;
+      pool.barrier();
+    }
+  });
+  test.check(!wrong && completed == kBarriers, "%d threads: a barrier was completed before all had arrived", size);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   Test test("threads", argc, argv);
   for (const int size : {1, 2, 3, 5}) {
     every_item_is_taken_once(test, size);
+    the_last_at_a_barrier_completes_it(test, size);
     if (size > 1) a_slow_thread_leaves_its_items(test, size);
   }
   own_items_come_first(test);

@@ -10,7 +10,8 @@ written so far, with the hash of both. After a kill at any moment, the next run
     4. continues with the next line
 
 So a kill loses the records of the last moments, and they are generated again. Two runs of a job at the same time are
-refused by a lock on the file.
+refused by a lock on the file. At each checkpoint and at the end, the file that is written must be the one at OUT, and
+as long as what was written.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import stat
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.batch.lines import STANDARD, LineReader, Place
+from nanoinfer.batch.lost import OutputLost, current_path, save_copy, what_happened
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, read_json, reason, write_atomically
+from nanoinfer.utils.files import escaped, read_json, reason, write_atomically
+
+log = logging.getLogger("nanoinfer")
 
 FORMAT = "nanoinfer-batch/1"
 MAX_STATE_BYTES = 1 << 20
@@ -89,8 +93,11 @@ class StreamOutput:
             _write_all(self._fd, record, self.name)
         self.done = _after(self.done, error)
 
-    def checkpoint(self, *, now: bool = False) -> None:
+    def checkpoint(self) -> None:
         """Do nothing: a stream cannot be continued."""
+
+    def finish(self) -> None:
+        """Do nothing: every record was written."""
 
     def close(self) -> None:
         """Close the stream."""
@@ -120,6 +127,7 @@ class FileOutput:
         self._settings = json.loads(json.dumps(settings))  # as they are read again: tuples are lists
         self._hash = hashlib.sha256()
         self._fd = -1
+        self._unfinished = 0  # bytes of a record, a part of which may be in the file
         self._due = 0.0
         self._saved: Checkpoint | None = None
         self.done = Checkpoint()
@@ -155,14 +163,15 @@ class FileOutput:
         try:
             if self._fd < 0:
                 self._open(os.O_RDWR | os.O_CREAT)
-            os.ftruncate(self._fd, self.done.output_bytes)
-            os.lseek(self._fd, 0, os.SEEK_END)
+            if os.fstat(self._fd).st_size >= self.done.output_bytes:  # a shorter one would be filled with zeros
+                os.ftruncate(self._fd, self.done.output_bytes)
         except OSError as e:
             raise _unwritable(self.name, e) from None
-        self.checkpoint(now=True)
+        self._save()
 
     def write(self, record: bytes, place: Place, error: str = "") -> None:
         """Write the record of a line; `error`: its message, if it is an error record."""
+        self._unfinished = len(record)
         _write_all(self._fd, record, self.name)
         self._hash.update(record)
         self.done = replace(
@@ -172,38 +181,80 @@ class FileOutput:
             output_bytes=self.done.output_bytes + len(record),
             output_sha256=self._hash.hexdigest(),
         )
+        self._unfinished = 0
 
-    def checkpoint(self, *, now: bool = False) -> None:
-        """Save how far the job is, if the last time is long enough ago, or now."""
-        start = time.monotonic()
-        if self.done == self._saved or (start < self._due and not now):
-            return
-        done = self.done
+    def checkpoint(self) -> None:
+        """Save how far the job is, if it went on and the last time is long enough ago. Raises as `finish`."""
+        if self.done != self._saved and time.monotonic() >= self._due:
+            self._save()
+
+    def finish(self) -> None:
+        """Remove what an interrupt left of a record, and save how far the job is.
+
+        Raises:
+            NanoinferError: another process has removed, replaced, moved or changed the file, or it cannot be written.
+        """
+        if self._saved is not None:
+            size = os.fstat(self._fd).st_size
+            if 0 < size - self.done.output_bytes <= self._unfinished:
+                os.ftruncate(self._fd, self.done.output_bytes)
+            self._save()
+
+    def close(self) -> None:
+        """Close the file, after `finish` where an error has ended the job."""
         try:
+            self.finish()
+        except OutputLost as e:  # the error that is raised already is another one
+            log.error("%s", e)
+        except (OSError, NanoinferError):  # a full disk: the last checkpoint is still valid
+            pass
+        finally:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._saved = -1, None
+
+    def _save(self) -> None:
+        """Write the state, after checking that the file is where it was opened."""
+        start, done = time.monotonic(), self.done
+        state = {"format": FORMAT, "settings": self._settings, "checkpoint": asdict(done)}
+        content = json.dumps(state, indent=1).encode()
+        try:
+            self._check_place(content)
             os.fsync(self._fd)
-            state = {"format": FORMAT, "settings": self._settings, "checkpoint": asdict(done)}
-            write_atomically(self._state, json.dumps(state, indent=1).encode())
+            write_atomically(self._state, content)
         except OSError as e:
             raise _unwritable(escaped(self._state), e) from None
         self._saved = done
         end = time.monotonic()
         self._due = end + max(CHECKPOINT_SEC, 20 * (end - start))
 
-    def close(self) -> None:
-        """Remove what an interrupt left of a record, save how far the job is, and close the file."""
+    def _check_place(self, state: bytes) -> None:
+        """Raise OutputLost if the file is not at its path any more, after saving it, or if its size has changed."""
+        size, num_records = os.fstat(self._fd).st_size, f"{self.done.num_records:,} records"
+        if size != self.done.output_bytes:
+            self._saved = None
+            raise OutputLost(
+                f"{self.name} was changed by another program while it was written: it has {size} instead of"
+                f" {self.done.output_bytes} bytes: run the same command again, which continues if the file is intact up"
+                " to its last checkpoint"
+            )
+        if not (what := what_happened(self._fd, self._path)):
+            return
+        self._saved = None  # there is nothing to save at the path
+        if moved := current_path(self._fd):
+            what, where = f"was moved to {escaped(moved)}", f"it has {num_records}: move it back and run the same"
+            raise OutputLost(f"{self.name} {what} while it was written: {where} command again")
         try:
-            if self._saved is not None:
-                with suppress(OSError, NanoinferError):  # a full disk: the last checkpoint is still valid
-                    os.ftruncate(self._fd, self.done.output_bytes)
-                    self.checkpoint(now=True)
-        finally:
-            if self._fd >= 0:
-                os.close(self._fd)
-            self._fd, self._saved = -1, None
+            copy = save_copy(self._fd, self._path, state)
+            where = f"are in {escaped(copy)}: run the command again with that file as the output"
+        except OSError as e:
+            where = f"could not be saved: {reason(e)}: run the command again from the start"
+        raise OutputLost(f"{self.name} {what} while it was written: its {num_records} {where}")
 
     def _open(self, flags: int) -> None:
         try:
-            self._fd = os.open(self._path, flags | os.O_CLOEXEC, 0o666)
+            # Appending: after another process has truncated the file, its size shows it.
+            self._fd = os.open(self._path, flags | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as e:
             raise _unwritable(self.name, e) from None
         try:

@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 from nanoinfer import openai_protocol as openai
 from nanoinfer.batch.lines import MAX_LINE_BYTES, Line, Place
-from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError, ResultError
-from nanoinfer.files import parse_json
 from nanoinfer.openai_protocol import SAMPLING, GenerationRequest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.checks import show
+from nanoinfer.utils.files import parse_json
+from nanoinfer.utils.json_pieces import plain
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
@@ -80,10 +81,10 @@ def to_bytes(record: Record) -> bytes:
         ResultError: a number in it is not finite.
     """
     try:
-        text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False, default=plain)
         return text.encode() + b"\n"
     except UnicodeEncodeError:  # half a surrogate pair in an id or a message
-        return json.dumps(record, allow_nan=False).encode() + b"\n"
+        return json.dumps(record, allow_nan=False, default=plain).encode() + b"\n"
     except ValueError:
         raise ResultError("a log-probability is not finite (nan or infinity): try --dtype float32") from None
 
@@ -127,10 +128,10 @@ class OwnForm:
         made = [{name: value for name, value in vars(o).items() if value is not None} for o in output.outputs]
         for o in made:
             if "logprobs" in o:
-                o["logprobs"] = openai.plain_logprobs(o["logprobs"])
+                o["logprobs"] = list(openai.plain_logprobs(o["logprobs"]))
         record = {**self._start, "outputs": made, "usage": openai.usage(outputs), "seed": output.seed, "error": None}
         if output.prompt_logprobs is not None:
-            record["prompt_logprobs"] = openai.plain_logprobs(output.prompt_logprobs)
+            record["prompt_logprobs"] = list(openai.plain_logprobs(output.prompt_logprobs))
         if output.num_dropped_tokens:
             record["num_dropped_tokens"] = output.num_dropped_tokens
         return record

@@ -17,23 +17,20 @@ from typing import Any
 from nanoinfer.batch.lines import Line, LineReader, Place
 from nanoinfer.batch.output import FileOutput, StreamOutput
 from nanoinfer.batch.records import Form, derive_seed, read_form, to_bytes
-from nanoinfer.chat import ChatFormatter, ChatOptions
-from nanoinfer.core import Core
+from nanoinfer.core.core import Core
+from nanoinfer.entrypoints.input_processor import RequestFactory
 from nanoinfer.errors import NanoinferError
-from nanoinfer.messages import as_conversation
+from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
+from nanoinfer.inputs.messages import as_conversation
 from nanoinfer.openai_protocol import GenerationRequest
 from nanoinfer.outputs import Delta
-from nanoinfer.progress import ProgressBar
-from nanoinfer.prompts import as_prompt
-from nanoinfer.requests import RequestFactory
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
+from nanoinfer.utils.progress import ProgressBar
 
 WINDOW_FACTOR = 8
 QUEUE_FACTOR = 2
 WINDOW_BYTES = 64 << 20
-PROBE_FACTOR = 64
-"""Characters for each token of the context length, of which a longer text is tokenized in part first."""
 
 
 @dataclass(frozen=True)
@@ -145,48 +142,25 @@ class BatchRunner:
                 error = e
         if error is not None:
             return self._fail(entry, error)
-        unfinished = [r for r in entry.requests if not r.finished]  # one with prompt_logprobs may have failed
-        for request in unfinished:
+        for request in entry.requests:
             request.deltas = self._deltas
             self._entry_of[request.request_id] = entry
-        entry.num_left = sum(len(r.sequences) for r in unfinished)
+        entry.num_left = sum(len(r.sequences) for r in entry.requests)
         self._num_running += entry.num_left
-        self._core.submit(unfinished)
-        if not unfinished:
-            self._finish(entry)
+        self._core.submit(entry.requests)
 
     def _make(self, given: GenerationRequest, place: Place) -> list[Request]:
         """Return the requests of a line, not queued. Raises NanoinferError if one of them is refused."""
         prompts: Sequence[Any] = given.prompts
-        for prompt in prompts:
-            self._refuse_endless(prompt.get("prompt"), given.params)
         if given.messages is not None:
             options = ChatOptions(self._options.chat_template, True, given.chat_template_kwargs)
             text = self._formatter.render(as_conversation(given.messages), options)
-            self._refuse_endless(text, given.params)
-            prompts = [{"prompt_token_ids": self._formatter.encode(text)}]
+            prompts = [{"prompt_token_ids": self._factory.fit(text, given.params, rendered=True)}]
         params = [given.params] * len(prompts)
         if given.params.seed is None:
             seeds = (derive_seed(self._options.seed, place.number, i) for i in range(len(prompts)))
             params = [replace(given.params, seed=seed) for seed in seeds]
         return self._factory.make_all(prompts, params)
-
-    def _refuse_endless(self, text: Any, params: SamplingParams) -> None:
-        """Refuse a text whose beginning exceeds the context length already.
-
-        The tokenizer needs 200 times the memory of a text, and two seconds for a megabyte.
-        """
-        block_size = self._core.engine.limits.block_size
-        head = PROBE_FACTOR * block_size
-        if not isinstance(text, str) or len(text) <= head or params.overflow == "slide":
-            return
-        if (
-            len(self._factory.token_ids(as_prompt(text[:head]))) > 2 * block_size
-        ):  # 2: the last word is cut, tokens may differ
-            raise NanoinferError(
-                f"the prompt has {len(text)} characters, the context length is {block_size} tokens: shorten it, or use"
-                " overflow='slide', which keeps the last tokens"
-            )
 
     def _collect(self) -> None:
         """Count what the last step added, and make the records of lines that have ended."""

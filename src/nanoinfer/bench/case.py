@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanoinfer.bench.prompts import Passages, cut_prompt, repeat_prompt
-from nanoinfer.checks import require_choice, require_int
 from nanoinfer.config import DTYPES, SchedulerConfig, SpeculationConfig
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.checks import require_choice, require_int
 
 SAMPLERS: dict[str, dict[str, Any]] = {  # name -> fields of SamplingParams
     "greedy": {"temperature": 0.0},

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from nanoinfer.bench.formatting import DASH, digits
 from nanoinfer.bench.report.panels import ceiling, share_of_ceiling
-from nanoinfer.bench.results import Row
+from nanoinfer.bench.row import Row
 
 
 class Column(NamedTuple):

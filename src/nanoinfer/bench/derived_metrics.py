@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from nanoinfer.bench.backends import PEERS
 from nanoinfer.bench.case import IRREGULAR, Case
+from nanoinfer.bench.row import Row
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline import arithmetic
@@ -16,9 +16,6 @@ from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
 from nanoinfer.roofline.predict import Setting, predict
 from nanoinfer.roofline.shapes import find_shape
-
-if TYPE_CHECKING:
-    from nanoinfer.bench.results import Row
 
 NAIVE = ("recompute", "nanogpt")  # backends without a cache
 BEST_PEER = "the best peer"  # a baseline: the fastest peer of a shape, in any format
@@ -31,7 +28,7 @@ def _format(case: Case) -> WeightFormat | None:
 
 
 def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]:
-    """Return the fields of `results.Row` that follow from a case and the ceiling; without those that are unknown.
+    """Return the fields of `Row` that follow from a case and the ceiling; without those that are unknown.
 
     A decode step at the mean length stands for all. Without a cache a step reads and computes the whole prefix.
     """

@@ -3,7 +3,8 @@
     for each shape:   load all -> check greedy tokens -> warm up until steady -> rounds: A B C, A B C, ... -> rows
 
 A backend that cannot be loaded, generates other tokens, or dies is a row with its error; the others continue.
-All backends of one shape are in memory at once if they fit; otherwise they run in parts, which their rows note.
+All backends of one shape are in memory at once if they fit; otherwise they run in parts, which their rows note. With
+Options.together=False each is a part.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import IRREGULAR, Case
 from nanoinfer.bench.derived_metrics import NAIVE, add_speculation, fill_in
 from nanoinfer.bench.process import Processes, RunResult, WorkerProcess
-from nanoinfer.bench.results import Row
+from nanoinfer.bench.row import Row
 from nanoinfer.bench.stats import RunTimes, by_position, is_steady, naive_token_times, summarize
 from nanoinfer.bench.suites import Options
 from nanoinfer.config import ModelConfig
@@ -30,10 +31,10 @@ from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.profiling.logits_check import MAX_NATS, NUM_SEQUENCES, require_close
-from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.utils.progress import ProgressBar
 
 CHECK_TOKENS = 16  # greedy tokens compared before anything is timed
 CHECK_PROMPT_TOKENS = 4096  # of the first prompts together: the check runs no more of them
@@ -56,6 +57,7 @@ class Harness:
         self._bar, self._clock = bar, clock
         self._started = clock()
         self._done = self._total = 0
+        self._expected: dict[Case | None, list[list[int]]] = {}  # greedy tokens that others must repeat
 
     def run(self, cases: Sequence[Case], keep: Callable[[list[Row]], None], suite: Sequence[Case] = ()) -> None:
         """Measure the cases, shape by shape, in the order given; call `keep` with rows whenever some have changed.
@@ -70,7 +72,8 @@ class Harness:
                 if self._late:
                     return
                 reference = self._reference_case([c for c in suite or cases if c.shape == part[0].shape])
-                alone = "not interleaved with all of its shape: they do not fit the memory" if len(parts) > 1 else ""
+                alone = "not interleaved with all of its shape: they do not fit the memory"
+                alone = alone if len(parts) > 1 and self._options.together else ""
                 self._run_part([Row(case, note=alone, unfinished=True) for case in part], reference, keep)
                 if not sys.stderr.isatty():  # where there is no bar
                     self._bar.print(f"{self._done} of {self._total} cases are done")
@@ -91,7 +94,7 @@ class Harness:
         for case in group:
             if not any(c.loaded == case.loaded for c in parts[-1]):  # those that differ in their draft share a process
                 need = self._memory_bytes(case)
-                if used and used + need > room:
+                if used and (used + need > room or not self._options.together):
                     parts.append([])
                     used = 0
                 used += need
@@ -194,9 +197,10 @@ class Harness:
     ) -> dict[Case, float]:
         """Compare greedy float32 tokens with the reference's; return the seconds of each run, the first warm-up."""
         seconds: dict[Case, float] = {}
-        expected: dict[Case | None, list[list[int]]] = {}
+        expected = self._expected
         with Processes(self._weights) as processes:
-            if reference is not None and reference not in workers and any(_is_exact(c) for c in workers):
+            known = {*workers, *expected}
+            if reference is not None and reference not in known and any(_is_exact(c) for c in workers):
                 with contextlib.suppress(NanoinferError):  # it is in another part, or failed there
                     expected[reference] = self._sample(processes.worker(reference), reference).tokens
             for case in sorted(workers, key=lambda c: (c != reference, c != c.plain)):

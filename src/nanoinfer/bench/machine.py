@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.environment import num_cpus
+from nanoinfer.utils.environment import num_cpus
 
 PACKAGES = ("nanoinfer", "torch", "numpy", "transformers", "ctranslate2", "llama-cpp-python", "triton")
 _GPU_FIELDS = {  # fields of nvidia-smi -> keys of the description

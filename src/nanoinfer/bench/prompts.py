@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import read_text
+from nanoinfer.utils.files import read_text
 
 Passages = Sequence[Sequence[int]]
 
@@ -67,7 +67,7 @@ def _sample(model: str) -> list[list[int]]:
 
     This runs on the CPU for every device: the prompts are the same, and no GPU memory stays allocated.
     """
-    from nanoinfer.llm import LLM
+    from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.models.checkpoints.load import split_wide
     from nanoinfer.sampling_params import SamplingParams
 

@@ -14,10 +14,10 @@
 
 `read_bytes_per_sec` is the speed of the main memory; on a GPU that of a copy, bytes read and bytes written together.
 `read_bytes_per_sec_by_size` has a CPU's by the size of the buffer (`roofline.measure`); it is missing in older files,
-whose limits follow from the main memory alone. A row is a case, its
-measurements, and what the arithmetic derives from them; every key is a field of `Row`. A case that failed is a row with
-`error` set and no figures. Unknown is null, never a guess. A row is one line, and numbers have 4 significant digits.
-Fields with their default value are left out, and so are those that reading the file computes: `derived_metrics.costs`.
+whose limits follow from the main memory alone. A row is a case, its measurements, and what the arithmetic derives from
+them; every key is a field of `row.Row`. A case that failed is a row with `error` set and no figures. Unknown is null,
+never a guess. A row is one line, and numbers have 4 significant digits. Fields with their default value are left out,
+and so are those that reading the file computes: `derived_metrics.costs`.
 """
 
 from __future__ import annotations
@@ -26,97 +26,23 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import costs
-from nanoinfer.bench.formatting import number
+from nanoinfer.bench.row import Row
 from nanoinfer.bench.stats import Figures
-from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, parse_json, read_limited, reason
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.shapes import installed_shape
+from nanoinfer.utils.checks import show
+from nanoinfer.utils.files import escaped, parse_json, read_limited, reason
 
 SCHEMA = "nanoinfer-bench/2"
 SIGNIFICANT_DIGITS = 4
 MAX_BYTES = 16 << 20  # a row has about 1 kB
-
-
-@dataclass
-class Row:
-    """One case and what came of it."""
-
-    case: Case
-    figures: Figures | None = None
-    """Medians over the rounds; None when the case failed."""
-    same_tokens: bool | None = None
-    """Whether its greedy tokens were the reference's; None where that is not required (reduced precision)."""
-    peak_memory_bytes: int | None = None
-    """Of the backend's own process (on a GPU: torch.cuda's peak of what was in use)."""
-    weight_bytes: int | None = None
-    """Bytes of weights that one decoding step reads."""
-    bytes_per_token: float | None = None
-    """Bytes that decoding one token reads, weights shared by the batch, keys and values at the mean length."""
-    flops_per_token: float | None = None
-    """FLOPs of the matrix products for one decoded token."""
-    mbu_percent: float | None = None
-    """Share of the bandwidth that was measured with as many bytes as a step reads: bytes_per_token * tokens/s of it."""
-    mfu_percent: float | None = None
-    """Share of the measured matrix-product speed in this dtype."""
-    kernels_per_step: float | None = None
-    """Kernels that a decode step runs on the GPU, replayed ones included; at batch 1 a step is a token."""
-    kernels_per_layer: int | None = None
-    """Of them, what one layer takes."""
-    launches_per_step: float | None = None
-    """Launches by the host in a decode step, of kernels and of graphs."""
-    verify_ratio: float | None = None
-    """Time of a step that verifies 5 tokens, over that of a step that decodes 1."""
-    predicted_tokens_per_sec: float | None = None
-    """The roofline's limit, all sequences together."""
-    speedup: float | None = None
-    """Output tokens/s over the baseline's in the same shape."""
-    speedup_min: float | None = None
-    """Of cases with a draft: the smallest ratio to plain decoding of two runs in the same round."""
-    speedup_max: float | None = None
-    """The same, the largest."""
-    acceptance_percent: float | None = None
-    """Share of the verified proposals that were accepted (cases with a draft)."""
-    mean_accepted_length: float | None = None
-    """Proposals accepted in a verify step, which gives one token more."""
-    draft_share_percent: float | None = None
-    """Time in the drafter, of the time in drafter, engine and sampler."""
-    predicted_speculation: str | None = None
-    """The best k and its speed-up for this acceptance, by the roofline's costs of draft and target."""
-    per_position_sec: list[list[float]] | None = None
-    """[position, time of a token there], thinned to 32 positions at most (batch 1): `stats.by_position`."""
-    round_sec: list[float] | None = None
-    """Time of each round."""
-    breakdown_percent: dict[str, float] | None = None
-    """Where the time goes: part of the model -> share of the step."""
-    note: str = ""
-    """How the row was measured differently: extrapolated, not interleaved, ..."""
-    error: str | None = None
-    """Why there are no figures, on one line."""
-    unfinished: bool = False
-    """Whether the run ended before all rounds and counts of this case: --resume measures it again."""
-
-    def update(self, fields: Mapping[str, Any]) -> None:
-        """Set some fields."""
-        for name, value in fields.items():
-            setattr(self, name, value)
-
-    def add_note(self, note: str) -> None:
-        """Append a sentence to the note."""
-        self.note = "; ".join(filter(None, (self.note, note)))
-
-    def number(self, name: str, scale: float = 1.0) -> float | None:
-        """Return a field of the row or of its figures, scaled; None if it is unknown or not a finite number."""
-        found = number(getattr(self, name) if hasattr(self, name) else getattr(self.figures, name, None))
-        return None if found is None else number(found * scale)
 
 
 @dataclass
@@ -225,3 +151,16 @@ def _fits(value: Any, hint: Any) -> bool:
 def read(path: Path) -> Results:
     """Return the results in a file. Raises NanoinferError if it cannot be read or follows another schema."""
     return from_json(read_limited(path, MAX_BYTES, "benchmark results"), str(path))
+
+
+def headline(results: Results) -> str:
+    """Return the ceiling of the measured device on one line."""
+    flops = ", ".join(f"{name} {value / 1e12:.2f} TFLOP/s" for name, value in results.ceiling["flops_per_sec"].items())
+    bandwidth = results.ceiling["read_bytes_per_sec"] / 1e9
+    if results.machine.get("gpu_details"):
+        name = results.machine.get("gpu")
+        return f"ceiling of {name}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
+    products = f"; products {flops}" if flops else ""
+    by_size = results.ceiling.get("read_bytes_per_sec_by_size")
+    reads = f"{bandwidth:.1f} GB/s{f' (up to {max(by_size.values()) / 1e9:.1f} from caches)' if by_size else ''}"
+    return f"ceiling of this machine: reads {reads}{products} ({results.machine.get('threads', '?')} threads)"

@@ -18,18 +18,19 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in
 from nanoinfer.bench.harness import Harness
 from nanoinfer.bench.model_folders import ModelFolders
-from nanoinfer.bench.results import Results, Row
-from nanoinfer.bench.suites import SUITES, Options
-from nanoinfer.checks import require_choice, require_float, require_int
+from nanoinfer.bench.results import Results
+from nanoinfer.bench.row import Row
+from nanoinfer.bench.suites import SUITES, Options, by_shape
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import write_atomically
 from nanoinfer.models.checkpoints.load import fit_engine
-from nanoinfer.progress import ProgressBar
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.shapes import find_shape
+from nanoinfer.utils.checks import require_choice, require_float, require_int
+from nanoinfer.utils.files import write_atomically
+from nanoinfer.utils.progress import ProgressBar
 
 CUSTOM = "custom"
 
@@ -128,7 +129,6 @@ def run(plan: Plan, command: str, *, log: Callable[[str], None] | None = None) -
 
 def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str], None]) -> bool:
     """Measure each suite and append its results to `done`; return whether the user interrupted."""
-    from nanoinfer.bench.table import headline
     from nanoinfer.roofline.measure import measure
 
     started = time.monotonic()
@@ -151,7 +151,7 @@ def _measure(plan: Plan, command: str, done: list[Results], log: Callable[[str],
         machine=here, versions=machine.describe_versions(),
         ceiling=ceiling.to_results(),
     )  # fmt: skip
-    log(headline(made))
+    log(files.headline(made))
     with ModelFolders(plan.text, log, plan.models) as folders:
         for name, cases in jobs:
             usual = SUITES[name].baseline if name in SUITES else (*plan.engine, *engines)[0]
@@ -218,7 +218,7 @@ def _measure_suite(
 
     def keep(rows: list[Row]) -> None:
         kept = {row.case: row for row in (*results.rows, *rows)}
-        results.rows = [kept[case] for case in cases if case in kept]
+        results.rows = [kept[case] for case in by_shape(cases) if case in kept]
         add_speedups(results.rows, results.baseline)
         if target := plan.output or plan.resume:
             write_atomically(target, files.to_json(results).encode() + b"\n")

@@ -32,6 +32,9 @@ class Options:
     """Our engines: compare logits with float32's before timing, and measure the cost of verifying 5 tokens."""
     budget_sec: float = math.inf
     """No further backend is loaded after this time; those that are loaded finish."""
+    together: bool = True
+    """The backends of a shape are loaded together and take turns. Otherwise each is measured to its end, and its row
+    kept, before the next one is loaded."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,13 @@ def _speculative(model: str, config: ModelConfig, engines: Sequence[str], quick:
         several, many = replace(text, batch=8), replace(hot, batch=32, output_tokens=32)
         for draft in dict.fromkeys((drafts[0], drafts[-1])):
             cases += [*_with(several, draft, few), *_with(many, draft, ["auto"])]
+    return by_shape(list(dict.fromkeys(cases)))
+
+
+def by_shape(cases: Sequence[Case]) -> list[Case]:
+    """Return cases with those of one shape together, in the order of the first of each."""
     shapes = list(dict.fromkeys(c.shape for c in cases))
-    return sorted(dict.fromkeys(cases), key=lambda c: shapes.index(c.shape))  # those of one shape together
+    return sorted(cases, key=lambda c: shapes.index(c.shape))
 
 
 def _with(plain: Case, draft: str, ks: Sequence[int | str]) -> list[Case]:
@@ -175,32 +183,30 @@ def _serving(model: str, config: ModelConfig, engines: Sequence[str], quick: boo
 
 GPU_LARGE = "random:gpt2-xl"
 # Engines of a GPU, by name: one that does not exist here is a row with its error.
-_GPU_RUNGS: list[_Format] = [(name, "bfloat16", None) for name in ("static", "compiled", "cuda_graph", "triton")]
-_GPU_RUNGS += [("triton", "bfloat16", q) for q in ("int8", "int4")]
-_GPU_PEERS: list[_Format] = [
-    (name, "bfloat16", None) for name in ("nanogpt", "transformers-dynamic", "transformers-static")
-]
-_GPU_EXACT: list[_Format] = [(name, "float32", None) for name, _, q in _GPU_RUNGS + _GPU_PEERS if q is None]
+_GPU_BEST: list[_Format] = [(name, "bfloat16", None) for name in ("cuda_graph", "triton")]
+_GPU_SMALL: list[_Format] = [("triton", "bfloat16", q) for q in ("int8", "int4")]
+_GPU_SLOW: list[_Format] = [(name, "bfloat16", None) for name in ("compiled", "transformers-static")]
+_GPU_PLAIN: list[_Format] = [(name, "bfloat16", None) for name in ("static", "transformers-dynamic")]
+_GPU_HALF = [*_GPU_BEST, *_GPU_PLAIN, *_GPU_SMALL, *_GPU_SLOW, ("nanogpt", "bfloat16", None)]
+_GPU_EXACT: list[_Format] = [(name, "float32", None) for name in ("static", "cuda_graph", "triton")]
 
 
 def _gpu(model: str, config: ModelConfig, engines: Sequence[str], quick: bool) -> list[Case]:
-    """GPT-2 at batch 1 and GPT-2 XL first, for short GPU time; float32, to compare tokens, where it costs little.
+    """What is worth most first, for short GPU time; float32, to compare tokens, where it costs little.
 
-    The quick cases are among the others, so that a full run continues a quick one.
+    The quick cases are the first of the others, so that a full run continues a quick one.
     """
     small = Case("static", model, prompt_tokens=32)
     large, many = replace(small, model=GPU_LARGE), replace(small, batch=512)
-    exact = [f for f in _GPU_EXACT if f[0] in ("static", "cuda_graph", "triton")]
-    half = _GPU_RUNGS + _GPU_PEERS
-    if quick:
-        rungs = [f for f in _GPU_RUNGS if f[0] != "compiled"]
-        plain = [f for f in rungs if f[2] is None]
-        plan = [(small, exact + _GPU_RUNGS + _GPU_PEERS[1:]), (large, rungs + _GPU_PEERS[1:2]), (many, plain)]
-    else:
-        others: list[_Format] = [(f[0], "float16", None) for f in _GPU_PEERS[1:]]
-        plan = [(small, _GPU_EXACT + half + others), (large, exact + half), (many, half)]
-        plan += [(replace(small, batch=64), half), (replace(small, batch=8), _GPU_EXACT + half)]
-    return [case for shape, formats in plan for case in _in_formats(shape, formats)]
+    plan: list[tuple[Case, Sequence[_Format]]] = [(shape, _GPU_BEST) for shape in (small, large, many)]
+    plan += [(many, _GPU_PLAIN[:1]), (small, [*_GPU_EXACT, *_GPU_PLAIN, *_GPU_SMALL])]
+    plan += [(large, [*_GPU_PLAIN, *_GPU_SMALL]), (small, _GPU_SLOW)]
+    if not quick:
+        every: list[_Format] = [*_GPU_EXACT, *((f[0], "float32", None) for f in _GPU_HALF)]
+        others: list[_Format] = [(f"transformers-{cache}", "float16", None) for cache in ("dynamic", "static")]
+        plan += [(replace(small, batch=64), _GPU_HALF), (many, _GPU_HALF), (large, [*_GPU_EXACT, *_GPU_HALF])]
+        plan += [(replace(small, batch=8), [*every, *_GPU_HALF]), (small, [*every, *_GPU_HALF, *others])]
+    return list(dict.fromkeys(case for shape, formats in plan for case in _in_formats(shape, formats)))
 
 
 SUITES: dict[str, Suite] = {  # the published figures that each corresponds to: docs/benchmarks.md
@@ -213,5 +219,5 @@ SUITES: dict[str, Suite] = {  # the published figures that each corresponds to: 
     "speculative": Suite(  # acceptance depends on the passage: all count
         "native", _speculative, Options(rounds=6, max_case_sec=30.0, vary_prompts=True), "wide:shakespeare:gpt2-large"
     ),
-    "gpu": Suite("static", _gpu, Options(rounds=5, verify=True), device="cuda"),  # short rounds: most time is loading
+    "gpu": Suite("static", _gpu, Options(rounds=5, verify=True, together=False), device="cuda"),
 }

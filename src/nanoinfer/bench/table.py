@@ -13,7 +13,7 @@ from nanoinfer.bench.case import Case
 from nanoinfer.bench.columns import COLUMNS, TERMINAL_ONLY, Column
 from nanoinfer.bench.derived_metrics import BEST_PEER
 from nanoinfer.bench.formatting import DASH, clean
-from nanoinfer.bench.results import Results
+from nanoinfer.bench.results import Results, headline
 
 _BY_HEAD = {column.head: column for column in (*COLUMNS, *TERMINAL_ONLY) if column.head}
 # Headings by importance: as many of them are shown as the terminal has room for.
@@ -34,19 +34,6 @@ def show(results: Results, console: Console) -> None:
     for row in results.failed:
         line = f"{row.case.label}, batch {row.case.batch}: {row.error}"
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def headline(results: Results) -> str:
-    """Return the ceiling of the measured device on one line."""
-    flops = ", ".join(f"{name} {value / 1e12:.2f} TFLOP/s" for name, value in results.ceiling["flops_per_sec"].items())
-    bandwidth = results.ceiling["read_bytes_per_sec"] / 1e9
-    if results.machine.get("gpu_details"):
-        name = results.machine.get("gpu")
-        return f"ceiling of {name}: copies {bandwidth:,.0f} GB/s, read and written; products {flops}"
-    products = f"; products {flops}" if flops else ""
-    by_size = results.ceiling.get("read_bytes_per_sec_by_size")
-    reads = f"{bandwidth:.1f} GB/s{f' (up to {max(by_size.values()) / 1e9:.1f} from caches)' if by_size else ''}"
-    return f"ceiling of this machine: reads {reads}{products} ({results.machine.get('threads', '?')} threads)"
 
 
 def _columns(results: Results) -> list[Column]:

@@ -65,7 +65,7 @@ def load_command(name: str) -> Any:
 app = typer.Typer(
     name="nanoinfer",
     cls=_Commands,
-    help="Text from GPT-2-family models, on every rung of the optimisation ladder.",
+    help="Text from small language models, on every rung of the optimisation ladder.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -85,7 +85,7 @@ def root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Text from GPT-2-family models, on every rung of the optimisation ladder."""
+    """Text from small language models, on every rung of the optimisation ladder."""
     if context.invoked_subcommand is None:
         print(context.get_help())
 

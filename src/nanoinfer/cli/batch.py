@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoinfer.checks import require_int
 from nanoinfer.cli.generate import DEFAULTS, ChatTemplateFlag, ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import read_text
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.checks import require_int
+from nanoinfer.utils.files import read_text
 
 if TYPE_CHECKING:
     from nanoinfer.batch.lines import LineReader
@@ -87,7 +87,9 @@ def batch(
             done = "is complete" if reader.at_end() else "continues"
             _note(f"{records.name} {done} after {records.done.num_records:,} lines")
         _run(config, options, reader, records)
+        records.finish()
     except KeyboardInterrupt:
+        records.finish()
         how = "run the same command again to continue" if records.resumable else "this output cannot be continued"
         _note(f"interrupted after {records.done.num_records:,} lines: {how}")
         raise
@@ -117,10 +119,10 @@ def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: 
         return
 
     from nanoinfer.batch.run import BatchRunner
-    from nanoinfer.build import build_core
-    from nanoinfer.chat import ChatFormatter
-    from nanoinfer.progress import ProgressBar
-    from nanoinfer.requests import RequestFactory
+    from nanoinfer.core.build import build_core
+    from nanoinfer.entrypoints.input_processor import RequestFactory
+    from nanoinfer.inputs.chat import ChatFormatter
+    from nanoinfer.utils.progress import ProgressBar
 
     built = build_core(config)
     requests, formatter = RequestFactory(built.core, built.model), ChatFormatter(built.model)

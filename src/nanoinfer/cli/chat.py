@@ -17,8 +17,8 @@ import typer
 from nanoinfer.cli.generate import DEFAULTS, ChatTemplateFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
-from nanoinfer.files import escaped, read_text
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.files import escaped, read_text
 
 _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
 
@@ -40,13 +40,23 @@ def chat(
     template = read_text(chat_template, "a chat template") if chat_template is not None else None
 
     from nanoinfer.cli.chat_session import Session
-    from nanoinfer.llm import LLM
+    from nanoinfer.entrypoints.llm import LLM
 
     llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation))
     session = Session(llm.conversation(system, chat_template=template), params)
     if sys.stdin.isatty():
         print(
-            f"{escaped(llm.model_name)} on {llm.engine_name}, {llm.dtype}. /help lists the commands.", file=sys.stderr
+            f"{escaped(llm.model_name)} on {llm.engine_name}, {llm.dtype}. /help lists the commands.\n"
+            f"Answers end after at most {_bound(params, llm.config.block_size)}.",
+            file=sys.stderr,
         )
     if not session.run():
         raise typer.Exit(1)
+
+
+def _bound(params: SamplingParams, block_size: int) -> str:
+    """Return what bounds the length of an answer."""
+    assert params.max_tokens is not None  # the flag has a default
+    if params.overflow == "stop" and block_size < params.max_tokens:
+        return f"{block_size} tokens (the context length; --max-tokens ends them earlier)"
+    return f"{params.max_tokens} tokens (--max-tokens changes it)"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from nanoinfer.cli.chat_input import messages, reader
 from nanoinfer.cli.terminal import complain, visible
-from nanoinfer.conversation import Conversation
+from nanoinfer.entrypoints.conversation import Conversation
+from nanoinfer.entrypoints.streams import TextStream
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import parse_json, read_text, reason
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.streams import TextStream
+from nanoinfer.utils.files import parse_json, read_text, reason
 
 HELP = r"""/system TEXT   set the system message (without TEXT: show it)
 /regenerate    generate the last answer again

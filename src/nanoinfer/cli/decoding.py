@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import read_text
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanoinfer.utils.files import read_text
 
 if TYPE_CHECKING:
-    from nanoinfer.llm import LLM
+    from nanoinfer.entrypoints.llm import LLM
 
 EARLY_STOPPING: dict[str, bool | str] = {"false": False, "true": True, "never": "never"}
 SHARED = ("n", "max_tokens", "ignore_eos")

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from nanoinfer import environment
 from nanoinfer.cli.terminal import print_json
+from nanoinfer.utils import environment
 
 
 def engines(

@@ -20,8 +20,8 @@ from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import print_json
 from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import read_text
-from nanoinfer.progress import ProgressBar
+from nanoinfer.utils.files import read_text
+from nanoinfer.utils.progress import ProgressBar
 
 
 @flags(EngineConfig, "engine_config")
@@ -44,7 +44,7 @@ def evaluate(
     """Print the perplexity of a text file, and bits per character."""
     text = read_text(file)
 
-    from nanoinfer.llm import LLM
+    from nanoinfer.entrypoints.llm import LLM
 
     llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config))
     start = time.perf_counter()

@@ -24,9 +24,9 @@ from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import complain, print_json
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, ResultError
-from nanoinfer.files import read_text
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.files import read_text
 
 ModelFlag = Annotated[
     str,
@@ -99,7 +99,7 @@ def generate(
     beams = beam_flags.search(params, SamplingParams(**DEFAULTS))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
 
-    from nanoinfer.llm import LLM
+    from nanoinfer.entrypoints.llm import LLM
 
     llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation))
     if not as_json and llm.tokenizer is None:

@@ -45,8 +45,8 @@ TOPICS: dict[str, dict[str, str]] = {
     },
     "serve": {
         "Access and logs": "api_key api_key_file allowed_host allowed_origin access_log log_level",
-        "Limits of a request": "max_body_bytes max_header_bytes max_sequences max_logprobs max_stop max_stop_chars"
-        " max_token_entries",
+        "Limits of a request": "max_body_bytes max_header_bytes max_sequences max_logprobs max_logprob_entries max_stop"
+        " max_stop_chars max_token_entries",
         "Limits of number and time": "max_connections max_requests_in_flight header_timeout_sec body_timeout_sec"
         " send_timeout_sec request_timeout_sec keep_alive_sec",
         "Speculative decoding": _SPECULATION,

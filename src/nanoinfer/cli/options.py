@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from nanoinfer.cli.values import parse_size, size_units, unescape
-from nanoinfer.field_docs import field_docs
+from nanoinfer.utils.field_docs import field_docs
 
 # Fields whose flags are written differently than in Python: how to read one, its metavar, what to add to the help.
 _WRITTEN: dict[str, tuple[Callable[[str], Any], str, str]] = {

@@ -15,15 +15,15 @@ from typing import Annotated
 
 import typer
 
-from nanoinfer import environment
-from nanoinfer.checks import require_choice
 from nanoinfer.cli.generate import TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped
-from nanoinfer.progress import ProgressBar
+from nanoinfer.utils import environment
+from nanoinfer.utils.checks import require_choice
+from nanoinfer.utils.files import escaped
+from nanoinfer.utils.progress import ProgressBar
 
 _FLAGS = ("dtype", "quantization", "threads")
 
@@ -41,10 +41,10 @@ def pack(
     options: EngineConfig,
 ) -> None:
     """Pack weights into a folder that engine native maps into memory."""
-    from nanoinfer.files import write_folder
     from nanoinfer.models import tokenizers
     from nanoinfer.models.checkpoints import chat_files, packed
     from nanoinfer.models.checkpoints.load import load_model
+    from nanoinfer.utils.files import write_folder
 
     if (options.quantization is None) == (options.dtype == "auto"):
         raise NanoinferError("the weight format must be given: use either --quantization (int8, int4) or --dtype")
@@ -61,5 +61,5 @@ def pack(
         num_bytes = packed.write_folder(
             loaded.take(), output, format, tokenizer_json, options.threads or environment.num_cpus(), bar.update
         )
-    write_folder(output, chat_files.to_files(loaded.chat_template, loaded.special_tokens))
+    write_folder(output, chat_files.to_files(loaded.chat_template, loaded.special_tokens, loaded.sampling_defaults))
     print(f"{escaped(output)}: {format} weights of {escaped(model)}, {num_bytes:,} bytes", file=sys.stderr)

@@ -19,19 +19,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanoinfer.checks import require_int
 from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.checks import require_int
 
 if TYPE_CHECKING:
     from nanoinfer.profiling.profiler import Profile, ProfileRow
 
 NUM_OPERATORS = 12  # shown one by one; --json has them all
 PROMPT_TOKENS = 32
+MAX_WAITED = 0.1
+"""Of the wall time: if threads waited longer for cores, in total, the tables are said to be distorted."""
 _ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "structured_outputs")
 
 
@@ -66,7 +68,7 @@ def profile(
     with _new_file(trace) if trace is not None else nullcontext() as partial:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler reports its start on stderr otherwise
 
-        from nanoinfer.llm import LLM
+        from nanoinfer.entrypoints.llm import LLM
         from nanoinfer.profiling.profiler import profile as run
         from nanoinfer.profiling.recording import random_prompts
 
@@ -131,6 +133,11 @@ def _show(p: Profile) -> None:
         console.print(_table("part", [row for row in p.parts if row.calls or row.self_sec], p))
         if not p.tells_apart:
             console.print(f"{p.engine} runs the model in one call, so its parts cannot be distinguished.")
+        if p.waited_sec is not None and p.waited_sec > MAX_WAITED * p.wall_sec:
+            console.print(
+                f"Its threads waited {p.waited_sec:,.2f} s for a core: the shares are not those of an idle machine."
+                " Run it again when other programs have ended, or with fewer --threads."
+            )
         if p.operators:
             _show_operators(console, p)
         else:

@@ -16,7 +16,7 @@ import typer
 
 from nanoinfer.cli.options import flags
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
-from nanoinfer.roofline.ceilings import DEVICES
+from nanoinfer.roofline.devices import DEVICES
 from nanoinfer.roofline.report import Question, answer
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ def serve(
     """Serve a model over HTTP with OpenAI's interface."""
     config = LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation, scheduler=scheduler)
     try:
-        from nanoinfer.server import auth, run
+        from nanoinfer.server import auth, descriptors, run
     except ModuleNotFoundError as e:
         package = (e.name or "").partition(".")[0]
         if package not in ("uvicorn", "starlette", "prometheus_client"):
@@ -47,7 +47,8 @@ def serve(
         raise NanoinferError(missing_extra(package, "server")) from None
 
     server = auth.with_keys(server)
+    descriptors.with_max_connections(server)  # before the model is loaded: too many connections are an error at once
     with run.bind(server) as bound:  # before the model is loaded: a port in use is an error at once
-        from nanoinfer.async_llm import AsyncLLM
+        from nanoinfer.entrypoints.async_llm import AsyncLLM
 
         run.serve(AsyncLLM.from_config(config), server, bound)

@@ -17,8 +17,7 @@ import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nanoinfer.checks import printable
-from nanoinfer.errors import ResultError
+from nanoinfer.errors import ResultError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -20,13 +20,14 @@ import typer
 
 from nanoinfer.cli.options import flags
 from nanoinfer.errors import NanoinferError, ResultError, missing_extra
-from nanoinfer.files import escaped
-from nanoinfer.progress import ProgressBar
 from nanoinfer.training.train_config import TrainConfig
+from nanoinfer.utils.files import escaped
+from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from nanoinfer.llm import LLM
+    from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.training.loop import TrainProgress
+    from nanoinfer.training.run import TrainRun
 
 
 @flags(TrainConfig, "config")
@@ -41,7 +42,7 @@ def train(
 
     from nanoinfer.training import loop, train_draft_head
 
-    run: loop.TrainRun
+    run: TrainRun
     target = config.distill or config.draft_head
     if config.draft_head is not None:
         run = train_draft_head.prepare(config, resume=resume, complete=_Writer(config))

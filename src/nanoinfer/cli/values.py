@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import typer
 
-from nanoinfer.checks import show
+from nanoinfer.utils.checks import show
 
 UNITS = {"": 1, "b": 1}
 UNITS |= {f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgt")}

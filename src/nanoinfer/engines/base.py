@@ -23,7 +23,7 @@ from nanoinfer.config import EngineLimits, ModelConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from nanoinfer.arrays import Array
+    from nanoinfer.utils.arrays import Array
 
 Handle = NewType("Handle", int)
 """Identifies one open sequence of one engine. Handles are not reused."""
@@ -159,3 +159,6 @@ class OverlapEngine(Engine, Protocol):
         Raises:
             NanoinferError: as `extend`; or a token is PENDING, but the sequence's last step sampled none.
         """
+
+    def warm_up(self, draw: Draw) -> None:
+        """Prepare the steps that will sample with `draw`, so that none waits for a compilation or a capture later."""

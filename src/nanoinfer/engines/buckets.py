@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 MAX_TOKENS = 4096
 """Maximum number of tokens in one sub-batch, padding included. It bounds the memory for activations."""
+WARM_CONTEXT = 1024
+"""Longest context, in tokens, whose decode steps are captured at the start."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,14 @@ def plan(slots: list[int], starts: list[int], num_new: list[int], limits: Bucket
             context = limits.context(max(starts[i] + num_new[i] for i in some))
             sub_batches.append(_sub_batch(some, [slots[i] for i in some], tokens, context, limits.num_slots, most))
     return sub_batches
+
+
+def warm_buckets(limits: BucketLimits) -> list[Bucket]:
+    """Return the buckets of all decode steps up to WARM_CONTEXT, the fewest rows first."""
+    rows = sorted({min(round_up(n), limits.num_slots) for n in range(1, limits.num_slots + 1)})
+    contexts = sorted({limits.context(n) for n in range(1, min(limits.block_size, WARM_CONTEXT) + 1)})
+    every = (Bucket(r, 1, context, dense) for r in rows for dense in (True, False) for context in contexts)
+    return [b for b in every if b.dense or b.rows < limits.num_slots]
 
 
 def _sub_batch(members: list[int], slots: list[int], tokens: int, context: int, num_slots: int, most: int) -> SubBatch:

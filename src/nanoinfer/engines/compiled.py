@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from nanoinfer.config import EngineConfig, EngineLimits
+from nanoinfer.engines.base import Draw
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
@@ -55,6 +56,9 @@ class CompiledEngine(CudaGraphEngine):
         super().__init__(model, limits, config, recorder=recorder)
         self._backend = backend
         self._compiled: dict[tuple[torch.Size, int, bool, bool], RunBlock] = {}
+
+    def warm_up(self, draw: Draw) -> None:
+        """Do nothing: to compile the blocks of all shapes takes minutes."""
 
     def _block(
         self, block: Block, x: Tensor, rotation: Rotation | None, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor

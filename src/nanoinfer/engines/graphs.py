@@ -11,8 +11,10 @@ any graph overwrites them, because all graphs share one memory pool.
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Generic, Protocol, TypeVar
 
@@ -35,7 +37,7 @@ class Recorder(Protocol):
         Recording does not run the work; only a replay does.
 
         Raises:
-            RuntimeError: recording failed. If memory ran out, `_out_of_memory` is true for the error.
+            RuntimeError: recording failed. If memory ran out, `out_of_memory` is true for the error.
         """
 
     def num_bytes(self) -> int:
@@ -55,6 +57,7 @@ class CudaRecorder:
         with (
             torch.cuda.device(self._device),
             torch.cuda.stream(torch.cuda.current_stream()),  # a failed recording does not restore the stream
+            _leave_pool_after_failure(self._device, self._pool),
             torch.inference_mode(False),  # a recording starts with writes to tensors that all recordings share
             torch.cuda.graph(graph, pool=self._pool, stream=_side_stream(self._device)),
             torch.inference_mode(mode),
@@ -67,6 +70,35 @@ class CudaRecorder:
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()  # a recording does this too, which would hide the memory that it takes
         return torch.cuda.memory_reserved(self._device)
+
+
+@contextmanager
+def _leave_pool_after_failure(device: torch.device, pool: tuple[int, int]) -> Iterator[None]:
+    """End the allocation from a pool if a recording fails.
+
+    PyTorch before 2.12 does not if the driver refuses to end the recording (its pull request 180395). The call with
+    which every recording starts, of any engine, would then fail.
+    """
+    try:
+        yield
+    except BaseException:
+        name = "_cuda_endAllocateToPool"  # its name since PyTorch 2.8
+        end = getattr(torch._C, name if hasattr(torch._C, name) else "_cuda_endAllocateCurrentStreamToPool")
+        with suppress(RuntimeError):  # PyTorch has ended it
+            end(device.index, pool)
+        raise
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Disable cyclic garbage collection: freeing an old graph or event would invalidate a recording."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @cache
@@ -122,9 +154,10 @@ class Graphs(Generic[T]):
         """Record `compute` if there is memory for it; return whether it was recorded."""
         before = recorder.num_bytes()
         try:
-            self._recorded[key] = recorder.record(compute)
+            with _no_garbage_collection():
+                self._recorded[key] = recorder.record(compute)
         except RuntimeError as error:
-            if not _out_of_memory(error):
+            if not out_of_memory(error):
                 raise
             self._stop("the device is out of memory: lower kv_cache_memory or max_num_seqs")
             return False
@@ -138,7 +171,7 @@ class Graphs(Generic[T]):
         log.warning("%d CUDA graphs hold %s bytes, no more are captured; %s", len(self), f"{self.num_bytes:,}", why)
 
 
-def _out_of_memory(error: BaseException | None) -> bool:
+def out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error means that memory ran out: for a tensor, a library or the graph itself.
 
     Libraries and graphs report it in the message only. Leaving a failed recording may raise another error, whose

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer import environment
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
@@ -26,6 +25,7 @@ from nanoinfer.kv.plan import resolve_cache_dtype
 from nanoinfer.models.checkpoints.packed import PackedWeights
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.rotary import frequencies
+from nanoinfer.utils import environment
 
 SHAPE = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "mlp_dim", "activation",

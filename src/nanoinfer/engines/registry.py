@@ -12,13 +12,13 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer import processes
 from nanoinfer.config import DTYPES, EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import Engine
 from nanoinfer.engines.devices import free_memory, num_cuda_devices
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.kv.plan import plan_limits
-from nanoinfer.progress import ProgressBar
+from nanoinfer.utils import processes
+from nanoinfer.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from nanoinfer.models.checkpoints.weights import Weights
@@ -32,6 +32,7 @@ class EngineSpec:
 
     name: str
     idea: str
+    """The one idea, in README's table and in `nanoinfer engines`."""
     target: str
     """The engine's class as "module:Class"; imported when the engine is chosen."""
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -68,31 +69,31 @@ ENGINES: dict[str, EngineSpec] = {
     for spec in (  # the ladder: `auto` chooses the last one that fits
         EngineSpec(
             "recompute",
-            "run the whole prefix for every token: the definition of correct",
+            "run the whole prefix for every token; the reference of all others",
             "nanoinfer.engines.recompute:RecomputeEngine",
             memory="none",
         ),
         EngineSpec(
             "dynamic",
-            "keep keys and values, grow by concatenation",
+            "keep keys and values, append to them by concatenation",
             "nanoinfer.engines.dynamic:DynamicEngine",
         ),
         EngineSpec(
             "static",
-            "preallocate keys and values, write in place",
+            "allocate keys and values once, write in place",
             "nanoinfer.engines.static:StaticEngine",
             memory="slots",
         ),
         EngineSpec(
             "paged",
-            "blocks of one pool; forks share prefixes by reference",
+            "keys and values in blocks of one pool; prefixes shared by reference",
             "nanoinfer.engines.paged:PagedEngine",
             memory="blocks",
             preferred=False,  # it gathers keys and values, which `static` reads in place
         ),
         EngineSpec(
             "compiled",
-            "compile the step over static shapes",
+            "torch.compile over static shapes",
             "nanoinfer.engines.compiled:CompiledEngine",
             memory="padded slots",
             options=("graph_memory",),
@@ -100,7 +101,7 @@ ENGINES: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             "cuda_graph",
-            "capture the step once, replay it; its inputs stay on the device",
+            "capture the step once, replay it; its inputs stay on the GPU",
             "nanoinfer.engines.cuda_graph:CudaGraphEngine",
             devices=("cuda",),
             memory="padded slots",
@@ -108,7 +109,7 @@ ENGINES: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             "native",
-            "a C++ decoder that streams packed weights at memory speed",
+            "a C++ decoder that streams packed weights: 32, 16, 8 or 4 bits",
             "nanoinfer.engines.native:NativeEngine",
             devices=("cpu",),
             quantizations=("int8", "int4"),
@@ -118,7 +119,7 @@ ENGINES: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             "triton",
-            "few fused kernels a layer; weights in 16, 8 or 4 bits",
+            "few fused GPU kernels a layer; weights in 32, 16, 8 or 4 bits",
             "nanoinfer.engines.triton_engine:TritonEngine",
             devices=("cuda",),
             quantizations=("int8", "int4"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from nanoinfer import processes
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import Handle, StepBatch
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils import processes
 
 DEFAULTS = EngineConfig()
 

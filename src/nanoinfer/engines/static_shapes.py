@@ -27,7 +27,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from nanoinfer import processes
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines import buckets
 from nanoinfer.engines.base import PENDING, Draw, Handle, StepBatch
@@ -38,9 +37,10 @@ from nanoinfer.engines.transfers import PendingTokens, StepInputs, select
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import slot_tokens
 from nanoinfer.kv.slots import SlotCache
-from nanoinfer.models.attention import Masking, scaled_attention
+from nanoinfer.models.attention import Masking, attention_backends, scaled_attention
 from nanoinfer.models.gpt import GPT, Block
 from nanoinfer.models.layers import Rotation
+from nanoinfer.utils import processes
 
 EMPTY: Mapping[int, int] = MappingProxyType({})
 HEAD_TOKENS = 16
@@ -117,6 +117,8 @@ class StaticShapeEngine(ModelEngine):
         self._cache = SlotCache(self.config, limits.max_num_seqs, columns, self.dtype, self.device)
         self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=self.device)
         """The token sampled last for each slot; the last element takes the tokens of rows that sample none."""
+        self._range = torch.arange(max(columns, buckets.MAX_TOKENS), device=self.device)
+        self._masked = torch.tensor([float("-inf"), 0.0], dtype=self.dtype, device=self.device)
         self._on_device = torch.cuda.device_of(self._last)  # type: ignore[no-untyped-call]
         self._last_step: PlannedStep | None = None
         """The step before, if it may be repeated; None after any other change of the sequences."""
@@ -250,14 +252,15 @@ class StaticShapeEngine(ModelEngine):
 
     def _compute(self, inputs: StepInputs, shape: Bucket, draw: Draw | None) -> StepOutput:
         """Compute a step from tensors alone: the host reads no value, and no shape depends on one."""
-        hidden = self._forward(self._prologue(inputs, shape))
+        with attention_backends(self.device):
+            hidden = self._forward(self._prologue(inputs, shape))
         return self._epilogue(inputs, shape, hidden, draw)
 
     # Overridden by derived engines ----------------------------------------------------------------------
 
     def _prologue(self, inputs: StepInputs, shape: Bucket) -> StepTensors:
         """Return the model's inputs, with the tokens that the previous step sampled."""
-        i = torch.arange(shape.tokens, device=self.device)
+        i = self._range[: shape.tokens]
         # masked_fill, not where: `where` copies a Python number to the device and waits for the copy
         pos = (inputs.start[:, None] + i).masked_fill(i >= inputs.count[:, None], self.limits.block_size)  # (R, n)
         idx = torch.where(inputs.given < 0, self._last[inputs.slots][:, None], inputs.given)
@@ -267,7 +270,9 @@ class StaticShapeEngine(ModelEngine):
         """Sample the next tokens or compute the logits of final hidden states, (R, n, C), and advance the positions."""
         logits = tokens = None
         if draw is not None:
-            final = hidden[torch.arange(shape.rows, device=self.device), (inputs.count - 1).clamp(min=0)]  # (R, C)
+            final = hidden[:, 0]  # (R, C)
+            if shape.tokens > 1:
+                final = hidden[self._range[: shape.rows], (inputs.count - 1).clamp(min=0)]
             tokens = draw(self._head(final), inputs.sampler_slots, inputs.wanted, self._last, inputs.slots)
         elif shape.tokens <= HEAD_TOKENS:
             logits = self._head(hidden.flatten(0, 1))
@@ -286,12 +291,11 @@ class StaticShapeEngine(ModelEngine):
 
     def _mask(self, step: StepTensors, window: int | None) -> Tensor:
         """Return what is added to the scores of all heads of the layers with this window, (R, 1, n, context)."""
-        key, query = torch.arange(step.context, device=self.device), step.pos[..., None]
+        key, query = self._range[: step.context], step.pos[..., None]
         unseen = key > query  # (R, n, context)
         if window is not None:
             unseen |= key <= query - window
-        mask = torch.zeros(unseen.shape, dtype=self.dtype, device=self.device)
-        return mask.masked_fill_(unseen, float("-inf"))[:, None]
+        return torch.where(unseen, self._masked[0], self._masked[1])[:, None]
 
     def _block(
         self, block: Block, x: Tensor, rotation: Rotation | None, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor

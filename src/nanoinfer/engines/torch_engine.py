@@ -7,16 +7,15 @@ the cache changes on fork, truncate and close.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.sequences import DEFAULTS, Sequences
+from nanoinfer.models.attention import attention_backends
 from nanoinfer.models.gpt import GPT, Attend
 
 
@@ -57,7 +56,7 @@ class TorchEngine(ModelEngine):
         if not batch.handles:
             self._hidden = self._hidden[:0]
             return torch.empty(0, self.config.vocab_size, device=self.device)
-        with attention_of_any_length(self.device):
+        with attention_backends(self.device):
             try:
                 self._hidden = self._run(batch)  # (sum(num_logits), C)
             except BaseException:
@@ -89,17 +88,6 @@ class TorchEngine(ModelEngine):
     def _attend(self, batch: StepBatch, starts: list[int]) -> Attend:
         """Return the attention function of one step: it stores the new keys and values, then attends (N, H, D)."""
         raise NotImplementedError
-
-
-def attention_of_any_length(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that disables the cuDNN attention backend on a GPU.
-
-    PyTorch prefers cuDNN on an H100, but cuDNN plans every new shape for about 30 ms on the host, and the shape may
-    change at every step.
-    """
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def lay_out(model: GPT) -> None:

@@ -1,18 +1,31 @@
 """Attention over dense keys and values in PyTorch, as the layers of a model ask for it.
 
-The engines in PyTorch differ in where keys and values are, and all call `scaled_attention`. Shapes: see gpt.py;
-K = number of heads of keys and values, S = number of keys.
+The engines in PyTorch differ in where keys and values are, and all call `scaled_attention`, within
+`attention_backends`. Shapes: see gpt.py; K = number of heads of keys and values, S = number of keys.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanoinfer.config import ModelConfig
+
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""PyTorch's attention kernels that the engines use on a GPU: all but cuDNN's.
+
+PyTorch prefers cuDNN's from compute capability 9.0 on. It plans every new shape for about 30 ms on the host, and in
+most engines the shape may change at every step. Captured steps use the same kernels, so that rungs compute alike."""
+
+
+def attention_backends(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which attention on a GPU uses BACKENDS. It takes the host 25 us, so a step enters it once."""
+    return sdpa_kernel(BACKENDS) if device.type == "cuda" else nullcontext()
 
 
 class Masking(NamedTuple):
@@ -56,9 +69,15 @@ def scaled_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor, maski
     mask, is_causal = masking
     shared = config.n_head // config.n_kv_head
     if config.attention_softcap is None:
+        shape = q.shape
+        if shared > 1 and not is_causal:
+            # Heads that share keys become queries of one head: with a mask, PyTorch's fused kernels share no heads.
+            q = q.reshape(*k.shape[:-2], shared * shape[-2], shape[-1])  # (..., K, H / K * T, D)
+            mask = torch.cat([mask] * shared, -2) if mask is not None and mask.shape[-2] > 1 else mask
+            shared = 1
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shared > 1
-        )
+        ).reshape(shape)
     k, v = (x.repeat_interleave(shared, dim=-3) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (config.head_dim**-0.5 if scale is None else scale)
     scores = soft_cap(scores, config.attention_softcap)

@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import Array, HostTensor, to_numpy
-from nanoinfer.checks import require_int, show
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import read_json, write_folder
 from nanoinfer.models.checkpoints.load import BUILTIN
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
+from nanoinfer.utils.arrays import Array, HostTensor, to_numpy
+from nanoinfer.utils.checks import require_int, show
+from nanoinfer.utils.files import read_json, write_folder
 
 if TYPE_CHECKING:
     from nanoinfer.config import ModelConfig

@@ -85,7 +85,7 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = rotate(torch.cat((q, k), -2), rotation).tensor_split((self.n_head,), -2)
         return self.c_proj(attend(q, k, v).flatten(-2))  # type: ignore[no-any-return]
 
 

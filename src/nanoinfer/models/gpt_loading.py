@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nanoinfer.arrays import HostTensor
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.parameters import initial
+from nanoinfer.utils.arrays import HostTensor
 
 
 def load_gpt(weights: Weights, device: torch.device | str = "cpu") -> GPT:

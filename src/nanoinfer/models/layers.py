@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nanoinfer.config import ModelConfig
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosine and sine of the angles of each token, (..., 1, dim / 2) each."""
+"""Cosine and sine of the angles of each token, (..., 1, dim) each: dim / 2 angles twice, the first sines negated."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
@@ -40,11 +40,10 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x, (..., width), over its last dimension."""
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        if self.weight is not None:
-            y = y * (self.weight.float() + self.offset)
-        return y.to(x.dtype)
+        if self.weight is None or not self.offset:
+            return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)  # one kernel
+        weight = self.weight.float() + self.offset  # more bits than the weight's dtype has
+        return F.rms_norm(x.float(), x.shape[-1:], weight, self.eps).to(x.dtype)
 
 
 class GatedMLP(nn.Module):
@@ -66,12 +65,14 @@ class GatedMLP(nn.Module):
 def rotation(frequency: Tensor, pos: Tensor, dtype: torch.dtype) -> Rotation:
     """Return the rotation of tokens at positions `pos`, int64 of any shape, for `rotary.frequencies` on its device."""
     angles = pos[..., None, None].float() * frequency
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
 def rotate(x: Tensor, by: Rotation) -> Tensor:
     """Rotate queries or keys, (..., heads, D). Dimensions after the rotary ones stay as they are."""
     cos, sin = by
-    half = cos.shape[-1]
+    half = cos.shape[-1] // 2
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+    y = torch.addcmul(x[..., : 2 * half] * cos, torch.cat((b, a), -1), sin)  # a cos - b sin, b cos + a sin
+    return torch.cat((y, rest), -1) if rest.shape[-1] else y

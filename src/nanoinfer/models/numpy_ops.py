@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import Array, to_numpy
+from nanoinfer.utils.arrays import Array, to_numpy
 
 LAYER_NORM_EPS = 1e-5  # PyTorch's default
 Values = NDArray[Any]

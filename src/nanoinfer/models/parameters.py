@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import HostTensor
 from nanoinfer.config import ModelConfig
+from nanoinfer.utils.arrays import HostTensor
 
 LAYER = re.compile(r"transformer\.h\.([0-9]{1,9})\.")
 """Beginning of the name of a layer's parameter; the group is the layer's index."""

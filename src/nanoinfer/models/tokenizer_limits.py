@@ -18,7 +18,35 @@ MAX_GROWTH = 1024
 MAX_STEPS = 100
 MAX_MERGE_WORK = 1 << 30
 """Sum of the squares of the tokens' lengths, where merges are not stored; Gemma's is 30 million."""
+MAX_TOKENS = 1 << 19
+"""Tokens of a vocabulary that a file may have: twice Gemma's, the largest known of a language model."""
+MERGES_PER_TOKEN = 4
+"""Merges for each token of the vocabulary. Known tokenizers have 1 to 2.3: Llama 3 280,147 for 128,256 tokens."""
+VALUES_PER_TOKEN = 24
+"""Commas and colons of a tokenizer.json for each token: 2 in the vocabulary, 2 for a merge, 14 for an added token."""
+MIN_COMPARED_TOKENS = 1 << 16
+"""A model with fewer tokens may have a tokenizer of so many: an exact error follows when it is loaded."""
 MAX_VOCAB_SIZE = 2**31 - 1  # the same limit as ModelConfig.vocab_size
+
+
+def check_size(raw: bytes, marks: tuple[bytes, ...], per_token: int, num_tokens: int) -> None:
+    """Compare the number of values in a tokenizer's file with the model's tokens, before the file is parsed.
+
+    Args:
+        raw: content of the file.
+        marks: what separates values; each value has one at least.
+        per_token: values for each token, at most.
+        num_tokens: of the model.
+
+    Raises:
+        ValueError: the file has more values.
+    """
+    limit = per_token * max(MIN_COMPARED_TOKENS, min(num_tokens, MAX_TOKENS))
+    if (count := sum(map(raw.count, marks))) > limit:
+        raise ValueError(
+            f"has {count} values; the limit for a model of {num_tokens} tokens is {limit}: use the tokenizer that the"
+            " model was trained with"
+        )
 
 
 def check_growth(spec: dict[str, Any]) -> None:
@@ -28,11 +56,11 @@ def check_growth(spec: dict[str, Any]) -> None:
         ValueError: there are more than MAX_STEPS steps, or their growth exceeds MAX_GROWTH.
     """
     for parts in (("normalizer", "pre_tokenizer"), ("decoder",)):
-        steps = [step for part in parts for step in _steps(spec.get(part))]
-        if len(steps) > MAX_STEPS:
-            raise ValueError(f"{' and '.join(parts)} have {len(steps)} steps; the limit is {MAX_STEPS}")
+        chain = [step for part in parts for step in steps(spec.get(part))]
+        if len(chain) > MAX_STEPS:
+            raise ValueError(f"{' and '.join(parts)} have {len(chain)} steps; the limit is {MAX_STEPS}")
         growth = 1
-        for step in steps:
+        for step in chain:
             growth *= _growth(step)
         if growth > MAX_GROWTH:
             raise ValueError(
@@ -40,15 +68,15 @@ def check_growth(spec: dict[str, Any]) -> None:
             )
 
 
-def _steps(part: Any) -> Iterator[dict[str, Any]]:
+def steps(part: Any) -> Iterator[dict[str, Any]]:
     """Yield a part and, recursively, the steps that it contains. The JSON parser limits the nesting."""
     if not isinstance(part, dict):
         return
     yield part
     for name in ("normalizers", "pretokenizers", "decoders"):
-        if isinstance(steps := part.get(name), list):
-            for step in steps:
-                yield from _steps(step)
+        if isinstance(inner := part.get(name), list):
+            for step in inner:
+                yield from steps(step)
 
 
 def _growth(step: dict[str, Any]) -> int:

@@ -12,7 +12,6 @@ Python code.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,9 +20,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, parse_json, read_json, read_limited, reason
+from nanoinfer.models.least_tokens import LongestToken, longest_token
 from nanoinfer.models.text_streams import MISSING, CharStream, DecodeStream, SuffixStream, Utf8Stream, spelled
-from nanoinfer.models.tokenizer_limits import MAX_VOCAB_SIZE, check_growth
+from nanoinfer.models.tokenizer_limits import (
+    MAX_TOKENS,
+    MAX_VOCAB_SIZE,
+    MERGES_PER_TOKEN,
+    VALUES_PER_TOKEN,
+    check_growth,
+    check_size,
+)
+from nanoinfer.utils import processes
+from nanoinfer.utils.files import escaped, parse_json, read_json, read_limited, reason
 
 if TYPE_CHECKING:
     import tokenizers
@@ -32,6 +40,8 @@ log = logging.getLogger("nanoinfer")
 
 MAX_CONFIG_BYTES = 16 << 20  # tokenizer_config.json; some list all added tokens
 LONG_TEXT = 2048  # characters that take more than a few milliseconds; a batch starts the library's own threads
+HUGE_TEXT = 1 << 17  # characters after which memory is released to the system: up to 200 bytes each
+CACHED_WORDS = 1000  # whose tokens the library keeps, for each thread: up to 10 KB each
 MAX_TOKENIZER_BYTES = 128 << 20  # GPT-2's tokenizer.json has 1.3 MB, the largest known one 60 MB
 
 
@@ -44,6 +54,10 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` alone. Raises NanoinferError for text that cannot be tokenized."""
+        ...
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least, without tokenizing it; 0 if no bound is known."""
         ...
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
@@ -80,7 +94,8 @@ class ByteLevelTokenizer:
     """Byte-level BPE: every token is a byte string, and every text can be tokenized."""
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
-        self.core = core
+        _bound_cache(core)
+        self.core, self._longest = core, _longest_token(core)
         self.vocab_size, self.bos_token_id = _table_size(core), _start_token(core)
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}  # of those that are whole characters
@@ -90,6 +105,10 @@ class ByteLevelTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
         return _encode(self.core, text)
+
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least; 0 if no bound is known."""
+        return 0 if self._longest is None else self._longest.least_tokens(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token: 'Ġthe' -> b' the'; for an added token, its content."""
@@ -140,6 +159,10 @@ class CharTokenizer:
                 " model's vocabulary: remove it, or use a model with a byte-level tokenizer"
             ) from None
 
+    def least_tokens(self, text: str) -> int:
+        """Return the number of tokens of `text`."""
+        return len(text)
+
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
         return CharStream(self.chars)
@@ -149,16 +172,27 @@ class GenericTokenizer:
     """Any other tokenizer that the tokenizers library loads."""
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
-        self.core = core
+        _bound_cache(core)
+        self.core, self._longest = core, _longest_token(core)
         self.vocab_size, self.bos_token_id = _table_size(core), _start_token(core)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
         return _encode(self.core, text)
 
+    def least_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least; 0 if no bound is known."""
+        return 0 if self._longest is None else self._longest.least_tokens(text)
+
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
         return SuffixStream(self.core, self.vocab_size, prompt_token_ids)
+
+
+def _bound_cache(core: tokenizers.Tokenizer) -> None:
+    """Bound the memory of the library's cache: by default 100 MB for each thread that tokenizes."""
+    if (resize := getattr(core.model, "_resize_cache", None)) is not None:  # BPE and Unigram have one
+        resize(CACHED_WORDS)
 
 
 def _table_size(core: tokenizers.Tokenizer) -> int:
@@ -169,6 +203,11 @@ def _table_size(core: tokenizers.Tokenizer) -> int:
     if (size := 1 + max(ids)) > MAX_VOCAB_SIZE:
         raise NanoinferError(f"token id {size - 1} is too large: ids must be less than {MAX_VOCAB_SIZE}")
     return size
+
+
+def _longest_token(core: tokenizers.Tokenizer) -> LongestToken | None:
+    parts = {name: _spec(getattr(core, name)) for name in ("normalizer", "pre_tokenizer")}
+    return longest_token(core, core.get_vocab(with_added_tokens=True), byte_alphabet(), parts)
 
 
 def _start_token(core: tokenizers.Tokenizer) -> int | None:
@@ -203,7 +242,12 @@ def _encode(core: tokenizers.Tokenizer, text: str) -> list[int]:
         if len(text) < LONG_TEXT:
             return list(core.encode(text, add_special_tokens=False).ids)
         # `encode` holds Python's global lock, so it would stop all other threads: 0.1 s for 100,000 characters.
-        return list(core.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        (encoded,) = core.encode_batch_fast([text], add_special_tokens=False)
+        ids = list(encoded.ids)
+    if len(text) >= HUGE_TEXT:
+        del encoded
+        processes.trim_memory()
+    return ids
 
 
 @contextmanager
@@ -261,9 +305,20 @@ def _chars(core: tokenizers.Tokenizer) -> list[str] | None:
     return _in_order(core.get_vocab(with_added_tokens=False))  # not the model's, which lists one token for each id
 
 
-def from_file(path: Path) -> Tokenizer:
-    """Return the tokenizer in a tokenizer.json."""
-    raw = read_limited(path, MAX_TOKENIZER_BYTES, "a tokenizer")
+def _read_table(path: Path, what: str, num_tokens: int) -> bytes:
+    """Return the content of a tokenizer's file, after comparing its size with the model's."""
+    raw = read_limited(path, MAX_TOKENIZER_BYTES, what)
+    marks, per_token = ((b",", b":"), VALUES_PER_TOKEN) if path.suffix == ".json" else ((b"\n",), MERGES_PER_TOKEN)
+    try:
+        check_size(raw, marks, per_token, num_tokens)
+    except ValueError as e:
+        raise NanoinferError(f"{escaped(path)} {e}") from None
+    return raw
+
+
+def from_file(path: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer:
+    """Return the tokenizer in a tokenizer.json for a model of `num_tokens` tokens."""
+    raw = _read_table(path, "a tokenizer", num_tokens)
     try:
         return from_json(raw.decode(), str(path))
     except UnicodeDecodeError as e:
@@ -278,19 +333,22 @@ def _in_order(vocab: dict[str, int]) -> list[str]:
     return [chars[i] for i in range(len(chars))]
 
 
-def from_folder(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a Hugging Face folder (tokenizer.json, or vocab.json with merges.txt), or None."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
+def from_folder(folder: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer | None:
+    """Return the tokenizer of a Hugging Face folder (tokenizer.json, or vocab.json with merges.txt), or None.
 
+    `num_tokens`: of the model.
+    """
     if (path := folder / "tokenizer.json").is_file():
-        return from_file(path)
+        return from_file(path, num_tokens)
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
         return None
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
     complaint = f"{escaped(vocab)} and {escaped(merges)} are not BPE tables"
-    ids = parse_json(read_limited(vocab, MAX_TOKENIZER_BYTES, "a vocabulary"), complaint)
-    raw = read_limited(merges, MAX_TOKENIZER_BYTES, "a table of merges")
+    raw = _read_table(merges, "a table of merges", num_tokens)
+    ids = parse_json(_read_table(vocab, "a vocabulary", num_tokens), complaint)
     with explained(complaint):
         lines = [line for line in raw.decode().split("\n") if line and not line.startswith("#version")]
         pairs = [(left, right) for left, right in (line.rstrip("\r").split(" ") for line in lines)]
@@ -324,17 +382,6 @@ def to_json(tokenizer: Tokenizer) -> str:
     assert isinstance(tokenizer, (ByteLevelTokenizer, GenericTokenizer))
     text: str = tokenizer.core.to_str()
     return text
-
-
-def fingerprint(tokenizer: Tokenizer) -> str:
-    """Return a hash of the text of every token id: equal for tokenizers of one kind with the same vocabulary."""
-    if isinstance(tokenizer, CharTokenizer):
-        tokens: list[object] = list(tokenizer.chars)
-    elif isinstance(tokenizer, ByteLevelTokenizer):
-        tokens = [list(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size)]
-    else:
-        tokens = [to_json(tokenizer)]
-    return hashlib.sha256(json.dumps([type(tokenizer).__name__, tokens]).encode()).hexdigest()
 
 
 def char_to_json(chars: Sequence[str]) -> str:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nanoinfer.arrays import HostTensor
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import LAYER
+from nanoinfer.utils.arrays import HostTensor
 
 
 def truncate_layers(weights: Weights, n_layer: int) -> Weights:

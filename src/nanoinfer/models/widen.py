@@ -25,12 +25,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import HostTensor
-from nanoinfer.checks import require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import shapes
+from nanoinfer.utils.arrays import HostTensor
+from nanoinfer.utils.checks import require_int
 
 
 def widened(config: ModelConfig, *, n_embd: int, n_layer: int) -> ModelConfig:

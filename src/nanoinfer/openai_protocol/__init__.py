@@ -14,7 +14,14 @@ from nanoinfer.openai_protocol.chunks import ChunkWriter
 from nanoinfer.openai_protocol.errors import as_sent, error_body, error_object, status_code
 from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, SAMPLING, FieldError
 from nanoinfer.openai_protocol.requests import GenerationRequest, parse, with_fields
-from nanoinfer.openai_protocol.responses import Decode, json_bytes, plain_logprobs, response_body, usage
+from nanoinfer.openai_protocol.responses import (
+    Decode,
+    check_finite,
+    num_values,
+    plain_logprobs,
+    response_body,
+    usage,
+)
 
 __all__ = [
     "CHAT",
@@ -25,9 +32,10 @@ __all__ = [
     "FieldError",
     "GenerationRequest",
     "as_sent",
+    "check_finite",
     "error_body",
     "error_object",
-    "json_bytes",
+    "num_values",
     "parse",
     "plain_logprobs",
     "response_body",

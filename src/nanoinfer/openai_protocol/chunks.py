@@ -6,22 +6,25 @@ encoding of its text.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from nanoinfer.openai_protocol.requests import GenerationRequest
 from nanoinfer.openai_protocol.responses import (
     Decode,
+    PromptPart,
     chat_logprobs,
     completion_logprobs,
-    prompt_text,
+    num_values,
     token_counts,
     token_fields,
 )
-from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
+from nanoinfer.outputs import CompletionOutput, RequestOutput
+from nanoinfer.utils.json_pieces import Items, Text, encode, json_strings
 
+Outputs = Sequence[tuple[int, RequestOutput]]
+"""Pairs of a prompt's index and what was generated for it."""
 DONE = b"data: [DONE]\n\n"
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class ChunkWriter:
@@ -42,26 +45,53 @@ class ChunkWriter:
             "created": created,
             "model": model,
         }
-        self._head = f'data: {_encode(head)[:-1]},"choices":['
+        self._head = f'data: {encode(head)[:-1]},"choices":['
+        self._name = "delta" if request.chat else "text"
+        self._end = ',"usage":null}\n\n' if request.include_usage else "}\n\n"  # of a chunk without token counts
+        self._begins = request.chat or request.echo or request.return_token_ids
         self._detailed = request.params.logprobs is not None or request.return_token_ids
         self._num_prompt: dict[int, int] = {}  # tokens of each prompt whose first output has come
         self._num_output = 0
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice, with logprobs
 
-    def write(self, found: Sequence[tuple[int, RequestOutput]]) -> bytes:
-        """Return the chunks of new outputs: pairs of a prompt's index and what was generated for it."""
-        chunks: list[str] = []
+    def num_values(self, found: Outputs) -> int:
+        """Return about how many numbers and strings the chunks of new outputs have; 0 if they have text only."""
+        if not (self._detailed or self._request.echo):
+            return 0
+        new = [output for i, output in found if i not in self._num_prompt]
+        return num_values(self._request, [output for _, output in found], new)
+
+    def write(self, found: Outputs) -> bytes:
+        """Return the chunks of new outputs: pairs of a prompt's index and what was generated for it.
+
+        Raises:
+            ResultError: a log-probability is not finite.
+        """
+        return "".join(self._chunks(found, _at_once)).encode(errors="backslashreplace")
+
+    def strings(self, found: Outputs) -> Iterator[str]:
+        """Yield the chunks of new outputs, which are large, in short strings. Raises as `write`."""
+        return self._chunks(found, json_strings)
+
+    def _chunks(self, found: Outputs, write: Callable[[Any], Iterable[str]]) -> Iterator[str]:
+        request = self._request
         for i, output in found:
             if i not in self._num_prompt:
                 self._num_prompt[i] = len(output.prompt_token_ids)
-                self._begin(chunks, i, output)
+                if self._begins:
+                    yield from self._first(i, output, write)
             for o in output.outputs:
-                if not self._request.prompt_only:
-                    self._num_output += len(o.token_ids)
-                    self._add(chunks, i * self._request.params.n + o.index, o)
-                elif o.finish_reason is not None:
-                    self._put(chunks, i * self._request.params.n + o.index, '""', "null", '"length"')
-        return "".join(chunks).encode(errors="backslashreplace")
+                index = i * request.params.n + o.index
+                if request.prompt_only:
+                    if o.finish_reason is not None:
+                        yield self._plain(index, '""', '"length"')
+                    continue
+                self._num_output += len(o.token_ids)
+                if self._detailed:
+                    yield from self._chunk(self._details(index, o), write)
+                elif o.text or o.finish_reason:  # else a part of a character, or of what may become a stop string
+                    text = f'{{"content":{encode(o.text)}}}' if request.chat else encode(o.text)
+                    yield self._plain(index, text, f'"{o.finish_reason}"' if o.finish_reason else "null")
 
     def end(self) -> bytes:
         """Return the chunk of the token counts, if it was asked for, and the end of the stream."""
@@ -74,81 +104,65 @@ class ChunkWriter:
         """Number of tokens in the prompts, and generated."""
         return sum(self._num_prompt.values()), self._num_output
 
-    def _begin(self, chunks: list[str], i: int, output: RequestOutput) -> None:
-        """Add the first chunks of a prompt's choices: the role of a chat; with echo or token ids, the prompt."""
+    def _first(self, i: int, output: RequestOutput, write: Callable[[Any], Iterable[str]]) -> Iterator[str]:
+        """Yield the first chunks of a prompt's choices: the role of a chat; with echo or token ids, the prompt."""
         request = self._request
-        ids = f',"prompt_token_ids":{_encode(output.prompt_token_ids)}' if request.return_token_ids else ""
+        prompt = PromptPart(request, output, self._decode)
+        ids = prompt.token_ids if request.return_token_ids else None
+        choice: dict[str, Any] = {"text": Text(prompt.text) if request.echo else ""}
+        if request.chat:
+            choice = {"delta": {"role": "assistant", "content": ""}}
+        choice |= {"logprobs": prompt.logprobs or None, "finish_reason": None}
+        if ids is not None and not request.chat:
+            choice |= {"token_ids": [], "prompt_token_ids": ids}
+        offset = prompt.num_chars()
         for index in range(i * request.params.n, (i + 1) * request.params.n):
+            yield from self._chunk({"index": index, **choice}, write, ids if request.chat else None)
+            self._offsets[index] = offset
+
+    def _details(self, index: int, o: CompletionOutput) -> dict[str, Any]:
+        """Return the choice of an output with its tokens or log-probabilities."""
+        request, steps = self._request, o.logprobs
+        logprobs: dict[str, Items] | None = None
+        if steps is not None:
+            top = request.params.logprobs or 0
             if request.chat:
-                self._put(chunks, index, '{"role":"assistant","content":""}', "null", "null", after=ids)
-            elif request.echo or ids:
-                text, logprobs = "", "null"
-                if request.echo:
-                    text = prompt_text(output, self._decode)
-                    if output.prompt_logprobs is not None:
-                        logprobs = self._completion_logprobs(index, output.prompt_logprobs, output.prompt_token_ids)
-                own = ',"token_ids":[]' if ids else ""
-                self._put(chunks, index, _encode(text), logprobs, "null", own + ids)
+                logprobs = chat_logprobs(steps, top)
+            else:
+                offset = self._offsets.get(index, 0)  # it follows those of the tokens before
+                logprobs = completion_logprobs(steps, top, lambda: offset)
+                self._offsets[index] = offset + sum(map(len, logprobs["tokens"].plain()))
+        text: Any = {"content": o.text} if request.chat else o.text
+        choice = {"index": index, self._name: text, "logprobs": logprobs, "finish_reason": o.finish_reason}
+        return choice | token_fields(o) if request.return_token_ids else choice
 
-    def _add(self, chunks: list[str], index: int, o: CompletionOutput) -> None:
-        """Add the chunk of an output, unless it has nothing new."""
-        if not (o.text or o.finish_reason or self._detailed):
-            return  # a part of a character, or of what may become a stop string
-        logprobs, extra = "null", ""
-        if self._detailed:
-            if o.logprobs is not None:
-                top = self._request.params.logprobs or 0
-                chat = self._request.chat
-                logprobs = (
-                    _encode(chat_logprobs(o.logprobs, top)) if chat else self._completion_logprobs(index, o.logprobs)
-                )
-            if self._request.return_token_ids:
-                extra = f",{_encode(token_fields(o))[1:-1]}"
-        text = _encode(o.text)
-        if self._request.chat:
-            text = f'{{"content":{text}}}'
-        self._put(chunks, index, text, logprobs, f'"{o.finish_reason}"' if o.finish_reason else "null", extra)
+    def _chunk(
+        self, choice: Mapping[str, Any], write: Callable[[Any], Iterable[str]], ids: Items | None = None
+    ) -> Iterator[str]:
+        """Yield a chunk: its choice, and the tokens of a chat's prompt."""
+        yield self._head
+        yield from write(choice)
+        yield "]"
+        if ids is not None:
+            yield ',"prompt_token_ids":'
+            yield from write(ids)
+        yield self._counted() if self._request.continuous_usage else self._end
 
-    def _completion_logprobs(
-        self, index: int, steps: Sequence[Mapping[int, Logprob] | None], ids: Sequence[int] = ()
-    ) -> str:
-        """Return the log-probabilities of a completion's tokens, whose offsets follow those of the tokens before."""
-        found = completion_logprobs(
-            steps, self._request.params.logprobs or 0, ids, self._decode, self._offsets.get(index, 0)
+    def _plain(self, index: int, text: str, finish_reason: str) -> str:
+        """Return a chunk without details. `text` and `finish_reason` are JSON."""
+        end = self._counted() if self._request.continuous_usage else self._end
+        return (
+            f'{self._head}{{"index":{index},"{self._name}":{text},"logprobs":null,"finish_reason":{finish_reason}}}]'
+            f"{end}"
         )
-        if found["tokens"]:
-            self._offsets[index] = found["text_offset"][-1] + len(found["tokens"][-1])
-        return _encode(found)
 
-    def _put(
-        self,
-        chunks: list[str],
-        index: int,
-        text: str,
-        logprobs: str,
-        finish_reason: str,
-        extra: str = "",
-        after: str = "",
-    ) -> None:
-        """Add a chunk. All strings are JSON.
-
-        Args:
-            chunks: where to add it.
-            index: of the choice.
-            text: the text of a completion, or the delta of a chat.
-            logprobs, finish_reason: of the choice.
-            extra: further fields of the choice, each after a comma.
-            after: further fields of the chunk.
-        """
-        name = "delta" if self._request.chat else "text"
-        if self._request.continuous_usage:
-            after += f',"usage":{self._counts()}'
-        elif self._request.include_usage:
-            after += ',"usage":null'
-        chunks.append(
-            f'{self._head}{{"index":{index},"{name}":{text},"logprobs":{logprobs},"finish_reason":{finish_reason}{extra}}}]'
-            f"{after}}}\n\n"
-        )
+    def _counted(self) -> str:
+        """Return the end of a chunk with the token counts so far."""
+        return f',"usage":{self._counts()}}}\n\n'
 
     def _counts(self) -> str:
-        return _encode(token_counts(*self.num_tokens))
+        return encode(token_counts(*self.num_tokens))
+
+
+def _at_once(document: Any) -> Iterable[str]:
+    return (encode(document),)

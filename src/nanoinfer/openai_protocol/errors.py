@@ -10,10 +10,15 @@ from nanoinfer.openai_protocol.fields import FIELDS, SAMPLING, FieldError
 
 
 def status_code(error: NanoinferError) -> int:
-    """Return the HTTP status: 500 for a request that failed while it ran, 429 if the queue is full, or 4xx."""
+    """Return the HTTP status: 500 for a request that failed while it ran, 429 if the queue is full, or 4xx.
+
+    It is 400 for an output that failed because of the request's grammar: the request is at fault.
+    """
     if isinstance(error, FieldError):
         return error.status
-    return 500 if isinstance(error, ResultError) else 429 if isinstance(error, QueueFull) else 400
+    if isinstance(error, ResultError) and _param(error) not in ("structured_outputs", "response_format"):
+        return 500
+    return 429 if isinstance(error, QueueFull) else 400
 
 
 def error_body(error: NanoinferError) -> dict[str, Any]:
@@ -31,7 +36,7 @@ def as_sent(error: NanoinferError, *, response_format: bool) -> NanoinferError:
     """
     if not response_format:
         return error
-    found = re.match(r"(.*?)structured_outputs(\.json_object|\.json)?", text := str(error), re.S)
+    found = re.match(r"(.*?)structured_outputs(?!\.disable)(\.json_object|\.json)?", text := str(error), re.S)
     if found is None:
         return error
     name = "response_format.json_schema" if found[2] == ".json" else "response_format"

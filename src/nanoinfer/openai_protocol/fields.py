@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.checks import show
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BOTH = (COMPLETIONS, CHAT)

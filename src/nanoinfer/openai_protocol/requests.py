@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nanoinfer.checks import require_bool, require_int, show
 from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol.errors import as_sent
 from nanoinfer.openai_protocol.fields import CHAT, FIELDS, MAX_PROMPTS, SAMPLING, FieldError, check_names
-from nanoinfer.sampling_params import RANGES, SamplingParams
+from nanoinfer.sampling_params import KINDS, RANGES, SamplingParams, StructuredOutputsParams
+from nanoinfer.utils.checks import require_bool, require_int, show
 
 INTEGERS = {*(name for name, (low, _) in RANGES.items() if isinstance(low, int)),
             "max_completion_tokens", "top_logprobs", "priority"}  # fmt: skip
 """Fields that may be written as 10.0: in JSON Schema, and for vLLM, that is an integer."""
+_OPTIONS = {f.name for f in fields(StructuredOutputsParams)} - {*KINDS}
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,7 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
     check_names(given, url)
     sampling = {name: given[name] for name in SAMPLING if name in given}
     if (structured := _structured_outputs(given.get("response_format"))) is not None:
-        if "structured_outputs" in given:
-            raise FieldError("response_format and structured_outputs are both given: give one", "response_format")
-        sampling["structured_outputs"] = structured
+        sampling["structured_outputs"] = {**_only_options(given.get("structured_outputs", {})), **structured}
     if url == CHAT:
         _convert_chat_fields(given, sampling)
     options: dict[str, Any] = _options(given, streams)
@@ -179,6 +178,16 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
             "response_format",
         )
     return {"json": schema}
+
+
+def _only_options(structured: Any) -> Mapping[str, Any]:
+    """Return structured_outputs that are given beside response_format. Raises FieldError if they say what to match."""
+    if isinstance(structured, Mapping) and structured.keys() <= _OPTIONS:
+        return structured
+    raise FieldError(
+        "response_format and structured_outputs are both given: give one; beside response_format, structured_outputs"
+        f" may have {' and '.join(sorted(_OPTIONS))}", "response_format",
+    )  # fmt: skip
 
 
 def _convert_chat_fields(given: Mapping[str, Any], sampling: dict[str, Any]) -> None:

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from nanoinfer.errors import ResultError
 from nanoinfer.openai_protocol.requests import GenerationRequest
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
+from nanoinfer.utils.json_pieces import Items, Joined, Text
 
 Decode = Callable[[Sequence[int]], str]
-
-
-def json_bytes(document: Any) -> bytes:
-    """Return a document as JSON. Half a surrogate pair becomes an escape.
-
-    Raises:
-        ResultError: a number in it is not finite.
-    """
-    try:
-        text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    except ValueError:
-        raise ResultError("a log-probability is not finite (nan or infinity): try --dtype float32") from None
-    return text.encode(errors="backslashreplace")
+Steps = Sequence[Mapping[int, Logprob] | None]
+"""Log-probabilities of positions, for each the token first; None: a prompt's first token, which has no context."""
 
 
 def response_body(
@@ -35,7 +26,7 @@ def response_body(
     created: int,
     decode: Decode,
 ) -> dict[str, Any]:
-    """Return the body of a successful response.
+    """Return the body of a successful response, for `json_strings`: what is large is made when it is written.
 
     Args:
         request: from `parse`.
@@ -45,18 +36,48 @@ def response_body(
         created: time in seconds since 1970.
         decode: returns the text of token ids, for echo.
     """
-    choices = [_choice(request, o, output, decode) for output in outputs for o in output.outputs]
+    choices = []
+    for output in outputs:
+        prompt = PromptPart(request, output, decode)
+        choices += [_choice(request, o, prompt) for o in output.outputs]
     body: dict[str, Any] = {
         "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{request_id}",
         "object": "chat.completion" if request.chat else "text_completion",
         "created": created,
         "model": model,
-        "choices": [{"index": i, **choice} for i, choice in enumerate(choices)],
+        "choices": tuple({"index": i, **choice} for i, choice in enumerate(choices)),
         "usage": usage(outputs, request.prompt_only),
     }
     if request.chat and request.return_token_ids:
         body["prompt_token_ids"] = outputs[0].prompt_token_ids
     return body
+
+
+def num_values(
+    request: GenerationRequest, outputs: Sequence[RequestOutput], prompts: Sequence[RequestOutput] | None = None
+) -> int:
+    """Return about how many numbers and strings a response, or a part of a stream, has.
+
+    Args:
+        request: from `parse`.
+        outputs: what is written.
+        prompts: those of them whose prompts are written, too; None: all.
+    """
+    params = request.params
+    total = sum(len(o.token_ids) for output in outputs for o in output.outputs) * (1 + (params.logprobs or 0))
+    if in_prompt := request.echo + request.prompt_logprobs + request.return_token_ids:
+        num_prompt = sum(len(output.prompt_token_ids) for output in (outputs if prompts is None else prompts))
+        total += params.n * in_prompt * num_prompt * (1 + (params.prompt_logprobs or 0))
+    return total
+
+
+def check_finite(outputs: Sequence[RequestOutput]) -> None:
+    """Check that the log-probabilities can be written as JSON. Raises ResultError."""
+    for output in outputs:
+        for steps in (output.prompt_logprobs, *(o.logprobs for o in output.outputs)):
+            for step in steps or ():
+                if step is not None and not all(math.isfinite(entry.logprob) for entry in step.values()):
+                    raise ResultError("a log-probability is not finite (nan or infinity): try --dtype float32")
 
 
 def usage(outputs: Sequence[RequestOutput], prompt_only: bool = False) -> dict[str, int]:
@@ -71,14 +92,9 @@ def token_counts(num_prompt: int, num_output: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
 
 
-def plain_logprobs(found: Sequence[Mapping[int, Logprob] | None]) -> list[dict[int, dict[str, Any]] | None]:
-    """Return log-probabilities for JSON: for each position token id -> fields of `Logprob`."""
-    return [None if step is None else {token: vars(entry) for token, entry in step.items()} for step in found]
-
-
-def prompt_text(output: RequestOutput, decode: Decode) -> str:
-    """Return the text of a prompt, for echo."""
-    return decode(output.prompt_token_ids) if output.prompt is None else output.prompt
+def plain_logprobs(found: Iterable[Mapping[int, Logprob] | None]) -> Iterator[dict[int, dict[str, Any]] | None]:
+    """Yield log-probabilities for JSON: for each position token id -> fields of `Logprob`."""
+    return (None if step is None else {token: vars(entry) for token, entry in step.items()} for step in found)
 
 
 def token_fields(o: CompletionOutput) -> dict[str, Any]:
@@ -87,69 +103,118 @@ def token_fields(o: CompletionOutput) -> dict[str, Any]:
     return {"token_ids": o.token_ids, **({} if accepted is None else {"draft_accepted": accepted})}
 
 
-def _choice(request: GenerationRequest, o: CompletionOutput, output: RequestOutput, decode: Decode) -> dict[str, Any]:
-    text, found, finish_reason = o.text, o.logprobs, o.finish_reason
-    steps: list[Mapping[int, Logprob] | None] | None = None if found is None else [*found]
+class PromptPart:
+    """What the choices of one prompt share: its text, tokens and log-probabilities, whose JSON is made once.
+
+    Args:
+        request: from `parse`.
+        output: an output of the prompt.
+        decode: returns the text of token ids.
+    """
+
+    def __init__(self, request: GenerationRequest, output: RequestOutput, decode: Decode) -> None:
+        self._output, self._decode = output, decode
+        keep = request.params.n > 1
+        self.token_ids = Items(lambda: output.prompt_token_ids, keep=keep)
+        self.echo = request.echo
+        """Whether it is returned before each output."""
+        self.logprobs: dict[str, Items] = {}
+        """Of its tokens, if it is returned with them, as `completion_logprobs` has them."""
+        self.plain_logprobs: Items | None = None
+        """Of its tokens, in vLLM's shape."""
+        if (steps := output.prompt_logprobs) is None:
+            return
+        if request.echo:
+            top = request.params.logprobs or 0
+            first = decode(output.prompt_token_ids[:1])
+            self.logprobs = completion_logprobs(steps, top, lambda: 0, first, keep=keep)
+        if request.prompt_logprobs:
+            weight = 4 * (1 + (request.params.prompt_logprobs or 0))
+            self.plain_logprobs = Items(lambda: plain_logprobs(steps), weight, keep=keep)
+
+    def text(self) -> str:
+        """Return its text."""
+        found = self._output.prompt
+        return self._decode(self._output.prompt_token_ids) if found is None else found
+
+    def num_chars(self) -> int:
+        """Return the characters of its tokens, one by one."""
+        return sum(map(len, self.logprobs["tokens"].plain())) if self.logprobs else 0
+
+
+def _choice(request: GenerationRequest, o: CompletionOutput, prompt: PromptPart) -> dict[str, Any]:
+    text, steps, finish_reason = o.text, o.logprobs, o.finish_reason
     if request.prompt_only:
         text, steps, finish_reason = "", None if steps is None else [], "length"
-    if request.echo:
-        text = prompt_text(output, decode) + text
-        if steps is not None:
-            steps = [*(output.prompt_logprobs or ()), *steps]
-    ids = output.prompt_token_ids if request.echo else []
-    logprobs = None
+    written: Any = Text(prompt.text, lambda: text) if prompt.echo else text
+    logprobs: Mapping[str, Any] | None = None
     if steps is not None:
         top = request.params.logprobs or 0
-        logprobs = chat_logprobs(steps, top) if request.chat else completion_logprobs(steps, top, ids, decode)
-    choice: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if request.chat else {"text": text}
+        if request.chat:
+            logprobs = chat_logprobs(steps, top)
+        else:
+            logprobs = completion_logprobs(steps, top, prompt.num_chars)
+            if prompt.logprobs:
+                logprobs = {name: Joined(prompt.logprobs[name], items) for name, items in logprobs.items()}
+    choice: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if request.chat else {"text": written}
     choice |= {"logprobs": logprobs, "finish_reason": finish_reason}
-    if request.prompt_logprobs and output.prompt_logprobs is not None:  # as vLLM has it
-        choice["prompt_logprobs"] = plain_logprobs(output.prompt_logprobs)
+    if prompt.plain_logprobs is not None:  # as vLLM has it
+        choice["prompt_logprobs"] = prompt.plain_logprobs
     if request.return_token_ids:
         choice |= token_fields(o)
         if not request.chat:
-            choice["prompt_token_ids"] = output.prompt_token_ids
+            choice["prompt_token_ids"] = prompt.token_ids
     return choice
 
 
 def completion_logprobs(
-    found: Sequence[Mapping[int, Logprob] | None], top: int, ids: Sequence[int], decode: Decode, offset: int = 0
-) -> dict[str, Any]:
+    steps: Steps, top: int, before: Callable[[], int], first: str = "", *, keep: bool = False
+) -> dict[str, Items]:
     """Return the log-probabilities of a completion.
 
     Args:
-        found: for each position the token first; None: a prompt's first token, which has no context.
+        steps: of the positions.
         top: most likely tokens to return for each position.
-        ids: the prompt's tokens, if `found` begins with them.
-        decode: returns the text of the prompt's first token.
-        offset: characters before the first position.
+        before: returns the number of characters before the first position.
+        first: text of the token without log-probabilities.
+        keep: see `Items`.
     """
-    tokens: list[str] = []
-    values: list[float | None] = []
-    most_likely: list[dict[str, float] | None] = []
-    offsets = []
-    for i, step in enumerate(found):
-        offsets.append(offset)
-        if step is None:
-            tokens.append(decode(ids[i : i + 1]))
-            values.append(None)
-            most_likely.append(None)
-        else:
-            token, entry = next(iter(step.items()))
-            tokens.append(_text(token, entry))
-            values.append(entry.logprob)
-            most_likely.append({_text(t, e): e.logprob for t, e in step.items() if t == token or e.rank <= top})
-        offset += len(tokens[-1])
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": most_likely, "text_offset": offsets}
+
+    def texts() -> Iterator[str]:
+        return (first if step is None else _text(*next(iter(step.items()))) for step in steps)
+
+    def values() -> Iterator[float | None]:
+        return (None if step is None else next(iter(step.values())).logprob for step in steps)
+
+    def most_likely() -> Iterator[dict[str, float] | None]:
+        for step in steps:
+            found = None
+            if step is not None:
+                token = next(iter(step))
+                found = {_text(t, e): e.logprob for t, e in step.items() if t == token or e.rank <= top}
+            yield found
+
+    def offsets() -> Iterator[int]:
+        ends = accumulate(map(len, texts()), initial=before())
+        return (end for end, _ in zip(ends, steps, strict=False))
+
+    return {
+        "tokens": Items(texts, keep=keep),
+        "token_logprobs": Items(values, keep=keep),
+        "top_logprobs": Items(most_likely, 2 * (1 + top), keep=keep),
+        "text_offset": Items(offsets, keep=keep),
+    }
 
 
-def chat_logprobs(found: Sequence[Mapping[int, Logprob] | None], num_top: int) -> dict[str, Any]:
-    """Return the log-probabilities of a chat's message. Each item of `found` has the sampled token first."""
-    content = []
-    for step in filter(None, found):
-        by_rank = sorted(step.items(), key=lambda item: item[1].rank)[:num_top]
-        content.append({**_token(*next(iter(step.items()))), "top_logprobs": [_token(*item) for item in by_rank]})
-    return {"content": content}
+def chat_logprobs(steps: Steps, num_top: int) -> dict[str, Items]:
+    """Return the log-probabilities of a chat's message. Each item of `steps` has the sampled token first."""
+
+    def content() -> Iterator[dict[str, Any]]:
+        for step in filter(None, steps):
+            by_rank = sorted(step.items(), key=lambda item: item[1].rank)[:num_top]
+            yield {**_token(*next(iter(step.items()))), "top_logprobs": [_token(*item) for item in by_rank]}
+
+    return {"content": Items(content, 8 * (1 + num_top))}
 
 
 def _token(token: int, entry: Logprob) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.checks import require_bool, show
 from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE, FieldError, check_names
+from nanoinfer.utils.checks import require_bool, show
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.errors import NanoinferError
-from nanoinfer.llm import LLM
 from nanoinfer.profiling import spans as sp
 from nanoinfer.profiling.recording import new_job, random_prompts
 from nanoinfer.sampling_params import SamplingParams

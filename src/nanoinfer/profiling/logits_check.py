@@ -10,9 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import to_numpy
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.arrays import to_numpy
 
 NUM_SEQUENCES = 2  # whose logits are compared; the whole batch runs
 NUM_STEPS = 4  # the second step of a shape is captured, and the later ones are replayed

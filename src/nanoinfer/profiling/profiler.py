@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.errors import NanoinferError
-from nanoinfer.llm import LLM
+from nanoinfer.inputs.prompts import Prompt
 from nanoinfer.profiling import spans as sp
 from nanoinfer.profiling.launches import Launches, count, is_launch
 from nanoinfer.profiling.recording import new_job, random_prompts
-from nanoinfer.prompts import Prompt
 from nanoinfer.sampling_params import SamplingParams
 
 OTHERS = "everything else"
@@ -77,6 +77,9 @@ class Profile:
     """On a GPU: kernels and launches per step, including prefill unless decode_only; None on a CPU or if unknown."""
     tells_apart: bool
     """False if the engine runs the model in one call, whose time is "rest of the engine" as a whole."""
+    waited_sec: float | None
+    """Time that the threads of this process waited for a core, in total, in the run without torch's profiler. Unless it
+    is small beside `wall_sec`, the shares are not those of an idle machine. None where the system does not say it."""
 
 
 def profile(
@@ -102,8 +105,7 @@ def profile(
     job = new_job(llm, prompts, params or SamplingParams(), decode_only)
     job.warm_up()
     on_cpu = llm.device == "cpu"
-    clock = job.clocked() if on_cpu else None
-    plain_sec = 0.0 if on_cpu else job.run(None, None).seconds
+    clock, plain = job.clocked() if on_cpu else (None, job.run(None, None))
     ranges: sp.Spans
     if on_cpu and llm.engine.model is None and trace is None:  # no operator of PyTorch runs
         ranges, events = sp.Spans(), []
@@ -113,7 +115,7 @@ def profile(
         if trace is not None:
             recorder.export_chrome_trace(str(trace))
         events = list(recorder.events())
-    seconds = clock.seconds if clock else _kernel_seconds(events, plain_sec)
+    seconds = clock.seconds if clock else _kernel_seconds(events, plain.seconds)
     wall_sec = sum(seconds.values())
     operators = _operators(events, run.seconds, on_cpu)
     calls = {part: 0 if part == sp.HOST else ranges.calls[part] for part in sp.PARTS}
@@ -136,6 +138,7 @@ def profile(
         kernel_launches_per_token=None if on_cpu else launches / run.num_tokens,
         launches=made,
         tells_apart=sp.tells_apart(ranges, llm.config),
+        waited_sec=plain.waited_sec,
     )
 
 
@@ -165,8 +168,8 @@ def breakdown_percent(
     seconds: Counter[str]
     spans: sp.Spans
     if llm.device == "cpu":
-        spans = clock = job.clocked()
-        seconds = clock.seconds
+        clock, _ = job.clocked()
+        spans, seconds = clock, clock.seconds
     else:
         plain = job.run(None, None)
         recorder, spans, _ = job.recorded()

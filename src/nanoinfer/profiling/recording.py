@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.errors import NanoinferError, missing_extra
-from nanoinfer.llm import LLM
+from nanoinfer.inputs.prompts import Prompt
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.profiling import spans as sp
-from nanoinfer.prompts import Prompt
 from nanoinfer.sampling_params import SamplingParams
 
 WARMUP_TOKENS = 4
+_TASKS = Path("/proc/self/task")
+
+
+def waited_seconds(tasks: Path = _TASKS) -> float | None:
+    """Return how long the threads of this process were ready and waited for a core; None where the kernel does not say.
+
+    The second number of a schedstat: https://docs.kernel.org/scheduler/sched-stats.html
+    """
+    found = []
+    for path in tasks.glob("*/schedstat"):
+        with suppress(OSError, IndexError):  # the thread has ended
+            found.append(int(path.read_text().split()[1]) * 1e-9)
+    return sum(found) if found else None
 
 
 @dataclass(frozen=True)
@@ -30,6 +44,8 @@ class Measured:
     """Tokens generated in that part."""
     token_ids: list[list[int]]
     """All tokens of each output."""
+    waited_sec: float | None
+    """Time that the threads waited for a core in that part, in total; None: not known."""
 
     def require_tokens(self) -> Measured:
         """Return this object. Raises NanoinferError if no token was generated in the measured part."""
@@ -60,6 +76,7 @@ class Job:
             recorder: torch's profiler; entered before the clock starts.
         """
         start, num_tokens, outputs = 0.0, 0, dict[int | str, RequestOutput]()
+        before = waited_seconds()
         self.llm.reset_prefix_cache()  # a prompt that was run before would not be processed
         with ExitStack() as stack:
             if not self.decode_only:
@@ -68,14 +85,17 @@ class Job:
             stack.enter_context(closing(cast(Any, stream)))
             if self.decode_only:
                 outputs = self._skip_first_tokens(len(ids), stream)
+                before = waited_seconds()
                 start = self._begin(stack, spans, recorder)
             for item in stream:
                 if isinstance(item, RequestOutput):
                     outputs[item.request_id] = item.check()
                 else:
                     num_tokens += item.num_tokens
-            seconds = self._now() - start
-        return Measured(seconds, num_tokens, [completion.token_ids for i in ids for completion in outputs[i].outputs])
+            seconds, after = self._now() - start, waited_seconds()
+        token_ids = [completion.token_ids for i in ids for completion in outputs[i].outputs]
+        waited = None if before is None or after is None else after - before
+        return Measured(seconds, num_tokens, token_ids, waited)
 
     def _begin(self, stack: ExitStack, spans: sp.Spans | None, recorder: AbstractContextManager[Any] | None) -> float:
         """Start the measurement, which ends when the stack is closed; return the time."""
@@ -125,11 +145,10 @@ class Job:
         for output in self.llm.generate(self.prompts, short):
             output.check()
 
-    def clocked(self) -> sp.Clock:
+    def clocked(self) -> tuple[sp.Clock, Measured]:
         """Generate once and measure the wall time of the spans; for a CPU, where calls are synchronous."""
         clock = sp.Clock()
-        self.run(clock, None).require_tokens()
-        return clock
+        return clock, self.run(clock, None).require_tokens()
 
     def recorded(self) -> tuple[Any, sp.Ranges, Measured]:
         """Generate once under torch's profiler; return the profiler, its ranges and the run.

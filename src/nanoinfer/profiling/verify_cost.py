@@ -12,9 +12,9 @@ import statistics
 import time
 from collections.abc import Callable
 
-from nanoinfer.checks import require_int
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.checks import require_int
 
 VERIFY_TOKENS = 5
 ROUNDS = 20

@@ -34,11 +34,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanoinfer import environment
 from nanoinfer.errors import NanoinferError
-from nanoinfer.roofline.ceilings import MEASURE, Ceiling
+from nanoinfer.roofline.ceilings import Ceiling
+from nanoinfer.utils import environment
 
 Clock = Callable[[], float]
+MEASURE = "measure"
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoinfer.checks import require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.arithmetic import StepCost, decode, extend, prefill
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import WeightFormat
 from nanoinfer.roofline.speculative_speedup import Speculation, best_speculation
+from nanoinfer.utils.checks import require_int
 
 MAX_NEW_TOKENS = 1 << 20
 

@@ -6,15 +6,16 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from nanoinfer.checks import require_bool, require_choice, require_float, require_int
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, kv_cache_layer
-from nanoinfer.roofline.ceilings import MEASURE, find_device
+from nanoinfer.roofline.devices import find_device
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
+from nanoinfer.roofline.measure import MEASURE
 from nanoinfer.roofline.predict import Setting, generation, predict, prompt_length
 from nanoinfer.roofline.shapes import find_model
 from nanoinfer.roofline.speculative_speedup import MAX_SPECULATE_K
+from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int
 
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 MAX_BATCH = 1 << 20

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from nanoinfer.checks import show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import gguf, hf_config, nanochat, nanogpt
@@ -18,6 +17,7 @@ from nanoinfer.models.checkpoints.load import BUILTIN, builtin_names, is_gguf, s
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.widen import widened
 from nanoinfer.roofline.formats import WeightFormat, mixed
+from nanoinfer.utils.checks import show
 
 
 def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanoinfer.checks import require_float, require_int
+from nanoinfer.utils.checks import require_float, require_int
 
 MAX_SPECULATE_K = 64
 

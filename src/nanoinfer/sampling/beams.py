@@ -24,11 +24,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling.filters import Floats
 from nanoinfer.sampling.sampler import largest, not_finite
 from nanoinfer.sampling_params import BeamSearchParams
+from nanoinfer.utils.arrays import Array, to_numpy
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from nanoinfer.checks import require_choice
 from nanoinfer.config import SAMPLERS
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import native
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.sampler import Sampler
+from nanoinfer.utils.checks import require_choice
 
 log = logging.getLogger("nanoinfer")
 

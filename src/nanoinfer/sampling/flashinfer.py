@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoinfer.arrays import Array
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
+from nanoinfer.utils.arrays import Array
 
 
 def why_unavailable() -> str | None:
@@ -57,7 +57,7 @@ class FlashInferSample:
         """Sample the next token of each row."""
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
         greedy = [i for i, row in enumerate(rows) if row.params.greedy]
-        return reference.sample_parts(logits, rows, ((greedy, reference.draw_tokens), (random, self._draw)))
+        return reference.sample_parts(logits, rows, ((greedy, reference.sample_tokens), (random, self._draw)))
 
     def _draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
         probs = _probabilities(logits, rows).float().contiguous()

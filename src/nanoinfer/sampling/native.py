@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
+from nanoinfer.utils.arrays import Array, to_numpy
 
 try:
     _native: Any = importlib.import_module("nanoinfer._native")

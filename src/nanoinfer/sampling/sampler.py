@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import filters
 from nanoinfer.sampling.filters import Floats
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.arrays import Array, to_numpy
 
 
 class SamplerRow(Protocol):
@@ -119,7 +119,7 @@ def add_logprobs(logits: Array, tokens: Sequence[int], rows: Sequence[SamplerRow
     ]
 
 
-def draw_tokens(logits: Array, rows: Sequence[SamplerRow]) -> list[int]:
+def sample_tokens(logits: Array, rows: Sequence[SamplerRow]) -> list[int]:
     """Return the next token of each row, as `sample` does."""
     return [sampled.token_id for sampled in sample(logits, rows)]
 
@@ -171,10 +171,10 @@ def not_finite(value: object = "not finite") -> str:
 
 def _choose(logits: NDArray[Any], rows: Sequence[SamplerRow]) -> list[int]:
     """Return one token of each row, sampled from its filtered distribution."""
-    return draw_from(filtered_weights(logits, rows), rows)
+    return sample_from(filtered_weights(logits, rows), rows)
 
 
-def draw_from(weights: Floats, rows: Sequence[SamplerRow], purpose: int = 0) -> list[int]:
+def sample_from(weights: Floats, rows: Sequence[SamplerRow], purpose: int = 0) -> list[int]:
     """Return one token of each row, sampled in proportion to its weights.
 
     Args:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.arrays import Array
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
+from nanoinfer.utils.arrays import Array
 
 MAX_COUNT = 2**15 - 1
 """Largest count of one token in one sequence: 15 bits."""
@@ -271,9 +271,9 @@ class Sample:
             slots = torch.arange(len(some), device=part.device)
             wanted = torch.ones_like(slots, dtype=torch.bool)
             tokens: list[int] = fused.draw(part if part.stride(-1) == 1 else part.contiguous(), slots, wanted).tolist()
-            return tokens if NOT_FINITE not in tokens else reference.draw_tokens(part, some)  # raises the error
+            return tokens if NOT_FINITE not in tokens else reference.sample_tokens(part, some)  # raises the error
 
-        return reference.sample_parts(logits, rows, ((by_kernels, draw), (by_reference, reference.draw_tokens)))
+        return reference.sample_parts(logits, rows, ((by_kernels, draw), (by_reference, reference.sample_tokens)))
 
     def _fused_for(self, B: int, V: int, device: torch.device) -> TritonSampler:
         """Return a fused sampler of at least B slots; a new one if B, the vocabulary or the device requires it."""

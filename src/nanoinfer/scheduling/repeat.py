@@ -48,7 +48,7 @@ class RepeatedWork:
         work.is_repeated = True
         for s in running:
             s.num_cached += 1
-            s.last_draw_step = step
+            s.last_sampled_step = step
         if not self._num_inflight:
             for w in work:
                 w.token_ids = w.sequence.token_ids[-1:]
@@ -58,7 +58,7 @@ class RepeatedWork:
 def _num_repeats(w: ScheduledSequence) -> int:
     """Return the number of steps after this one in which a sequence decodes one token of the same window."""
     s = w.sequence
-    if not w.draws or w.forks or s.request.beams is not None or len(w.token_ids) + w.pending != 1:
+    if not w.samples or w.forks or s.request.beams is not None or len(w.token_ids) + w.pending != 1:
         return 0
     to_come = s.max_tokens - s.num_output_tokens - s.num_inflight_tokens - 1
     return min(to_come, s.block_size - (s.num_tokens - s.start))

@@ -16,7 +16,7 @@ Rules:
   the order of admission is preempted: it is kept, waits, and goes on with what is left of it. Its tokens do not change.
 - A sequence samples a token in the step that processes its last uncached token.
 
-The scheduler uses no tensors: an engine is its verbs and its room. Tests run it with a pretended engine.
+The scheduler uses no tensors, and of an engine only its methods and its capacity. Tests use a fake engine.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from collections.abc import Collection
 from collections.abc import Sequence as Seq
 
 from nanoinfer.config import SchedulerConfig
-from nanoinfer.engines.base import Engine, Handle
+from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError, QueueFull
-from nanoinfer.scheduling.prefix_cache import MIN_WAIT, PrefixCache
+from nanoinfer.scheduling import beams
+from nanoinfer.scheduling.prefix_cache import MIN_WAIT, Entry, PrefixCache
 from nanoinfer.scheduling.repeat import RepeatedWork
+from nanoinfer.scheduling.room import Room
 from nanoinfer.scheduling.sequence import Request, Sequence
-from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, StepWork, drawing
+from nanoinfer.scheduling.work import ScheduledSequence, SchedulerStats, StepBudget, StepWork, sampling_sequences
 
-_HEADROOM = 16
-"""Tokens that each running sequence can grow by after an admission before blocks run out."""
-_MAX_SCORED = 128
-"""Positions of a step whose logits are read for scores: 26 MB with GPT-2's vocabulary."""
 _MAX_LOOKUPS = 4
 """Waiting sequences that a step looks up in the prefix cache, for each that the engine can run."""
 
@@ -54,12 +52,14 @@ class Scheduler:
         self.limits = engine.limits
         self._engine = engine
         self.cache = PrefixCache(engine, self.config.enable_prefix_caching)
+        self._room = Room(engine, self.cache)
         self.stats = SchedulerStats()
         self._waiting: list[Sequence] = []  # in the order of `_rank`; siblings that were never admitted are not in it
         self._running: list[Sequence] = []  # in the order of `_rank`
         self._preempted: list[Sequence] = []  # since `take_preempted`
         self._step = 0
         self._repeated = RepeatedWork()
+        self._reserved: int | None = None  # blocks that the running sequences need to continue; None: not counted
 
     @property
     def unfinished(self) -> bool:
@@ -98,68 +98,82 @@ class Scheduler:
     # Admission -------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Start waiting sequences in their order, until one has no room."""
-        promised: int | None = None
-        for first in self._waiting[: _MAX_LOOKUPS * self.limits.max_num_seqs]:
-            most = self.limits.max_num_seqs - (1 if first.admitted else len(first.request.sequences))
-            if first.awaits_search:
+        """Start waiting sequences in their order, until one finds no place or no room."""
+        self._reserved = None
+        for s in self._waiting[: _MAX_LOOKUPS * self.limits.max_num_seqs]:
+            if s.awaits_search:
                 continue
-            insists = first.admitted and first.request.beams is not None  # other beams wait for it, and hold memory
-            if len(self._running) > most and self._running[-1].request.priority <= first.request.priority - insists:
+            if not self._may_find_place(s):
                 return
-            window, scores = first.token_ids[first.wanted_start :], first.request.scores
-            may_share = window if scores is None else window[: scores.next + 1]  # logits that are read are computed
-            entry, num_shared = self.cache.find(may_share, first.request.salt)
+            entry, num_shared = self._find_prefix(s)
             if entry is not None and num_shared >= entry.num_cached + MIN_WAIT:
-                continue
-            before = self.stats.num_preempted
-            while len(self._running) > most:
-                if not self._preempt_last(first, same_priority=insists):
+                continue  # another sequence is processing it
+            if not self._has_place(s):
+                if not self._make_place(s):
                     return
-            if self.stats.num_preempted > before:
-                entry, num_shared = self.cache.find(may_share, first.request.salt)
-                promised = None
-            promised = self._promised() if promised is None else promised
-            num_shared = min(num_shared, entry.num_cached) if entry is not None else 0
-            self.cache.open(first, window, entry, num_shared)
-            first.start, first.num_cached = first.wanted_start, num_shared
-            while not self._has_room(first, len(window) - num_shared, promised):
-                if not self._preempt_last(first, same_priority=insists) and not self._preempt_beam(first):
-                    self.cache.keep(first)
-                    first.num_cached = 0
-                    if not self._running:
-                        raise NanoinferError("the KV cache has no room: sequences of another scheduler are open in it")
-                    return
-                promised = self._promised()
-            promised += self._blocks_to_go_on(first)
-            self._start(first, len(window), num_shared)
+                entry, num_shared = self._find_prefix(s)  # those that were preempted are kept, and can be shared
+            self._open(s, entry, num_shared)
+            if not self._make_room_to_start(s):
+                self.cache.keep(s)
+                s.num_cached = 0
+                if not self._running:
+                    raise NanoinferError("the KV cache has no room: sequences of another scheduler are open in it")
+                return
+            self._start(s)
 
-    def _promised(self) -> int:
-        """Return the number of blocks that the running sequences need to go on for some steps."""
-        return sum(self._blocks_to_go_on(s) for s in self._running if s.handle is not None)
+    def _has_place(self, s: Sequence) -> bool:
+        """Return whether there are places for a waiting sequence, and for its siblings if it is new."""
+        return len(self._running) + (1 if s.admitted else len(s.request.sequences)) <= self.limits.max_num_seqs
 
-    def _blocks_to_go_on(self, s: Sequence) -> int:
-        """Return the number of blocks for a sequence's uncached tokens and the next few, if it may have so many."""
-        more = min(_HEADROOM, s.max_tokens - s.num_output_tokens, self.limits.block_size - (s.num_tokens - s.start))
-        return self._blocks_needed(s, s.num_uncached + max(0, more))
+    def _may_find_place(self, s: Sequence) -> bool:
+        """Return whether there is a place, or a running sequence that may be preempted for it."""
+        if self._has_place(s):
+            return True
+        last, own = self._running[-1].request.priority, s.request.priority
+        return last > own or (last == own and beams.may_preempt_equals(s))
 
-    def _has_room(self, s: Sequence, count: int, reserved: int) -> bool:
-        """Close kept sequences until `count` tokens fit beside `reserved` blocks; return whether they do."""
-        while reserved + self._blocks_needed(s, count) > self._engine.num_free_blocks:  # in this order: it may slide
-            if not self.cache.close_oldest():
+    def _make_place(self, s: Sequence) -> bool:
+        """Preempt running sequences until there is a place; return whether there is one."""
+        while not self._has_place(s):
+            if not self._preempt_last(s, same_priority=beams.may_preempt_equals(s)):
                 return False
         return True
 
-    def _start(self, first: Sequence, num_tokens: int, num_shared: int) -> None:
-        """Move a waiting sequence, and its siblings if it is new, to the running ones."""
+    def _find_prefix(self, s: Sequence) -> tuple[Entry | None, int]:
+        """Return the sequence that shares the longest prefix with a waiting one, and the length of that prefix."""
+        window, scores = s.token_ids[s.next_start :], s.request.scores
+        if scores is not None and scores.num_unread:  # logits that are read are computed
+            window = window[: scores.next + 1]
+        return self.cache.find(window, s.request.salt)
+
+    def _open(self, s: Sequence, entry: Entry | None, num_shared: int) -> None:
+        """Open the engine's sequence of a waiting one, with what it shares."""
+        num_shared = min(num_shared, entry.num_cached) if entry is not None else 0
+        self.cache.open(s, s.token_ids[s.next_start :], entry, num_shared)
+        s.start, s.num_cached = s.next_start, num_shared
+
+    def _make_room_to_start(self, s: Sequence) -> bool:
+        """Make room for what is not cached of an opened sequence, beside what the running ones need to continue."""
+        count = len(s.token_ids) - s.start - s.num_cached
+        if self._reserved is None:
+            self._reserved = self._room.reserved_for(self._running)
+        while not self._room.make(s, count, self._reserved):
+            if not self._preempt_last(s, same_priority=beams.may_preempt_equals(s)) and not self._preempt_beam(s):
+                return False
+            self._reserved = self._room.reserved_for(self._running)
+        self._reserved += self._room.blocks_to_continue(s)
+        return True
+
+    def _start(self, first: Sequence) -> None:
+        """Move an opened sequence, and its siblings if it is new, from the waiting to the running ones."""
         request = first.request
         new = [first] if first.admitted else request.sequences
         if not first.admitted:
-            request.num_cached_tokens = num_shared
-            self.stats.num_prompt_tokens += num_tokens
-            self.stats.num_shared_tokens += num_shared
+            request.num_cached_tokens = first.num_cached
+            self.stats.num_prompt_tokens += len(first.token_ids) - first.start
+            self.stats.num_shared_tokens += first.num_cached
         for s in new:
-            s.admitted, s.last_draw_step = True, self._step
+            s.admitted, s.last_sampled_step = True, self._step
             insort(self._running, s, key=_rank)
         self._waiting.remove(first)
         self._repeated.clear()
@@ -180,10 +194,11 @@ class Scheduler:
         """Keep a running sequence in the prefix cache and let it wait."""
         unforked = [other for other in s.request.sequences if other.admitted and other.awaits_fork]
         s.admitted = not unforked  # all of them are admitted together again
-        s.awaits_search = s.request.beams is not None and not s.num_uncached
+        s.awaits_search = beams.awaits_search(s)
         insort(self._waiting, s, key=_rank)  # before it is removed: an interrupt must not lose it
         self._running.remove(s)
         self._repeated.clear()
+        self._reserved = None
         for other in unforked:
             other.admitted = False
             self._running.remove(other)
@@ -201,7 +216,7 @@ class Scheduler:
         """Return whether one more sequence of `num_tokens` tokens can be opened now, closing kept ones if needed."""
         if len(self._running) >= self.limits.max_num_seqs or not self.cache.make_places(1):
             return False
-        handle, reserved = self._engine.open(), self._promised()
+        handle, reserved = self._engine.open(), self._room.reserved_for(self._running)
         try:
             while self._engine.num_free_blocks < reserved + self._engine.blocks_needed(handle, num_tokens):
                 if not self.cache.close_oldest():
@@ -232,87 +247,70 @@ class Scheduler:
         ready = (s for s in self._running if not s.awaits_fork and not s.ends_when_read)
         todo = [(s, s.num_uncached) for s in ready]
         decoding = [item for item in todo if item[1] == 1]
-        longer = sorted((item for item in todo if item[1] > 1), key=lambda item: item[0].last_draw_step)
+        longer = sorted((item for item in todo if item[1] > 1), key=lambda item: item[0].last_sampled_step)
         most = self.config.max_num_batched_tokens
-        budget = max(most - len(decoding), most // 4, 1)
-        bound = min(budget, sum(uncached for _, uncached in longer)) + len(todo) + len(decoding)  # a block and a copy
-        has_room = bound <= self._engine.num_free_blocks
+        budget = StepBudget(max(most - len(decoding), most // 4, 1))
+        bound = min(budget.num_prefill, sum(uncached for _, uncached in longer))
+        has_room = bound + len(todo) + len(decoding) <= self._engine.num_free_blocks  # a block and a copy for each
         work: dict[Sequence, ScheduledSequence] = {}
-        reserved, may_score = 0, _MAX_SCORED
+        reserved = 0
         for s, uncached in decoding + longer:
-            if s.handle is None:  # preempted for an earlier one
+            if s.handle is None or not (count := budget.fit(s, uncached)):  # without a handle: preempted for another
                 continue
-            if (count := min(uncached, budget) if uncached > 1 else 1) < 1:
-                break
-            if (scores := s.request.scores) is not None:
-                if (count := min(count, max(0, scores.next - s.num_cached) + may_score)) < 1:
-                    continue
-                may_score -= max(0, s.num_cached + count - scores.next)
             if not has_room:
                 if not self._make_room(s, count, reserved, work):
                     continue
-                reserved += self._blocks_needed(s, count)
-            budget -= count if uncached > 1 else 0
+                reserved += self._room.blocks_needed(s, count)
+            budget.take(s, count, uncached)
             work[s] = self._work(s, count, count == uncached)
         return work
 
     def _make_room(self, s: Sequence, count: int, reserved: int, planned: Collection[Sequence]) -> bool:
         """Close kept sequences and preempt later ones until `count` tokens fit; return whether they do."""
-        while not self._has_room(s, count, reserved):
+        while not self._room.make(s, count, reserved):
             if not self._preempt_last(s, same_priority=True, planned=planned) and not self._preempt_beam(s, planned):
                 return False
         return True
 
-    def _blocks_needed(self, s: Sequence, count: int) -> int:
-        """Return the number of blocks that processing `count` tokens of a running sequence takes."""
-        if s.start != s.wanted_start:  # its window slides: all of its blocks are replaced
-            self._slide(s)
-        return self._engine.blocks_needed(Handle(s.handle or 0), count)
-
-    def _slide(self, s: Sequence) -> None:
-        """Remove all cached tokens, whose positions change."""
-        s.start, s.num_cached = s.wanted_start, 0
-        self.cache.detach(s)
-        self._engine.truncate(Handle(s.handle or 0), 0)
-
-    def _work(self, sequence: Sequence, count: int, draws: bool) -> ScheduledSequence:
+    def _work(self, sequence: Sequence, count: int, samples: bool) -> ScheduledSequence:
         """Return the work that processes `count` tokens of a sequence, and count them as cached."""
-        if sequence.wanted_start != sequence.start:
-            self._slide(sequence)
+        if sequence.next_start != sequence.start:
+            self._room.slide(sequence)
         first = sequence.start + sequence.num_cached
         sequence.num_cached += count
         token_ids, forks = sequence.token_ids[first : first + count], []
-        if (scores := sequence.request.scores) is not None:
-            sequence.last_draw_step = self._step
-            return ScheduledSequence(sequence, token_ids, False, num_scored=max(0, sequence.num_cached - scores.next))
-        if draws:
-            sequence.last_draw_step = self._step
+        scores = sequence.request.scores
+        if num_scored := scores.num_read(sequence.num_cached) if scores is not None else 0:
+            sequence.last_sampled_step = self._step
+        if samples := samples and not sequence.request.only_scored:
+            sequence.last_sampled_step = self._step
             if len(sequence.request.sequences) > 1:
                 forks = [s for s in sequence.request.sequences if s.awaits_fork and s.finish_reason is None]
             for fork in forks:
                 fork.start, fork.num_cached = sequence.start, sequence.num_cached
-                fork.last_draw_step = self._step
-        return ScheduledSequence(sequence, token_ids, draws, forks, pending=len(token_ids) < count)
+                fork.last_sampled_step = self._step
+        pending = len(token_ids) < count
+        return ScheduledSequence(sequence, token_ids, samples, forks, pending, num_scored)
 
     def postprocess(self, work: Seq[ScheduledSequence], tokens: Seq[Seq[int]]) -> list[Sequence]:
         """Append the sampled tokens to their sequences and return the sequences that have finished.
 
         Args:
             work: from `schedule`.
-            tokens: sampled tokens of each sequence in `drawing(work)`: one in plain decoding; several after
+            tokens: sampled tokens of each sequence in `sampling_sequences(work)`: one in plain decoding; several after
                 speculation, of which all but the last are cached; none for a sequence that failed or finished.
                 Tokens after the end of an output are discarded.
         """
-        for sequence, drawn in zip(drawing(work), tokens, strict=True):
+        for sequence, sampled in zip(sampling_sequences(work), tokens, strict=True):
             if sequence.request.beams is not None:
-                continue  # beams.py has appended its token
+                continue  # core/beam_search.py has appended its token
             if sequence.num_inflight_tokens:
                 sequence.num_inflight_tokens -= 1
-            if len(drawn) != 1:
-                sequence.num_cached += len(drawn) - 1
+            if len(sampled) != 1:
+                sequence.num_cached += len(sampled) - 1
                 self._repeated.clear()
             try:
-                for token in drawn:
+                for token in sampled:
                     if sequence.finish_reason is None:
                         sequence.append(token)
             except NanoinferError as e:  # the tokenizer cannot decode the token
@@ -325,12 +323,10 @@ class Scheduler:
     # Beams -----------------------------------------------------------------------------------------------
 
     def _preempt_beam(self, winner: Sequence, planned: Collection[Sequence] = ()) -> bool:
-        """Preempt a beam whose logits were read, for one of the same search; return whether there was one."""
-        for s in self._running:
-            if s.request is winner.request and s.handle is not None and not s.num_uncached and s not in planned:
-                self._preempt(s)
-                return True
-        return False
+        """Preempt a beam that waits for the others of its search, for one of them; return whether there was one."""
+        if (idle := beams.find_idle_beam(self._running, winner, planned)) is not None:
+            self._preempt(idle)
+        return idle is not None
 
     def requeue(self, request: Request) -> None:
         """Let the beams of the next step wait that have no sequence in the engine."""

@@ -10,17 +10,23 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.text import OutputText
 
 if TYPE_CHECKING:
-    from nanoinfer.arrays import Array
     from nanoinfer.config import EngineLimits
     from nanoinfer.outputs import Delta, Logprob
-    from nanoinfer.structured.masks import OutputGrammar
+    from nanoinfer.utils.arrays import Array
+
+
+class TokenGrammar(Protocol):
+    """What a sequence needs of the grammar that its output must match."""
+
+    def push(self, token_id: int) -> bool:
+        """Add a token; return whether the output is complete. Raises NanoinferError if it is not permitted."""
 
 
 def window_start(num_tokens: int, block_size: int, stride: int) -> int:
@@ -36,16 +42,37 @@ def window_start(num_tokens: int, block_size: int, stride: int) -> int:
     return -(-excess // stride) * stride
 
 
+def too_long(num_tokens: str, block_size: int) -> NanoinferError:
+    """Return the error about a prompt that exceeds the context length. `num_tokens`: "600", or "at least 600"."""
+    return NanoinferError(
+        f"the prompt has {num_tokens} tokens, the context length is {block_size}: shorten it, or use"
+        " overflow='slide' (--overflow slide), which keeps the last tokens"
+    )
+
+
 @dataclass(eq=False)
 class Scores:
-    """The logits of a prompt that a request reads instead of generating."""
+    """The logits of a prompt that a request reads.
+
+    A request that reads them at every token of its prompt generates nothing: its sequence ends when they are read. One
+    that has no target for the last token samples there.
+    """
 
     target_ids: list[int]
-    """The token that follows each token of the prompt."""
+    """The token that follows each token of the prompt, from the first on."""
     next: int
     """Position in the prompt of the next token whose logits are read."""
     read: Callable[[Array, list[int]], None]
     """Called for each part of the prompt, in order: with logits (M, V) and the tokens that follow."""
+
+    @property
+    def num_unread(self) -> int:
+        """Number of positions that are not read yet."""
+        return len(self.target_ids) - self.next
+
+    def num_read(self, num_cached: int) -> int:
+        """Return how many of them a step reads after which `num_cached` tokens are in the KV cache."""
+        return max(0, min(num_cached, len(self.target_ids)) - self.next)
 
 
 @dataclass(eq=False, repr=False)
@@ -79,9 +106,9 @@ class Request:
     salt: str | None = None
     """Only requests of the same salt share prefixes."""
     beams: BeamSearchParams | None = None
-    """Parameters of a beam search, whose beams are the sequences (beams.py); None: the sequences are sampled."""
+    """Parameters of a beam search, whose beams are the sequences; None: the sequences are sampled."""
     scores: Scores | None = None
-    """The logits that are read; None: the sequences are sampled, or beams."""
+    """The logits of the prompt that are read; None: none."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that were in the KV cache when the request was first admitted."""
 
@@ -92,9 +119,14 @@ class Request:
         return name, self.params.num_sequences
 
     @property
+    def only_scored(self) -> bool:
+        """Whether it generates nothing: the logits of all tokens of its prompt are read."""
+        return self.scores is not None and len(self.scores.target_ids) == len(self.prompt_token_ids)
+
+    @property
     def samples(self) -> bool:
-        """Whether tokens are sampled: it is neither a beam search nor scored."""
-        return self.beams is None and self.scores is None
+        """Whether tokens are sampled: it is neither a beam search nor only scored."""
+        return self.beams is None and not self.only_scored
 
     @property
     def finished(self) -> bool:
@@ -116,10 +148,7 @@ class Request:
         if num_prompt < 1:
             raise NanoinferError("the prompt has no tokens: pass at least one")
         if num_prompt > limits.block_size and params.overflow != "slide":
-            raise NanoinferError(
-                f"the prompt has {num_prompt} tokens, the context length is {limits.block_size}: shorten it, or use"
-                " overflow='slide' (--overflow slide), which keeps the last tokens"
-            )
+            raise too_long(f"{num_prompt}", limits.block_size)
         need = min(num_prompt + self.sequences[0].max_tokens - 1, limits.block_size)
         if need > limits.max_num_cached_tokens:
             raise NanoinferError(
@@ -150,14 +179,14 @@ class Sequence:
     """Whether it is a beam that was preempted after its logits were read: it waits for those of the other beams."""
     num_inflight_tokens: int = 0
     """Sampled tokens that have not been read from the device: 1 with overlap scheduling, else 0."""
-    last_draw_step: int = 0
+    last_sampled_step: int = 0
     """The step that last sampled a token for it, read its logits, or admitted it. The smallest has priority for
     prefill."""
     cumulative_logprob: float | None = None
     """Sum of the log-probabilities of the generated tokens, if it is the result of a beam search."""
     draft_accepted: list[bool] = field(default_factory=list)
     """With a draft: for each generated token whether it was proposed. It may have more items than there are tokens."""
-    grammar: OutputGrammar | None = None
+    grammar: TokenGrammar | None = None
     """State of the grammar that the output must match; None: it may be anything."""
     finish_reason: str | None = None
     """stop, length, abort or error; None: not finished."""
@@ -213,7 +242,7 @@ class Sequence:
         return full or self.num_output_tokens + self.num_inflight_tokens >= self.max_tokens
 
     @property
-    def wanted_start(self) -> int:
+    def next_start(self) -> int:
         """First token of the window that the next token is sampled from."""
         if self.params.overflow != "slide":
             return 0
@@ -223,13 +252,18 @@ class Sequence:
     @property
     def num_uncached(self) -> int:
         """Number of tokens in its window that are not in the KV cache."""
-        start = self.wanted_start
+        start = self.next_start
         return self.num_tokens - start - (self.num_cached if start == self.start else 0)
 
     @property
     def awaits_fork(self) -> bool:
         """Whether it waits for its first sibling to process the prompt."""
         return self.sample_index > 0 and self.handle is None and not self.num_output_tokens
+
+    def note_token(self, now: float) -> None:
+        """Note the time of the request's first token, if this is it."""
+        if self.num_output_tokens == 0 and self.sample_index == 0:
+            self.request.first_token_sec = now
 
     def append(self, token_id: int) -> None:
         """Append a generated token and check whether it ends the sequence.
@@ -255,9 +289,9 @@ class Sequence:
             self._finish("length", None)
 
     def finish_if_scored(self) -> None:
-        """End the sequence if all logits that its request reads were read."""
+        """End the sequence if its request generates nothing, and all logits that it reads were read."""
         scores = self.request.scores
-        if scores is not None and scores.next == len(scores.target_ids) and self.finish_reason is None:
+        if scores is not None and not scores.num_unread and self.request.only_scored and self.finish_reason is None:
             self._finish("stop", None)
 
     def abort(self, error: str | None = None) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nanoinfer.scheduling.sequence import Sequence
+
+MAX_SCORED = 128
+"""Positions of a step whose logits are read for scores: 26 MB with GPT-2's vocabulary."""
 
 
 @dataclass(slots=True)  # not frozen, which would make creating one three times slower
@@ -15,14 +19,49 @@ class ScheduledSequence:
     sequence: Sequence
     token_ids: list[int]
     """Tokens to process."""
-    draws: bool
+    samples: bool
     """Whether to sample a token: no uncached tokens are left after these."""
     forks: list[Sequence] = field(default_factory=list)
     """Siblings to fork from this sequence, which sample from the same logits."""
     pending: bool = False
     """Whether one more token follows token_ids: the in-flight token that the previous step sampled."""
     num_scored: int = 0
-    """Number of logits that are read, after the last of these tokens; no token is sampled then."""
+    """Number of logits that are read: after the last of these tokens, or before the one that is sampled from."""
+
+
+class SchedulerState(NamedTuple):
+    """What metrics read, as it was after an operation of the core. Any thread may read it at any time."""
+
+    num_running: int
+    """Requests of which a sequence is running."""
+    num_free_blocks: int
+    """Blocks of the KV cache that no sequence uses."""
+    num_prompt_tokens: int
+    """This and the following: `SchedulerStats`."""
+    num_shared_tokens: int
+    num_output_tokens: int
+    num_preempted: int
+
+
+class StepBudget:
+    """What is left of a step: tokens of prefills, and positions whose logits are read."""
+
+    def __init__(self, num_prefill: int) -> None:
+        self.num_prefill, self.num_scored = num_prefill, MAX_SCORED
+
+    def fit(self, s: Sequence, uncached: int) -> int:
+        """Return how many of a sequence's uncached tokens the step can process."""
+        count = min(uncached, self.num_prefill) if uncached > 1 else 1
+        if (scores := s.request.scores) is not None and scores.num_unread > self.num_scored:
+            count = min(count, max(0, scores.next - s.num_cached) + self.num_scored)
+        return count
+
+    def take(self, s: Sequence, count: int, uncached: int) -> None:
+        """Subtract `count` tokens of a sequence, before they are counted as cached."""
+        if uncached > 1:
+            self.num_prefill -= count
+        if (scores := s.request.scores) is not None:
+            self.num_scored -= scores.num_read(s.num_cached + count)
 
 
 @dataclass
@@ -38,6 +77,12 @@ class SchedulerStats:
     num_preempted: int = 0
     """Number of times that a sequence was preempted."""
 
+    def state(self, running: Seq[Sequence], num_free_blocks: int) -> SchedulerState:
+        """Return the counts, with the running sequences and the engine's free blocks between two steps."""
+        num_running = len({s.request.request_id for s in running})
+        counts = self.num_prompt_tokens, self.num_shared_tokens, self.num_output_tokens, self.num_preempted
+        return SchedulerState(num_running, num_free_blocks, *counts)
+
 
 class StepWork(list[ScheduledSequence]):
     """The work of one step, in the order of the batch. A step that repeats it has the same object (repeat.py)."""
@@ -48,17 +93,17 @@ class StepWork(list[ScheduledSequence]):
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences that sample a token, as `drawing` returns them."""
+        """The sequences that sample a token, as `sampling_sequences` returns them."""
         if self._sequences is None:
-            self._sequences = drawing([*self])
+            self._sequences = sampling_sequences([*self])
         return self._sequences
 
 
-def drawing(work: Seq[ScheduledSequence]) -> list[Sequence]:
+def sampling_sequences(work: Seq[ScheduledSequence]) -> list[Sequence]:
     """Return the sequences that sample a token, in the order of the logits' rows: each followed by its forks."""
     if isinstance(work, StepWork):
         return work.sequences
-    return [s for w in work if w.draws for s in ((w.sequence, *w.forks) if w.forks else (w.sequence,))]
+    return [s for w in work if w.samples for s in ((w.sequence, *w.forks) if w.forks else (w.sequence,))]
 
 
 def mark_scheduled(work: StepWork, now: float) -> None:

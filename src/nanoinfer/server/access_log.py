@@ -27,7 +27,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, reason
+from nanoinfer.server.errors import unexpected
+from nanoinfer.utils.files import escaped, reason
 
 log = logging.getLogger("nanoinfer.server")
 
@@ -101,6 +102,8 @@ def count_tokens(scope: Scope, num_prompt: int, num_output: int) -> None:
 class LogRequests:
     """ASGI middleware, the outermost: gives each request an id, and calls `record` at its end.
 
+    An exception that comes this far is a response, too: uvicorn would answer with a text of its own.
+
     The id is that of the header X-Request-Id, if it is well-formed, or a random one. It is in scope["state"] as
     "request_id" and in the response's header. Only HTTP and lifespan events pass.
 
@@ -135,6 +138,10 @@ class LogRequests:
 
         try:
             await self.app(scope, receive, send_with_id)
+        except Exception as e:
+            if status:
+                raise  # uvicorn ends the connection
+            await unexpected(e, scope).send(send_with_id)
         finally:
             entry = {
                 "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -187,8 +194,8 @@ def configure_logging(level: str) -> None:
     logging.raiseExceptions = False
     handler = logging.StreamHandler()
     handler.setFormatter(OneLine(level == "debug"))
-    for name in ("nanoinfer", "uvicorn"):
+    for name in ("nanoinfer", "asyncio", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         # uvicorn reports what clients do, which the access log has, and exceptions that were reported before.
-        logger.setLevel(level.upper() if name == "nanoinfer" or level == "debug" else "CRITICAL")
+        logger.setLevel("CRITICAL" if name == "uvicorn" and level != "debug" else level.upper())

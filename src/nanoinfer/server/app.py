@@ -8,8 +8,7 @@ from typing import Any
 
 from starlette.routing import Route, Router
 
-from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.openai_protocol import json_bytes
+from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.server import page_routes
 from nanoinfer.server.access_log import AccessLog, LogRequests
 from nanoinfer.server.auth import RequireKey
@@ -20,6 +19,7 @@ from nanoinfer.server.openapi import document
 from nanoinfer.server.origins import CheckOrigins
 from nanoinfer.server.service import Service
 from nanoinfer.server.table import ROUTES, RouteSpec
+from nanoinfer.utils.json_pieces import json_bytes
 
 
 def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None = None) -> App:

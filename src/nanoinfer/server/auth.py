@@ -11,12 +11,12 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from nanoinfer import environment
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, read_limited
 from nanoinfer.server import page_routes
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.errors import Refusal
+from nanoinfer.utils import environment
+from nanoinfer.utils.files import escaped, read_limited
 
 PUBLIC = page_routes.paths() | {"/health"}
 """Paths that need no key: a load balancer has none, and the page must load before a key can be entered into it. They

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
-from nanoinfer.checks import keep_float, keep_int, require_choice, show
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.checks import keep_float, keep_int, require_choice, show
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -24,6 +24,8 @@ class ServerConfig:
     """Port to listen on; 0: a free one."""
     served_model_name: tuple[str, ...] = ()
     """Name of the model in requests and responses, instead of its own. May be repeated: responses have the first."""
+    default_max_tokens: int | None = None
+    """max_tokens of requests that have none (default: 16 for completions; chats end at the context length)."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests have to finish after SIGTERM or Ctrl-C."""
     measure_roofline: bool = False
@@ -44,14 +46,16 @@ class ServerConfig:
     """Maximum size of a request's body, in bytes."""
     max_header_bytes: int = 1 << 14
     """Maximum size of a request's line and headers together, in bytes."""
-    max_connections: int = 1024
-    """Maximum number of open connections."""
+    max_connections: int | None = None
+    """Maximum number of open connections (default: 1024, or what the limit of open files allows)."""
     max_requests_in_flight: int = 512
     """Maximum number of requests that are received or answered at the same time."""
     max_sequences: int = 256
     """Maximum number of outputs that one request generates: prompts times n or best_of."""
     max_logprobs: int = 20
     """Maximum value of logprobs, top_logprobs and prompt_logprobs."""
+    max_logprob_entries: int = 1 << 18
+    """Maximum number of log-probabilities that one request may return: outputs times tokens times (logprobs + 1)."""
     max_stop: int = 16
     """Maximum number of stop strings."""
     max_stop_chars: int = 256
@@ -71,11 +75,12 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         keep_int(self, "port", 0, 65535)
+        keep_int(self, "default_max_tokens", 1, optional=True)
         keep_float(self, "shutdown_timeout", 0.0, 86400.0)
         require_choice("log_level", self.log_level, LOG_LEVELS)
         for f in fields(self):
             if f.name.startswith("max_"):
-                keep_int(self, f.name, 0 if f.name == "max_logprobs" else 1)
+                keep_int(self, f.name, 0 if f.name == "max_logprobs" else 1, optional=f.default is None)
             elif f.name.endswith("_sec"):
                 keep_float(self, f.name, 0.0, 86400.0, low_open=True)
         for origin in self.allowed_origin:

@@ -7,6 +7,7 @@ waits for, a few times in each time limit, and aborts it when that takes longer 
     body       that the application no longer reads, because it has refused the request; it is discarded
     unread     the response: the client must take 16 KiB in send_timeout_sec while the transport's buffer is full
     closing    the same after the connection's end; then it is reset
+    refused    the client's end, after the response that there are too many connections
 """
 
 from __future__ import annotations
@@ -14,24 +15,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import socket
 import sys
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.descriptors import NUM_REFUSED, ReportOnce
 from nanoinfer.server.errors import Refusal, headers_too_large
 
 log = logging.getLogger("nanoinfer.server")
 
 _MIN_READ_BYTES = 1 << 14  # that a client must take in send_timeout_sec
+_BACKLOG = 2048  # connections that wait to be accepted; the operating system's limit is usually 4096
+_REFUSED_SEC = 1.0
 _CHECKS = 4  # in the shortest time limit
 _HEADERS_TOO_LARGE = 431
 
 
 def bounded_protocol(config: ServerConfig) -> type[H11Protocol]:
-    """Return the protocol class for uvicorn.Config(http=...) that holds these config."""
+    """Return the protocol class for uvicorn.Config(http=...) that holds these bounds."""
     return type("BoundedProtocol", (_BoundedProtocol,), {"bounds": config})
 
 
@@ -40,6 +46,7 @@ def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     return {
         "http": bounded_protocol(config),
         "h11_max_incomplete_event_size": config.max_header_bytes,
+        "backlog": 1,  # of BoundedServer
         "timeout_keep_alive": math.ceil(config.keep_alive_sec),
         "ws": "none",
         "proxy_headers": False,  # no header changes the client's address
@@ -49,31 +56,58 @@ def uvicorn_options(config: ServerConfig) -> dict[str, Any]:
     }
 
 
+class BoundedServer(uvicorn.Server):
+    """uvicorn's server, which accepts one connection in each turn of the event loop.
+
+    asyncio accepts as many as the backlog before the first of them is counted, refused or closed: a burst of clients
+    could take all file descriptors. So the backlog is 1 while asyncio looks at it, and then enlarged.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        asyncio.get_running_loop().set_exception_handler(ReportOnce())
+        await super().startup(sockets)
+        for listening in sockets or ():
+            listening.listen(_BACKLOG)
+
+
 class _BoundedProtocol(H11Protocol):
     bounds: ServerConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.bounds
+        assert config.max_connections is not None  # descriptors.py
+        self._max_connections = config.max_connections
         self._time_limits = {
             "head": config.header_timeout_sec,
             "idle": config.keep_alive_sec,
             "body": config.body_timeout_sec,
             "unread": config.send_timeout_sec,
             "closing": config.send_timeout_sec,
+            "refused": _REFUSED_SEC,
         }
         self._interval = min(1.0, min(self._time_limits.values()) / _CHECKS)
         self._phase, self._since, self._num_unread = ("", 0), 0.0, 0
         self._num_requests = 0
+        self._is_refused = False
+        """Whether the connection is only open until the client has read that there are too many."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self.bounds.max_connections:
-            message = f"the server has max_connections={self.bounds.max_connections} open connections: try again later"
+        if len(self.connections) > self._max_connections:
+            message = f"the server has max_connections={self._max_connections} open connections: try again later"
             refusal = Refusal(503, message, headers=(("retry-after", "1"),))
             transport.write(_plain_response(refusal))
-            transport.close()
+            self._is_refused = len(self.connections) <= self._max_connections + NUM_REFUSED
+            if self._is_refused:  # closed with what the client sends unread, it is reset, and the response may be lost
+                try:
+                    transport.write_eof()
+                except OSError:  # the client has reset it
+                    transport.abort()
+            else:
+                transport.close()
         self._check()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,7 +116,7 @@ class _BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if not self.transport.is_closing():
+        if not self.transport.is_closing() and not self._is_refused:
             super().data_received(data)
 
     def on_response_complete(self) -> None:
@@ -117,6 +151,8 @@ class _BoundedProtocol(H11Protocol):
     def _waits_for(self) -> str:
         if self.transport.is_closing():
             return "closing"
+        if self._is_refused:
+            return "refused"
         if self.flow.write_paused:
             return "unread"
         if self.cycle is not None and not self.cycle.response_complete:

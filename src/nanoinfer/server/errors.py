@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.types import Send
+from starlette.types import Scope, Send
 
 from nanoinfer import openai_protocol
-from nanoinfer.async_engine import CLOSED
+from nanoinfer.entrypoints.async_engine import CLOSED
 from nanoinfer.errors import NanoinferError, QueueFull
+
+log = logging.getLogger("nanoinfer.server")
 
 RETRY_AFTER_SEC = 1
 
@@ -68,8 +71,24 @@ def headers_too_large(limit: int) -> Refusal:
 
 
 def internal_error() -> Refusal:
-    """Return the response to a request that has failed unexpectedly. It has nothing of the exception."""
+    """Return the response to a request that has failed unexpectedly. The response does not expose the exception."""
     return Refusal(500, "internal error: the server's log has the reason under this response's X-Request-Id")
+
+
+def unexpected(error: Exception, scope: Scope) -> Refusal:
+    """Log an exception on one line, without its message, which may contain a prompt; return the response to it."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    where = "" if at is None else f" at {at.tb_frame.f_globals.get('__name__')}:{at.tb_lineno}"
+    log.error(
+        "request %s: %s%s (--log-level debug shows the traceback)",
+        scope.get("state", {}).get("request_id", "-"),
+        type(error).__name__,
+        where,
+        exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
+    )
+    return internal_error()
 
 
 def refusal_of(error: Exception) -> Refusal:

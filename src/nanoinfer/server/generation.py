@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import Any
 
-from nanoinfer.async_streams import MergedStreams
+from nanoinfer.entrypoints.async_streams import MergedStreams
 from nanoinfer.errors import NanoinferError
-from nanoinfer.openai_protocol import ChunkWriter, GenerationRequest, as_sent, error_body, json_bytes, response_body
+from nanoinfer.openai_protocol import (
+    ChunkWriter,
+    GenerationRequest,
+    as_sent,
+    check_finite,
+    error_body,
+    num_values,
+    response_body,
+)
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.server.auth import combined_salt
-from nanoinfer.server.http import EVENTS, Receive, Scope, Send, read_object, respond
+from nanoinfer.server.http import EVENTS, LARGE_VALUES, Receive, Scope, Send
 from nanoinfer.server.limits import check_request
 from nanoinfer.server.service import Service, new_id
+from nanoinfer.utils.json_pieces import json_bytes
 
 STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -21,8 +32,13 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
 
     If the client disconnects, the task is cancelled, and all requests end that were made for the prompts.
     """
-    request = service.parse(scope["path"], await read_object(receive))
-    check_request(request, service.config)
+
+    def convert(body: Mapping[str, Any]) -> GenerationRequest:
+        request = service.parse(scope["path"], body)
+        check_request(request, service.config)
+        return request
+
+    request = await service.bodies.read(receive, convert)
     request_id = new_id()
     streams = service.start(request, request_id, combined_salt(scope, request.cache_salt))
     with service.metrics.watch(scope, request.params, len(streams)) as watch:
@@ -45,13 +61,10 @@ async def _answer(
     async for found in merged:
         outputs.update(found)
     every = [outputs[i] for i in range(len(outputs))]
-    common = service.common(request_id)
-
-    def build() -> bytes:
-        return json_bytes(response_body(request, every, **common))
-
-    large = request.params.logprobs is not None or request.prompt_logprobs
-    await respond(send, await asyncio.to_thread(build) if large else build())
+    if request.params.logprobs is not None or request.prompt_logprobs:
+        await service.bodies.write(lambda: check_finite(every))
+    body = response_body(request, every, **service.common(request_id))
+    await service.bodies.respond(send, body, num_values(request, every))
 
 
 async def _stream(
@@ -69,7 +82,9 @@ async def _stream(
             if not started:
                 started = True
                 await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
-            if chunks := writer.write(found):
+            if writer.num_values(found) > LARGE_VALUES:
+                await service.bodies.send(send, writer.strings(found))
+            elif chunks := writer.write(found):
                 await send({"type": "http.response.body", "body": chunks, "more_body": True})
     except NanoinferError as e:
         if not started:

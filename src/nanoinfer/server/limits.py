@@ -6,7 +6,8 @@ status that a client sees.
 
 from __future__ import annotations
 
-import logging
+import sys
+import threading
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -14,36 +15,46 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped
 from nanoinfer.openai_protocol import FieldError, GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.errors import Refusal, headers_too_large, internal_error, refusal_of, too_many
-
-log = logging.getLogger("nanoinfer.server")
+from nanoinfer.server.errors import Refusal, headers_too_large, internal_error, refusal_of, too_many, unexpected
+from nanoinfer.utils.files import escaped
 
 MAX_JSON_DEPTH = 64
-_DEPTHS = bytes(1 if c in b"[{" else 255 if c in b"]}" else 0 for c in range(256))
+MAX_JSON_CONTAINERS = 1 << 16
+MAX_SLIDING_TOKENS = 1 << 20
+"""Prompt tokens times n or best_of, where overflow=slide permits more than the context length."""
+_PART_BYTES = 1 << 16  # that one call splits: each holds the interpreter's lock
+_NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
+_OPENS = bytes(c in b"[{" for c in range(256))
 
 
 # For the routes ------------------------------------------------------------------------------------------
 
 
-def check_depth(body: bytes) -> None:
-    """Raise NanoinferError if JSON in UTF-8 nests deeper than MAX_JSON_DEPTH. Brackets in strings do not count."""
+def check_json(body: bytes) -> None:
+    """Check the lists and objects of JSON in UTF-8 before it is parsed. Brackets in strings do not count.
+
+    Raises:
+        NanoinferError: they nest deeper than MAX_JSON_DEPTH, or there are more than MAX_JSON_CONTAINERS.
+    """
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return
-    depth, inside = 0, False
-    for part in body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"'):
-        if not inside and (b"[" in part or b"{" in part or b"]" in part or b"}" in part):
-            for step in part.translate(_DEPTHS, _OTHERS):
-                depth += 1 if step == 1 else -1
-                if depth > MAX_JSON_DEPTH:
-                    raise NanoinferError(f"the body is not JSON of at most {MAX_JSON_DEPTH} levels: it nests deeper")
-        inside = not inside
-
-
-_OTHERS = bytes(c for c in range(256) if c not in b"[]{}")
+    brackets, inside = bytearray(), 0
+    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    for at in range(0, len(body), _PART_BYTES):
+        parts = body[at : at + _PART_BYTES].split(b'"')
+        brackets += b"".join(parts[inside::2]).translate(None, _NOT_BRACKETS)
+        inside = (inside + len(parts) - 1) % 2
+    count = brackets.count(b"[") + brackets.count(b"{")
+    if count > MAX_JSON_CONTAINERS:
+        raise NanoinferError(f"the body has {count} lists and objects; the limit is {MAX_JSON_CONTAINERS}: send fewer")
+    depth = 0
+    for opens in brackets.translate(_OPENS):
+        depth += 1 if opens else -1
+        if depth > MAX_JSON_DEPTH:
+            raise NanoinferError(f"the body is not JSON of at most {MAX_JSON_DEPTH} levels: it nests deeper")
 
 
 def check_request(request: GenerationRequest, config: ServerConfig) -> None:
@@ -80,6 +91,58 @@ def _require_at_most(what: str, value: int, limit: str, most: int, param: str | 
         raise FieldError(f"{what} is {value}; the server's {limit} is {most}", param or what)
 
 
+class TokenBounds:
+    """Checks the number of a request's prompt tokens, which is known after tokenization, in several threads.
+
+    Args:
+        request: whose prompts are tokenized.
+        block_size: the context length.
+        config: of the server.
+    """
+
+    def __init__(self, request: GenerationRequest, block_size: int, config: ServerConfig) -> None:
+        self._params, self._block_size, self._config = request.params, block_size, config
+        self._num_entries = 0  # log-probabilities of all prompts so far, and of their outputs
+        self._lock = threading.Lock()
+
+    def check(self, num_prompt: int) -> None:
+        """Check one of the prompts.
+
+        Args:
+            num_prompt: its tokens.
+
+        Raises:
+            NanoinferError: the log-probabilities that the request asks for are more than max_logprob_entries; or the
+                prompt is longer than the context, and with n more than MAX_SLIDING_TOKENS.
+        """
+        params, width = self._params, self._params.num_sequences
+        slides, name = params.overflow == "slide", "n" if params.best_of is None else "best_of"
+        if slides and num_prompt > self._block_size and num_prompt * width > MAX_SLIDING_TOKENS:
+            raise NanoinferError(
+                f"the prompt has {num_prompt} tokens, more than the context length, and {name}={width}: their"
+                f" product is above {MAX_SLIDING_TOKENS}: shorten the prompt, or lower {name}"
+            )
+        num_output = sys.maxsize if slides else max(1, self._block_size + 1 - num_prompt)
+        num_output = min(num_output, params.max_tokens or sys.maxsize)
+        found = _entries(params.logprobs, width * num_output)
+        found += _entries(params.prompt_logprobs, params.n * num_prompt)
+        with self._lock:
+            self._num_entries += found
+            total = self._num_entries
+        if total > self._config.max_logprob_entries:
+            name = "prompt_logprobs" if params.logprobs is None else "logprobs"
+            others = "" if total == found else ", and for the prompts before,"
+            raise NanoinferError(
+                f"{name}={getattr(params, name)} for {width} outputs of {num_prompt} tokens in the prompt and up to"
+                f" {num_output} after it{others} makes {total} log-probabilities; the server's max_logprob_entries is"
+                f" {self._config.max_logprob_entries}: lower {name}, n or max_tokens, or shorten the prompt"
+            )
+
+
+def _entries(count: int | None, num_tokens: int) -> int:
+    return 0 if count is None else num_tokens * (count + 1)
+
+
 # The middleware ------------------------------------------------------------------------------------------
 
 
@@ -105,7 +168,7 @@ class BoundRequests:
             return await self.app(scope, receive, send)
         counts = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         if counts and self.num_in_flight >= self.config.max_requests_in_flight:
-            message = f"max_requests_in_flight={self.config.max_requests_in_flight} requests are answered: try again"
+            message = f"server busy: max_requests_in_flight={self.config.max_requests_in_flight} reached; retry later"
             return await too_many(message).send(send)
         most = self.config.max_header_bytes
         if (
@@ -173,29 +236,14 @@ class BoundRequests:
 
 
 def _note(error: Exception, scope: Scope) -> Refusal:
-    """Return the response to an exception of the application.
-
-    An unexpected one is logged on one line, without its message, which may contain a prompt.
-    """
+    """Return the response to an exception of the application."""
     if isinstance(error, HTTPException):  # Starlette's router: an unknown path or method
         headers = tuple((error.headers or {}).items())
         return Refusal(
             error.status_code, f"{scope['method']} {escaped(scope['path'])}: {error.detail}", headers=headers
         )
     refusal = refusal_of(error)
-    if refusal == internal_error():
-        at = error.__traceback__
-        while at is not None and at.tb_next is not None:
-            at = at.tb_next
-        where = "" if at is None else f" at {at.tb_frame.f_globals.get('__name__')}:{at.tb_lineno}"
-        log.error(
-            "request %s: %s%s (--log-level debug shows the traceback)",
-            scope.get("state", {}).get("request_id", "-"),
-            type(error).__name__,
-            where,
-            exc_info=error if log.isEnabledFor(logging.DEBUG) else None,
-        )
-    return refusal
+    return unexpected(error, scope) if refusal == internal_error() else refusal
 
 
 class _Response:

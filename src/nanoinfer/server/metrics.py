@@ -1,12 +1,11 @@
 """Prometheus metrics with vLLM's names under the prefix nanoinfer: (docs/metrics.md has the table).
 
-What runs, waits and is cached is read from the scheduler when /metrics is requested. The rest is observed in the event
-loop when an output is received, and from the metrics of a request's last output. The engine thread does nothing for it.
+What runs, waits and is cached is what the core published after its last step. The rest is observed in the event loop
+when an output is received, and from the metrics of a request's last output. Nothing here waits for a step.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,10 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
-from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.engines.base import Engine
+from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError, ResultError
-from nanoinfer.kv.plan import KV_BLOCK
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.access_log import count_tokens
@@ -83,7 +80,7 @@ class Metrics:
         self._model_name = model_name
 
     def exposition(self) -> bytes:
-        """Return the metrics in Prometheus' text format. It may wait for a step: call it in a thread."""
+        """Return the metrics in Prometheus' text format. It takes some 2 ms, and waits for nothing."""
         return bytes(generate_latest(self._registry))
 
     def responded(self, entry: Mapping[str, Any]) -> None:
@@ -174,11 +171,10 @@ def _finish_reason(output: RequestOutput) -> str:
 
 
 class _Engine(Collector):
-    """Reads what the scheduler counts, when the metrics are requested."""
+    """Reads what the core has published, when the metrics are requested."""
 
     def __init__(self, llm: AsyncLLM, model_name: str) -> None:
         self._llm, self._model_name = llm, model_name
-        self._num_blocks = llm.llm.core.use_engine(1, _num_blocks)
 
     def describe(self) -> list[Any]:
         """Return nothing: the registry then does not collect at the beginning."""
@@ -187,38 +183,19 @@ class _Engine(Collector):
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Yield the metrics."""
         core = self._llm.llm.core
-        stats, running = core.scheduler.stats, len({s.request.request_id for s in core.scheduler.running})
+        found = core.published
         for kind, name, doc, value in (
-            (GaugeMetricFamily, "num_requests_running", "Requests that the engine runs.", running),
+            (GaugeMetricFamily, "num_requests_running", "Requests that the engine runs.", found.num_running),
             (GaugeMetricFamily, "num_requests_waiting", "Requests that are prepared or wait.",
-             max(0, self._llm.num_unfinished_requests - running)),
+             max(0, self._llm.num_unfinished_requests - found.num_running)),
             (GaugeMetricFamily, "kv_cache_usage_perc", "Used share of the KV cache, kept prefixes included; 1 is all.",
-             self._usage()),
-            (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up.", stats.num_prompt_tokens),
-            (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found in the cache.", stats.num_shared_tokens),
-            (CounterMetricFamily, "num_preemptions", "Preempted sequences.", stats.num_preempted),
-            (CounterMetricFamily, "prompt_tokens", "Tokens of admitted prompts.", stats.num_prompt_tokens),
-            (CounterMetricFamily, "generation_tokens", "Generated tokens.", stats.num_output_tokens),
+             1.0 - found.num_free_blocks / core.num_blocks),
+            (CounterMetricFamily, "prefix_cache_queries", "Prompt tokens looked up.", found.num_prompt_tokens),
+            (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found in the cache.", found.num_shared_tokens),
+            (CounterMetricFamily, "num_preemptions", "Preempted sequences.", found.num_preempted),
+            (CounterMetricFamily, "prompt_tokens", "Tokens of admitted prompts.", found.num_prompt_tokens),
+            (CounterMetricFamily, "generation_tokens", "Generated tokens.", found.num_output_tokens),
         ):  # fmt: skip
             family = kind(PREFIX + name, doc, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
-
-    def _usage(self) -> float:
-        """Return the used share of the KV cache's blocks."""
-        for _ in range(3):
-            try:
-                return 1.0 - self._llm.llm.core.engine.num_free_blocks / self._num_blocks
-            except RuntimeError:  # a step has changed the engine's table of sequences while it was read
-                continue
-        return math.nan
-
-
-def _num_blocks(engine: Engine) -> int:
-    """Return the number of blocks of an engine's KV cache. Some engines count tokens as blocks of 1."""
-    handle = engine.open()
-    try:
-        tokens_per_block = KV_BLOCK // engine.blocks_needed(handle, KV_BLOCK)
-    finally:
-        engine.close(handle)
-    return -(-engine.limits.max_num_cached_tokens // tokens_per_block)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import nanoinfer
-from nanoinfer.field_docs import field_docs
 from nanoinfer.openai_protocol.fields import BOTH, CHAT, COMPLETIONS, DETOKENIZE, TABLES, TOKENIZE
 from nanoinfer.sampling_params import OVERFLOWS, RANGES, SamplingParams
 from nanoinfer.server.table import RouteSpec
+from nanoinfer.utils.field_docs import field_docs
 
 REQUIRED = {COMPLETIONS: ["prompt"], CHAT: ["messages"], TOKENIZE: [], DETOKENIZE: ["tokens"]}
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}

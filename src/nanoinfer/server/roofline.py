@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.model_info import ModelInfo
+from nanoinfer.models.model_info import ModelInfo
 
 
 def tokens_per_sec(model: ModelInfo) -> float | None:
@@ -12,8 +12,9 @@ def tokens_per_sec(model: ModelInfo) -> float | None:
     The sequence has half the context length. A measurement takes seconds, and all cores.
     """
     from nanoinfer.roofline.arithmetic import decode
-    from nanoinfer.roofline.ceilings import MEASURE, find_device
+    from nanoinfer.roofline.devices import find_device
     from nanoinfer.roofline.formats import FORMATS, mixed
+    from nanoinfer.roofline.measure import MEASURE
     from nanoinfer.roofline.predict import predict
 
     fmt = mixed(model.config, model.block_formats, model.dtype) or FORMATS[model.quantization or model.dtype]

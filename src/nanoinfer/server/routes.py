@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, error_object
 from nanoinfer.openai_protocol.tokens import parse_detokenize, parse_tokenize
-from nanoinfer.server.http import Receive, Scope, Send, read_object, respond, respond_json
+from nanoinfer.server.http import Receive, Scope, Send, respond, respond_json
 from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE
 from nanoinfer.server.service import Service
 
@@ -23,8 +23,7 @@ async def health(service: Service, scope: Scope, receive: Receive, send: Send) -
 
 async def metrics(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer the metrics in Prometheus' text format."""
-    text = await asyncio.to_thread(service.metrics.exposition)  # it may wait for a step
-    await respond(send, text, content_type=METRICS_TYPE)
+    await respond(send, service.metrics.exposition(), content_type=METRICS_TYPE)
 
 
 async def models(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +73,7 @@ async def info(service: Service, scope: Scope, receive: Receive, send: Send) -> 
 
 async def tokenize(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Return the token ids of a text, or of what the chat template makes of messages."""
-    request = parse_tokenize(await read_object(receive))
+    request = await service.bodies.read(receive, parse_tokenize)
     service.check_model(request.model)
     tokenizer = service.llm.llm._model.require_tokenizer()
     if request.messages is not None:
@@ -88,9 +87,15 @@ async def tokenize(service: Service, scope: Scope, receive: Receive, send: Send)
         ids = await service.llm.tokenize(request.prompt) if request.prompt else start
         if not request.add_special_tokens:
             ids = ids[len(start) :]
-    strings = [service.decode([token]) for token in ids] if request.return_token_strs else None
+    strings = await service.bodies.write(lambda: _strings(service, ids)) if request.return_token_strs else None
     found = {"count": len(ids), "max_model_len": service.llm.llm.config.block_size, "tokens": ids}
-    await respond_json(send, {**found, "token_strs": strings})
+    await service.bodies.respond(send, {**found, "token_strs": strings}, 2 * len(ids))
+
+
+def _strings(service: Service, token_ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; of equal ones the same string."""
+    texts = {token: service.decode([token]) for token in set(token_ids)}
+    return [texts[token] for token in token_ids]
 
 
 async def tokenizer_info(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,12 +112,17 @@ async def tokenizer_info(service: Service, scope: Scope, receive: Receive, send:
 
 async def detokenize(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Return the text of token ids."""
-    name, ids = parse_detokenize(await read_object(receive))
-    service.check_model(name)
     vocab_size = service.llm.llm.config.vocab_size
-    if bad := [token for token in ids if not 0 <= token < vocab_size]:
-        raise FieldError(f"tokens: token id {bad[0]} is not in [0, {vocab_size - 1}]"[:300], "tokens")
-    await respond_json(send, {"prompt": await service.llm.decode(ids)})
+
+    def convert(body: Mapping[str, Any]) -> list[int]:
+        name, ids = parse_detokenize(body)
+        service.check_model(name)
+        if bad := [token for token in ids if not 0 <= token < vocab_size]:
+            raise FieldError(f"tokens: token id {bad[0]} is not in [0, {vocab_size - 1}]"[:300], "tokens")
+        return ids
+
+    ids = await service.bodies.read(receive, convert)
+    await service.bodies.respond(send, {"prompt": await service.llm.decode(ids)}, len(ids))
 
 
 async def openapi(service: Service, scope: Scope, receive: Receive, send: Send) -> None:

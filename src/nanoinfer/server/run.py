@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import math
 import signal
 import socket
 import sys
 from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
+import anyio
 import uvicorn
 
-from nanoinfer.async_llm import AsyncLLM
-from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, reason
+from nanoinfer.entrypoints.async_llm import AsyncLLM
+from nanoinfer.errors import NanoinferError, printable
 from nanoinfer.openai_protocol import error_object
 from nanoinfer.server.access_log import AccessLog, configure_logging
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.connections import uvicorn_options
+from nanoinfer.server.connections import BoundedServer, uvicorn_options
+from nanoinfer.server.descriptors import with_max_connections
 from nanoinfer.server.http import App, Message, Receive, Scope, Send, respond_json
+from nanoinfer.server.service import names_of
+from nanoinfer.utils.files import escaped, reason
 
 log = logging.getLogger("nanoinfer.server")
 
@@ -69,10 +73,13 @@ def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
         config: options and limits.
         bound: from `bind`; is closed at the end.
     """
+    config = with_max_connections(config)
     configure_logging(config.log_level)
     access_log = AccessLog(config.access_log) if config.access_log is not None else None
     app = build_app(llm, config, access_log)
-    server = _Server(app, config, f"nanoinfer: listening on {url(bound)}")
+    names = ", ".join(printable(name) for name in config.served_model_name or names_of(llm.llm.model_name))
+    about = f"model: {names}; connections: {config.max_connections}"
+    server = _Server(app, config, f"nanoinfer: listening on {url(bound)} ({about})")
     try:
         asyncio.run(server.serve(sockets=[bound]))
     finally:
@@ -86,7 +93,15 @@ def serve(llm: AsyncLLM, config: ServerConfig, bound: socket.socket) -> None:
         raise KeyboardInterrupt
 
 
-class _Server(uvicorn.Server):
+async def _import_all() -> None:
+    """Import what requests would import, which fails when no file can be opened."""
+    for name in ("concurrent.futures.thread", "importlib.metadata", "llguidance", "nanoinfer.structured.vocabulary"):
+        with suppress(ImportError):  # an extra that is not installed: requests that need it are refused
+            importlib.import_module(name)
+    await anyio.sleep(0)  # anyio imports its backend in the first call
+
+
+class _Server(BoundedServer):
     """uvicorn's server, without its log and with exit code 0 after a signal."""
 
     def __init__(self, app: App, config: ServerConfig, ready: str) -> None:
@@ -125,6 +140,7 @@ class _Server(uvicorn.Server):
         return answer
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await _import_all()
         await super().startup(sockets)
         print(self._ready, file=sys.stderr, flush=True)
 

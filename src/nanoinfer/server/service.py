@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from nanoinfer.async_llm import AsyncLLM, AsyncOutputStream
-from nanoinfer.checks import show
+from nanoinfer.entrypoints.async_llm import AsyncLLM, AsyncOutputStream
+from nanoinfer.models.checkpoints.load import builtin_names
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, GenerationRequest, parse
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import roofline
 from nanoinfer.server.config import ServerConfig
+from nanoinfer.server.http import Bodies
+from nanoinfer.server.limits import TokenBounds
 from nanoinfer.server.metrics import Metrics
+from nanoinfer.utils.checks import show
 
 MAX_TOKENS = 16
 """OpenAI's default of max_tokens for completions; a chat's answer ends at the context length."""
@@ -29,11 +34,16 @@ class Service:
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
-        self.names: Sequence[str] = config.served_model_name or (llm.llm.model_name,)
+        self.names = config.served_model_name or names_of(llm.llm.model_name)
         """Names of the model; responses have the first."""
         self.created = int(time.time())
+        self.bodies = Bodies()
         self.metrics = Metrics(llm, self.names[0])
-        self.defaults = {COMPLETIONS: SamplingParams(max_tokens=MAX_TOKENS), CHAT: SamplingParams(max_tokens=None)}
+        chosen = config.default_max_tokens
+        self.defaults = {
+            COMPLETIONS: SamplingParams(max_tokens=chosen or MAX_TOKENS),
+            CHAT: SamplingParams(max_tokens=chosen),
+        }
         measured = roofline.tokens_per_sec(llm.llm._model) if config.measure_roofline else None
         self.roofline_tokens_per_sec = measured
         """Maximum tokens/s of one sequence that this machine allows; None: not measured."""
@@ -66,6 +76,7 @@ class Service:
             salt: only requests of the same salt share the keys and values of prefixes.
         """
         kind = "delta" if request.stream else "final_only"
+        check = TokenBounds(request, self.llm.llm.config.block_size, self.config).check
         if request.chat:
             return [
                 self.llm.chat(
@@ -77,12 +88,18 @@ class Service:
                     cache_salt=salt,
                     priority=request.priority,
                     output_kind=kind,
+                    check=check,
                 )
             ]
         salted = {} if salt is None else {"cache_salt": salt}
         return [
             self.llm.generate(
-                {**prompt, **salted}, request.params, f"{request_id}-{i}", priority=request.priority, output_kind=kind
+                {**prompt, **salted},
+                request.params,
+                f"{request_id}-{i}",
+                priority=request.priority,
+                output_kind=kind,
+                check=check,
             )
             for i, prompt in enumerate(request.prompts)
         ]
@@ -94,6 +111,21 @@ class Service:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids; empty without a tokenizer."""
         return self.llm.llm.decode(token_ids) if self.llm.llm.tokenizer is not None else ""
+
+
+def names_of(model: str) -> tuple[str, ...]:
+    """Return the names of a model in requests: of a file its stem, name and path; of a folder its name and path.
+
+    models/a.Q8_0.gguf -> ("a.Q8_0", "a.Q8_0.gguf", "models/a.Q8_0.gguf")
+    models/a-1.5b/ -> ("a-1.5b", "models/a-1.5b/")
+    gpt2, owner/repository, random:gpt2 -> itself
+    """
+    path = Path(model).expanduser()
+    if model in builtin_names() or not path.exists():
+        return (model,)
+    name = Path(os.path.abspath(path)).name  # of ".": not resolved, since a link has the name that its user gave it
+    names = (Path(name).stem, name, model) if path.is_file() else (name, model)
+    return tuple(name for name in dict.fromkeys(names) if name)
 
 
 def new_id() -> str:

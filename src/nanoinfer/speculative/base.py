@@ -12,9 +12,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import Array
 from nanoinfer.sampling.sampler import SamplerRow
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.arrays import Array
 
 
 @dataclass(frozen=True)

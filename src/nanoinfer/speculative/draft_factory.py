@@ -17,10 +17,11 @@ from nanoinfer.engines import registry
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import KV_BLOCK
-from nanoinfer.model_info import ModelInfo
-from nanoinfer.models import draft_head, tokenizers
+from nanoinfer.models import draft_head
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model
 from nanoinfer.models.checkpoints.packed import PackedWeights
+from nanoinfer.models.fingerprint import fingerprint
+from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.truncate_layers import truncate_layers
 from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.speculative.adaptive_k import MAX_K
@@ -113,7 +114,7 @@ class DraftFactory:
         from nanoinfer.speculative.head_drafter import HeadDrafter
 
         target, head = self._target, draft_head.load(folder)
-        ours = None if target.tokenizer is None else tokenizers.fingerprint(target.tokenizer)
+        ours = None if target.tokenizer is None else fingerprint(target.tokenizer)
         draft_head.check(head.config, target.source, target.config, ours)
         weights = load_model(target.source, dtype=target.dtype, seed=target.seed).take()
         embeddings = draft_head.target_embeddings(head.config, weights, target.source)
@@ -191,7 +192,7 @@ def limits_of_draft(target: EngineLimits, block_size: int) -> EngineLimits:
 def _check_vocabulary(draft: LoadedModel, target: ModelInfo) -> None:
     ours, theirs = target.tokenizer, draft.tokenizer
     if ours is not None and theirs is not None:
-        same = tokenizers.fingerprint(ours) == tokenizers.fingerprint(theirs)
+        same = fingerprint(ours) == fingerprint(theirs)
     else:  # without tokenizers, only the sizes can be compared
         same = draft.config.vocab_size == target.config.vocab_size
     if not same:

@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from nanoinfer.arrays import Array
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.sampling.sampler import Sampler, SamplerRow
 from nanoinfer.speculative.base import DraftRequest, Proposal
-from nanoinfer.speculative.proposal_builder import ProposalBuilder, draw_next
+from nanoinfer.speculative.proposal_builder import ProposalBuilder, sample_next
 from nanoinfer.speculative.step_costs import StepTimes
+from nanoinfer.utils.arrays import Array
 
 MAX_NUM_BATCHED_TOKENS = 2048  # in one step of the draft
 
@@ -80,9 +80,9 @@ class DraftModel:
         drafts = self._with_room(fitting)
         active = [d for d in drafts if d is not None]
         for some in _split(active):
-            draw_next(some, self._extend([(d.held, d.uncached) for d in some]), self._sampler)
+            sample_next(some, self._extend([(d.held, d.uncached) for d in some]), self._sampler)
         while active := [d for d in active if len(d.token_ids) < self._limit(d.request)]:
-            draw_next(active, self._extend([(d.held, d.token_ids[-1:]) for d in active]), self._sampler)
+            sample_next(active, self._extend([(d.held, d.token_ids[-1:]) for d in active]), self._sampler)
         return [d.finish() if d is not None else Proposal([]) for d in drafts]
 
     def _fits(self, request: DraftRequest) -> bool:

@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from nanoinfer.arrays import Array
 from nanoinfer.models import numpy_ops
 from nanoinfer.models.draft_head import DraftHead, TargetEmbeddings, next_state
 from nanoinfer.sampling.sampler import Sampler, SamplerRow
 from nanoinfer.speculative.base import DraftRequest, Proposal
-from nanoinfer.speculative.proposal_builder import ProposalBuilder, draw_next
+from nanoinfer.speculative.proposal_builder import ProposalBuilder, sample_next
 from nanoinfer.speculative.step_costs import SIZES, StepTimes
+from nanoinfer.utils.arrays import Array
 
 
 class HeadDrafter:
@@ -76,7 +76,7 @@ class HeadDrafter:
         while active:
             newest = [s.token_ids[-1] if s.token_ids else s.request.token_ids[-1] for s in active]
             state, logits = self._step(state[: len(active)], newest)
-            draw_next(active, logits, self._sampler)
+            sample_next(active, logits, self._sampler)
             active = [s for s in active if len(s.token_ids) < s.request.num_tokens]
         return [s.finish() for s in builders]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import Array
-from nanoinfer.sampling.sampler import Sampler, draw_from, filtered_weights
+from nanoinfer.sampling.sampler import Sampler, filtered_weights, sample_from
 from nanoinfer.speculative.base import DraftRequest, LookaheadRow, Proposal
+from nanoinfer.utils.arrays import Array
 
 
 @dataclass
@@ -29,7 +29,7 @@ class ProposalBuilder:
         return Proposal(self.token_ids, np.stack(self.weights) if self.weights else None)
 
 
-def draw_next(builders: Sequence[ProposalBuilder], logits: Array, sampler: Sampler) -> None:
+def sample_next(builders: Sequence[ProposalBuilder], logits: Array, sampler: Sampler) -> None:
     """Sample one more token for each proposal.
 
     Args:
@@ -42,10 +42,10 @@ def draw_next(builders: Sequence[ProposalBuilder], logits: Array, sampler: Sampl
     """
     rows = [LookaheadRow(s.request.row, list(s.token_ids)) for s in builders]
     if not builders[0].request.with_weights:
-        for s, drawn in zip(builders, sampler(logits, rows), strict=True):
-            s.token_ids.append(drawn.token_id)
+        for s, found in zip(builders, sampler(logits, rows), strict=True):
+            s.token_ids.append(found.token_id)
         return
     weights = filtered_weights(logits, rows)
-    for s, w, token in zip(builders, weights, draw_from(weights, rows), strict=True):
+    for s, w, token in zip(builders, weights, sample_from(weights, rows), strict=True):
         s.token_ids.append(token)
         s.weights.append(w)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
-from nanoinfer.arrays import Array
 from nanoinfer.engines.base import Engine, Handle
-from nanoinfer.scheduling.work import ScheduledSequence, drawing
+from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
 from nanoinfer.speculative.adaptive_k import AcceptanceStats, AdaptiveK, DraftBudget, StepOutcome
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal, UsesHidden
+from nanoinfer.utils.arrays import Array
 
 if TYPE_CHECKING:
     from nanoinfer.scheduling import sequence as scheduling
@@ -43,7 +43,7 @@ class SpecStats:
 
 
 @dataclass
-class SpecStep:
+class StepProposals:
     """The proposals for one step."""
 
     proposals: dict[scheduling.Sequence, Proposal] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Speculator:
         self._acceptance: dict[scheduling.Sequence, AcceptanceStats] = {}
         self._stats: WeakKeyDictionary[scheduling.Request, SpecStats] = WeakKeyDictionary()
 
-    def propose(self, work: Sequence[ScheduledSequence]) -> SpecStep:
+    def propose(self, work: Sequence[ScheduledSequence]) -> StepProposals:
         """Return proposals for the sequences of a step that can use them."""
         if self._adaptive is None:
             rooms = [(w.sequence, min(_room(w), cast(int, self._fixed_k))) for w in work if _decodes(w)]
@@ -98,15 +98,15 @@ class Speculator:
         elif all(map(_decodes, work)) and not self._adaptive.waits():
             requests = self._chosen(self._adaptive, [self._request(w.sequence, _room(w)) for w in work])
         else:
-            return SpecStep()  # AdaptiveK estimates costs only for steps without prefill
+            return StepProposals()  # AdaptiveK estimates costs only for steps without prefill
         if not requests:
-            return SpecStep()
+            return StepProposals()
         behind = sum(map(self.drafter.num_behind, requests))
         start = self._clock()
         proposals = self.drafter.propose(requests)
         draft_sec = self._clock() - start
         made = {cast("scheduling.Sequence", r.row): p for r, p in zip(requests, proposals, strict=True) if p.token_ids}
-        return SpecStep(made, draft_sec, (len(requests), max(r.num_tokens for r in requests), behind))
+        return StepProposals(made, draft_sec, (len(requests), max(r.num_tokens for r in requests), behind))
 
     def _chosen(self, adaptive: AdaptiveK, requests: list[DraftRequest]) -> list[DraftRequest]:
         """Return the requests with k > 0, with the numbers of tokens that AdaptiveK chooses."""
@@ -125,7 +125,7 @@ class Speculator:
     def learn(
         self,
         work: Sequence[ScheduledSequence],
-        done: SpecStep,
+        done: StepProposals,
         tokens: Sequence[Sequence[int]],
         step_sec: float,
         hidden: Callable[[], Array],
@@ -140,7 +140,7 @@ class Speculator:
             hidden: `Engine.hidden`; called if the drafter uses hidden states.
         """
         rounds = []
-        for s, kept in zip(drawing(list(work)), tokens, strict=True):
+        for s, kept in zip(sampling_sequences(list(work)), tokens, strict=True):
             proposed = len(done.drafts(s))
             accepted = max(0, len(kept) - 1) if proposed else 0
             rounds.append((self._acceptance.get(s), proposed, accepted))
@@ -158,7 +158,7 @@ class Speculator:
         if isinstance(self.drafter, UsesHidden) and tokens:
             if self._adaptive is not None and self._adaptive.next_is_plain:
                 return  # the next step replaces these hidden states before they are used
-            rows = drawing(list(work))
+            rows = sampling_sequences(list(work))
             self.drafter.update_hidden(rows, hidden()[_newest_rows(work, done, tokens)])
 
     def stats(self, request: scheduling.Request) -> SpecStats:
@@ -189,7 +189,7 @@ def by_speculator(
 
 
 def drop_without_room(
-    engine: Engine, work: Sequence[ScheduledSequence], done: SpecStep, later: Sequence[ScheduledSequence] = ()
+    engine: Engine, work: Sequence[ScheduledSequence], done: StepProposals, later: Sequence[ScheduledSequence] = ()
 ) -> None:
     """Drop the proposals for which the KV cache has no room. No sequence is preempted for a proposal.
 
@@ -211,14 +211,15 @@ def drop_without_room(
                 free -= more
 
 
-def _newest_rows(work: Sequence[ScheduledSequence], done: SpecStep, tokens: Sequence[Sequence[int]]) -> list[int]:
+def _newest_rows(work: Sequence[ScheduledSequence], done: StepProposals, tokens: Sequence[Sequence[int]]) -> list[int]:
     """Return, for each sequence that sampled, the row of the step's logits from which its newest token was sampled.
 
     Two sequences; the first accepted 2 of 3 proposals and sampled one more token: rows 0 1 2 3 | 4  ->  [2, 4]
     """
     rows, at, kept = [], 0, iter(tokens)
     for w in work:
-        if w.draws:
+        at += w.num_scored
+        if w.samples:
             rows += [at + len(next(kept)) - 1 for _ in (w.sequence, *w.forks)]  # forks sample from the same row
             at += 1 + len(done.drafts(w.sequence))
     return rows
@@ -226,7 +227,7 @@ def _newest_rows(work: Sequence[ScheduledSequence], done: SpecStep, tokens: Sequ
 
 def _decodes(work: ScheduledSequence) -> bool:
     """Return whether a sequence only decodes its next token in this step."""
-    return work.draws and len(work.token_ids) == 1 and not work.forks
+    return work.samples and len(work.token_ids) == 1 and not work.forks
 
 
 def _room(work: ScheduledSequence) -> int:

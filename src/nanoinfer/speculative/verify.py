@@ -37,16 +37,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import Array
 from nanoinfer.sampling.rng import ACCEPT, REPLACE, uniform
-from nanoinfer.sampling.sampler import Sampled, Sampler, SamplerRow, add_logprobs, draw_from, filtered_weights
+from nanoinfer.sampling.sampler import Sampled, Sampler, SamplerRow, add_logprobs, filtered_weights, sample_from
 from nanoinfer.speculative.base import LookaheadRow, Proposal
+from nanoinfer.utils.arrays import Array
 
 Group = tuple[SamplerRow, Proposal | None]
 """A sequence to sample and its proposal, if any. It has 1 + len(proposal) rows of logits."""
 
 
-def draw(sampler: Sampler, logits: Array, groups: Sequence[Group], *, rule: str = "reproduce") -> list[list[Sampled]]:
+def sample_and_verify(
+    sampler: Sampler, logits: Array, groups: Sequence[Group], *, rule: str = "reproduce"
+) -> list[list[Sampled]]:
     """Return the next tokens of each sequence: the accepted proposals and one more token.
 
     Args:
@@ -106,12 +108,12 @@ def _by_rejection(logits: Array, rows: Sequence[SamplerRow], proposal: Proposal)
             rest = np.maximum(p[i] - q[i], 0.0)
             if rest.sum() <= 0.0:  # p and q differ only by rounding: sample from p
                 rest = p[i]
-            (token,) = draw_from(rest[None], rows[i : i + 1], REPLACE)
+            (token,) = sample_from(rest[None], rows[i : i + 1], REPLACE)
         kept.append(token)
         if token != proposal.token_ids[i]:
             break
     else:
-        kept += draw_from(p[-1:], rows[-1:])
+        kept += sample_from(p[-1:], rows[-1:])
     return add_logprobs(logits, kept, rows[: len(kept)])
 
 

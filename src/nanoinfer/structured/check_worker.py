@@ -1,12 +1,17 @@
 """The child process that compiles grammars on trial (grammars.py starts it). It imports nothing of this package.
 
 It reads one JSON document a line: first its limits, then grammars, {"text": ..., "convert": whether it may be GBNF}. It
-answers each with {"lark": the grammar in llguidance's variant of Lark, "error": null if it compiles}.
+answers each with {"lark": the grammar in llguidance's variant of Lark, "error": null if it can be used, "num_bytes":
+memory that it has when it is compiled, null if the C library does not tell}.
 
 A grammar comes from a request, so it is untrusted. llguidance bounds some of the work; but 106 KB of references that
 refer to references overflow the stack, a large multipleOf takes any amount of time and memory, and the conversion of
-GBNF is quadratic. The operating system
-limits what happens here, and the serving process compiles only what has compiled here.
+GBNF is quadratic. The operating system limits what happens here, and the serving process compiles only what has
+compiled here.
+
+Some limits are exceeded only by certain outputs: a position where too much may follow is found when it is reached. So
+the grammar is followed along a few outputs, which are the same each time. Not covered: positions that these outputs do
+not reach, and what depends on the model's tokens, which are longer than a byte.
 """
 
 from __future__ import annotations
@@ -17,21 +22,71 @@ import sys
 if __name__ == "__main__":  # the folder of llguidance; the process starts without site-packages
     sys.path += sys.argv[1:]
 
+import ctypes
+import random
 import resource
 import signal
+import time
+from collections.abc import Callable
 
 import llguidance
 from llguidance.gbnf_to_lark import any_to_lark
 
 MAX_ERROR = 1000  # characters
+DEAD_END = "NoExtensionBias"  # llguidance's name for: no byte can come next
 
 
-def check(tokenizer: llguidance.LLTokenizer, grammar: str, limits: llguidance.LLParserLimits) -> str | None:
-    """Return why a grammar cannot be used, or None."""
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return matcher.get_error()[:MAX_ERROR] if matcher.is_error() else None
+WALKS, MAX_BYTES, WALK_SEC = 4, 250, 0.3  # outputs, the bytes of each, and their CPU time
+LIKELY = (ord("{"), ord('"'))  # half of the time: begin an object where a value begins, end a string within one
+
+
+class Mallinfo(ctypes.Structure):
+    """The result of glibc's mallinfo2."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcd", "mapped", *"ef", "used", *"gh")]
+
+
+def memory() -> Callable[[], int] | None:
+    """Return a function that returns the bytes that are allocated; None without glibc 2.33."""
+    try:
+        mallinfo = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return None
+    mallinfo.restype = Mallinfo
+
+    def allocated() -> int:
+        found = mallinfo()
+        return int(found.used + found.mapped)
+
+    return allocated
+
+
+def check(matcher: llguidance.LLMatcher) -> str | None:
+    """Return why a grammar cannot be used, or None. Args: matcher: at the start of an output, not in error."""
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        return matcher.get_error()[:MAX_ERROR]
+    end = time.process_time() + WALK_SEC
+    for seed in range(WALKS):
+        if (error := walk(matcher.deep_copy(), random.Random(seed), end)) is not None:
+            return error[:MAX_ERROR]
+    return None
+
+
+def walk(matcher: llguidance.LLMatcher, chance: random.Random, end: float) -> str | None:
+    """Follow an output byte by byte; return the error if a limit is exceeded."""
+    for _ in range(MAX_BYTES):
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            break
+        permitted = [byte for byte in range(256) if bits >> byte & 1]
+        if not permitted or time.process_time() > end:
+            return None
+        likely = LIKELY[len(permitted) > 64]
+        byte = likely if likely in permitted and chance.random() < 0.5 else chance.choice(permitted)
+        if not matcher.consume_token(byte) or matcher.is_stopped():
+            break
+    return matcher.get_error() if matcher.is_error() and DEAD_END not in matcher.get_error() else None
 
 
 def to_lark(text: str) -> tuple[str, str | None]:
@@ -47,6 +102,7 @@ def main() -> None:
     setup = json.loads(sys.stdin.buffer.readline())
     tokenizer = llguidance.LLTokenizer("byte")
     parser_limits = llguidance.LLParserLimits(**setup["limits"])
+    allocated = memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     limits = {"AS": setup["memory_bytes"], "STACK": setup["stack_bytes"], "NOFILE": 3, "FSIZE": 0, "CORE": 0}
     for name, limit in limits.items():
@@ -55,9 +111,16 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, setup["cpu_sec"])
         request = json.loads(line)
         lark, error = to_lark(request["text"]) if request["convert"] else (request["text"], None)
-        error = error or check(tokenizer, lark + setup["options"], parser_limits)
+        num_bytes = None
+        if error is None:
+            before = allocated() if allocated is not None else 0
+            matcher = llguidance.LLMatcher(tokenizer, lark + setup["options"], log_level=0, limits=parser_limits)
+            num_bytes = allocated() - before if allocated is not None else None
+            error = matcher.get_error()[:MAX_ERROR] if matcher.is_error() else check(matcher)
+            del matcher
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(json.dumps({"lark": lark, "error": error}).encode() + b"\n")
+        answer = {"lark": lark, "error": error, "num_bytes": num_bytes}
+        sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 

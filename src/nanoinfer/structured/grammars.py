@@ -1,7 +1,8 @@
 """Grammars of structured outputs: compiled by llguidance, once for the requests that share one.
 
-All kinds become llguidance's Lark: a JSON schema is `start: %json {...}`. A grammar leaves the choice of tokens to the
-model where it permits one text only (`no_forcing`), so that the mask of a position is all tokens that it permits.
+All kinds become llguidance's Lark: a JSON schema is `start: %json {...}`; choices are one terminal, whose states the
+lexer makes by their common prefixes. A grammar leaves the choice of tokens to the model where it permits one text only
+(`no_forcing`), so that the mask of a position is all tokens that it permits.
 
 A new grammar is first compiled in a child process under limits of time and memory (check_worker.py), because it may
 come from anyone and the work that it causes is not bounded otherwise. That takes 0.1 s at the first one, when the
@@ -11,84 +12,40 @@ process starts, and a few milliseconds later.
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from nanoinfer import processes
-from nanoinfer.checks import printable
 from nanoinfer.errors import NanoinferError, missing_extra, one_line
-from nanoinfer.files import parse_json
-from nanoinfer.limited_process import LimitedProcess
-from nanoinfer.model_info import ModelInfo
+from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling_params import StructuredOutputsParams
-from nanoinfer.workers import Workers
+from nanoinfer.structured import schemas
+from nanoinfer.structured.lexers import LIMITS, MAX_STATES, OPTIONS, FreedMemory, Grammar, explain
+from nanoinfer.utils import processes
+from nanoinfer.utils.files import parse_json
+from nanoinfer.utils.limited_process import LimitedProcess
+from nanoinfer.utils.workers import Workers
 
 if TYPE_CHECKING:
     import llguidance
 
-MAX_CACHED = 16
-"""Compiled grammars that are kept for later requests."""
+MAX_CACHED_BYTES = 256 << 20
+"""Memory of the compiled grammars that are kept for later requests. See `Grammar.num_bytes`."""
+UNMEASURED_BYTES = 8 << 20
+"""Memory of a compiled grammar where the C library does not say how much it has allocated."""
 CPU_SEC = 2.0
 MEMORY_BYTES = 256 << 20
-LIMITS: dict[str, Any] = {
-    "max_lexer_states": 20_000,  # 1 to 2 kB each
-    "step_lexer_fuel": 100_000,  # of a mask: 7 ms
-    "step_max_items": 20_000,  # of a mask: 1 ms
-    "verbose_errors": False,
-}
-"""llguidance's limits that are not its defaults."""
 WHITE_SPACE = r" |\r?\n[ \t]{0,16}"
 """White space at each place of JSON that may have some. Unbounded white space never ends with small models."""
-_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-_UNSATISFIABLE = "NoExtensionBias"  # llguidance's name for: no byte can come next
 _SETUP = {
     "cpu_sec": CPU_SEC,
     "memory_bytes": MEMORY_BYTES,
     "stack_bytes": 1 << 20,
-    "limits": LIMITS,
-    "options": _OPTIONS,
+    "limits": {"max_lexer_states": MAX_STATES, **LIMITS},
+    "options": OPTIONS,
 }
-
-
-class Grammar:
-    """A compiled grammar for one vocabulary. Matchers are copied from it; they share its lexer.
-
-    Args:
-        matcher: at the start of an output.
-        vocab_size: number of tokens that may be sampled.
-        workers: a thread that computes masks.
-    """
-
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, workers: Workers) -> None:
-        self._matcher, self.vocab_size, self.workers = matcher, vocab_size, workers
-        self.first_mask = read_mask(matcher)
-        """The tokens that an output may begin with, (vocab_size + 1,) bool: see `read_mask`."""
-        self.broken = False
-        """Whether a matcher has exceeded a limit. The lexer is shared, so the limit may concern all."""
-
-    def new_matcher(self) -> llguidance.LLMatcher:
-        """Return a matcher at the start of an output."""
-        return self._matcher.deep_copy()
-
-
-def read_mask(matcher: llguidance.LLMatcher) -> NDArray[np.bool_]:
-    """Return the tokens that may come next, (vocab_size + 1,) bool; the last is whether the output may end here.
-
-    Raises NanoinferError if the matcher has exceeded a limit. The interpreter lock is released during the computation.
-    """
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").view(np.bool_)
-    if not matcher.is_error():
-        return bits
-    if _UNSATISFIABLE in (error := matcher.get_error()):
-        return np.zeros_like(bits)
-    raise NanoinferError(explain(error))
 
 
 class Grammars:
@@ -114,6 +71,7 @@ class Grammars:
         self._cached: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
         self._vocabulary: Future[llguidance.LLTokenizer] | None = None
         self._workers = Workers("nanoinfer-masks", 1, around=processes.computing)
+        self._freed = FreedMemory(self._workers)
 
     def compile(self, wanted: StructuredOutputsParams) -> Grammar:
         """Return the grammar for parameters, one that was compiled before if there is one.
@@ -125,14 +83,11 @@ class Grammars:
         if self._generation != processes.generation():  # a forked child has none of the parent's threads
             self._start()
         with self._lock:
-            found = self._cached.pop(wanted, None)
-            if found is None or (found.done() and found.exception() is None and found.result().broken):
-                found, is_new = Future(), True
-            else:
-                is_new = False
-            self._cached[wanted] = found
-            while len(self._cached) > MAX_CACHED:
-                self._cached.popitem(last=False)
+            found = self._cached.get(wanted)
+            is_new = found is None
+            if found is None:
+                found = self._cached[wanted] = Future()
+            self._cached.move_to_end(wanted)
         if is_new:
             try:
                 with processes.computing():
@@ -142,12 +97,25 @@ class Grammars:
                     self._cached.pop(wanted, None)
                 found.set_exception(e if isinstance(e, Exception) else NanoinferError(f"interrupted: {one_line(e)}"))
                 raise
+            self._evict()
         return found.result()
+
+    def _evict(self) -> None:
+        """Release the grammars that were not used for the longest time, beyond MAX_CACHED_BYTES."""
+        released, num_bytes = [], 0
+        with self._lock:
+            for wanted, found in reversed(list(self._cached.items())):
+                if found.done() and found.exception() is None:  # else it is being compiled, or about to be removed
+                    num_bytes += found.result().num_bytes
+                    if num_bytes > MAX_CACHED_BYTES:
+                        released.append(self._cached.pop(wanted).result())
+        for grammar in released:
+            grammar.release()
 
     def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
         name = f"structured_outputs.{wanted.kind}"
         try:
-            import llguidance
+            import llguidance  # noqa: F401
         except ImportError:
             raise NanoinferError(f"structured_outputs: {missing_extra('llguidance', 'structured')}") from None
         vocabulary = self._table()
@@ -155,15 +123,13 @@ class Grammars:
         answer = self._checker.ask(json.dumps(request).encode() + b"\n")
         if answer["error"] is not None:
             raise NanoinferError(f"{name}: {explain(answer['error'])}")
-        limits = llguidance.LLParserLimits(**LIMITS)
-        matcher = llguidance.LLMatcher(vocabulary, answer["lark"] + _OPTIONS, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise NanoinferError(f"{name}: {explain(matcher.get_error())}")
+        num_bytes = answer["num_bytes"] or UNMEASURED_BYTES
+        grammar = Grammar(answer["lark"], vocabulary, self._model.vocab_size, num_bytes, self._workers, self._freed)
         try:
-            grammar = Grammar(matcher, self._model.vocab_size, self._workers)
+            first_mask = grammar.lexer().first_mask
         except NanoinferError as e:
             raise NanoinferError(f"{name}: {e}") from None
-        if not grammar.first_mask[: self._model.vocab_size].any():
+        if not first_mask[: self._model.vocab_size].any():
             raise NanoinferError(
                 f"{name}: only the empty output matches it, or no token of the model begins one that does: change it"
             )
@@ -195,12 +161,15 @@ def to_text(wanted: StructuredOutputsParams) -> str:
     """Return the grammar in Lark, or as it was given. Raises NanoinferError if a schema is not JSON."""
     if wanted.json is not None or wanted.json_object:
         schema: dict[str, Any] = {"type": "object"} if wanted.json is None else _schema(str(wanted.json))
+        if wanted.disable_additional_properties:
+            schemas.close(schema)
+        schemas.check(schema)
         compact = wanted.disable_any_whitespace
         white_space = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITE_SPACE}
         schema.setdefault("x-guidance", white_space)
         return f"start: %json {json.dumps(schema)}"
     if wanted.choice is not None:
-        return f"start: {' | '.join(map(json.dumps, wanted.choice))}"
+        return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, wanted.choice))}"
     if wanted.regex is not None:
         from llguidance import LLMatcher
 
@@ -214,12 +183,3 @@ def _schema(text: str) -> dict[str, Any]:
     if not isinstance(schema, dict):
         raise NanoinferError("structured_outputs.json is not a JSON schema: give an object, such as {'type': 'object'}")
     return schema
-
-
-def explain(error: str) -> str:
-    """Return llguidance's error message on one line, without the place in the grammar that was made of a schema."""
-    if _UNSATISFIABLE in error:
-        return "no output can match it: change it"
-    first = re.sub(r"^(at )?[0-9]+\([0-9]+\): ", "", error.strip())
-    first = re.split(r"\n +[0-9]+ \| |\n<", first)[0]
-    return printable(" ".join(first.split()))[:300] or "it is not supported"

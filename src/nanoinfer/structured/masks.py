@@ -21,36 +21,47 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import Array, to_numpy
 from nanoinfer.errors import NanoinferError, one_line
 from nanoinfer.sampling.sampler import Sampled, add_logprobs
 from nanoinfer.speculative.base import Proposal
-from nanoinfer.structured.grammars import Grammar, explain, read_mask
+from nanoinfer.structured.lexers import Grammar, Lexer, explain
+from nanoinfer.utils.arrays import Array, to_numpy
+from nanoinfer.utils.workers import Workers
 
 if TYPE_CHECKING:
+    import llguidance
+
     from nanoinfer.scheduling.sequence import Sequence
-    from nanoinfer.speculative.speculator import SpecStep
+    from nanoinfer.speculative.speculator import StepProposals
     from nanoinfer.speculative.verify import Group
 
 Masks = list[NDArray[np.bool_]]
 EXCLUDED = float("-inf")
+REPLAYED = 64
+"""Tokens that are consumed at a time when an output moves to another lexer; other threads run in between."""
 
 
 class OutputGrammar:
-    """The state of a grammar after the tokens of one output.
+    """The state of a grammar after the tokens of one output. It has no memory of llguidance before its first mask.
 
     Args:
-        grammar: compiled.
+        grammar: of the request.
         end_token_ids: tokens that end the output, permitted where the grammar permits an end.
     """
 
     def __init__(self, grammar: Grammar, end_token_ids: Seq[int]) -> None:
-        self._grammar, self._matcher = grammar, grammar.new_matcher()
+        self._grammar = grammar
         self._ends = [i for i in end_token_ids if i < grammar.vocab_size]
-        self._is_first = True
+        self._token_ids: list[int] = []
+        self._state: tuple[Lexer, llguidance.LLMatcher] | None = None
         self._computed = threading.Event()
         self._masks: Masks = []
         self._error: str | None = None
+
+    @property
+    def workers(self) -> Workers:
+        """The thread that computes masks."""
+        return self._grammar.workers
 
     def push(self, token_id: int) -> bool:
         """Add a token; return whether the output is complete: nothing may follow.
@@ -58,15 +69,19 @@ class OutputGrammar:
         Raises:
             NanoinferError: the grammar does not permit the token, or a limit is exceeded.
         """
-        self._is_first = False
-        if not self._matcher.consume_token(token_id):
-            self._grammar.broken = True
-            raise NanoinferError(f"structured_outputs: {explain(self._matcher.get_error())}")
-        return bool(self._matcher.is_stopped())
+        lexer, matcher = self._state or self._move()
+        if not matcher.consume_token(token_id) and lexer.retire():
+            lexer, matcher = self._move()
+            matcher.consume_token(token_id)
+        if matcher.is_error():
+            raise NanoinferError(f"structured_outputs: {explain(matcher.get_error())}")
+        self._token_ids.append(token_id)
+        return bool(matcher.is_stopped())
 
     def num_permitted(self, token_ids: list[int]) -> int:
         """Return how many of the next tokens the grammar permits."""
-        return int(self._matcher.validate_tokens(token_ids))
+        _, matcher = self._state or self._move()
+        return int(matcher.validate_tokens(token_ids))
 
     def start(self) -> None:
         """Prepare for `compute`, which another thread calls before `take`."""
@@ -76,20 +91,52 @@ class OutputGrammar:
         """Compute the masks after the tokens so far, and after each proposed token as far as the grammar permits it."""
         self._masks, self._error = [], None
         try:
-            matcher = self._matcher.deep_copy() if proposed else self._matcher
-            found = self._grammar.first_mask if self._is_first else read_mask(matcher)
-            self._masks.append(self._permitted(found))
-            for token_id in proposed:
-                if not matcher.consume_token(token_id) or matcher.is_stopped():
-                    break
-                if not (mask := self._permitted(read_mask(matcher))).any():
-                    break
-                self._masks.append(mask)
+            self._masks.append(self._permitted(self._next_mask()))
+            if proposed:
+                self._compute_proposed(proposed)
         except Exception as e:
             if not self._masks:  # else it comes again, if the proposals are accepted
-                self._error, self._grammar.broken = one_line(e), True
+                self._error = one_line(e)
         finally:
             self._computed.set()
+
+    def _compute_proposed(self, proposed: Seq[int]) -> None:
+        lexer, matcher = self._state or self._move()
+        matcher = matcher.deep_copy()
+        for token_id in proposed:
+            if not matcher.consume_token(token_id) or matcher.is_stopped():
+                break
+            if not (mask := self._permitted(lexer.read_mask(matcher))).any():
+                break
+            self._masks.append(mask)
+
+    def _next_mask(self) -> NDArray[np.bool_]:
+        """Return the mask after the tokens so far, with a new lexer if the present one is worn."""
+        if self._state is None or self._state[0].worn:
+            self._move()
+        assert self._state is not None
+        lexer, matcher = self._state
+        if not self._token_ids:
+            return lexer.first_mask
+        try:
+            return lexer.read_mask(matcher)
+        except NanoinferError:
+            if not lexer.retire():
+                raise
+        del lexer, matcher  # their memory
+        lexer, matcher = self._move()
+        return lexer.read_mask(matcher)
+
+    def _move(self) -> tuple[Lexer, llguidance.LLMatcher]:
+        """Return the grammar's lexer, and a matcher after the tokens so far on it. Both are kept."""
+        self._state = None  # freed before the next one is made, if no other output has it
+        lexer = self._grammar.lexer()
+        matcher = lexer.new_matcher()
+        for i in range(0, len(self._token_ids), REPLAYED):
+            if not matcher.consume_tokens(self._token_ids[i : i + REPLAYED]):
+                raise NanoinferError(explain(matcher.get_error()))
+        self._state = lexer, matcher
+        return self._state
 
     def take(self) -> Masks:
         """Wait for the masks and return them: (V,) bool for each of the step's rows that may be sampled from.
@@ -114,7 +161,7 @@ class OutputGrammar:
         return mask
 
 
-def start(sequences: Seq[Sequence], done: SpecStep, rule: str) -> None:
+def start(sequences: Seq[Sequence], done: StepProposals, rule: str) -> None:
     """Cut the proposals of sequences with a grammar, and start computing their masks.
 
     Args:
@@ -124,7 +171,7 @@ def start(sequences: Seq[Sequence], done: SpecStep, rule: str) -> None:
     """
     work: list[tuple[OutputGrammar, list[int]]] = []
     for s in sequences:
-        if (grammar := s.grammar) is None:
+        if not isinstance(grammar := s.grammar, OutputGrammar):
             continue
         proposed: list[int] = []
         if (proposal := done.proposals.get(s)) is not None:
@@ -141,7 +188,7 @@ def start(sequences: Seq[Sequence], done: SpecStep, rule: str) -> None:
             for grammar, proposed in work:
                 grammar.compute(proposed)
 
-        work[0][0]._grammar.workers.put(compute)
+        work[0][0].workers.put(compute)
 
 
 def _first(proposal: Proposal, count: int) -> Proposal | None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import read_text
 from nanoinfer.models import tokenizers
 from nanoinfer.models.tokenizers import CharTokenizer, Tokenizer
+from nanoinfer.utils.files import read_text
 
 
 def read_texts(paths: Sequence[str]) -> list[str]:

@@ -13,22 +13,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import tokenizers
-from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.gpt import GPT
-from nanoinfer.models.gpt_loading import init_weights, load_gpt, weights_of
+from nanoinfer.models.gpt_loading import init_weights, load_gpt
 from nanoinfer.training import data, distill, state
+from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig
 
 
@@ -42,71 +39,6 @@ class TrainProgress:
     """Set after a validation, else None. Nats per token; with distill, the KL divergence on the held-out text."""
     best_val_loss: float
     tokens_per_sec: float
-
-
-@dataclass
-class TrainRun:
-    """State of a training run; created by `prepare`."""
-
-    config: TrainConfig
-    device: torch.device
-    model: torch.nn.Module
-    tokenizer_json: str
-    train: data.Batches | distill.TargetBatches
-    val: data.Batches | distill.TargetBatches
-    val_chars_per_token: float
-    step: int = 0
-    best_val_loss: float = math.inf
-    optimizer: torch.optim.Optimizer | None = None
-    digests: dict[str, str] = field(default_factory=dict)
-    """Digests of the data and, if there is one, of the target's weights. A resumed run must have the same digests."""
-    saved_weights: str = ""
-    """Digest of the weights last saved."""
-
-    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss, nats per token, of inputs x, (B, T).
-
-        Args:
-            x: token ids.
-            y: the next token ids, (B, T), for cross-entropy; or the target's logits, (B, T, V), for the distillation
-                loss, which in validation is the KL divergence alone.
-        """
-        x, y = x.to(self.device), y.to(self.device)
-        with self.autocast():
-            logits = self.model(x)
-        if y.is_floating_point():
-            kl, distance = distill.divergences(logits[..., : y.shape[-1]], y)
-            return kl + distance if self.model.training else kl
-        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the autocast context for the dtype of the config."""
-        if self.config.autocast == "bfloat16":
-            return torch.autocast(self.device.type, dtype=torch.bfloat16)
-        return nullcontext()
-
-    def write(self) -> None:
-        """Write the current model to `out`."""
-        assert isinstance(self.model, GPT)
-        huggingface.save(weights_of(self.model), Path(self.config.out), self.tokenizer_json, self.config.save_dtype)
-
-    def read(self) -> torch.nn.Module:
-        """Load the model in `out`."""
-        return load_gpt(huggingface.open_folder(Path(self.config.out)))
-
-    def files(self) -> dict[str, str]:
-        """Return the names and contents of the text files that belong to the model in `out`."""
-        return {"tokenizer.json": self.tokenizer_json}
-
-    def note_target(self, target: GPT, saved: state.State | None) -> None:
-        """Record the digest of the target's weights; raise NanoinferError if it differs from the saved state's."""
-        self.digests["target"] = state.digest_weights(target, target, torch.float32)
-        state.check_digest(saved, "target", self.digests["target"], "another target")
-
-    def resume(self, saved: state.State) -> None:
-        """Restore a saved state and check that the model in `out` belongs to it."""
-        state.restore(self, saved)
-        state.check_saved_model(self, saved)
 
 
 def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Complete | None = None) -> TrainRun:
@@ -147,9 +79,9 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     )
     run.optimizer = make_optimizer(run)
     if target is not None:
-        run.note_target(target.gpt, saved)
+        state.note_target(run, target.gpt, saved)
     if saved is not None:
-        run.resume(saved)
+        state.restore(run, saved)
     check_writable(out)
     if target is not None:
         source = f"tokenizer={config.tokenizer!r}" if config.init == "scratch" else f"init={config.init!r}"

@@ -20,22 +20,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.arrays import ITEM_BYTES, HostTensor
-from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import parse_json, read_text, reason, write_atomically
 from nanoinfer.models.checkpoints.stored import read_safetensors, to_safetensors
 from nanoinfer.models.gpt_loading import from_torch, to_torch
+from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig
-
-if TYPE_CHECKING:
-    from nanoinfer.training.loop import TrainRun
+from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
+from nanoinfer.utils.checks import show
+from nanoinfer.utils.files import parse_json, read_text, reason, write_atomically
 
 STATE = "training.state"
 PENDING = "training.state.pending"
@@ -140,8 +138,19 @@ def check_digest(state: State | None, name: str, digest: str, what: str) -> None
         raise NanoinferError(f"{state.path} was made with {what}: resume with the same, or choose another folder")
 
 
+def note_target(run: TrainRun, target: torch.nn.Module, state: State | None) -> None:
+    """Record the digest of the target's weights; raise NanoinferError if it differs from the saved state's."""
+    run.digests["target"] = digest_weights(target, target, torch.float32)
+    check_digest(state, "target", run.digests["target"], "another target")
+
+
 def restore(run: TrainRun, state: State) -> None:
-    """Restore a run from its state, after checking the names, shapes, dtypes and finite values of all tensors."""
+    """Restore a run from its state.
+
+    Raises:
+        NanoinferError: the names, shapes, dtypes or values of the tensors do not fit the run, or the model in its
+            folder is not the one that it wrote.
+    """
     assert run.optimizer is not None
     step, best = state.record["step"], state.record["best_val_loss"]
     if not (1 <= step <= run.config.max_steps and math.isfinite(best)):
@@ -163,9 +172,10 @@ def restore(run: TrainRun, state: State) -> None:
     moments = {i: {key: found[f"optimizer.{i}.{key}"] for key in keys} for i in range(len(_parameters(run)))}
     run.optimizer.load_state_dict({"state": moments, "param_groups": run.optimizer.state_dict()["param_groups"]})
     run.step, run.best_val_loss, run.saved_weights = step, best, state.record["weights"]
+    _check_saved_model(run, state)
 
 
-def check_saved_model(run: TrainRun, state: State) -> None:
+def _check_saved_model(run: TrainRun, state: State) -> None:
     """Raise NanoinferError unless the model in the run's folder is the one that the run wrote."""
     if state.pending:  # `finish` writes the model again
         return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanoinfer.checks import require_bool, require_choice, require_float, require_int, show
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.checks import require_bool, require_choice, require_float, require_int, show
 
 
 @dataclass(frozen=True)

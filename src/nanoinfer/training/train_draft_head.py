@@ -19,14 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoinfer.arrays import to_numpy
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models import draft_head, tokenizers, torch_ops
 from nanoinfer.models.draft_head import DraftHead, DraftHeadConfig
+from nanoinfer.models.fingerprint import fingerprint
 from nanoinfer.models.gpt_loading import init_weights
 from nanoinfer.training import data, distill, state
-from nanoinfer.training.loop import TrainRun, check_writable, make_optimizer
+from nanoinfer.training.loop import check_writable, make_optimizer
+from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig
+from nanoinfer.utils.arrays import to_numpy
 
 STEPS = 4  # tokens that the head predicts from one hidden state in training
 
@@ -134,9 +136,7 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     tokenizer, shape = target.tokenizer, target.config
     assert tokenizer is not None
     head = RecurrentHead(
-        DraftHeadConfig(
-            target.name, shape.vocab_size, shape.n_embd, config.head_hidden, tokenizers.fingerprint(tokenizer)
-        )
+        DraftHeadConfig(target.name, shape.vocab_size, shape.n_embd, config.head_hidden, fingerprint(tokenizer))
     )
     init_weights(head, 1, config.seed)
     separator = next(iter(shape.eos_token_ids), None)
@@ -145,9 +145,9 @@ def prepare(config: TrainConfig, *, resume: bool = False, complete: distill.Comp
     chars_per_token = sum(map(len, parts[1])) / len(val)
     run = HeadRun(config, device, head.to(device), tokenizers.to_json(tokenizer), first, held_out, chars_per_token)
     run.optimizer, run.digests = make_optimizer(run), digests
-    run.note_target(target.gpt, saved)
+    state.note_target(run, target.gpt, saved)
     if saved is not None:
-        run.resume(saved)
+        state.restore(run, saved)
     check_writable(out)
     gpt, dtype = target.gpt.to(device), getattr(torch, config.autocast)
     written = distill.generate_windows(train, config.distill_tokens, config.block_size, config.seed, complete)

@@ -12,7 +12,7 @@ import numpy as np
 
 from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.llm import LLM
+from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.outputs import Delta, RequestOutput, SpeculationMetrics
 from nanoinfer.profiling.logits_check import decode_logits
 from nanoinfer.profiling.verify_cost import synchronize, verify_ratio

@@ -13,9 +13,9 @@ from typing import Any
 
 from nanoinfer.bench.case import Case
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import reason
 from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.utils.files import reason
 
 FOLDER = "exports"  # inside the weights folder
 _PACKAGES = {"llama_cpp": "llama-cpp-python"}  # module -> its name on the package index, where they differ

@@ -18,10 +18,10 @@ from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.peers import FOLDER, export_once, open_gpt2, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import DTYPES
-from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import reason
 from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.utils.environment import num_cpus
+from nanoinfer.utils.files import reason
 
 SORTED_BATCH = 32  # requests of unequal prompts at a time
 

@@ -21,11 +21,11 @@ import numpy as np
 from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
-from nanoinfer.environment import num_cpus
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.gguf import ARCHITECTURES, stored_family
 from nanoinfer.models.checkpoints.huggingface import open_folder
+from nanoinfer.utils.environment import num_cpus
 
 _TYPES = {"float32": "F32", "bfloat16": "BF16"}
 QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale

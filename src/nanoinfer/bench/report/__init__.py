@@ -12,7 +12,7 @@ from pathlib import Path
 from nanoinfer.bench.formatting import clean, slug
 from nanoinfer.bench.results import Results
 from nanoinfer.errors import NanoinferError, missing_extra
-from nanoinfer.files import write_folder
+from nanoinfer.utils.files import write_folder
 
 PAGE = "index.html"
 

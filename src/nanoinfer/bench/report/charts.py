@@ -11,7 +11,8 @@ from nanoinfer.bench.derived_metrics import NAIVE
 from nanoinfer.bench.formatting import digits, number, positive
 from nanoinfer.bench.report import panels
 from nanoinfer.bench.report.marks import COLORS, GREY, Figure, Record, bar_chart, bits, chart, look, record_of, y_axis
-from nanoinfer.bench.results import Results, Row
+from nanoinfer.bench.results import Results
+from nanoinfer.bench.row import Row
 
 MAX_FIGURES = 6
 MAX_LINES = 8  # more lines than this cannot be told apart: bars

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from nanoinfer.bench.formatting import digits
 from nanoinfer.bench.report.marks import bits
 from nanoinfer.bench.report.panels import TTFT, Panel, panels, setting, sweep_axis, varying
-from nanoinfer.bench.results import Results, Row
+from nanoinfer.bench.results import Results
+from nanoinfer.bench.row import Row
 from nanoinfer.engines.registry import ENGINES
 
 MAX_SENTENCES = 6

@@ -19,7 +19,7 @@ from typing import Any
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.formatting import digits
 from nanoinfer.bench.report.panels import Measure, ceiling, setting, share_of_ceiling
-from nanoinfer.bench.results import Row
+from nanoinfer.bench.row import Row
 
 GREY = "#808080"
 VEGA_LITE = "6.4"

@@ -15,7 +15,8 @@ from nanoinfer.bench.columns import COLUMNS
 from nanoinfer.bench.formatting import DASH
 from nanoinfer.bench.report.headlines import headlines
 from nanoinfer.bench.report.marks import VEGA_LITE, Figure
-from nanoinfer.bench.results import Results, Row
+from nanoinfer.bench.results import Results
+from nanoinfer.bench.row import Row
 
 
 def page(sections: Sequence[dict[str, Any]]) -> str:

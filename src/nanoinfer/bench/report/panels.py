@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nanoinfer.bench.case import IRREGULAR, MIXED_HIGH, MIXED_LOW, OWN_TOKENS, Case
 from nanoinfer.bench.formatting import digits, number, positive
-from nanoinfer.bench.results import Row
+from nanoinfer.bench.row import Row
 
 AXES = {  # sizes that a suite may sweep -> title of the axis
     "batch": "batch (sequences)",

@@ -10,8 +10,10 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <unordered_map>
+#include <utility>
 
 #include "arrays.h"
 #include "decoder.h"
@@ -57,56 +59,60 @@ void read_names(const Settings& given, DecoderShape& shape) {
   shape.whole_norm = qk == 2;
 }
 
-// A decoder with a lock: Python threads may call it concurrently, and a step releases the interpreter lock.
+// A decoder with a lock: Python threads may call it concurrently. A thread that has to wait, for the lock or for what
+// is computed, has released the interpreter lock, so that the others go on. So the calls `f` use no Python object.
 class Guarded {
  public:
-  Guarded(const DecoderShape& shape, const DecoderOptions& options) : decoder_(shape, options) {}
+  Guarded(const DecoderShape& shape, const DecoderOptions& options) : decoder_(std::in_place, shape, options) {}
+  ~Guarded() {
+    const ReleasedGil nogil;  // returning gigabytes to the system takes some 100 ms if they are on small pages
+    decoder_.reset();
+  }
 
-  void load(const std::string& name, const Stored& values) {
-    const ReleasedGil nogil;
-    const std::lock_guard lock(mutex_);
-    decoder_.load(name, values);
-  }
-  void load_blocks(const std::string& name, const Bytes2& blocks) {
-    const ReleasedGil nogil;
-    const std::lock_guard lock(mutex_);
-    decoder_.load_blocks(name, blocks.data(), blocks.shape(0), blocks.shape(1));
-  }
-  void load_packed(const std::string& name, const Bytes1& panels, const Floats1& scales) {
-    const std::lock_guard lock(mutex_);
-    decoder_.load_packed(name, panels.data(), panels.size(), scales.data(), scales.size());
-    kept_[name] = panels;
-  }
-  void extend(const Step& step, Writable logits) {
-    const ReleasedGil nogil;
-    const std::lock_guard lock(mutex_);
-    const std::int64_t wanted = decoder_.check(step);
-    if (static_cast<std::int64_t>(logits.shape(0)) != wanted ||
-        static_cast<std::int64_t>(logits.shape(1)) != decoder_.logits_stride())
-      throw std::invalid_argument("logits must be (" + std::to_string(wanted) + ", " +
-                                  std::to_string(decoder_.logits_stride()) + ")");
-    decoder_.extend(step, logits.data());
-  }
-  void hidden(Writable out) {
-    const std::lock_guard lock(mutex_);
-    const std::vector<float>& from = decoder_.final_hidden();
-    const std::size_t columns = decoder_.shape().n_embd;
-    if (out.shape(1) != columns || out.shape(0) != from.size() / columns)
-      throw std::invalid_argument("out must be (" + std::to_string(from.size() / columns) + ", " +
-                                  std::to_string(columns) + ")");
-    std::copy(from.begin(), from.end(), out.data());
-  }
+  // Return f(decoder), which computes nothing. The interpreter lock is kept if the decoder is free: a step makes many
+  // such calls, and each time another thread could take the interpreter lock for milliseconds.
   template <class F>
   auto locked(F&& f) {
-    const std::lock_guard lock(mutex_);
-    return f(decoder_);
+    if (const std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) return f(*decoder_);
+    return computed(f);
   }
+  // Return f(decoder), which may take long.
+  template <class F>
+  auto computed(F&& f) {
+    const ReleasedGil nogil;
+    const std::lock_guard lock(mutex_);  // released before the interpreter lock is requested, which may end this thread
+    return f(*decoder_);
+  }
+  void load_packed(const std::string& name, Bytes1 panels, const Floats1& scales) {
+    locked([&](Decoder& x) {
+      x.load_packed(name, panels.data(), panels.size(), scales.data(), scales.size());
+      std::swap(kept_[name], panels);  // changes no reference count
+    });
+  }  // the panels that were kept before are freed here, with the interpreter lock
 
  private:
   std::unordered_map<std::string, Bytes1> kept_;  // panels that the decoder refers to
-  Decoder decoder_;
+  std::optional<Decoder> decoder_;
   ProcessMutex mutex_;
 };
+
+void extend(Decoder& decoder, const Step& step, Writable& logits) {
+  const std::int64_t wanted = decoder.check(step);
+  if (static_cast<std::int64_t>(logits.shape(0)) != wanted ||
+      static_cast<std::int64_t>(logits.shape(1)) != decoder.logits_stride())
+    throw std::invalid_argument("logits must be (" + std::to_string(wanted) + ", " +
+                                std::to_string(decoder.logits_stride()) + ")");
+  decoder.extend(step, logits.data());
+}
+
+void copy_hidden(const Decoder& decoder, Writable& out) {
+  const std::vector<float>& from = decoder.final_hidden();
+  const std::size_t columns = decoder.shape().n_embd;
+  if (out.shape(1) != columns || out.shape(0) != from.size() / columns)
+    throw std::invalid_argument("out must be (" + std::to_string(from.size() / columns) + ", " +
+                                std::to_string(columns) + ")");
+  std::copy(from.begin(), from.end(), out.data());
+}
 
 using Panels = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 using Scales = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
@@ -129,10 +135,12 @@ nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std:
   const Stored matrix = stored(values, dtype);
   const PackedSize size = packed_size(format, matrix.rows, matrix.columns);
   if (num_threads < 1 || num_threads > 1024) throw std::invalid_argument("threads must be from 1 to 1024");
-  auto data = std::make_unique<std::uint8_t[]>(size.num_bytes);
-  auto scales = std::make_unique<float[]>(size.num_scales);
+  std::unique_ptr<std::uint8_t[]> data;
+  std::unique_ptr<float[]> scales;
   {
     const ReleasedGil nogil;
+    data = std::make_unique<std::uint8_t[]>(size.num_bytes);
+    scales = std::make_unique<float[]>(size.num_scales);
     pack(*ThreadPool::shared(num_threads), weight_type(format), matrix, data.get(), scales.get());
   }
   std::uint8_t* bytes = data.get();
@@ -142,12 +150,17 @@ nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std:
   return nb::make_tuple(Panels(bytes, {size.num_bytes}, data_owner), Scales(floats, {size.num_scales}, scales_owner));
 }
 
-// A buffer to measure read bandwidth with.
+// A buffer to measure read bandwidth with. Its constructor, too, is called without the interpreter lock.
 class ReadBuffer {
  public:
   ReadBuffer(std::int64_t num_bytes, int threads, const std::string& isa, bool huge_pages)
       : kernels_(kernels_for(isa)), threads_(ThreadPool::shared(checked_threads(threads))), memory_(checked_size(num_bytes), huge_pages) {
     std::memset(memory_.data(), 1, memory_.size());  // allocates every page
+  }
+  ~ReadBuffer() {
+    const ReleasedGil nogil;
+    memory_ = Buffer();
+    threads_.reset();
   }
   std::uint64_t read() {
     const ReleasedGil nogil;
@@ -191,7 +204,7 @@ void bind_decoder(nb::module_& m) {
 
   nb::class_<ReadBuffer>(m, "ReadBuffer", "Memory to measure read bandwidth with.")
       .def(nb::init<std::int64_t, int, const std::string&, bool>(), nb::kw_only(), "num_bytes"_a, "threads"_a,
-           "isa"_a = "", "huge_pages"_a = true)
+           "isa"_a = "", "huge_pages"_a = true, nb::call_guard<ReleasedGil>())
       .def("read", &ReadBuffer::read, "Read the buffer once with all threads; return a checksum.");
 
   nb::class_<Settings>(m, "DecoderOptions", "The shape of a model, its formats and limits. Decoder checks the values.")
@@ -254,18 +267,23 @@ void bind_decoder(nb::module_& m) {
             options.weights = weight_type(given.weights_name);
             options.cache = cache_type(given.cache_name);
             for (const auto& [name, format] : given.format_names) options.formats[name] = weight_type(format);
+            const ReleasedGil nogil;
             new (self) Guarded(shape, options);
           },
           "options"_a)
       .def(
           "load",
           [](Guarded& d, const std::string& name, const Tensor& values, const std::string& dtype) {
-            d.load(name, stored(values, dtype));
+            d.computed([&name, from = stored(values, dtype)](Decoder& x) { x.load(name, from); });
           },
           "name"_a, "values"_a, "dtype"_a = "float32",
           "Load and pack a tensor by its name in the checkpoint. A matrix is (out, in), with any strides. dtype is"
           " float32, float16, or bfloat16, whose values are given as uint16.")
-      .def("load_blocks", &Guarded::load_blocks, "name"_a, "blocks"_a.noconvert(),
+      .def("load_blocks",
+           [](Guarded& d, const std::string& name, const Bytes2& blocks) {
+             d.computed([&](Decoder& x) { x.load_blocks(name, blocks.data(), blocks.shape(0), blocks.shape(1)); });
+           },
+           "name"_a, "blocks"_a.noconvert(),
            "Load a matrix from the rows of blocks of a GGUF file, (out, bytes of a row).")
       .def("load_packed", &Guarded::load_packed, "name"_a, "panels"_a.noconvert(), "scales"_a.noconvert(),
            "Use a matrix that `pack` has packed. The panels are kept and not copied. Needs DecoderOptions.packed.")
@@ -297,12 +315,14 @@ void bind_decoder(nb::module_& m) {
           "extend",
           [](Guarded& d, std::vector<std::int64_t> handles, std::vector<std::int64_t> token_ids,
              std::vector<std::int64_t> num_new, std::vector<std::int64_t> num_logits, Writable logits) {
-            d.extend({std::move(handles), std::move(token_ids), std::move(num_new), std::move(num_logits)}, logits);
+            const Step step{std::move(handles), std::move(token_ids), std::move(num_new), std::move(num_logits)};
+            d.computed([&](Decoder& x) { extend(x, step, logits); });
           },
           nb::kw_only(), "handles"_a, "token_ids"_a, "num_new"_a, "num_logits"_a,
           "logits"_a.noconvert(),  // a converted copy would be written and discarded
           "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32.")
-      .def("hidden", [](Guarded& d, Writable out) { d.hidden(out); }, nb::kw_only(), "out"_a.noconvert(),
+      .def("hidden", [](Guarded& d, Writable out) { d.locked([&](Decoder& x) { copy_hidden(x, out); }); },
+           nb::kw_only(), "out"_a.noconvert(),
            "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd).")
       .def(
           "part_seconds",

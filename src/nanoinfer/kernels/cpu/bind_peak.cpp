@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "gil.h"
 #include "isa.h"
 #include "names.h"
 
@@ -29,7 +30,7 @@ std::int64_t compute(const std::string& format, std::int64_t steps, int threads,
   const WeightType type = weight_type(format);
   if (steps < 1 || steps > (std::int64_t{1} << 40)) throw std::invalid_argument("steps must be in [1, 2**40]");
   if (threads < 1 || threads > 1024) throw std::invalid_argument("threads must be in [1, 1024]");
-  nb::gil_scoped_release release;
+  const ReleasedGil nogil;
   std::atomic<std::int64_t> total{0};
   const auto work = [&] {
     float sink = 0;

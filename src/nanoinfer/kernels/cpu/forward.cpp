@@ -69,7 +69,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
         const MatmulTask task{&w, head_rows_.data(), w.prepared, num_logits_, logits, logits_stride,
                               cap > 0 ? Epilogue::soft_cap : Epilogue::store, cap};
         multiply(task, rank);
-        timed_barrier(&PartSeconds::head, rank);
+        timed_barrier(&PartSeconds::head);
       }
     });
   }
@@ -116,13 +116,13 @@ void ForwardPass::embed(int rank) {
 }
 
 // Wait for all threads, because the next operation reads the results of all. The time since the last barrier is added to
-// `part`.
-void ForwardPass::timed_barrier(double PartSeconds::*part, int rank) {
-  threads_->barrier();
-  if (rank != 0) return;
-  const Clock::time_point now = Clock::now();
-  seconds_.*part += std::chrono::duration<double>(now - mark_).count();
-  mark_ = now;
+// `part`. The last thread measures it: another one may have waited for a core while the next operation was done already.
+void ForwardPass::timed_barrier(double PartSeconds::*part) {
+  threads_->barrier([&] {
+    const Clock::time_point now = Clock::now();
+    seconds_.*part += std::chrono::duration<double>(now - mark_).count();
+    mark_ = now;
+  });
 }
 
 void ForwardPass::layer(std::int64_t index, int rank) {
@@ -139,15 +139,15 @@ void ForwardPass::layer(std::int64_t index, int rank) {
 void ForwardPass::attention(std::int64_t index, int rank) {
   const LayerWeights& w = model_.layers[index];
   prepare_input(w.ln_1, w.c_attn, rank);
-  timed_barrier(&PartSeconds::others, rank);
+  timed_barrier(&PartSeconds::others);
   multiply(task(w.c_attn, qkv_, qkv_stride_, Epilogue::store), rank);
-  timed_barrier(&PartSeconds::products, rank);
+  timed_barrier(&PartSeconds::products);
   store(index, rank);
-  timed_barrier(&PartSeconds::attention, rank);
+  timed_barrier(&PartSeconds::attention);
   attend(index, rank);
-  timed_barrier(&PartSeconds::attention, rank);
+  timed_barrier(&PartSeconds::attention);
   prepare(attended_, attended_stride_, w.c_proj, rank);
-  timed_barrier(&PartSeconds::others, rank);
+  timed_barrier(&PartSeconds::others);
   residual(w.c_proj, w.post_1, rank);
 }
 
@@ -155,7 +155,7 @@ void ForwardPass::mlp_hidden(std::int64_t index, int rank) {
   const LayerWeights& w = model_.layers[index];
   const bool gated = model_.shape.gated_mlp;
   prepare_input(w.ln_2, w.c_fc, rank);
-  timed_barrier(&PartSeconds::others, rank);
+  timed_barrier(&PartSeconds::others);
   if (gated) {
     // In parts: the outputs of the gate stay in the second-level cache until those of c_fc are multiplied by them.
     const MatmulTask gate = task(w.c_gate, hidden_, hidden_stride_, model_.shape.activation);
@@ -168,13 +168,13 @@ void ForwardPass::mlp_hidden(std::int64_t index, int rank) {
   } else {
     multiply(task(w.c_fc, hidden_, hidden_stride_, model_.shape.activation), rank);
   }
-  timed_barrier(&PartSeconds::products, rank);
+  timed_barrier(&PartSeconds::products);
 }
 
 void ForwardPass::mlp_output(std::int64_t index, int rank) {
   const LayerWeights& w = model_.layers[index];
   prepare(hidden_, hidden_stride_, w.mlp_proj, rank);
-  timed_barrier(&PartSeconds::others, rank);
+  timed_barrier(&PartSeconds::others);
   residual(w.mlp_proj, w.post_2, rank);
 }
 
@@ -182,11 +182,11 @@ void ForwardPass::mlp_output(std::int64_t index, int rank) {
 void ForwardPass::residual(const Matrix& w, const NormWeights& post, int rank) {
   if (!model_.shape.norm_after) {
     multiply(task(w, x_, x_stride_, Epilogue::add), rank);
-    timed_barrier(&PartSeconds::products, rank);
+    timed_barrier(&PartSeconds::products);
     return;
   }
   multiply(task(w, attended_, attended_stride_, Epilogue::store), rank);
-  timed_barrier(&PartSeconds::products, rank);
+  timed_barrier(&PartSeconds::products);
   const std::int64_t C = model_.shape.n_embd;
   const Range mine = range(num_rows_, rank);
   for (std::int64_t r = mine.begin; r < mine.end; ++r) {
@@ -288,7 +288,7 @@ void ForwardPass::finish(int rank) {
       norm(model_.ln_f, x_ + r * x_stride_, C, y);
       kernels_.prepare(w.type, y, C, w.depth, rows_[r].logit, num_logits_, w.prepared, head_rows_.data());
     }
-  timed_barrier(&PartSeconds::others, rank);
+  timed_barrier(&PartSeconds::others);
 }
 
 }  // namespace nanoinfer

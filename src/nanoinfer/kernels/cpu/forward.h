@@ -106,7 +106,7 @@ class ForwardPass {
   void store(std::int64_t layer, int rank);
   void attend(std::int64_t layer, int rank);
   void finish(int rank);
-  void timed_barrier(double PartSeconds::*part, int rank);
+  void timed_barrier(double PartSeconds::*part);
   Range range(std::int64_t count, int rank) const { return range_of(count, rank, threads_->size()); }
 
   const ModelWeights& model_;

@@ -21,6 +21,12 @@ inline std::uint32_t process_generation() { return forks_and_one.load(std::memor
 // A mutex that records its holder's process. In a forked child, lock() throws where std::mutex would wait for ever.
 class ProcessMutex {
  public:
+  // Return whether it was free, and is now held.
+  bool try_lock() {
+    std::uint32_t free = 0;
+    return holder_.compare_exchange_strong(free, process_generation(), std::memory_order_acquire,
+                                           std::memory_order_relaxed);
+  }
   // Throws std::runtime_error if a thread of the parent process held it at the fork: the protected state may be
   // inconsistent.
   void lock() {

@@ -134,15 +134,21 @@ class ThreadPool {
     return {count, count};
   }
 
-  // Wait inside a body until every thread of the pool has reached the barrier.
-  void barrier() {
+  // Wait inside a body until every thread of the pool has reached the barrier. The last one to reach it calls `complete`
+  // while the others still wait.
+  template <class Complete>
+  void barrier(Complete&& complete) {
     const std::uint32_t phase = phase_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+      complete();
       arrived_.store(0, std::memory_order_relaxed);
       phase_.store(phase + 1, std::memory_order_release);
       return;
     }
     for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) pause(spins);
+  }
+  void barrier() {
+    barrier([] {});
   }
 
  private:

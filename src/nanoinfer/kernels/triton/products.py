@@ -157,12 +157,15 @@ def product_kernel(
     num_outputs, stride_block, stride_head, stride_token, eps,
     K: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, GELU: tl.constexpr, BLOCK_LEN: tl.constexpr,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    PREFETCH_BYTES: tl.constexpr,
+    PREFETCH_BYTES: tl.constexpr, SPARE: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tile). One row: each program computes one tile's columns. BLOCK: a power of two >= K."""
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Columns past the last output read the last one again, so that 16-byte loads need no mask.
-    columns = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    end = tl.minimum((tl.program_id(0) + 1) * (BLOCK_N - SPARE), num_outputs)
+    outputs = tl.program_id(0) * (BLOCK_N - SPARE) + tl.arange(0, BLOCK_N)
+    # Columns past the program's last output read the last one again, so that 16-byte loads need no mask.
+    columns = tl.minimum(outputs, end - 1).to(tl.int64)
+    if SPARE > 0:
+        outputs = tl.where(outputs < end, outputs, num_outputs)  # the next program's: not stored
     HALF: tl.constexpr = GROUP // 2
 
     # 1. Parameters: their loads are on the way while this waits, and while the row's statistics are computed.
@@ -311,13 +314,13 @@ def product(
     shape = {"GELU": e.gelu, "BLOCK_LEN": s.keys.shape[2] if s else 1, "D": s.keys.shape[3] if s else 1, **options}
     sizes = {"K": k, "GROUP": weight.group, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.num_stages}
     sizes["PREFETCH_BYTES"] = data.numel() * data.itemsize if can_prefetch(data) else 0
-    grid = (triton.cdiv(n, tile.block_n), tile.num_splits)
+    grid = (triton.cdiv(n, tile.block_n - tile.spare), tile.num_splits)
     if rows == 1:
         if tile.num_splits > 1:
             raise ValueError(f"num_splits={tile.num_splits} for one row: only the inputs of 2 to {MAX_ROWS} are split")
         product_kernel[grid](
             out, x, data, weight.scale, weight.zero, norm and norm.weight, norm and norm.bias, e.bias, e.residual,
-            *cache, n, *strides, norm.eps if norm else 0.0, BLOCK=triton.next_power_of_2(k),
+            *cache, n, *strides, norm.eps if norm else 0.0, BLOCK=triton.next_power_of_2(k), SPARE=tile.spare,
             num_warps=tile.num_warps, **sizes, **shape,
         )  # fmt: skip
         return

@@ -3,9 +3,10 @@
 The values are derived, not measured. To tune them, run `benchmarks/triton_kernels.py` on a GPU and change them here.
 
 - A decode step is bound by reading weights. Its speed depends on the bytes in flight, and every multiprocessor must
-  have some. block_n, the number of outputs of a program, is therefore the largest that gives each one a program.
+  have some. block_n, the number of outputs of a program, is at most the largest that gives each one a program.
 - One row: threads multiply and add their own values, without tensor cores (15 of whose 16 rows would be padding), so
-  block_n can be small. Two or more rows use tensor cores, which need at least 8 outputs for an operand in registers.
+  block_n can be small: it is chosen so that all multiprocessors have about as many outputs. Two or more rows use tensor
+  cores, which need at least 8 outputs for an operand in registers.
 - block_k is a multiple of what 32 threads read at 16 bytes each, if the row is that long. Of one row it is all inputs,
   if their weights fit into a program's registers: then all loads are on the way at once, and there is no loop.
 - For up to 16 rows and a narrow output (K = 4C -> N = C), the sum over K is split between programs as well, and a
@@ -35,6 +36,8 @@ class Tile:
     """Number of iterations in flight: one computes while the others load."""
     num_splits: int = 1
     """Number of programs that share the inputs of an output."""
+    spare: int = 0
+    """One row: number of the block_n outputs that the program leaves to the next one."""
 
 
 # bits of a weight -> (block_n choices, block_k, num_warps). An iteration reads at most 16 KB, so that several programs
@@ -89,7 +92,9 @@ def product_tile(n: int, k: int, rows: int, bits: int, processors: int) -> Tile:
     product_tile(768, 768, 1, 16, 132) -> block_n 4: 192 programs for 132 multiprocessors
     """
     choices, block_k, num_warps = (ONE_ROW if rows == 1 else ROWS)[bits]
-    block_n = next((b for b in choices if -(-n // b) >= processors), choices[-1])
+    block_n, spare = next((b for b in choices if -(-n // b) >= processors), choices[-1]), 0
+    if rows == 1:
+        block_n, spare = even_outputs(n, choices, processors)
     whole = max(_power_of_two(k), 64)
     if whole < block_k or (rows == 1 and block_n * whole * bits // 8 <= WHOLE_BYTES[bits]):
         block_k = whole
@@ -99,7 +104,27 @@ def product_tile(n: int, k: int, rows: int, bits: int, processors: int) -> Tile:
     if rows > 1 and n * k * bits // 8 >= MIN_SPLIT_BYTES:
         while programs * num_splits < processors and num_splits < MAX_SPLITS and num_splits * block_k < k:
             num_splits *= 2
-    return Tile(block_n, block_k, num_warps, num_stages, num_splits)
+    return Tile(block_n, block_k, num_warps, num_stages, num_splits, spare)
+
+
+def even_outputs(n: int, choices: tuple[int, ...], processors: int) -> tuple[int, int]:
+    """Return block_n, and how many outputs of it a program leaves out, so that multiprocessors have equal shares of n.
+
+    The time is that of the multiprocessor with the most programs: in between what each of them reads (its outputs) and
+    what it computes (block_n). Of the choices within a tenth of the shortest time, the largest block_n is taken: fewer
+    programs read the inputs and compute their norm.
+
+    even_outputs(6400, (16, 8, 4), 132) -> (8, 1): 915 programs of 7 outputs, 7 on most multiprocessors and never more.
+                                           400 programs of 16 would be 3 on most, and 4 on some
+    """
+    times = {}
+    for block_n in choices:
+        for spare in range(block_n // 8 + 1):
+            num_programs = -(-n // (block_n - spare))
+            if num_programs >= processors or block_n == choices[-1]:
+                times[block_n, spare] = -(-num_programs // processors) * (2 * block_n - spare)
+    within = {chosen: time for chosen, time in times.items() if 10 * time <= 11 * min(times.values())}
+    return max(within, key=lambda chosen: (chosen[0], -within[chosen]))
 
 
 def attention_splits(rows_by_heads: int, context: int, bits: int, processors: int) -> int:

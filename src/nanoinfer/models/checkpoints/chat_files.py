@@ -1,8 +1,8 @@
-"""The chat template of a Hugging Face folder, and the special tokens that it may use.
+"""The chat template of a Hugging Face folder, the special tokens that it may use, and default sampling parameters.
 
 The template is in chat_template.jinja, else in tokenizer_config.json (a string, or a list of named templates, of which
 "default" is taken), else in chat_template.json. Special tokens are in tokenizer_config.json, else in
-special_tokens_map.json.
+special_tokens_map.json. Sampling parameters are in generation_config.json.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, parse_json, read_limited
 from nanoinfer.models.chat_template import MAX_TEMPLATE
+from nanoinfer.utils.files import escaped, parse_json, read_limited
 
 FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json", "special_tokens_map.json")
+GENERATION_CONFIG = "generation_config.json"
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+"""Fields of generation_config.json that are sampling parameters, as in vLLM."""
 MAX_BYTES = 16 << 20  # of tokenizer_config.json, which may list thousands of added tokens
 SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -41,11 +44,25 @@ def read(folder: Path) -> tuple[str | None, dict[str, str]]:
     return None, tokens
 
 
-def to_files(template: str | None, special_tokens: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the files that `read` reads a template and its special tokens from; none without a template."""
-    if template is None:
-        return {}
-    return {FILES[0]: template.encode(), FILES[3]: json.dumps(dict(special_tokens), indent=2).encode() + b"\n"}
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return the sampling parameters of a folder, as generation_config.json has them: {"temperature": 0.7, ...}.
+
+    Raises:
+        NanoinferError: the file is too large or malformed.
+    """
+    found = _read_object(folder / GENERATION_CONFIG)
+    return {name: found[name] for name in SAMPLING_FIELDS if found.get(name) is not None}
+
+
+def to_files(
+    template: str | None, special_tokens: Mapping[str, str], sampling_defaults: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """Return the files that these are read from; none for what there is not."""
+    files: dict[str, Any] = {GENERATION_CONFIG: sampling_defaults} if sampling_defaults else {}
+    if template is not None:
+        files[FILES[3]] = special_tokens
+    made = {name: json.dumps(dict(content), indent=2).encode() + b"\n" for name, content in files.items()}
+    return made if template is None else {FILES[0]: template.encode(), **made}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

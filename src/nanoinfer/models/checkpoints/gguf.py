@@ -16,19 +16,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import HostTensor
-from nanoinfer.checks import plain, show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped
 from nanoinfer.models.checkpoints.gguf_file import GGUFFile, Value, read_gguf
-from nanoinfer.models.checkpoints.gguf_tokenizer import end_tokens
+from nanoinfer.models.checkpoints.gguf_tokenizer import check_counts, end_tokens, read_tokenizer
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.rotary import frequencies
+from nanoinfer.models.tokenizers import Tokenizer
+from nanoinfer.utils.arrays import HostTensor
+from nanoinfer.utils.checks import plain, show
+from nanoinfer.utils.files import escaped
 
 log = logging.getLogger("nanoinfer")
 
@@ -71,10 +72,11 @@ class _Metadata(Fields):
     """The metadata of one architecture; the prefix of its keys is added here."""
 
     def __init__(self, raw: Mapping[str, Value], arch: str, tensors: Mapping[str, StoredTensor]) -> None:
-        ours = {k: plain(v) for k, v in raw.items() if k.startswith(f"{arch}.")}
-        if long := next((k for k, v in ours.items() if isinstance(v, (str, list)) and len(v) > _MAX_LENGTH), None):
-            raise NanoinferError(f"{show(long)} has more than {_MAX_LENGTH} values")
-        super().__init__(ours)
+        ours = {k: v for k, v in raw.items() if k.startswith(f"{arch}.")}
+        for key, value in ours.items():
+            if isinstance(value, (str, list, np.ndarray)) and len(value) > _MAX_LENGTH:
+                raise NanoinferError(f"{show(key)} has more than {_MAX_LENGTH} values")
+        super().__init__({key: plain(value) for key, value in ours.items()})
         self.arch, self.tensors = arch, tensors
 
     def key(self, name: str) -> str:
@@ -98,7 +100,10 @@ class _Metadata(Fields):
     def check_known(self) -> None:
         """Raise NanoinferError if the architecture has a key that was not read."""
         if unknown := sorted(self.raw.keys() - self.known):
-            raise self.error(unknown[0], "is not supported: the model needs something that is not implemented")
+            value = show(self.raw[unknown[0]])
+            raise NanoinferError(
+                f"{escaped(unknown[0])}={value} is not supported: the model needs something that is not implemented"
+            )
 
 
 def _shape(m: _Metadata) -> dict[str, Any]:
@@ -252,6 +257,17 @@ def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Va
     return check(config, _as_stored(file, layout), where, dtype, stored_family(config, layout)), file.metadata
 
 
+def open_tokenizer(path: Path) -> Tokenizer:
+    """Return the tokenizer in a GGUF file. Raises NanoinferError as `open_file`, or if there is none."""
+    file, where = read_gguf(path), escaped(path)
+    embedding = file.tensors.get("token_embd.weight")
+    try:
+        check_counts(file.metadata, None if embedding is None else embedding.shape[0])
+    except NanoinferError as e:
+        raise NanoinferError(f"{where}: {e}") from None
+    return read_tokenizer(file.metadata, where)
+
+
 def _read_config(file: GGUFFile, where: str, arch: str, layout: Architecture) -> ModelConfig:
     try:
         m = _Metadata(file.metadata, arch, file.tensors)
@@ -262,6 +278,7 @@ def _read_config(file: GGUFFile, where: str, arch: str, layout: Architecture) ->
         config = FAMILIES[fields["model_type"]].read(Fields(fields))
         if (stored := file.tensors.get(_FREQUENCIES)) is not None:
             config = _with_frequencies(config, stored)
+        check_counts(file.metadata, config.vocab_size)
         bos, ends = end_tokens(file.metadata, config.vocab_size)
         return replace(config, bos_token_id=bos, eos_token_ids=ends)
     except NanoinferError as e:

@@ -18,18 +18,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import BLOCK_FORMATS, BlockMatrix, HostTensor
-from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import RegularFile, escaped
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS, UNSUPPORTED, Format
 from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
+from nanoinfer.utils.arrays import BLOCK_FORMATS, BlockMatrix, HostTensor
+from nanoinfer.utils.checks import show
+from nanoinfer.utils.files import RegularFile, escaped
 
 Value = int | float | bool | str | list[str] | NDArray[np.generic]
 """A value of the metadata. Arrays of strings are lists, arrays of numbers are NumPy arrays."""
 
+MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 128 << 20  # that of a vocabulary of 262,144 tokens has 15 MB
+MAX_ENTRIES = 1 << 14  # of the metadata; models have 20 to 60
+MAX_TENSORS = 1 << 16  # models have some hundreds to some thousands
+MAX_STRINGS = 1 << 21  # in all arrays; Gemma's tokens and merges are 777,000, the most known
 MAX_KEY_BYTES = 65535  # of a key or a tensor's name, as the format limits keys
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 16
@@ -94,7 +98,8 @@ def read_gguf(path: Path) -> GGUFFile:
     file = RegularFile(path, "GGUF")
     header = _Header(file)
     _check_version(header)
-    num_tensors, num_entries = header.count("tensors", 24), header.count("metadata entries", 13)
+    num_tensors = header.count("tensors", 24, MAX_TENSORS)
+    num_entries = header.count("metadata entries", 13, MAX_ENTRIES)
     metadata: dict[str, Value] = {}
     for _ in range(num_entries):
         key = header.name("a metadata key")
@@ -128,6 +133,7 @@ class _Header:
         self.file, self.position = file, 0
         self._buffer, self._start = b"", 0  # bytes of the file from _start on
         self._end = min(file.size, MAX_HEADER_BYTES)
+        self._num_strings = 0  # in arrays
 
     @property
     def left(self) -> int:
@@ -155,9 +161,11 @@ class _Header:
         """Return the next unsigned integer."""
         return int.from_bytes(self.take(num_bytes, what), "little")
 
-    def count(self, what: str, min_bytes: int) -> int:
+    def count(self, what: str, min_bytes: int, limit: int = MAX_HEADER_BYTES) -> int:
         """Return a number of things of at least `min_bytes` bytes each, which must fit into the rest of the file."""
         number = self.integer(8, f"the number of {what}")
+        if number > limit:
+            raise self.error(f"it claims to have {number} {what}; the limit is {limit}")
         if number > self.left // min_bytes:
             raise self.error(f"it claims to have {number} {what}, which do not fit into its {self.file.size} bytes")
         return number
@@ -172,13 +180,35 @@ class _Header:
         except UnicodeDecodeError as e:
             raise self.error(f"{what} is not UTF-8 (byte {e.start}: {e.reason})") from None
 
+    def strings(self, count: int, key: str) -> list[str]:
+        """Return the strings of an array, after comparing the number of strings in all arrays with MAX_STRINGS."""
+        self._num_strings += count
+        if self._num_strings > MAX_STRINGS:
+            total = f"{self._num_strings} in total; the limit is {MAX_STRINGS}"
+            raise self.error(f"it claims to have {count} strings in {show(key)}, {total}")
+        found: list[str] = []
+        while len(found) < count:
+            found.append(self.string(f"the value of {show(key)}"))  # and the chunk of the file that follows
+            buffer, at = self._buffer, self.position - self._start
+            while len(found) < count and (start := at + 8) <= len(buffer):
+                end = start + int.from_bytes(buffer[at:start], "little")
+                try:
+                    if end > len(buffer):
+                        break
+                    found.append(buffer[start:end].decode())
+                except UnicodeDecodeError:  # `string` raises the error
+                    break
+                at = end
+            self.position = self._start + at
+        return found
+
     def name(self, what: str) -> str:
         """Return the next string if it is short enough to be a name."""
         return self.string(what, MAX_KEY_BYTES)
 
 
 def _check_version(header: _Header) -> None:
-    if header.take(4, "the magic number") != b"GGUF":
+    if header.take(4, "the magic number") != MAGIC:
         raise header.error("it does not begin with GGUF")
     version = header.integer(4, "the version")
     if version not in VERSIONS:
@@ -202,7 +232,7 @@ def _value(header: _Header, key: str) -> Value:
     if kind == _ARRAY:
         raise header.error(f"{what} is an array of arrays, which is not supported")
     if kind == _STRING:
-        return [header.string(what) for _ in range(header.count(f"strings in {show(key)}", 8))]
+        return header.strings(header.count(f"strings in {show(key)}", 8), key)
     if kind not in _NUMBERS:
         raise header.error(f"{what} has the unknown type {kind}")
     return _numbers(header, kind, header.count(f"numbers in {show(key)}", np.dtype(_NUMBERS[kind]).itemsize), what)

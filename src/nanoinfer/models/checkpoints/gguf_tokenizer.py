@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nanoinfer.checks import as_int, require_int, show
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK
+from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK, MAX_TOKENS, MERGES_PER_TOKEN
 from nanoinfer.models.tokenizers import Tokenizer, explained, from_core, prepend
+from nanoinfer.utils.checks import as_int, require_int, show
 
 log = logging.getLogger("nanoinfer")
 
@@ -103,7 +103,7 @@ class _Vocabulary:
 
 
 def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
-    """Return the tokenizer of a GGUF file.
+    """Return the tokenizer of a GGUF file whose arrays have passed `check_counts`.
 
     Args:
         metadata: of the file.
@@ -128,6 +128,31 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
         if vocabulary.flag("add_eos_token", False):
             log.warning("%s: %sadd_eos_token is ignored: prompts do not end with the end token", where, _PREFIX)
         return from_core(core)
+
+
+def check_counts(metadata: Mapping[str, Value], vocab_size: int | None) -> None:
+    """Compare the lengths of the tokenizer's arrays with the rows of the embedding, before anything is built of them.
+
+    Args:
+        metadata: of a GGUF file.
+        vocab_size: rows of the embedding; None: the file has none.
+
+    Raises:
+        NanoinferError: an array is too long.
+    """
+    sizes = {}
+    for name in ("tokens", "scores", "token_type", "merges"):
+        value = metadata.get(_PREFIX + name)
+        sizes[name] = len(value) if isinstance(value, (list, np.ndarray)) else 0
+    for name in ("tokens", "scores", "token_type"):
+        has = f"{_PREFIX}{name} has {sizes[name]} values"
+        if sizes[name] > MAX_TOKENS:
+            raise NanoinferError(f"{has}; the limit is {MAX_TOKENS}")
+        if vocab_size is not None and sizes[name] > vocab_size:
+            raise NanoinferError(f"{has}, but token_embd.weight has {vocab_size} rows: convert the model again")
+    if sizes["merges"] > (limit := MERGES_PER_TOKEN * (vocab_size or sizes["tokens"])):
+        many = f"{_PREFIX}merges has {sizes['merges']} values"
+        raise NanoinferError(f"{many}, the limit for {limit // MERGES_PER_TOKEN} tokens is {limit}")
 
 
 def end_tokens(metadata: Mapping[str, Value], vocab_size: int) -> tuple[int | None, tuple[int, ...]]:
@@ -262,6 +287,10 @@ def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
             left, right = token[:at], token[at:]
             if left in ids and right in ids:
                 found.append((-score, -len(left), -len(right), left, right))
+        if len(found) > MERGES_PER_TOKEN * count:
+            raise NanoinferError(
+                f"the tokens can be made by more than {MERGES_PER_TOKEN * count} merges, the limit for {count} tokens"
+            )
     found.sort(key=lambda merge: merge[:3])
     return [(left, right) for *_, left, right in found]
 

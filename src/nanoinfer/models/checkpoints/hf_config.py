@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.checks import require_int, show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, read_json
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.fields import Fields
+from nanoinfer.utils.checks import require_int, show
+from nanoinfer.utils.files import escaped, read_json
 
 log = logging.getLogger("nanoinfer")
 

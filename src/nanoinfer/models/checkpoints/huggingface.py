@@ -8,26 +8,31 @@ executing code). Not covered: sharded `pytorch_model.bin`.
 from __future__ import annotations
 
 import json
+import logging
 import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from nanoinfer.arrays import HostTensor
-from nanoinfer.checks import show
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, read_json, write_folder
 from nanoinfer.models.checkpoints import chat_files, hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.parameters import shapes
+from nanoinfer.utils.arrays import HostTensor
+from nanoinfer.utils.checks import show
+from nanoinfer.utils.files import escaped, read_json, write_folder
 
+log = logging.getLogger("nanoinfer")
+
+ADAPTER = "adapter_config.json"
 _HUB_FILES = [
     "config.json",
+    ADAPTER,
     "generation_config.json",
     "*.safetensors",
     "model.safetensors.index.json",
@@ -37,6 +42,7 @@ _HUB_FILES = [
     *chat_files.FILES,
 ]
 PICKLED = "pytorch_model.bin"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", PICKLED)
 MAX_INDEX_BYTES = 16 << 20
 # Without this file, AutoTokenizer uses GPT-2's own tokenizer class, which splits text before it applies tokenizer.json.
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
@@ -48,14 +54,14 @@ def download(repo_id: str) -> Path:
     Raises:
         NanoinferError: the repository does not exist, or it is not in the cache and the network is unavailable.
     """
-    import huggingface_hub
-
     try:
+        import huggingface_hub
+
         folder = Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_HUB_FILES))
         if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
             huggingface_hub.snapshot_download(repo_id, allow_patterns=[PICKLED])  # into the same folder
         return folder
-    except Exception as e:  # of many types: HTTP, DNS, cache, permission
+    except Exception as e:  # of many types: HTTP, DNS, cache, permission, no such module
         reason = textwrap.shorten(escaped(" ".join(str(e).split()), 4000), 160, placeholder="...") or type(e).__name__
         raise NanoinferError(
             f"model {repo_id!r} could not be fetched from the Hugging Face Hub ({reason}): check the name and the"
@@ -73,6 +79,7 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
     Raises:
         NanoinferError: a file is missing or malformed, or requests an unsupported feature.
     """
+    refuse_adapter(folder)
     config = hf_config.read(folder / "config.json")
     stored: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
@@ -81,6 +88,22 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
                 raise NanoinferError(f"{escaped(folder)} contains tensor {name!r:.80} twice: keep one")
             stored[name] = tensor
     return check(config, stored, escaped(folder), dtype)
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise NanoinferError if a folder has an adapter of peft, and no whole model."""
+    if not (path := folder / ADAPTER).is_file():
+        return
+    if (folder / "config.json").is_file() and any((folder / name).is_file() for name in _WEIGHTS):
+        log.warning("%s is ignored: the adapter is not applied", escaped(path))
+        return
+    raw = read_json(path, hf_config.MAX_CONFIG_BYTES, "the config of an adapter")
+    kind, base = (raw.get(k) if isinstance(raw, dict) else None for k in ("peft_type", "base_model_name_or_path"))
+    into = show(base) if isinstance(base, str) else "its base model"
+    raise NanoinferError(
+        f"{escaped(folder)} is an adapter ({escaped(kind or 'LORA', 40)}), not a model: merge it into {into}"
+        " (merge_and_unload of peft), save that, and give its folder"
+    )
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
@@ -98,7 +121,7 @@ def _full_name(key: str, config: ModelConfig) -> str:
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder: a single file, or the shards that the index lists."""
-    for name in ("model.safetensors", "model.safetensors.index.json", PICKLED):
+    for name in _WEIGHTS:
         if (path := folder / name).is_file():
             return _indexed(path) if name.endswith(".json") else [path]
     there = sorted(p.name for p in folder.iterdir() if p.is_file())

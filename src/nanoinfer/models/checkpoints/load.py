@@ -2,7 +2,8 @@
 
 A name is resolved in this order: `wide:<model>:<preset>`; `shakespeare` and the other built-in models;
 `random:<preset>`; an existing path; a Hub repository id. `./shakespeare` is the folder of that name. The path of a
-model.safetensors stands for its folder. If a folder `a` exists, `a/b` is a path and is not looked up on the Hub.
+model.safetensors stands for its folder; a GGUF file is known by its suffix or its first bytes. If a folder `a` exists,
+`a/b` is a path and is not looked up on the Hub.
 
 `wide:shakespeare:gpt2-large` is the model `shakespeare` widened by duplication (widen.py) to the width and number of
 layers of the preset. It has the output, vocabulary, context length and tokenizer of `shakespeare`, and about the cost
@@ -17,18 +18,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nanoinfer.checks import require_int, show
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import chat_files, gguf, gguf_tokenizer, huggingface, nanochat, nanogpt, packed
-from nanoinfer.models.checkpoints.gguf_file import read_gguf
+from nanoinfer.models.checkpoints.gguf_file import MAGIC
+from nanoinfer.models.checkpoints.stored import is_safetensors
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
 from nanoinfer.models.presets import PRESETS, REPOSITORIES
+from nanoinfer.models.tokenizer_limits import MAX_TOKENS
+from nanoinfer.utils.checks import require_int, show
+from nanoinfer.utils.files import escaped, first_bytes
 
 if TYPE_CHECKING:
     from nanoinfer.models.checkpoints.gguf_file import Value
@@ -58,6 +61,8 @@ class LoadedModel:
     """Why `chat_template` could not be read; empty if there is none."""
     special_tokens: dict[str, str] = field(default_factory=dict)
     """Variables of the template: {"bos_token": "<s>", ...}."""
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters of generation_config.json, not checked."""
     _gpt: GPT | None = field(default=None, init=False, repr=False)
 
     @property
@@ -125,7 +130,7 @@ def load_model(
     del weights  # see LoadedModel.take
     try:
         if tokenizer:
-            loaded.tokenizer = load_tokenizer(tokenizer)
+            loaded.tokenizer = load_tokenizer(tokenizer, config.vocab_size)
         elif metadata is not None:
             loaded.tokenizer = gguf_tokenizer.read_tokenizer(metadata, escaped(path))
         else:
@@ -140,16 +145,17 @@ def load_model(
         loaded.weights, loaded.chat_template = nanochat.with_special_tokens(loaded.weights, loaded.tokenizer)
         loaded.config = loaded.weights.config
     else:
-        _read_chat_template(loaded, path, metadata)
+        _read_defaults(loaded, path, metadata)
     return loaded
 
 
-def _read_chat_template(loaded: LoadedModel, path: Path, metadata: Mapping[str, Value] | None) -> None:
-    """Set the chat template of a GGUF file or a folder, and the special tokens that it may use."""
+def _read_defaults(loaded: LoadedModel, path: Path, metadata: Mapping[str, Value] | None) -> None:
+    """Set the chat template of a GGUF file or a folder, its special tokens, and a folder's sampling parameters."""
     if metadata is not None:
         loaded.chat_template = gguf_tokenizer.chat_template(metadata)
         loaded.special_tokens = gguf_tokenizer.special_tokens(metadata)
     elif path.is_dir():
+        loaded.sampling_defaults = chat_files.sampling_defaults(path)
         try:
             loaded.chat_template, loaded.special_tokens = chat_files.read(path)
         except NanoinferError as e:
@@ -180,9 +186,15 @@ def _place(name: str | Path) -> Path:
     return path
 
 
+def is_local(name: str | Path) -> bool:
+    """Return whether a model is on this machine: a built-in one, or a path that exists."""
+    return _place(name).exists()
+
+
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is that of a GGUF file, by its name."""
-    return path.suffix.lower() == ".gguf" and path.exists() and not path.is_dir()
+    """Return whether a path is that of a GGUF file, by its name or its first bytes: Ollama's files have no suffix."""
+    named = path.suffix.lower() == ".gguf" and path.exists() and not path.is_dir()
+    return named or first_bytes(path, len(MAGIC)) == MAGIC
 
 
 def _model_place(name: str | Path) -> Path:
@@ -192,8 +204,11 @@ def _model_place(name: str | Path) -> Path:
         NanoinferError: the file has an unsupported format, or is one of several weight files.
     """
     path = packed.folder_of(_place(name))
-    if path.is_file() and (path.suffix == ".safetensors" or path.name == huggingface.PICKLED):
-        if not (path.parent / "config.json").is_file() or huggingface.weight_files(path.parent) != [path]:
+    named = path.suffix == ".safetensors" or path.name == huggingface.PICKLED
+    if path.is_file() and (named or is_safetensors(path)):
+        huggingface.refuse_adapter(path.parent)
+        beside = named and (path.parent / "config.json").is_file()
+        if not beside or huggingface.weight_files(path.parent) != [path]:
             raise NanoinferError(
                 f"model {show(str(name))} is a weight file without a config: give a folder that contains it as"
                 " model.safetensors, with its config.json"
@@ -257,21 +272,24 @@ def _hub_folder(name: str) -> Path:
     return huggingface.download(REPOSITORIES.get(name, name))
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of a built-in model, a folder, a tokenizer.json, meta.pkl or GGUF file, or a repository."""
+def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
+    """Return the tokenizer of a built-in model, a folder, a tokenizer.json, meta.pkl or GGUF file, or a repository.
+
+    `num_tokens`: of the model that it is for; a far larger one is refused before it is parsed.
+    """
     name, path = str(name), _place(name)
     if is_gguf(path):
-        return gguf_tokenizer.read_tokenizer(read_gguf(path).metadata, escaped(path))
+        return gguf.open_tokenizer(path)
     if path.is_file() and path.name == nanochat.TOKENIZER:
         return nanochat.load_tokenizer(path)
     if path.is_file() and path.suffix == ".pkl":
         return nanogpt.load_meta(path)
     if path.is_file():
-        return tokenizers.from_file(path)
+        return tokenizers.from_file(path, num_tokens)
     folder = path if path.is_dir() else _hub_folder(name)
     if (meta := folder / "meta.pkl").is_file() and not (folder / "tokenizer.json").is_file():
         return nanogpt.load_meta(meta)
-    if (found := tokenizers.from_folder(folder)) is None:
+    if (found := tokenizers.from_folder(folder, num_tokens)) is None:
         raise NanoinferError(f"{escaped(folder)} has no tokenizer.json, no vocab.json with merges.txt, and no meta.pkl")
     return found
 
@@ -283,7 +301,7 @@ def _own_tokenizer(name: str, path: Path, config: ModelConfig, dataset: str | No
     if path.is_file() and (meta := nanogpt.find_meta(path, dataset)):
         return nanogpt.load_meta(meta)
     folder = path if path.is_dir() else path.parent
-    if not name.startswith("random:") and (found := tokenizers.from_folder(folder)):
+    if not name.startswith("random:") and (found := tokenizers.from_folder(folder, config.vocab_size)):
         return found
     if config.family == "gpt2" and config.vocab_size in GPT2_VOCABULARIES:
         try:

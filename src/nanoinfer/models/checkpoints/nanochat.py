@@ -19,7 +19,6 @@ from typing import Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, read_json, read_limited, reason
 from nanoinfer.models.checkpoints.plain_pickle import PlainUnpickler
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
@@ -28,6 +27,7 @@ from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK
 from nanoinfer.models.tokenizers import Tokenizer, byte_alphabet, explained, from_core, prepend
+from nanoinfer.utils.files import escaped, read_json, read_limited, reason
 
 MAX_META_BYTES = 1 << 20  # nanochat's meta has 3 KB
 MAX_TOKENIZER_BYTES = 8 << 20  # with 65,536 tokens, nanochat's has 0.9 MB

@@ -17,12 +17,12 @@ from typing import Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, read_limited, reason
 from nanoinfer.models.checkpoints.plain_pickle import PlainUnpickler
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.tokenizers import CharTokenizer
+from nanoinfer.utils.files import escaped, read_limited, reason
 
 MAX_META_BYTES = 4 << 20  # nanoGPT's Shakespeare meta.pkl has 700 bytes
 

@@ -24,14 +24,14 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.checks import show
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped, reason, replacing, write_atomically
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, make_header, read_with_metadata
 from nanoinfer.models.checkpoints.weights import POSITIONS, Weights
 from nanoinfer.models.parameters import LAYER, shapes
+from nanoinfer.utils.checks import show
+from nanoinfer.utils.files import escaped, reason, replacing, write_atomically
 
 FILE = "packed.safetensors"
 FORMAT, VERSION, BYTE_ORDER = "nanoinfer-packed", "1", "little"

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import ITEM_BYTES, HostTensor
-from nanoinfer.checks import show
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import RegularFile, escaped, parse_json
+from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
+from nanoinfer.utils.checks import show
+from nanoinfer.utils.files import RegularFile, escaped, first_bytes, parse_json
 
 MAX_HEADER_BYTES = 16 << 20  # GPT-2 XL's has 60 KB
+MAX_TENSORS = 1 << 16  # of a file; models have some hundreds to some thousands
 _DTYPES = {
     "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I8": "int8", "U8": "uint8",
     "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool", "C64": "complex64",
@@ -112,6 +113,12 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
+def is_safetensors(path: Path) -> bool:
+    """Return whether a file begins as a safetensors file, whatever its name is."""
+    head = first_bytes(path, 9)
+    return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES
+
+
 def read_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file, which stays open as long as one of them exists.
 
@@ -137,6 +144,8 @@ def read_with_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, A
     if not isinstance(header, dict):
         raise NanoinferError(f"{broken}: its header is a {type(header).__name__}, not an object")
     metadata = header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise NanoinferError(f"{broken}: it has {len(header)} tensors; the limit is {MAX_TENSORS}")
     places: list[tuple[int, int]] = []
     tensors = dict(_entries(file, 8 + length, header, broken, places))
     end = 0
@@ -183,19 +192,22 @@ def _entries(
     file: RegularFile, data: int, header: dict[str, Any], broken: str, places: list[tuple[int, int]]
 ) -> Iterator[tuple[str, StoredTensor]]:
     for name, entry in header.items():
-        wrong = f"{broken}: tensor {show(name)} is described by {show(entry)}"
         if not isinstance(entry, dict) or sorted(entry) != ["data_offsets", "dtype", "shape"]:
-            raise NanoinferError(f"{wrong}, not by dtype, shape and data_offsets")
+            raise _wrong(broken, name, entry, ", not by dtype, shape and data_offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         lists = isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)
         if not lists or len(offsets) != 2 or not offsets[0] <= offsets[1]:
-            raise NanoinferError(f"{wrong}: sizes and offsets must be integers in [0, 2**63), with begin <= end")
+            raise _wrong(broken, name, entry, ": sizes and offsets must be integers in [0, 2**63), with begin <= end")
         places.append((offsets[0], offsets[1]))
         shape, dtype = tuple(shape), _DTYPES.get(dtype) or str(dtype)
         item_bytes = 1 if dtype == "uint8" else ITEM_BYTES.get(dtype)
         if item_bytes is not None and math.prod(shape) * item_bytes != offsets[1] - offsets[0]:
-            raise NanoinferError(f"{wrong}: its shape does not match its data_offsets")
+            raise _wrong(broken, name, entry, ": its shape does not match its data_offsets")
         yield name, StoredTensor(file, data + offsets[0], dtype, shape, contiguous(shape))
+
+
+def _wrong(broken: str, name: str, entry: Any, why: str) -> NanoinferError:
+    return NanoinferError(f"{broken}: tensor {show(name)} is described by {show(entry)}{why}")
 
 
 def _are_sizes(value: Any) -> bool:

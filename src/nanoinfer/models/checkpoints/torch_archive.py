@@ -15,11 +15,11 @@ import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoinfer.arrays import ITEM_BYTES
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import RegularFile, escaped, reason
 from nanoinfer.models.checkpoints.plain_pickle import PlainUnpickler
 from nanoinfer.models.checkpoints.stored import StoredTensor, span
+from nanoinfer.utils.arrays import ITEM_BYTES
+from nanoinfer.utils.files import RegularFile, escaped, reason
 
 MAX_PICKLE_BYTES = 8 << 20  # of the pickle, which contains no tensor data; GPT-2's has 0.1 MB
 MAX_CONTENTS_BYTES = 2 << 20  # of the archive's table of contents; GPT-2 XL with its optimizer has 0.3 MB
@@ -176,10 +176,10 @@ def read_archive(path: Path) -> tuple[Any, int]:
     """
     file = RegularFile(path, "a checkpoint")
     try:
-        if file.read(0, min(4, file.size)) != b"PK\x03\x04":
-            raise ValueError(
-                "it is not a ZIP archive; if PyTorch before 1.6 wrote it, load it with torch.load and save it again"
-            )
+        if (first := file.read(0, min(4, file.size))) != b"PK\x03\x04":
+            if first[:1] == b"\x80":  # of a pickle
+                raise ValueError("PyTorch before 1.6 wrote it: load it with torch.load and save it again")
+            raise ValueError("it is neither GGUF nor a ZIP archive that torch.save wrote")
         archive = _Archive(file)
         if "byteorder" in archive and archive.read("byteorder", 16) != b"little":
             raise ValueError("its values are big-endian")

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from nanoinfer.arrays import ITEM_BYTES, HostTensor
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.files import escaped
 from nanoinfer.models.checkpoints.stored import JoinedTensor, StoredTensor
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family, Recipe
 from nanoinfer.models.parameters import LAYER, shapes
+from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
+from nanoinfer.utils.files import escaped
 
 
 @dataclass(frozen=True)

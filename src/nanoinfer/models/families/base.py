@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.arrays import HostTensor
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.families.fields import ACTIVATIONS, Fields, rope_fields, rotated
+from nanoinfer.utils.arrays import HostTensor
 
 Table = dict[str, str | tuple[str, Any]]
 """Field of config.json -> field of ModelConfig; in a tuple with the value that stands for a missing field."""

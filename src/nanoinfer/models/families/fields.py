@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoinfer.checks import require_float, require_int, show
 from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.checks import require_float, require_int, show
 
 # Fields of any config.json that do not change the logits of a plain forward pass.
 HARMLESS = frozenset(

@@ -1,0 +1,110 @@
+"""Build a generation core from a configuration, for `LLM` and for servers."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from nanoinfer.config import LLMConfig
+from nanoinfer.core.core import Core
+from nanoinfer.core.overlap import overlap_scheduler
+from nanoinfer.engines import registry
+from nanoinfer.engines.devices import resolve_device, resolve_dtype
+from nanoinfer.models.checkpoints.load import fit_engine, load_model
+from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.model_info import ModelInfo
+from nanoinfer.models.parameters import shapes
+from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.sampling.choose import choose_sampler
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.speculative.draft_factory import DraftFactory
+
+log = logging.getLogger("nanoinfer")
+
+
+@dataclass(frozen=True)
+class BuiltCore:
+    """A core with its model and its factory of drafts."""
+
+    core: Core
+    model: ModelInfo
+    drafts: DraftFactory
+    """Makes the values of `Core.speculator`."""
+
+
+def build_core(config: LLMConfig) -> BuiltCore:
+    """Load a model, start its engine and return a core without requests, with the draft of the configuration.
+
+    Raises:
+        NanoinferError: the model, engine, device or draft does not exist, a file is malformed, or memory is
+            insufficient.
+    """
+    options, speculation = fit_engine(config.model, config.engine), config.speculation
+    device = resolve_device(options.device)
+    sampler = choose_sampler(device, options.sampler)
+    if options.engine != "auto":  # a wrong option is refused before a model is fetched
+        registry.resolve(options, device, resolve_dtype(options.dtype, device))
+    loaded = load_model(config.model, seed=config.seed, tokenizer=config.tokenizer, max_model_len=options.max_model_len)
+    dtype = resolve_dtype(options.dtype, device, loaded.weights.stored_dtype)
+    spec = registry.resolve(options, device, dtype, loaded.config)
+    if options.dtype != "auto":  # a dtype is asked for instead of the file's blocks
+        loaded.weights = replace(loaded.weights, block_formats={})
+    vocab_size = loaded.config.vocab_size
+    if loaded.tokenizer is not None:
+        vocab_size = min(vocab_size, loaded.tokenizer.vocab_size)
+    model = ModelInfo(
+        name=loaded.name,
+        source=config.model,
+        config=loaded.config,
+        tokenizer=loaded.tokenizer,
+        no_tokenizer_reason=loaded.no_tokenizer_reason,
+        vocab_size=vocab_size,
+        engine=spec.name,
+        device=device,
+        dtype=dtype,
+        seed=config.seed,
+        quantization=options.quantization or getattr(loaded.weights, "quantization", None),  # of packed weights
+        block_formats=loaded.weights.block_formats if spec.native and options.quantization is None else {},
+        chat_template=loaded.chat_template,
+        no_chat_template_reason=loaded.no_chat_template_reason,
+        special_tokens=loaded.special_tokens,
+        sampling_defaults=loaded.sampling_defaults,
+    )
+    if options.dtype == "auto" and options.quantization is None:
+        if formats := Counter(model.block_formats.values()):
+            named = ", ".join(f"{count} in {name}" for name, count in formats.most_common())
+            log.info("dtype=auto: computing with the file's own blocks (matrices: %s)", named)
+        else:
+            _log_dtype(loaded.weights, dtype, device)
+    drafts = DraftFactory(model, options)
+    if speculation.draft is not None:
+        options = drafts.leave_room(speculation.draft)
+    engine = registry.build(spec, replace(loaded.take(), dtype=dtype), options, device)
+    scheduler = Scheduler(engine, config.scheduler)
+    overlap = overlap_scheduler(engine, vocab_size, device) if options.sampler == "auto" else None
+    core = Core(engine, scheduler, sampler, model.tokenizer, vocab_size, overlap=overlap)
+    drafts.start(engine)
+    if speculation.draft is not None:
+        core.speculator = drafts.speculator(speculation)
+    return BuiltCore(core, model, drafts)
+
+
+def _log_dtype(weights: Weights, dtype: str, device: str) -> None:
+    """Log the dtype of `auto`, and for a CPU how many times fewer bytes of weights a token reads when quantized."""
+    other = weights.stored_dtype != dtype
+    chosen = f"dtype=auto: using {dtype}{f' (the checkpoint is {weights.stored_dtype})' if other else ''}"
+    if device != "cpu":
+        log.info("%s", chosen)
+        return
+    looked_up = ["transformer.wpe.weight"]  # a token reads one row of these matrices
+    if not weights.config.tie_word_embeddings:
+        looked_up.append("transformer.wte.weight")
+    read = [shape for name, shape in shapes(weights.config).items() if len(shape) == 2 and name not in looked_up]
+    sizes = {name: sum(FORMATS[name].matrix_bytes(*shape) for shape in read) for name in (dtype, "int8", "int4")}
+    times = {name: sizes[dtype] / sizes[name] for name in ("int8", "int4")}
+    log.info(
+        "%s; quantization=int8 reads %.1f times and int4 %.1f times fewer bytes of weights for each token"
+        " (their quality: docs/quality.md; measure int4 on your model)",
+        chosen, times["int8"], times["int4"],
+    )  # fmt: skip

@@ -1,0 +1,347 @@
+"""The generation core: runs requests and returns their outputs. One step is schedule, run, postprocess.
+
+The core connects the scheduler, the engine and the sampler, which do not depend on each other. All generation (the LLM
+class, streaming) runs this loop.
+
+Requests are isolated from each other. Each has its own queue of deltas. A fault of one sequence (logits that are not
+finite, a row that the sampler or the drafter refuses, a token that the tokenizer cannot decode) ends that sequence with
+finish_reason="error". An exception in the engine ends all running requests.
+
+A step holds a lock, so that several threads may use one core. An exception, Ctrl-C included, may interrupt a step at
+any point. The core then discards the step: it ends all running requests, and resets the engine, the drafter and the
+device sampler. If a second exception interrupts the reset, the next call repeats it (`_begin`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+from nanoinfer.core import output_processor
+from nanoinfer.core.beam_search import BeamSearches
+from nanoinfer.core.observer import ENGINE, NoObserver, Observer
+from nanoinfer.core.output_processor import Logprobs
+from nanoinfer.core.overlap import InFlightStep, OverlapScheduler
+from nanoinfer.core.step import Step, StepRunner
+from nanoinfer.engines.base import Engine
+from nanoinfer.errors import one_line
+from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.sampling.sampler import Sampler, not_finite
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Request, Sequence
+from nanoinfer.scheduling.text import OutputText
+from nanoinfer.scheduling.work import ScheduledSequence, StepWork, mark_in_flight, mark_scheduled, sampling_sequences
+from nanoinfer.speculative.speculator import Speculator, by_speculator
+from nanoinfer.utils import processes
+
+if TYPE_CHECKING:
+    from nanoinfer.models.tokenizers import Tokenizer
+
+T = TypeVar("T")
+HAND_OVER_SEC = 1e-4  # Python's locks are not fair: a thread that steps in a loop sleeps so that others get the lock
+
+
+class Core:
+    """Runs any number of requests on an engine. Thread-safe.
+
+    Args:
+        engine, scheduler, sampler: see their interfaces.
+        tokenizer: decodes tokens; None: outputs have token ids only.
+        vocab_size: number of tokens that may be sampled; larger ids have no text.
+        clock: returns seconds; tests pass a fake one.
+        speculator: proposes tokens to verify; None: every step samples one token. A request keeps the speculator that
+            is set when it is submitted.
+        overlap: launches a step before the tokens of the previous one are read; None: tokens are read in each step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+        speculator: Speculator | None = None,
+        overlap: OverlapScheduler | None = None,
+    ) -> None:
+        self.engine = engine
+        self.scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self.speculator = speculator
+        self.observer: Observer = NoObserver()
+        self._overlap = overlap
+        self._in_flight: InFlightStep | None = None
+        self._ids = itertools.count()
+        self._logprobs = Logprobs(tokenizer)
+        self._beams = BeamSearches(scheduler)
+        self._steps = StepRunner(engine, sampler, vocab_size, self._beams, self._logprobs, clock)
+        self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
+        self._lock = processes.step_lock()
+        self._generation = processes.generation()
+        self._waiting: set[int] = set()  # threads that wait for the lock
+        self._cancelled: deque[Request] = deque()
+        self.num_blocks = engine.num_free_blocks  # of the KV cache: no sequence is open yet
+        self._clean = True  # engine and scheduler are consistent; False during an operation, and after an interrupt
+        self.published = scheduler.stats.state([], self.num_blocks)
+        """What metrics read, after the last operation; it is replaced, never changed."""
+
+    # Requests --------------------------------------------------------------------------------------------
+
+    def make(
+        self,
+        prompt: str | None,
+        token_ids: list[int],
+        params: SamplingParams,
+        seed: int,
+        end_token_ids: tuple[int, ...] = (),
+        salt: str | None = None,
+        priority: int = 0,
+        beams: BeamSearchParams | None = None,
+    ) -> Request:
+        """Return a new request. `submit` queues it.
+
+        Args:
+            prompt: text of the prompt; None if token ids were given.
+            token_ids: tokens of the prompt, inside the vocabulary.
+            params: sampling parameters; the caller has checked them against the model.
+            seed: seed of the request's random numbers.
+            end_token_ids: the model's end-of-text tokens.
+            salt: only requests of the same salt share prefixes (scheduling/prefix_cache.py).
+            priority: requests of smaller priority are admitted first.
+            beams: of a beam search; `params` are then its `sampling_params`.
+
+        Raises:
+            NanoinferError: the request exceeds the engine's limits (see `Request.check`).
+        """
+        end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
+        request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)), beams=beams)
+        request.salt, request.priority, request.arrival_sec = salt, priority, self._clock()
+        for i in range(params.num_sequences):
+            text = OutputText(self._tokenizer.stream(token_ids) if self._tokenizer else None, params.stop)
+            request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
+            request.check(self.engine.limits)  # before the prompt is copied for the next one
+        request.num_dropped_tokens = request.sequences[0].next_start
+        return request
+
+    def submit(self, requests: Seq[Request]) -> None:
+        """Queue requests. If this call is interrupted, the caller must cancel them.
+
+        Raises:
+            QueueFull: max_num_queued requests would not be enough. None of them is queued.
+        """
+        with self._lock_in_turn():
+            self._begin()
+            self.scheduler.add(*requests)
+            for request in requests:
+                if self.speculator is not None and request.samples:
+                    self._speculators[request] = self.speculator
+                if self._overlap is not None:
+                    self._overlap.add(request)
+
+    def cancel(self, requests: Seq[Request]) -> None:
+        """End requests before the next step. Takes no lock: a finalizer may call it."""
+        self._cancelled.extend(requests)
+
+    def abort(self, *requests: Request) -> None:
+        """End requests now and free their resources. Their outputs keep the tokens generated so far."""
+        self.cancel(requests)
+        with self._lock_in_turn():
+            self._begin()
+
+    def reset_prefix_cache(self) -> None:
+        """Close all kept sequences."""
+        with self._lock_in_turn():
+            self._begin()
+            self._clean = False
+            while self.scheduler.cache.close_oldest():
+                pass
+            self._end()
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether any request is waiting or running."""
+        with self._lock_in_turn():
+            self._begin()
+            return self.scheduler.unfinished
+
+    # The step --------------------------------------------------------------------------------------------
+
+    def step(self) -> list[Delta]:
+        """Run one step; return and queue its deltas: one for each sequence that sampled or whose beam search ended.
+
+        With overlap scheduling, a call launches a step and returns the deltas of the previous one; the first call
+        returns none. Without unfinished requests, a call does nothing.
+
+        Raises:
+            Exception: the engine failed. All running requests have been ended and closed.
+        """
+        with self._lock_in_turn():
+            self._begin()
+            self._clean = False
+            try:
+                deltas: list[Delta] = []
+                in_flight, self._in_flight = self._in_flight, None
+                if self._overlap is not None and not self._speculates() and self._overlap.may_run():
+                    self._in_flight = self._launch(self._overlap)
+                elif in_flight is None:
+                    groups = by_speculator(self._schedule(), self._speculators)
+                    for i, (speculator, work) in enumerate(groups):
+                        step = Step(work, speculator, [w for _, later in groups[i + 1 :] for w in later])
+                        deltas += self._finish(work, self._steps.run(step, self.observer), step.faults)
+                if in_flight is not None:
+                    deltas += self._finish(in_flight.work, *self._read(in_flight))
+            except BaseException as e:
+                self._recover(e)
+                raise
+            self._end()
+        if self._waiting:
+            time.sleep(HAND_OVER_SEC)
+        return deltas
+
+    def use_engine(self, num_tokens: int, use: Callable[[Engine], T]) -> T:
+        """Call `use` with the engine between two steps, and return its result.
+
+        Steps run until there is capacity for one more sequence of `num_tokens` tokens. `use` may open at most one
+        sequence and must close it.
+        """
+        while True:
+            with self._lock_in_turn():
+                self._begin()
+                self._clean = False
+                try:
+                    found = [use(self.engine)] if self.scheduler.has_room(num_tokens) else []
+                except BaseException as e:
+                    if not isinstance(e, Exception) or set(self.engine.handles) != self.scheduler.handles:
+                        self._recover(e)
+                    self._end()
+                    raise
+                self._end()
+                if found:
+                    return found[0]
+            self.step()
+
+    def _lock_in_turn(self) -> AbstractContextManager[object]:
+        """Register this thread as waiting, and return the lock that every operation holds."""
+        processes.wait_if_exiting()
+        if self._generation != processes.generation():  # forked child: the lock's owner may not exist here
+            self._generation, self._lock, self._waiting = processes.generation(), processes.step_lock(), set()
+        self._waiting.add(threading.get_ident())
+        return self._lock if not processes.is_exiting() else nullcontext()
+
+    def _begin(self) -> None:
+        """Start an operation: recover from an interrupted one, and end the requests that were cancelled."""
+        self._waiting.discard(threading.get_ident())
+        if not self._clean:
+            self._recover(None)
+        if not self._cancelled:
+            return
+        self._clean = False
+        try:
+            while self._cancelled:
+                request = self._cancelled[0]
+                self._close(self.scheduler.abort(request))
+                request.finished_sec = request.finished_sec or self._clock()  # waiting requests have nothing to close
+                self._cancelled.popleft()
+        except BaseException as e:
+            self._recover(e)
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        """End an operation: engine and scheduler are consistent, and their state is published."""
+        self._clean = True
+        self.published = self.scheduler.stats.state(self.scheduler.running, self.engine.num_free_blocks)
+
+    def _recover(self, error: BaseException | None) -> None:
+        """End all running requests and reset the engine, after an exception at any point of an operation."""
+        message = one_line(error) if isinstance(error, Exception) else None
+        now = self._clock()
+        for s in self.scheduler.abort_running(message):
+            s.request.finished_sec = s.request.finished_sec or now
+        self._in_flight = None
+        self.engine.reset()
+        for speculator in {*self._speculators.values()}:
+            speculator.reset()
+        if self._overlap is not None:
+            self._overlap.reset()
+        self._end()
+
+    def _schedule(self) -> StepWork:
+        """Return the work of the next step, after freeing what was made for the sequences that were preempted."""
+        mark_scheduled(work := self.scheduler.schedule(), self._clock())
+        for s in self.scheduler.take_preempted():
+            self._forget(s)
+        return work
+
+    def _speculates(self) -> bool:
+        """Return whether an unfinished request has a speculator."""
+        return bool(self._speculators) and any(not r.finished for r in self._speculators)
+
+    def _finish(self, work: Seq[ScheduledSequence], tokens: Seq[Seq[int]], faults: Mapping[object, str]) -> list[Delta]:
+        """Append the sampled tokens to their sequences, close finished ones, and return a delta for each sequence."""
+        before = [
+            (s, len(s.token_ids))
+            for s in sampling_sequences(work)
+            if s.finish_reason is None and s.request.beams is None
+        ]
+        for s, error in faults.items():
+            cast(Sequence, s).abort(error)
+        before += [(s, len(s.prompt_token_ids)) for s in self._beams.advance(work)]
+        self._close(self.scheduler.postprocess(work, tokens))
+        if not self.scheduler.unfinished:
+            self._in_flight = None  # all its sequences have finished: discard the in-flight step
+        deltas = [output_processor.delta(s, num_before) for s, num_before in before]
+        self.scheduler.stats.num_output_tokens += sum([delta.num_tokens for delta in deltas])
+        return deltas
+
+    def _launch(self, overlap: OverlapScheduler) -> InFlightStep | None:
+        """Launch the next step before the tokens of the previous one are read; None if there is nothing to run."""
+        if not (work := self._schedule()):
+            return None
+        with self.observer.span(ENGINE):
+            in_flight = overlap.launch(work)
+        mark_in_flight(work)
+        return in_flight
+
+    def _read(self, in_flight: InFlightStep) -> tuple[list[list[int]], dict[object, str]]:
+        """Wait for a step's tokens; return them, and the sequences whose logits are not finite, which have none."""
+        tokens, sequences, now = in_flight.tokens.read(), in_flight.work.sequences, self._clock()
+        if not in_flight.work.is_repeated:  # else the tokens of an earlier step were read
+            for s in sequences:
+                s.note_token(now)
+        if min(tokens, default=0) >= 0:
+            return [[token] for token in tokens], {}
+        failed = [s for s, t in zip(sequences, tokens, strict=True) if t < 0 and s.finish_reason is None]
+        return [[token] if token >= 0 else [] for token in tokens], dict.fromkeys(failed, not_finite())
+
+    def _close(self, ended: list[Sequence]) -> None:
+        """Free the resources of finished sequences, and record when their requests finished."""
+        now = self._clock()
+        for s in ended:
+            self._forget(s)
+            if s.request.finished:
+                s.request.finished_sec = now
+
+    def _forget(self, s: Sequence) -> None:
+        """Free what drafter and device sampler have for a sequence."""
+        if (speculator := self._speculators.get(s.request)) is not None:
+            speculator.forget(s)
+        if self._overlap is not None:
+            self._overlap.forget(s)
+
+    def output(self, request: Request) -> RequestOutput:
+        """Return a request's output so far, between two steps; finish_reason is None for unfinished sequences."""
+        with self._lock_in_turn():
+            self._begin()
+            stats = speculator.stats(request) if (speculator := self._speculators.get(request)) is not None else None
+            return output_processor.output(request, self._logprobs, stats, self._clock())

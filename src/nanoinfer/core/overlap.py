@@ -1,0 +1,165 @@
+"""Overlap scheduling: the next step is launched before the tokens of this one are read.
+
+    device   | step 1 | step 2 | step 3 |
+    host       launch 2, read 1   launch 3, read 2
+
+If tokens are sampled on the device, the device does not wait for the host to read them. A decision that depends on a
+token's value (an end token, a stop string) takes effect one step late: the sequence samples one token too many, which
+is discarded when it is read. Conditions known in advance (max_tokens, a full context, a sliding window) take effect in
+the right step.
+
+Covered: engines that implement `OverlapEngine`, with a sampler on the device. Not covered, and run without overlap:
+speculation, beam search, structured outputs, requests whose logits are read (until they are), those with parameters
+that the device sampler does not support, and requests whose samples have not been forked yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+from nanoinfer.core.step import batch_of
+from nanoinfer.engines.base import Engine, OverlapEngine, StepBatch, TokenFuture
+from nanoinfer.sampling.sampler import SamplerRow
+from nanoinfer.scheduling.sequence import Request, Sequence
+from nanoinfer.scheduling.work import StepWork
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("nanoinfer")
+
+
+class DeviceSampler(Protocol):
+    """Samples tokens on the device. Each sequence has a slot with its parameters, token counts and position."""
+
+    num_slots: int
+
+    def covers(self, row: SamplerRow) -> str | None:
+        """Return why the sampler does not support a row, or None."""
+
+    def assign(self, slot: int, row: SamplerRow) -> None:
+        """Upload a row's parameters and tokens to a slot."""
+
+    def draw(self, logits: Tensor, sampler_slots: Tensor, wanted: Tensor, last: Tensor, owners: Tensor) -> Tensor:
+        """Sample a token for each wanted row and update its slot: see `engines.base.Draw`."""
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A launched step whose tokens have not been read. A token < 0 means that logits were not finite."""
+
+    work: StepWork
+    tokens: TokenFuture
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """What a launch derives from its work. A step that repeats the work launches the same."""
+
+    work: StepWork
+    batch: StepBatch
+    slots: list[SamplerSlot]
+    numbers: list[int]
+    """The numbers of `slots`."""
+
+
+@dataclass(slots=True)
+class SamplerSlot:
+    """The slot of a sequence in the device's sampler."""
+
+    number: int
+    position: int
+    """Number of output tokens in the sampler's state."""
+
+
+class OverlapScheduler:
+    """Launches steps that sample on the device. Engine and sampler are on the same device."""
+
+    def __init__(self, engine: OverlapEngine, sampler: DeviceSampler) -> None:
+        self._engine = engine
+        self._sampler = sampler
+        self._slots: dict[Sequence, SamplerSlot] = {}
+        self._free = list(reversed(range(sampler.num_slots)))
+        self._last: LaunchedStep | None = None
+        self._host_sampled: set[Request] = set()
+        """Requests that the device sampler does not support, or whose samples have not been forked."""
+
+    def add(self, request: Request) -> None:
+        """Register a request."""
+        if len(request.sequences) > 1 or self._unsupported(request):
+            self._host_sampled.add(request)
+
+    def may_run(self) -> bool:
+        """Return whether the device sampler can sample for all unfinished requests."""
+        if self._host_sampled:
+            self._host_sampled = {
+                r for r in self._host_sampled if not r.finished and (self._unsupported(r) or not _forked(r))
+            }
+        return not self._host_sampled
+
+    def _unsupported(self, request: Request) -> bool:
+        first = request.sequences[0]
+        reads = not request.samples or (request.scores is not None and request.scores.num_unread > 0)
+        return reads or first.grammar is not None or self._sampler.covers(first) is not None
+
+    def launch(self, work: StepWork) -> InFlightStep:
+        """Launch a step. `work` is from the scheduler, without forks."""
+        last = self._last
+        if last is None or last.work is not work or work[0].token_ids:
+            slots = [self._slot(s) for s in work.sequences]
+            last = self._last = LaunchedStep(work, batch_of(work), slots, [slot.number for slot in slots])
+        in_flight = InFlightStep(work, self._engine.step(last.batch, self._sampler.draw, last.numbers))
+        for slot in last.slots:
+            slot.position += 1
+        return in_flight
+
+    def _slot(self, sequence: Sequence) -> SamplerSlot:
+        """Return a sequence's slot. Re-upload its state if tokens were sampled on the host since it was last used."""
+        slot = self._slots.get(sequence)
+        if slot is None:
+            slot = self._slots[sequence] = SamplerSlot(self._free.pop(), -1)
+        position = sequence.num_output_tokens + sequence.num_inflight_tokens
+        if slot.position != position:
+            assert not sequence.num_inflight_tokens, "an in-flight token cannot be uploaded to the sampler"
+            self._sampler.assign(slot.number, sequence)
+            slot.position = position
+        return slot
+
+    def forget(self, sequence: Sequence) -> None:
+        """Free the slot of a finished sequence."""
+        self._last = None
+        if (slot := self._slots.pop(sequence, None)) is not None:
+            self._free.append(slot.number)
+
+    def reset(self) -> None:
+        """Free all slots, also after an exception in the middle of a call."""
+        self._last = None
+        self._slots.clear()
+        self._free = list(reversed(range(self._sampler.num_slots)))
+
+
+def overlap_scheduler(engine: Engine, vocab_size: int, device: str) -> OverlapScheduler | None:
+    """Return an overlap scheduler for the engine, which is warmed up, or None if it cannot overlap steps.
+
+    The reason is logged.
+    """
+    if device == "cpu" or not engine.can_overlap:
+        return None  # a step on a CPU is synchronous: there is nothing to overlap
+    import torch
+
+    from nanoinfer.sampling import triton
+
+    if (why_not := triton.why_unavailable()) is not None:
+        log.warning("overlap scheduling is disabled: the device sampler cannot run: %s", why_not)
+        return None
+    sampler = triton.TritonSampler(engine.limits.max_num_seqs, vocab_size, torch.device(device))
+    ahead = cast(OverlapEngine, engine)
+    ahead.warm_up(sampler.draw)
+    return OverlapScheduler(ahead, sampler)
+
+
+def _forked(request: Request) -> bool:
+    """Return whether all samples of a request have been forked or have finished."""
+    return all(s.handle is not None or s.finish_reason is not None for s in request.sequences)

@@ -1,0 +1,226 @@
+"""One step of an engine, in the order in which it happens.
+
+    propose    a drafter proposes tokens; the masks of structured outputs start to be computed
+    extend     the engine appends the scheduled tokens and the proposals, and returns logits
+    read       scores and beam searches read their rows; no token is sampled from these
+    sample     the other rows are sampled, and proposals verified; siblings are forked before
+    truncate   rejected proposals leave the KV cache
+    learn      the speculator counts what was accepted
+
+The rows of the logits:
+
+    a sequence with k proposals      1 + k rows
+    any other that samples           1 row, from which its siblings sample too
+    a beam                           1 row
+    a sequence that is scored        before these, a row for each position that is scored in this step
+
+Faults are isolated. Drafter and sampler process all sequences of a step in one call, and raise if one of them is at
+fault: its logits are not finite, or its parameters exclude every token. They are then called again for each sequence
+alone. Rows do not depend on each other, so the other sequences get the same tokens as without the fault.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+from nanoinfer.core.beam_search import BeamSearches
+from nanoinfer.core.observer import ENGINE, SAMPLER, Observer
+from nanoinfer.core.output_processor import Logprobs
+from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
+from nanoinfer.errors import one_line
+from nanoinfer.sampling.sampler import Sampled, Sampler
+from nanoinfer.scheduling.sequence import Scores, Sequence
+from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
+from nanoinfer.speculative.speculator import Speculator, StepProposals, drop_without_room
+from nanoinfer.speculative.verify import Group, sample_and_verify
+from nanoinfer.structured import masks
+from nanoinfer.utils.arrays import Array
+
+
+@dataclass
+class Step:
+    """The part of a step that one speculator proposes for, or none."""
+
+    work: list[ScheduledSequence]
+    speculator: Speculator | None = None
+    later: list[ScheduledSequence] = field(default_factory=list)
+    """The rest of the scheduler's step, which the engine processes afterwards."""
+    proposed: StepProposals = field(default_factory=StepProposals)
+    faults: dict[object, str] = field(default_factory=dict)
+    """Failed sequences, each with the reason in one line. They get no tokens."""
+
+    @property
+    def rule(self) -> str:
+        """The rule of verification (speculative/verify.py)."""
+        return self.speculator.rule if self.speculator is not None else "reproduce"
+
+    @contextmanager
+    def isolated(self, s: object) -> Iterator[None]:
+        """Make an exception of the context a fault of one sequence."""
+        try:
+            yield
+        except Exception as e:
+            self.faults.setdefault(s, one_line(e))
+
+
+class StepRunner:
+    """Runs steps.
+
+    Args:
+        engine, sampler: see their interfaces.
+        vocab_size: number of tokens that may be sampled.
+        beams: reads the rows of beams.
+        logprobs: stores the log-probabilities of sampled tokens.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampler: Sampler,
+        vocab_size: int,
+        beams: BeamSearches,
+        logprobs: Logprobs,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engine, self._sampler, self._vocab_size = engine, sampler, vocab_size
+        self._beams, self._logprobs, self._clock = beams, logprobs, clock
+
+    def run(self, step: Step, observer: Observer) -> list[list[int]]:
+        """Run a step; return the tokens of each sequence that samples, none for those in `step.faults`.
+
+        Raises:
+            Exception: the engine failed.
+        """
+        propose(step)
+        if step.proposed.proposals:
+            drop_without_room(self._engine, step.work, step.proposed, step.later)
+        start = self._clock()
+        batch = batch_of(step.work, step.proposed)
+        with observer.span(ENGINE):
+            logits = self._engine.extend(batch)
+        with observer.span(SAMPLER):
+            sampled = self._sample(step, logits)
+        tokens = [[found.token_id for found in some] for some in sampled]
+        now = self._clock()
+        self._note(step, sampled, now)
+        if step.speculator is not None:
+            self._truncate(step, tokens)
+            step.speculator.learn(step.work, step.proposed, tokens, now - start, self._engine.hidden)
+        return tokens
+
+    def _sample(self, step: Step, logits: Array) -> list[list[Sampled]]:
+        """Read or sample each row, and return the tokens of each sequence that samples: none of a beam."""
+        groups: list[Group] = []  # the sequences to sample, with their proposals
+        rows: list[int] = []  # their rows, in order
+        beams: dict[Sequence, int] = {}
+        at = 0
+        for w in step.work:
+            if w.num_scored:
+                read_scores(step, w, logits[at : at + w.num_scored])
+                at += w.num_scored
+            if not w.samples:
+                continue
+            count = 1 + len(step.proposed.drafts(w.sequence))
+            if w.sequence.request.beams is not None:
+                beams[w.sequence] = at
+            else:
+                for sibling in w.forks:
+                    sibling.handle = self._engine.fork(Handle(cast(int, w.sequence.handle)))
+                groups += [(w.sequence, step.proposed.proposals.get(w.sequence)), *((s, None) for s in w.forks)]
+                rows += [*range(at, at + count), *[at] * len(w.forks)]
+            at += count
+        logits = logits[:, : self._vocab_size]
+        step.faults |= self._beams.read(beams, logits)
+        if rows != list(range(at)):
+            logits = logits[rows]
+        sampled = iter(sample(step, self._sampler, logits, groups))
+        return [next(sampled) if s.request.beams is None else [] for s in sampling_sequences(step.work)]
+
+    def _note(self, step: Step, sampled: Seq[list[Sampled]], now: float) -> None:
+        """Store log-probabilities, the time of first tokens, and which tokens were proposed."""
+        for s, some in zip(sampling_sequences(step.work), sampled, strict=True):
+            if some or s.request.beams is not None:
+                s.note_token(now)
+            self._logprobs.add(s, some)
+            if step.speculator is not None:
+                s.draft_accepted += step.proposed.accepted(s, [found.token_id for found in some])
+
+    def _truncate(self, step: Step, tokens: Seq[Seq[int]]) -> None:
+        """Remove rejected proposals from the KV cache."""
+        for s, some in zip(sampling_sequences(step.work), tokens, strict=True):
+            if (num_wrong := 1 + len(step.proposed.drafts(s)) - len(some)) and s in step.proposed.proposals:
+                handle = Handle(cast(int, s.handle))
+                self._engine.truncate(handle, self._engine.length(handle) - num_wrong)
+
+
+def batch_of(work: Seq[ScheduledSequence], proposed: StepProposals | None = None) -> StepBatch:
+    """Return the engine's batch: for each sequence the tokens that are not cached, followed by its proposal."""
+    batch = StepBatch()
+    for w in work:
+        handle = Handle(cast(int, w.sequence.handle))
+        if proposed is not None and w.sequence in proposed.proposals:
+            drafts = proposed.drafts(w.sequence)
+            batch.add(handle, [*w.token_ids, *drafts], num_logits=w.num_scored + 1 + len(drafts))
+        else:
+            token_ids = [*w.token_ids, PENDING] if w.pending else w.token_ids
+            batch.add(handle, token_ids, num_logits=w.num_scored + w.samples)
+    return batch
+
+
+def propose(step: Step) -> None:
+    """Set the proposals of a step, and start to compute the masks of structured outputs."""
+    if (speculator := step.speculator) is not None:
+        try:
+            step.proposed = speculator.propose(step.work)
+        except Exception:
+            for w in step.work:
+                with step.isolated(w.sequence):
+                    step.proposed.proposals.update(speculator.propose([w]).proposals)
+    if any(w.sequence.grammar is not None for w in step.work):
+        masks.start(sampling_sequences(step.work), step.proposed, step.rule)
+
+
+def read_scores(step: Step, w: ScheduledSequence, logits: Array) -> None:
+    """Give a scored sequence its rows of the logits. If they are refused, its siblings fail with it."""
+    request = w.sequence.request
+    scores = cast(Scores, request.scores)
+    first, scores.next = scores.next, scores.next + w.num_scored
+    try:
+        scores.read(logits, scores.target_ids[first : scores.next])
+    except Exception as e:
+        request.prompt_logprobs = None
+        step.faults.update(dict.fromkeys(request.sequences, one_line(e)))
+
+
+def sample(step: Step, sampler: Sampler, logits: Array, groups: Seq[Group]) -> list[list[Sampled]]:
+    """Return the tokens of each group, as `sample_and_verify` does, and none of those that fail.
+
+    Groups with a grammar get tokens that it permits.
+    """
+    if not any(cast(Sequence, row).grammar is not None for row, _ in groups):
+        return _sample_isolated(step, sampler, logits, groups)
+    masked = masks.MaskedRows(logits, groups)
+    kept = masked.finish(groups, _sample_isolated(step, sampler, masked.logits, groups))
+    step.faults |= masked.errors
+    return kept
+
+
+def _sample_isolated(step: Step, sampler: Sampler, logits: Array, groups: Seq[Group]) -> list[list[Sampled]]:
+    try:
+        return sample_and_verify(sampler, logits, groups, rule=step.rule)
+    except Exception:
+        kept: list[list[Sampled]] = []
+        at = 0
+        for row, proposal in groups:
+            end = at + 1 + (len(proposal.token_ids) if proposal is not None else 0)
+            kept.append([])
+            with step.isolated(row):
+                kept[-1:] = sample_and_verify(sampler, logits[at:end], [(row, proposal)], rule=step.rule)
+            at = end
+        return kept

@@ -1,0 +1,1 @@
+"""What programs call: LLM, AsyncLLM, streams, conversations, scoring."""

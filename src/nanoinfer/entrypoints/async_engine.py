@@ -1,0 +1,263 @@
+"""The engine thread of `AsyncLLM`: it steps the core for the requests of any number of event loops.
+
+    event loop     register -> prepare                  await ............. take the output
+    worker threads                    make the request     |                  ^
+    engine thread                        submit -> step -> step -> step -> one call into each loop a step
+
+Event loops send commands through a queue. The thread reads it before each step, and waits for it when no request is
+unfinished. After a step it sends each loop all that the step produced in one `call_soon_threadsafe`, which costs a
+system call and a wake-up of the loop.
+
+All operations of event loops and finalizers are free of locks, so they never wait for a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from nanoinfer.core.core import Core
+from nanoinfer.entrypoints.async_requests import FINAL_ONLY, AsyncRequest
+from nanoinfer.errors import NanoinferError, ResultError, one_line
+from nanoinfer.outputs import Delta, RequestOutput
+from nanoinfer.scheduling.sequence import Request
+from nanoinfer.utils.workers import Workers
+
+log = logging.getLogger("nanoinfer")
+
+COMMANDS_SEC = 0.005  # most time between two steps for commands: many arrivals do not stall the running requests
+CHECK_STEPS = 64  # steps between two searches for requests that another thread's interrupt has ended
+CLOSED = "the AsyncLLM is closed: make a new one"
+INTERRUPTED = "an operation of another thread was interrupted"
+
+Item = Delta | RequestOutput | Exception
+Sent = tuple[AsyncRequest, Item]
+
+
+class AsyncEngine:
+    """Runs the requests of event loops on a core. The methods may be called in any thread.
+
+    Args:
+        core: other threads may use it as well.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._registered: dict[str, AsyncRequest] = {}  # all unfinished requests
+        self._submitted: dict[int, AsyncRequest] = {}  # by the core's id; used by the engine thread only
+        self._deltas: deque[Delta] = deque()  # of all submitted requests, in any thread's steps
+        self._commands: SimpleQueue[AsyncRequest | None] = SimpleQueue()
+        self._num_steps = 0
+        self._closed = False
+        self.ended: Future[None] = Future()
+        """Done when the engine thread has ended."""
+        self.ended.set_running_or_notify_cancel()
+        threading.Thread(target=self._run, name="nanoinfer-engine", daemon=True).start()
+
+    # Called by event loops and worker threads ------------------------------------------------------------
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of requests that are not finished."""
+        return len(self._registered)
+
+    def register(self, request: AsyncRequest) -> None:
+        """Add a request before it is prepared. Raises NanoinferError if its id is in use, or after `close`."""
+        if self._registered.setdefault(request.request_id, request) is not request:
+            raise NanoinferError(
+                f"request_id={request.request_id!r} is the id of an unfinished request: use another, or abort that one"
+            )
+        if self._closed:  # checked last: `close` ends what is registered before it
+            self._forget(request)
+            raise NanoinferError(CLOSED)
+
+    def prepare(self, request: AsyncRequest, making: Generator[Workers, None, Request]) -> None:
+        """Run the next part of what makes the core's request; after the last one, queue it. An exception ends it.
+
+        Nothing more runs for a request whose iterator has ended.
+
+        Args:
+            request: is registered.
+            making: yields the workers that run the part that follows, and returns the request.
+        """
+        if request.dropped:
+            return
+        try:
+            workers = next(making)
+        except StopIteration as made:
+            request.request = made.value
+            self._commands.put(request)
+        except Exception as e:
+            self._forget(request)
+            self._send([(request, e)])
+        else:
+            workers.put(lambda: self.prepare(request, making))
+
+    def drop(self, request: AsyncRequest) -> None:
+        """Cancel a request whose iterator has ended. A finalizer may call it."""
+        request.dropped = True
+        self._forget(request)
+        if (made := request.request) is not None:
+            self._core.cancel([made])  # even if many commands are queued
+        self._commands.put(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its iterator returns the output so far. Does nothing if there is none of this id."""
+        if (request := self._registered.get(request_id)) is not None:
+            request.aborted = True
+            self._commands.put(request)
+
+    def close(self) -> None:
+        """End all requests and the engine thread. A finalizer may call it."""
+        self._closed = True
+        self._commands.put(None)
+
+    def cancel_all(self) -> None:
+        """Cancel the parent's requests in a forked child, where this engine has no thread."""
+        self._core.cancel([r.request for r in self._registered.values() if r.request is not None])
+
+    def _forget(self, request: AsyncRequest) -> None:
+        if self._registered.get(request.request_id) is request:
+            self._registered.pop(request.request_id, None)
+
+    def _send(self, items: Iterable[Sent]) -> None:
+        """Send what requests receive to their event loops: one call for each loop."""
+        of_loop: defaultdict[asyncio.AbstractEventLoop, list[Sent]] = defaultdict(list)
+        for request, item in items:
+            if not request.dropped:
+                of_loop[request.loop].append((request, item))
+        for loop, sent in of_loop.items():
+            try:
+                loop.call_soon_threadsafe(_receive, sent)
+            except RuntimeError:  # the loop is closed
+                for request, _ in sent:
+                    self.drop(request)
+
+    # The engine thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    if not self._run_commands():
+                        return
+                    self._step()
+                except Exception as e:
+                    self._fail(e)
+        finally:
+            self._closed = True
+            left = list(self._registered.values())
+            self._registered.clear()
+            self._send([(r, NanoinferError(CLOSED)) for r in left])
+            with suppress(Exception):  # an engine that fails has told the requests why
+                self._core.abort(*(r.request for r in left if r.request is not None))
+            self.ended.set_result(None)
+
+    def _run_commands(self) -> bool:
+        """Carry out the queued commands; wait for one if there is nothing to run. Return False at the end."""
+        until = time.monotonic() + COMMANDS_SEC
+        while True:
+            try:
+                request = self._commands.get(block=not self._submitted)
+            except Empty:
+                return True
+            if request is None:
+                return False
+            self._update(request)
+            del request  # a thread that waits holds no request
+            if self._submitted and time.monotonic() > until:
+                return True
+
+    def _update(self, request: AsyncRequest) -> None:
+        """Submit a request, or end it."""
+        made = request.request
+        if made is None:  # ended before it was prepared: it comes again when it is
+            return
+        if request.dropped or request.aborted:
+            self._core.abort(made)
+        elif self._submitted.setdefault(made.request_id, request) is request:
+            made.deltas = self._deltas
+            try:
+                self._core.submit([made])
+            except Exception as e:  # for example, the queue is full
+                del self._submitted[made.request_id]
+                self._forget(request)
+                self._send([(request, e if isinstance(e, NanoinferError) else ResultError(one_line(e)))])
+                return
+        if made.finished:
+            self._send(self._finish([request]))
+
+    def _step(self) -> None:
+        """Run a step and send what it has produced."""
+        self._core.step()
+        self._num_steps += 1
+        sent: list[Sent] = []
+        ended: dict[AsyncRequest, None] = {}
+        if not self._deltas or self._num_steps % CHECK_STEPS == 0:
+            ended.update(dict.fromkeys(self._finished()))
+        while self._deltas:
+            delta = self._deltas.popleft()
+            if (request := self._submitted.get(delta.request_id)) is None or request.request is None:
+                continue
+            made = request.request
+            at_end = made.params.num_sequences > made.params.n  # best_of: the outputs are chosen at the end
+            if delta.finish_reason is not None and (made.finished or (delta.error is not None and not at_end)):
+                ended[request] = None
+            elif request.output_kind != FINAL_ONLY and not at_end:
+                sent.append((request, delta))
+        self._send([*sent, *self._finish(ended)])
+
+    def _fail(self, error: Exception) -> None:
+        """Send the outcome of an exception in the core, which has ended the running requests."""
+        log.error("%s: all running requests have ended", one_line(error), exc_info=log.isEnabledFor(logging.DEBUG))
+        ended = self._finished()
+        if not ended:  # end all requests: the exception would come again in the next step
+            ended = list(self._submitted.values())
+            self._core.cancel([r.request for r in ended if r.request is not None])
+        self._send(self._finish(ended, one_line(error)))
+
+    def _finished(self) -> list[AsyncRequest]:
+        return [r for r in self._submitted.values() if r.request is not None and r.request.finished]
+
+    def _finish(self, ended: Iterable[AsyncRequest], reason: str = INTERRUPTED) -> list[Sent]:
+        """Forget requests that have ended, and return their outputs or errors.
+
+        Args:
+            ended: the requests; of some, only one of several sequences has failed.
+            reason: why those have ended for which `abort` was not called.
+        """
+        sent: list[Sent] = []
+        for request in ended:
+            assert request.request is not None
+            self._submitted.pop(request.request.request_id, None)
+            self._forget(request)
+            if not request.dropped:
+                sent.append((request, self._result(request, request.request, reason)))
+        return sent
+
+    def _result(self, request: AsyncRequest, made: Request, reason: str) -> Item:
+        try:
+            if not made.finished:
+                self._core.abort(made)
+            output = self._core.output(made)
+        except Exception as e:  # the engine cannot be reset
+            return ResultError(one_line(e))
+        for o in output.outputs:
+            if o.error is not None:
+                return ResultError(o.error)
+        if not request.aborted and any(o.finish_reason == "abort" for o in output.outputs):
+            return ResultError(f"the request was aborted: {reason}")
+        return output
+
+
+def _receive(sent: list[Sent]) -> None:
+    """Run in an event loop: give each request what it receives."""
+    for request, item in sent:
+        request.receive(item)

@@ -1,0 +1,380 @@
+"""Generate for many requests from event loops: `LLM` with an asynchronous interface.
+
+    async with AsyncLLM("shakespeare") as llm:
+        async for output in llm.generate("O Romeo,", SamplingParams(max_tokens=60)):
+            print(output.outputs[0].text)
+
+One engine thread runs the steps (async_engine.py). Preparing a request (the chat template, tokenization, checks) takes
+milliseconds for a long prompt, so it runs neither in the event loop, nor in the engine thread, where it would delay the
+next token of every running request, but in a few worker threads. What takes longer (long texts, grammars, scores) has a
+thread of its own, so that short requests need not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from nanoinfer.config import LLMConfig, llm_signature
+from nanoinfer.entrypoints.async_engine import CLOSED, AsyncEngine
+from nanoinfer.entrypoints.async_requests import CUMULATIVE, OUTPUT_KINDS, AsyncRequest
+from nanoinfer.entrypoints.input_processor import Params
+from nanoinfer.entrypoints.llm import LLM
+from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
+from nanoinfer.entrypoints.vllm_names import EngineArgs
+from nanoinfer.errors import NanoinferError
+from nanoinfer.inputs.chat import ChatOptions
+from nanoinfer.inputs.messages import Message, as_conversation
+from nanoinfer.inputs.prompts import Prompt, as_list
+from nanoinfer.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.sequence import Request
+from nanoinfer.utils import processes
+from nanoinfer.utils.checks import require_choice, show
+from nanoinfer.utils.workers import Workers
+
+NUM_PREPARING = 4  # threads that prepare requests: a chat template that takes seconds delays no other request
+LONG_TEXT = 1 << 15  # characters of a text that is tokenized apart from the others, one at a time: up to 200 bytes each
+T = TypeVar("T")
+_Self = TypeVar("_Self", bound="AsyncLLM")
+
+
+class _Threads:
+    """The threads of an AsyncLLM in one process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.generation = processes.generation()
+        self.engine = AsyncEngine(llm.core)
+        # A tokenizer must not run while the interpreter exits.
+        self.preparing = Workers("nanoinfer-prepare", NUM_PREPARING, around=processes.computing)
+        self.tokenizing = Workers("nanoinfer-tokenize", 1, around=processes.computing)  # long texts
+        self.compiling = Workers("nanoinfer-compile", 1, around=processes.computing)  # seconds for some grammars
+        self.scoring = Workers("nanoinfer-score", 1)  # its calls run steps, which have the core's lock
+
+    def close(self) -> None:
+        self.engine.close()
+        self.preparing.stop()
+        self.tokenizing.stop()
+        self.compiling.stop()
+        self.scoring.stop()
+
+
+class AsyncLLM:
+    """A loaded model whose requests are awaited in event loops. Several loops, each in its own thread, may use it.
+
+    Args:
+        model, tokenizer, seed, options: as for `LLM`. Loading blocks: call it before the loop runs, or in a thread.
+
+    Raises:
+        NanoinferError, TypeError: as `LLM`.
+    """
+
+    llm: LLM
+    """The model. Its own methods may be called in other threads at the same time; in an event loop they block."""
+    _threads: _Threads | None = None  # until _start has set it
+
+    def __init__(self, model: str, *, tokenizer: str | None = None, seed: int = 0, **options: Any) -> None:
+        self._start(LLM(model, tokenizer=tokenizer, seed=seed, **options))
+
+    __init__.__signature__ = llm_signature()  # type: ignore[attr-defined]  # for help() and editors
+
+    @classmethod
+    def from_llm(cls: type[_Self], llm: LLM) -> _Self:
+        """Return an AsyncLLM for a model that is loaded. `close` leaves the model usable."""
+        self = cls.__new__(cls)
+        self._start(llm)
+        return self
+
+    @classmethod
+    def from_config(cls: type[_Self], config: LLMConfig) -> _Self:
+        """Return an AsyncLLM for a configuration. Raises the errors of the constructor."""
+        return cls.from_llm(LLM.from_config(config))
+
+    @classmethod
+    def from_engine_args(cls: type[_Self], args: EngineArgs) -> _Self:
+        """Return an AsyncLLM for the arguments of its constructor. Raises the errors of the constructor."""
+        if not isinstance(args, EngineArgs):
+            raise NanoinferError(f"args={show(args)} is not an AsyncEngineArgs of nanoinfer")
+        return cls.from_config(args.config)
+
+    def _start(self, llm: LLM) -> None:
+        self.llm = llm
+        self._closed = False
+        self._threads = _Threads(llm)
+
+    # Generating ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        output_kind: str = CUMULATIVE,
+        check: Callable[[int], None] | None = None,
+    ) -> AsyncOutputStream:
+        """Generate for one prompt. Return an asynchronous iterator over the outputs.
+
+        The request is queued at the first iteration. Leaving the iterator (`aclose`, an exception, cancellation of the
+        task that waits for it, deletion) cancels the request before the next step and frees its memory. A reader that
+        is slower than the engine gets the tokens of several steps in one output.
+
+        Args:
+            prompt: in the forms of `LLM.generate`, with or without a cache_salt. Do not change it before the first
+                output.
+            sampling_params: SamplingParams or BeamSearchParams; None is SamplingParams(). With best_of, and for a beam
+                search, there is one output, at the end.
+            request_id: for `abort`, and in the outputs. None: a random one.
+            priority: requests of smaller priority are admitted first.
+            output_kind: cumulative: each output has all tokens so far. delta: each output has the tokens since the one
+                before, and only those of the n outputs that have some. final_only: one output at the end.
+            check: is called with the number of the prompt's tokens, in a worker thread, before the request is queued;
+                an exception of it is one of the iterator.
+
+        Returns:
+            an iterator over RequestOutputs. The last one is `finished` and has the metrics of the whole request.
+
+        Raises:
+            NanoinferError: request_id or output_kind is invalid. From the iterator: the prompt or a parameter is
+                invalid, the id is that of an unfinished request, the queue is full (`errors.QueueFull`), or `close` was
+                called.
+            ResultError: from the iterator: the request has failed, for example because logits are not finite.
+        """
+        making = self._make(lambda: prompt, sampling_params, priority, check)
+        return self._stream(making, request_id, output_kind)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        output_kind: str = CUMULATIVE,
+        check: Callable[[int], None] | None = None,
+    ) -> AsyncOutputStream:
+        """Generate the next message of one conversation. Return an asynchronous iterator over the outputs.
+
+        Args:
+            messages, chat_template, add_generation_prompt, chat_template_kwargs: as for `LLM.chat`.
+            cache_salt: only conversations and prompts of the same salt share their prefixes.
+            sampling_params, request_id, priority, output_kind, check: as for `generate`.
+
+        Raises:
+            NanoinferError: as `generate`. From the iterator: a message is malformed, the model has no chat template, or
+                the template refuses the messages or exceeds a limit (docs/chat.md).
+        """
+        options = ChatOptions(chat_template, add_generation_prompt, chat_template_kwargs)
+
+        def prompt() -> Prompt:
+            return {"prompt": self._render(messages, options), "cache_salt": cache_salt}
+
+        making = self._make(prompt, sampling_params, priority, check, rendered=True)
+        return self._stream(making, request_id, output_kind)
+
+    def _make(
+        self,
+        prompt: Callable[[], Prompt],
+        params: Params | None,
+        priority: int,
+        check: Callable[[int], None] | None,
+        *,
+        rendered: bool = False,
+    ) -> Generator[Workers, None, Request]:
+        """Make a request; yield the workers that run the next part. `rendered`: see `RequestFactory.fit`."""
+        threads, factory = self._running(), self.llm._requests
+        yield threads.preparing
+        salts: list[str | None] = []
+        (found,) = as_list([prompt()], salts)
+        text = found if isinstance(found, str) else None
+        if text is not None:
+            factory.check_fits(text, params)
+            if len(text) > LONG_TEXT:
+                yield threads.tokenizing
+            found = factory.fit(text, params, rendered=rendered)
+        if check is not None:
+            check(len(found))
+        if getattr(params, "structured_outputs", None) is not None:
+            yield threads.compiling
+        request = factory.make(found, params or SamplingParams(), salt=salts[0], priority=priority)
+        request.prompt = text
+        return request
+
+    def _stream(
+        self, making: Generator[Workers, None, Request], request_id: str | None, output_kind: str
+    ) -> AsyncOutputStream:
+        require_choice("output_kind", output_kind, OUTPUT_KINDS)
+        if request_id is None:
+            request_id = secrets.token_hex(8)
+        elif not isinstance(request_id, str) or not request_id:
+            raise NanoinferError(f"request_id={show(request_id)} is not a string of one or more characters")
+        return AsyncOutputStream(self, making, request_id, output_kind)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request before the next step. Its iterator returns the output so far, with finish_reason "abort".
+
+        Does nothing if no unfinished request has this id.
+        """
+        self._running().engine.abort(request_id)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Number of requests that are prepared, waiting or running."""
+        return 0 if self._closed else self._running().engine.num_unfinished
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be made: `close` was not called, and the engine thread has not ended."""
+        return not self._closed and not self._running().engine.ended.done()
+
+    # Other calls -----------------------------------------------------------------------------------------
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids. Raises as `LLM.tokenize`."""
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        workers = self._workers(len(text) if isinstance(text, str) else 0)
+        return await workers.run(lambda: self.llm.tokenize(prompt))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids. Raises as `LLM.decode`."""
+        return await self._workers(4 * len(token_ids)).run(lambda: self.llm.decode(token_ids))
+
+    async def get_tokenizer(self) -> ModelTokenizer:
+        """Return the tokenizer, as `LLM.get_tokenizer`. Its methods block, for milliseconds on a long text."""
+        return self.llm.get_tokenizer()
+
+    async def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Return the token ids of the prompt of a conversation. Arguments and errors: see `LLM.apply_chat_template`."""
+        given = ChatOptions(**options)
+        text = await self._running().preparing.run(lambda: self._render(messages, given))
+        return await self._workers(len(text)).run(lambda: self.llm._formatter.encode(text))
+
+    def _render(self, messages: Sequence[Message], options: ChatOptions) -> str:
+        return self.llm._formatter.render(as_conversation(messages), options)
+
+    def _workers(self, size: int) -> Workers:
+        """Return the threads that convert a text of `size` characters."""
+        return self._running().tokenizing if size > LONG_TEXT else self._running().preparing
+
+    async def loglikelihood(
+        self, contexts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]
+    ) -> list[LoglikelihoodOutput]:
+        """Return the log-likelihood of each continuation given its context, as `LLM.loglikelihood`.
+
+        It runs between the steps of the requests. A call that has begun is not cancelled with the task.
+        """
+        return await self._running().scoring.run(lambda: self.llm.loglikelihood(contexts, continuations))
+
+    async def perplexity(
+        self, texts: Prompt | Sequence[Prompt], *, stride: int | None = None
+    ) -> list[PerplexityOutput]:
+        """Return log-likelihood and perplexity of each text, as `LLM.perplexity`. See `loglikelihood`."""
+        return await self._running().scoring.run(lambda: self.llm.perplexity(texts, stride=stride))
+
+    # The end ---------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End all requests, whose iterators raise, and the threads, without waiting for them."""
+        if not self._closed and self._threads is not None:
+            self._closed = True
+            if self._threads.generation == processes.generation():
+                self._threads.close()
+
+    async def close(self) -> None:
+        """End all requests, whose iterators raise, and wait until the engine thread has ended: one step at most."""
+        self.shutdown()
+        assert self._threads is not None
+        if self._threads.generation == processes.generation():
+            await asyncio.wrap_future(self._threads.engine.ended)
+
+    async def __aenter__(self: _Self) -> _Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    def __del__(self) -> None:
+        if self._threads is not None:
+            self.shutdown()
+
+    def _running(self) -> _Threads:
+        """Return the threads of this process. Raises NanoinferError after `close`."""
+        if self._closed:
+            raise NanoinferError(CLOSED)
+        assert self._threads is not None
+        if self._threads.generation != processes.generation():  # a forked child has none of the parent's threads
+            self._threads.engine.cancel_all()
+            self._threads = _Threads(self.llm)
+        return self._threads
+
+
+class AsyncOutputStream(AsyncIterator[RequestOutput]):
+    """Yields the outputs of one request, which it owns. Use it in one task at a time."""
+
+    _request: AsyncRequest | None = None  # until the first iteration
+    done = False
+    """Whether the iterator yields nothing more."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        making: Generator[Workers, None, Request],
+        request_id: str,
+        output_kind: str,
+    ) -> None:
+        self._llm, self._making, self._output_kind = llm, making, output_kind
+        self.request_id = request_id
+        """The id that the caller gave, or that was made."""
+
+    async def __anext__(self) -> RequestOutput:
+        if self.done:
+            raise StopAsyncIteration
+        try:
+            request = self._request or self.begin(asyncio.Event())
+            await request.wait()
+            return self.take()
+        except BaseException:  # the task was cancelled, or the request has failed
+            self.leave()
+            raise
+
+    def begin(self, event: asyncio.Event) -> AsyncRequest:
+        """Queue the request. The event is set when there is something to take."""
+        request = AsyncRequest(self.request_id, self._output_kind, asyncio.get_running_loop(), event)
+        self._engine = self._llm._running().engine
+        self._engine.register(request)
+        self._request = request
+        self._engine.prepare(request, self._making)
+        return request
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take."""
+        return self._request is not None and self._request.ready
+
+    def take(self) -> RequestOutput:
+        """Return the output that is ready. Raises the error of a request that has failed."""
+        assert self._request is not None
+        core = self._llm.llm.core
+        output = self._request.take(core._logprobs, core._clock)
+        self.done = self._request.ended
+        return output
+
+    async def aclose(self) -> None:
+        """Cancel the request if it is not finished. The iterator yields nothing more."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Cancel the request if it is not finished."""
+        if not self.done and (request := self._request) is not None and not request.ended:
+            self._engine.drop(request)
+        self.done = True
+
+    def __del__(self) -> None:
+        self.leave()

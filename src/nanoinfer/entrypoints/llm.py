@@ -1,0 +1,395 @@
+"""The Python API: load a model, generate, stream, score.
+
+llm = LLM("shakespeare")
+llm.generate(["O Romeo,", "To be"], SamplingParams(max_tokens=100, temperature=0.8))
+for piece in llm.stream("O Romeo,"): ...
+llm.perplexity(["To be, or not to be"])
+llm.loglikelihood("To be, or", [" not to be", " to bee"])
+llm.chat([{"role": "user", "content": "Hi"}])                # a model with a chat template
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nanoinfer.config import LLMConfig, SpeculationConfig, llm_signature
+from nanoinfer.core.beam_search import beam_search_output
+from nanoinfer.core.build import build_core
+from nanoinfer.entrypoints import scoring
+from nanoinfer.entrypoints.conversation import Conversation
+from nanoinfer.entrypoints.input_processor import Params, RequestFactory, per_prompt
+from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
+from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream
+from nanoinfer.entrypoints.vllm_names import llm_config, model_defaults, one_of
+from nanoinfer.errors import NanoinferError
+from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
+from nanoinfer.inputs.messages import Message, as_conversation, as_conversations
+from nanoinfer.inputs.prompts import Prompt, as_list, numbered
+from nanoinfer.models.tokenizers import decode
+from nanoinfer.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
+from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.utils.checks import require_bool, show
+from nanoinfer.utils.processes import computing
+from nanoinfer.utils.progress import ProgressBar
+
+
+class LLM:
+    """A loaded model on an engine. Thread-safe: a lock serializes the steps of several threads.
+
+    Args:
+        model: a built-in model (shakespeare), random:<preset>, a Hugging Face folder, a GGUF file, a nanoGPT ckpt.pt, a
+            Hub repository (gpt2, gpt2-xl, name/repo), or wide:<model>:<preset>, the model widened to a preset's size.
+        tokenizer: where to load the tokenizer from, if not from the model.
+        seed: of random:<preset> weights.
+        options: fields of `EngineConfig` (engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, threads,
+            ...), of `SpeculationConfig` (draft, speculate_k, speculate_rule) and of `SchedulerConfig`
+            (max_num_batched_tokens, max_num_queued, enable_prefix_caching); see config.py. Further arguments of vLLM
+            are accepted where they have no effect: docs/from-vllm.md.
+
+    Raises:
+        NanoinferError: the model, engine, device or draft does not exist, a file is malformed, or memory is
+            insufficient; or an argument of vLLM asks for what is not here.
+        TypeError: an option is unknown.
+    """
+
+    def __init__(self, model: str, *, tokenizer: str | None = None, seed: int = 0, **options: Any) -> None:
+        self._start(llm_config(model, {"tokenizer": tokenizer, "seed": seed, **options}))
+
+    __init__.__signature__ = llm_signature()  # type: ignore[attr-defined]  # for help() and editors
+
+    @classmethod
+    def from_config(cls, config: LLMConfig) -> LLM:
+        """Return an LLM for a configuration. Raises the errors of the constructor."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    @computing()
+    def _start(self, config: LLMConfig) -> None:
+        built = build_core(config)
+        self.core, self._model, self._drafts = built.core, built.model, built.drafts
+        self._requests = RequestFactory(self.core, self._model)
+        self._formatter = ChatFormatter(self._model)
+        self.engine = self.core.engine
+        self.model_name, self.engine_name = self._model.name, self._model.engine
+        self.config, self.tokenizer = self._model.config, self._model.tokenizer
+        self.device, self.dtype = self._model.device, self._model.dtype
+
+    def set_draft(
+        self, draft: str | None, *, speculate_k: str | int = "auto", speculate_rule: str = "reproduce"
+    ) -> None:
+        """Set the draft for new requests, or None for plain decoding. Unfinished requests keep their draft.
+
+        A draft that was used before is not loaded again. kv_cache_memory limits the KV caches of the model and of the
+        draft given to the constructor; drafts set later allocate additional KV memory.
+
+        Raises:
+            NanoinferError: as the constructor.
+        """
+        config = SpeculationConfig(draft, speculate_k, speculate_rule)
+        if draft is None:
+            self.core.speculator = None
+        else:  # between two steps, because the durations of the engine's steps are measured
+            self.core.speculator = self.core.use_engine(
+                self.config.block_size, lambda engine: self._drafts.speculator(config)
+            )
+
+    # Generating ------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for one or several prompts and return their outputs in order.
+
+        An error in one request (such as logits that are not finite) ends only that request: its output has
+        finish_reason "error" and the message in `error`.
+
+        Args:
+            prompts: a string, a list of token ids, or a dict {"prompt": ...} or {"prompt_token_ids": ...}; or a
+                list of these. A dict may have a "cache_salt": only prompts of the same salt share their prefixes.
+            sampling_params: for all prompts, or one for each; None is SamplingParams(). With BeamSearchParams the
+                outputs are those of a beam search, the best first.
+            prompt_token_ids: instead of prompts: a list of token ids, or a list of such lists.
+            use_tqdm: whether to show a progress bar (rich's) on stderr; None: on a terminal, after two seconds.
+            priority: an integer for each prompt; those of smaller priority are admitted first. None: all have 0.
+
+        Raises:
+            NanoinferError: a prompt or parameter is invalid, or more than max_num_queued requests would wait. It is
+                raised before anything is generated.
+        """
+        if use_tqdm is not None:
+            require_bool("use_tqdm", use_tqdm)
+        requests = self._requests.make_all(one_of(prompts, prompt_token_ids), sampling_params, priority)
+        with Ownership(self.core, requests), ProgressBar("generate", use_tqdm) as bar:
+            self.core.submit(requests)
+            while not all(r.finished for r in requests):
+                self.core.step()
+                if bar.due():
+                    bar.update(sum(r.finished for r in requests), len(requests))
+        return [self.core.output(r) for r in requests]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool | None = None
+    ) -> list[BeamSearchOutput]:
+        """Return the beam_width outputs with the highest scores that a beam search finds for each prompt.
+
+        All searches run at once, beside other requests. A search needs beam_width of the engine's max_num_seqs. A
+        search that fails (such as by logits that are not finite) has no sequences, and the message in `error`.
+
+        Args:
+            prompts, use_tqdm: as for `generate`.
+            params: of all searches. See docs/beam-search.md.
+
+        Raises:
+            NanoinferError: as `generate`; or beam_width is more than max_num_seqs.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise NanoinferError(f"params={show(params)} is not a BeamSearchParams")
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm)
+        return [beam_search_output(output, params, lambda token: self.decode([token])) for output in outputs]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> TextStream:
+        """Generate for one prompt (n=1) and yield the output text in pieces of whole characters.
+
+        The call checks the arguments, before the first iteration. Closing or dropping the iterator ends the request.
+        Any number of iterators may be open and may be read in any order.
+
+        Raises:
+            NanoinferError: the prompt or a parameter is invalid, n is not 1, or the model has no tokenizer; from the
+                iterator: the request has failed.
+        """
+        params = sampling_params or SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise NanoinferError(f"sampling_params={show(params)} is not a SamplingParams")
+        if params.n != 1:
+            raise NanoinferError(f"n={params.n}: stream supports only n=1; use generate or stream_outputs")
+        self._model.require_tokenizer()
+        return TextStream(OutputStream(self.core, self._requests.make_all([prompt], params)))
+
+    def stream_outputs(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params | Sequence[Params] | None = None,
+    ) -> tuple[list[int], OutputStream]:
+        """Generate for any number of prompts; yield the deltas of each step, and the output of each finished request.
+
+        An output of a beam search is one delta at the end of the search.
+
+        Returns:
+            the request ids in the order of the prompts, and the iterator. Closing, dropping or interrupting the
+            iterator ends the unfinished requests.
+        """
+        requests = self._requests.make_all(prompts, sampling_params)
+        return [r.request_id for r in requests], OutputStream(self.core, requests)
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Return a prompt's token ids; for an empty prompt, the model's start token.
+
+        A text begins with the start token if the tokenizer says so (`tokenizer.bos_token_id`).
+
+        Raises:
+            NanoinferError: the prompt is text and the model has no tokenizer, an id is outside the vocabulary, or the
+                prompt is empty and the model has no start token.
+        """
+        return self._requests.tokenize(prompt)
+
+    def get_tokenizer(self) -> ModelTokenizer:
+        """Return the tokenizer and the chat template, with methods of transformers' tokenizers.
+
+        Raises:
+            NanoinferError: the model has no tokenizer.
+        """
+        return ModelTokenizer(self._model, self._formatter)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters of the model's generation_config.json; without one, SamplingParams().
+
+        Raises:
+            NanoinferError: one of them is invalid.
+        """
+        return model_defaults(self._model.sampling_defaults)
+
+    def reset_prefix_cache(self) -> None:
+        """Free the keys and values of ended requests, which later ones could share."""
+        self.core.reset_prefix_cache()
+
+    # Chat ------------------------------------------------------------------------------------------------
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Generate the next message of one or several conversations, and return the outputs in order.
+
+        The prompt is what the model's chat template makes of the messages. See `conversation` for several turns.
+
+        Args:
+            messages: a conversation, or a list of conversations. A conversation is a list of {"role": ..., "content":
+                ...}; a content is a string or a list of {"type": "text", "text": ...}. Other keys go to the template.
+            sampling_params, use_tqdm: as for `generate`.
+            chat_template: Jinja template to use instead of the model's own.
+            add_generation_prompt: whether to end the prompt with the beginning of the assistant's message.
+            chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
+
+        Raises:
+            NanoinferError: as `generate`; or the model has no chat template, a message is malformed, or the template
+                refuses the messages or exceeds a limit (docs/chat.md).
+        """
+        options = ChatOptions(chat_template, add_generation_prompt, chat_template_kwargs)
+        many = as_conversations(messages)
+        texts = []
+        for i, conversation in enumerate(many):
+            with numbered(i, len(many), "conversation"):
+                texts.append(self._formatter.render(conversation, options))
+        each = per_prompt(sampling_params, len(texts))
+        prompts = []
+        for i, (text, params) in enumerate(zip(texts, each, strict=True)):
+            with numbered(i, len(many), "conversation"):
+                prompts.append({"prompt_token_ids": self._requests.fit(text, params, rendered=True)})
+        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return [replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of the prompt that `chat` makes of a conversation: for `stream` and `generate`.
+
+        Raises:
+            NanoinferError: as `chat`.
+        """
+        options = ChatOptions(chat_template, add_generation_prompt, chat_template_kwargs)
+        return self._formatter.encode(self._formatter.render(as_conversation(messages), options))
+
+    def conversation(
+        self,
+        system: str | None = None,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Conversation:
+        """Return an empty conversation: it keeps the messages, and each turn processes its new tokens only.
+
+        Args:
+            system: content of the system message; None: no such message.
+            chat_template, chat_template_kwargs: as for `chat`.
+
+        Raises:
+            NanoinferError: the model has no chat template or no tokenizer.
+        """
+        self._model.require_tokenizer()
+        options = ChatOptions(chat_template, True, chat_template_kwargs)
+        return Conversation(self.core, self._requests, self._formatter, options, system)
+
+    # Scoring ---------------------------------------------------------------------------------------------
+
+    def loglikelihood(
+        self, contexts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt]
+    ) -> list[LoglikelihoodOutput]:
+        """Return the log-likelihood of each continuation given its context: a value for each token, and their sum.
+
+        For multiple choice, give one context and several continuations. Text is tokenized as in lm-evaluation-harness:
+        spaces at the end of a context move to the continuation, and context and continuation are tokenized together. An
+        empty context is the model's start token. If the context is too long, its first tokens are dropped
+        (`num_dropped_tokens`).
+
+        Args:
+            contexts: one for all continuations, or one for each; in the forms of `generate`'s prompts.
+            continuations: text if the context is text, token ids if it is token ids.
+
+        Raises:
+            NanoinferError: a continuation has no tokens or is longer than the context length, or a context is empty and
+                the model has no start token.
+        """
+        before, after = as_list(contexts), as_list(continuations)
+        if len(before) == 1:
+            before *= len(after)
+        if len(before) != len(after):
+            raise NanoinferError(
+                f"{len(before)} contexts, but {len(after)} continuations: give one context, or one per continuation"
+            )
+        pairs = []
+        for i, (context, continuation) in enumerate(zip(before, after, strict=True)):
+            with numbered(i, len(after), "continuation"):
+                pair = self._pair(context, continuation)
+                scoring.check_continuation(pair[1], self.config.block_size)
+                pairs.append(pair)
+        found = scoring.loglikelihoods(self.core, pairs)
+        outputs = []
+        for i in range(len(pairs)):
+            with numbered(i, len(pairs), "continuation"):
+                outputs.append(next(found))
+        return outputs
+
+    def _pair(self, context: str | list[int], continuation: str | list[int]) -> tuple[list[int], list[int]]:
+        """Return the token ids of a context and its continuation, at least one for each."""
+        if isinstance(context, str) and isinstance(continuation, str):
+            context_ids, token_ids = scoring.split_pair(self._requests.token_ids, context, continuation)
+        elif isinstance(context, str) or isinstance(continuation, str):
+            raise NanoinferError(
+                f"context={show(context)}, continuation={show(continuation)}: give both as text, or both as token ids"
+            )
+        else:
+            context_ids, token_ids = self._requests.token_ids(context), self._requests.token_ids(continuation)
+        if not token_ids:
+            raise NanoinferError(f"continuation={show(continuation)} adds no token to its context: make it longer")
+        return context_ids or self.tokenize([]), token_ids
+
+    def perplexity(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        stride: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[PerplexityOutput]:
+        """Return log-likelihood and perplexity of each text.
+
+        The first token has no context and is not scored. A text longer than the context length is scored in overlapping
+        windows that advance by `stride` tokens. Each window scores the tokens that no earlier window scored, so every
+        token has at least block_size - stride tokens of context.
+
+        Args:
+            texts: in the forms of `generate`'s prompts.
+            stride: 1 to block_size tokens; None is half the context length.
+            progress: called after each window with the number of scored tokens and of tokens in the text.
+
+        Raises:
+            NanoinferError: a text has fewer than two tokens, or the stride is invalid.
+        """
+        block_size = self.config.block_size
+        stride = max(1, block_size // 2) if stride is None else stride
+        if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride <= block_size:
+            raise NanoinferError(f"stride={show(stride)} is not an integer in [1, {block_size}] (the context length)")
+        outputs = []
+        for i, text in enumerate(many := as_list(texts)):
+            with numbered(i, len(many), "text"):
+                ids = self.tokenize(text)
+                if (count := len(ids) - 1) < 1:
+                    raise NanoinferError("a text of 1 token cannot be scored: give two or more tokens")
+                total = scoring.log_likelihood(self.core, ids, stride, progress)
+                characters = len(text) if isinstance(text, str) else None
+                outputs.append(PerplexityOutput(count, characters, total, math.exp(min(-total / count, 700.0))))
+        return outputs
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids. Raises NanoinferError without a tokenizer."""
+        return decode(self._model.require_tokenizer(), token_ids)

@@ -1,0 +1,309 @@
+"""vLLM's arguments of `LLM(...)` that are no options here: which values have no effect, what to do instead of others.
+
+LLM(model, tensor_parallel_size=1, swap_space=4)  ->  the same as LLM(model), and a line in the log
+LLM(model, tensor_parallel_size=2)                ->  NanoinferError: tensor_parallel_size=2 is not supported ...
+LLM(model, dtype="half", max_num_seqs=8)          ->  the same as LLM(model, dtype="float16", max_num_seqs=8)
+
+docs/from-vllm.md has the same table. A name that is in none of the tables below, and is no option, is a TypeError.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.config import EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.inputs.messages import is_list
+from nanoinfer.sampling_params import MAX_LOGPROBS, SamplingParams
+from nanoinfer.utils.checks import plain, show
+
+log = logging.getLogger("nanoinfer")
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """An argument that is no option here."""
+
+    accepted: str
+    """The values that have no effect, in words."""
+    accepts: Callable[[Any, Mapping[str, Any]], bool]
+    """Whether a value is one of them; the second argument has the options that are given, and the model."""
+    why: str
+    """What happens here, whatever the value is."""
+    remedy: str = "leave it out"
+    """What to do instead of giving another value."""
+
+
+def _only(values: Iterable[Any], why: str, remedy: str = "leave it out") -> Foreign:
+    """Return an argument that has no effect if it is one of some values. True is not 1, and 1.0 is 1."""
+    known = list(values)
+
+    def accepts(value: Any, given: Mapping[str, Any]) -> bool:
+        return any(isinstance(value, bool) is isinstance(v, bool) and value == v for v in known)
+
+    return Foreign(", ".join(f"`{value!r}`" for value in known), accepts, why, remedy)
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def _on_gpu(given: Mapping[str, Any]) -> bool:
+    from nanoinfer.engines.devices import num_cuda_devices
+
+    return given.get("device", "auto") != "cpu" and num_cuda_devices() > 0
+
+
+def _shares_memory(value: Any, given: Mapping[str, Any]) -> bool:
+    """Whether a share of a GPU's memory is not exceeded anyway, by weights of up to a fifth of it.
+
+    Keys, values and graphs take 3/8 of what the weights leave. No memory of a GPU is used for a model on a CPU.
+    """
+    return _is_number(value, 0.5 if _on_gpu(given) else 1e-9, 1)
+
+
+def _captures_nothing(value: Any, given: Mapping[str, Any]) -> bool:
+    engine = given.get("engine", "auto")
+    eager = engine in ("recompute", "dynamic", "static", "paged", "native") or (engine == "auto" and not _on_gpu(given))
+    return isinstance(value, bool) and (eager or not value)
+
+
+def _is_cache(value: Any, given: Mapping[str, Any]) -> bool:
+    """Whether nothing is downloaded, or to that folder anyway."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from nanoinfer.models.checkpoints.load import is_local
+
+    if value is None or (isinstance(given["model"], (str, Path)) and is_local(given["model"])):
+        return True
+    return isinstance(value, (str, Path)) and Path(value).expanduser().resolve() == Path(HF_HUB_CACHE).resolve()
+
+
+def _has_no_parts(value: Any, given: Mapping[str, Any]) -> bool:
+    return value is None or (isinstance(value, Mapping) and not any(value.values()))
+
+
+_ONE_DEVICE = ("one device computes", "leave it out, and run a process for each device")
+_TEXT = ("models here generate text", "use vLLM for embeddings, classes and scores")
+_READS_TEXT = "models here read text only"
+_ADAPTERS = ("adapters are not supported", "merge the adapter into the model's weights")
+_CONFIG = ("config.json describes the model", "change it in a copy of the folder")
+_BRANCH = (
+    "the Hub's branch main is loaded",
+    "download the revision by huggingface_hub.snapshot_download, and give its folder",
+)
+_GUIDANCE = "llguidance compiles all grammars"
+_PARAMS = "sampling_params=None is SamplingParams()"
+_FORMAT = "the format of a file is read from it"
+
+FOREIGN: dict[str, Foreign] = {
+    # devices and memory
+    "tensor_parallel_size": _only([1], *_ONE_DEVICE),
+    "pipeline_parallel_size": _only([1], *_ONE_DEVICE),
+    "data_parallel_size": _only([1], *_ONE_DEVICE),
+    "distributed_executor_backend": _only([None, "uni"], *_ONE_DEVICE),
+    "disable_custom_all_reduce": _only([False, True], "one device computes"),
+    "enable_expert_parallel": _only([False], "models here have no experts"),
+    "gpu_memory_utilization": Foreign(
+        "0.5 to 1; on a CPU any",
+        _shares_memory,
+        "keys and values take a quarter of the free memory",
+        "give kv_cache_memory, their number of bytes",
+    ),
+    "num_gpu_blocks_override": _only([None], "the memory determines the number", "give kv_cache_memory, in bytes"),
+    "block_size": _only([None, 16], "a block has 16 tokens", "leave it out; max_model_len is the context length"),
+    "swap_space": Foreign(
+        "0 or more", lambda value, given: _is_number(value, 0, float("inf")), "no keys and values are swapped"
+    ),
+    "cpu_offload_gb": _only(
+        [0], "all weights are on the device", "give device='cpu', or a quantization, which makes them smaller"
+    ),
+    # steps
+    "enforce_eager": Foreign(
+        "`False`; `True` on a CPU or with an engine without graphs",
+        _captures_nothing,
+        "the engine determines whether steps are captured or compiled",
+        "give engine='static', which does neither",
+    ),
+    "max_seq_len_to_capture": Foreign(
+        "any on a CPU",
+        lambda value, given: _is_number(value, 1, float("inf")) and not _on_gpu(given),
+        "graphs are captured for all lengths, and on a GPU only",
+        "give graph_memory, the bytes that they may take",
+    ),
+    "compilation_config": _only(
+        [None, 0, {}], "the engine determines what is compiled", "give engine='compiled', which compiles the step"
+    ),
+    "enable_chunked_prefill": _only(
+        [None, True],
+        "a prompt longer than max_num_batched_tokens is split",
+        "give max_num_batched_tokens as long as the context: then none is split",
+    ),
+    "scheduling_policy": _only(["fcfs", "priority"], "requests of one priority are admitted in their order"),
+    "speculative_config": _only(
+        [None], "draft determines the speculation", "give draft='prompt-lookup' (ngram) or a model, and speculate_k"
+    ),
+    "disable_log_stats": _only(
+        [True], "no statistics are logged", "leave it out: RequestOutput.metrics and a server's /metrics have them"
+    ),
+    "enable_log_requests": _only([False], "requests are not logged", "use nanoinfer serve --access-log FILE"),
+    # sampling
+    "max_logprobs": Foreign(
+        f"0 to {MAX_LOGPROBS:,}",
+        lambda value, given: _is_number(value, 0, MAX_LOGPROBS),
+        f"each request may ask for up to {MAX_LOGPROBS:,} log-probabilities",
+    ),
+    "logits_processors": _only([None, []], "there are none", "give logit_bias or structured_outputs of SamplingParams"),
+    "guided_decoding_backend": _only(["auto", "guidance"], _GUIDANCE),
+    "structured_outputs_config": _only([None, {}], _GUIDANCE),
+    "generation_config": _only(["vllm"], _PARAMS, "give generate() what LLM.get_default_sampling_params() returns"),
+    "override_generation_config": _only([None, {}], _PARAMS, "give generate() the SamplingParams"),
+    "chat_template": _only([None], "the model's own template is used", "give it to LLM.chat"),
+    # the model
+    "task": _only(["auto", "generate"], *_TEXT),
+    "runner": _only(["auto", "generate"], *_TEXT),
+    "convert": _only(["auto", "none"], *_TEXT),
+    "pooler_config": _only([None], *_TEXT),
+    "limit_mm_per_prompt": Foreign("`None`, or 0 of each kind", _has_no_parts, _READS_TEXT),
+    "mm_processor_kwargs": _only([None, {}], _READS_TEXT),
+    "allowed_local_media_path": _only([""], _READS_TEXT),
+    "enable_lora": _only([False], *_ADAPTERS),
+    "max_loras": _only([1], *_ADAPTERS),
+    "max_lora_rank": _only([16], *_ADAPTERS),
+    "trust_remote_code": _only([False], "no code in a model's files runs"),
+    "tokenizer_mode": _only(["auto", "hf"], "tokenizer.json is used", "give tokenizer= a folder or a file"),
+    "skip_tokenizer_init": _only([False], "the tokenizer is loaded", "leave it out, and give token ids as prompts"),
+    "revision": _only([None, "main"], *_BRANCH),
+    "tokenizer_revision": _only([None, "main"], *_BRANCH),
+    "download_dir": Foreign(
+        "`None`; any for a model on this machine; the Hub's cache",
+        _is_cache,
+        "models are downloaded to the Hub's cache",
+        "set the environment variable HF_HUB_CACHE to that folder",
+    ),
+    "hf_token": _only(
+        [None, True], "the Hub's library finds this machine's token", "set the environment variable HF_TOKEN"
+    ),
+    "hf_overrides": _only([None, {}], *_CONFIG),
+    "rope_scaling": _only([None, {}], *_CONFIG),
+    "load_format": _only(["auto", "hf"], _FORMAT, "leave it out; random:PRESET is a model of random weights"),
+    "config_format": _only(["auto", "hf"], _FORMAT),
+    "model_impl": _only(["auto"], "each model has one implementation"),
+    "served_model_name": _only([None], "requests name no model", "use nanoinfer serve --served-model-name NAME"),
+    "enable_sleep_mode": _only([False], "a model stays in memory", "delete the LLM to free it"),
+}
+
+RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
+DTYPES = {"half": "float16", "float": "float32"}
+"""Other names of dtypes. PyTorch's dtypes are accepted, too."""
+_NONE_IS_DEFAULT = ("seed", "max_num_batched_tokens", "enable_prefix_caching")
+_SECRET = ("hf_token",)
+
+
+def llm_config(model: str, options: Mapping[str, Any]) -> LLMConfig:
+    """Return the configuration of `LLM(model, **options)`, whose options have this project's names or vLLM's.
+
+    Values that have no effect are logged, in one line.
+
+    Raises:
+        NanoinferError: a value is invalid, or asks for something that is not here; the message has the remedy.
+        TypeError: there is no option of that name.
+    """
+    own: dict[str, Any] = {}
+    foreign: dict[str, Any] = {}
+    for name, value in options.items():
+        (foreign if name in FOREIGN else own)[RENAMED.get(name, name)] = value
+    if len(own) + len(foreign) < len(options):
+        raise NanoinferError("kv_cache_memory and kv_cache_memory_bytes are both given: give one of them")
+    own = {name: value for name, value in own.items() if value is not None or name not in _NONE_IS_DEFAULT}
+    if "dtype" in own:
+        own["dtype"] = _dtype(own["dtype"])
+    tokenizer, seed = own.pop("tokenizer", None), own.pop("seed", 0)
+    config = LLMConfig.from_options(model, tokenizer, seed, own)
+    for name, value in foreign.items():
+        _check(name, value, {**own, "model": model})
+    if foreign:
+        said = ", ".join(f"{name}={show(value)}" for name, value in foreign.items())
+        log.warning("vLLM's %s: no effect, because it is what happens here anyway (docs/from-vllm.md)", said)
+    if seed and "random:" not in str(model):
+        log.warning("seed=%s is that of random weights: give SamplingParams(seed=...) for reproducible outputs", seed)
+    return config
+
+
+def _check(name: str, value: Any, given: Mapping[str, Any]) -> None:
+    known, value = FOREIGN[name], plain(value)
+    if not known.accepts(value, given):
+        shown, accepted = "..." if name in _SECRET else show(value), known.accepted.replace("`", "")
+        raise NanoinferError(f"{name}={shown} is not supported (accepted: {accepted}): {known.why}: {known.remedy}")
+
+
+def one_of(prompts: Any, prompt_token_ids: Any) -> Any:
+    """Return the prompts of `generate(prompts)` or `generate(prompt_token_ids=...)`, in a form of `prompts`.
+
+    one_of(None, [5, 6])  ->  {"prompt_token_ids": [5, 6]}
+
+    Raises:
+        NanoinferError: none or both of them are given.
+    """
+    if (prompts is None) is (prompt_token_ids is None):
+        raise NanoinferError("generate: give either prompts or prompt_token_ids (several prompts are a list)")
+    if prompt_token_ids is None:
+        return prompts
+    ids = plain(prompt_token_ids)
+    several = is_list(ids) and (not ids or any(is_list(plain(prompt)) for prompt in ids))
+    return [{"prompt_token_ids": prompt} for prompt in ids] if several else {"prompt_token_ids": ids}
+
+
+def model_defaults(given: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling parameters that a model's generation_config.json has: {"max_new_tokens": 9} -> max_tokens=9.
+
+    Raises:
+        NanoinferError: one of them is invalid.
+    """
+    try:
+        return SamplingParams(**{"max_tokens" if name == "max_new_tokens" else name: v for name, v in given.items()})
+    except NanoinferError as e:
+        raise NanoinferError(f"generation_config.json: {e}: give SamplingParams instead") from None
+
+
+def _dtype(value: Any) -> Any:
+    """Return the name of a dtype in any of its forms: "half", torch.float16 -> "float16"."""
+    name = str(value).removeprefix("torch.") if type(value).__name__ == "dtype" else value
+    return DTYPES.get(name, name) if isinstance(name, str) else name
+
+
+@dataclass(frozen=True, init=False)
+class EngineArgs(EngineConfig, SpeculationConfig, SchedulerConfig):
+    """The arguments of `LLM(...)`, checked and without those that have no effect.
+
+    `LLM(**dataclasses.asdict(args))` and `AsyncLLM.from_engine_args(args)` load the model.
+
+    Raises:
+        NanoinferError, TypeError: as `LLM`, for its arguments alone: no model is loaded.
+    """
+
+    model: str = field(kw_only=True)
+    tokenizer: str | None = None
+    seed: int = 0
+
+    def __init__(self, model: str, **options: Any) -> None:
+        config = llm_config(model, options)
+        for part in (config, config.engine, config.speculation, config.scheduler):
+            for f in fields(part):
+                if f.name not in ("engine", "speculation", "scheduler") or part is not config:
+                    object.__setattr__(self, f.name, getattr(part, f.name))
+
+    @property
+    def config(self) -> LLMConfig:
+        """The configuration of the model."""
+        options = asdict(self)
+        return LLMConfig.from_options(options.pop("model"), options.pop("tokenizer"), options.pop("seed"), options)
+
+
+@dataclass(frozen=True, init=False)
+class AsyncEngineArgs(EngineArgs):
+    """The arguments of `AsyncLLM(...)`: see `EngineArgs`."""

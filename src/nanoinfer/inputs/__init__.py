@@ -1,0 +1,1 @@
+"""Prompts, messages and chat templates: what a request is made from."""

@@ -1,0 +1,59 @@
+"""Description of a loaded model, without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+
+if TYPE_CHECKING:
+    from nanoinfer.models.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model that was loaded for an engine."""
+
+    name: str
+    """Name for messages: shakespeare, random:gpt2, a folder's name."""
+    source: str
+    """Name to load the model again with `load_model`."""
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    no_tokenizer_reason: str
+    """Why there is no tokenizer, with the remedy; empty if there is one."""
+    vocab_size: int
+    """Number of tokens that may be sampled: those of the tokenizer."""
+    engine: str
+    device: str
+    """"cpu" or "cuda:N"."""
+    dtype: str
+    """"float32", "bfloat16" or "float16"."""
+    seed: int
+    """Seed of random weights."""
+    quantization: str | None = None
+    """"int8" or "int4"; None: the dtype, or `block_formats`."""
+    block_formats: Mapping[str, str] = field(default_factory=dict)
+    """Matrices of a GGUF file that are computed with in their own blocks -> q8_0, q4_0 or q4_1."""
+    chat_template: str | None = None
+    """The model's own Jinja template."""
+    no_chat_template_reason: str = ""
+    """Why it could not be read; empty if there is none."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the template: {"bos_token": "<s>", ...}."""
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling parameters of generation_config.json, not checked."""
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The model's end-of-text tokens that may be sampled."""
+        return tuple(t for t in self.config.eos_token_ids if t < self.vocab_size)
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises NanoinferError without one."""
+        if self.tokenizer is None:
+            raise NanoinferError(self.no_tokenizer_reason)
+        return self.tokenizer

@@ -1,0 +1,114 @@
+"""Validation of all values that users pass, with one-line error messages.
+
+require_int("max_tokens", -3, 1)  ->  NanoinferError: max_tokens=-3 is not an integer >= 1
+require_int("max_tokens", numpy.int64(3), 1)  ->  3
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from nanoinfer.errors import NanoinferError
+
+_SHOWN = 200  # characters of a value in a message
+
+
+def show(value: Any) -> str:
+    """Return a value for an error message: its repr on one line, truncated after 200 characters.
+
+    Only the beginning of a long value is converted: the repr of a megabyte stops all other threads for 0.1 s.
+    """
+    try:
+        beginning = _beginning(value, 2 * _SHOWN)
+    except (ValueError, RecursionError):  # integers of more than 4,300 digits; containers nested 1,000 deep
+        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    text = " ".join(beginning.split())
+    return text if len(beginning) < 2 * _SHOWN and len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _beginning(value: Any, size: int) -> str:
+    """Return the repr of a value, or at least `size` characters of it."""
+    kind = type(value)
+    if kind is str or kind is bytes:
+        return repr(value[:size])
+    if kind not in (list, tuple, dict) or not value:
+        return repr(value)
+    shown, closing = ("[", "]") if kind is list else ("(", ")") if kind is tuple else ("{", "}")
+    for item in value.items() if kind is dict else value:
+        if len(shown) >= size:
+            return shown
+        for part in item if kind is dict else (item,):  # no generator, whose frames would halve the possible depth
+            shown += _beginning(part, size - len(shown)) + ": "
+        shown = shown[:-2] + ", "
+    return shown[: -1 if kind is tuple and len(value) == 1 else -2] + closing
+
+
+def plain(value: Any) -> Any:
+    """Return the Python value of a NumPy scalar or array, or of a tensor. Other values are returned unchanged."""
+    if isinstance(value, memoryview) or not callable(tolist := getattr(value, "tolist", None)):
+        return value
+    return tolist()
+
+
+def as_int(value: Any) -> int | None:
+    """Return an integer of any integer type as an int; None for a bool and for other types."""
+    value = plain(value)
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def require_int(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return `value` as an int. Raise NanoinferError if it is not an integer (a bool is not) in [low, high]."""
+    number = as_int(value)
+    if number is None or number < low or (high is not None and number > high):
+        limit = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise NanoinferError(f"{name}={show(value)} is not an integer {limit}")
+    return number
+
+
+def require_float(
+    name: str, value: Any, low: float, high: float, *, low_open: bool = False, high_open: bool = False
+) -> float:
+    """Return `value` as an int or a float. Raise NanoinferError if it is not finite or not in the interval.
+
+    `low_open` and `high_open` exclude that end of the interval.
+    """
+    number = plain(value)
+    ok = isinstance(number, (int, float)) and not isinstance(number, bool)
+    ok = ok and (low < number if low_open else low <= number)  # False for NaN
+    ok = ok and (number < high if high_open else number <= high)
+    if not ok:
+        interval = f"{'(' if low_open else '['}{low:g}, {high:g}{')' if high_open else ']'}"
+        raise NanoinferError(f"{name}={show(value)} is not a finite number in {interval}")
+    result: float = number
+    return result
+
+
+def keep_int(config: Any, name: str, low: int, high: int | None = None, *, optional: bool = False) -> None:
+    """Check an integer field of a frozen dataclass and store it as an int. `optional` allows None."""
+    if (value := getattr(config, name)) is not None or not optional:
+        object.__setattr__(config, name, require_int(name, value, low, high))
+
+
+def keep_float(config: Any, name: str, low: float, high: float, *, low_open: bool = False) -> None:
+    """Check a field of a frozen dataclass that is a finite number, and store it as a Python number."""
+    number = require_float(name, getattr(config, name), low, high, low_open=low_open)
+    object.__setattr__(config, name, number)
+
+
+def require_bool(name: str, value: Any) -> None:
+    """Raise NanoinferError if `value` is not True or False."""
+    if not isinstance(value, bool):
+        raise NanoinferError(f"{name}={show(value)} is not a bool: use True or False")
+
+
+def require_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise NanoinferError if `value` is not one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        raise NanoinferError(f"{name}={show(value)} is unknown: use one of {', '.join(choices)}")

@@ -1,0 +1,139 @@
+"""A child process that works on untrusted input under limits of CPU time and memory: a chat template, a grammar.
+
+The child is a script without this package. It reads one JSON document a line, first its limits, then requests, and
+answers each request with one line of JSON. It is started at the first request, and replaced if a limit ended it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.files import reason
+
+WAIT_SEC = 30.0  # for an answer: on a busy machine, the child's CPU time takes longer
+_ENDS: dict[int, str] = {signal.SIGSEGV: "it nests too deep", signal.SIGABRT: "it needs too much memory"}
+_INHERITED = ("LD_LIBRARY_PATH", "TZ")  # of the environment, which may hold secrets
+
+
+class LimitedProcess:
+    """A child process and its replacements. Thread-safe: one request at a time.
+
+    Args:
+        script: file of the child's program.
+        packages: what it imports that is not in the standard library.
+        setup: its first line; "cpu_sec" is the limit that error messages name.
+        purpose: "the chat template cannot be rendered", for error messages.
+    """
+
+    def __init__(self, script: Path, packages: tuple[str, ...], setup: Mapping[str, Any], purpose: str) -> None:
+        self._script, self._packages, self._purpose = script, packages, purpose
+        self._setup = setup
+        self._child: _Child | None = None
+        self._pid, self._lock = os.getpid(), threading.Lock()
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """Return the answer to a request, one line of JSON. Raises NanoinferError if a limit has ended the process."""
+        if self._pid != os.getpid():  # forked: the child answers the parent
+            self._pid, self._lock, self._child = os.getpid(), threading.Lock(), None
+        with self._lock:
+            child, self._child = self._child, None
+            if child is None or child.has_ended:  # memory was short, and the operating system has ended it
+                child = self._start()
+            line = child.ask(request)  # an exception leaves no child behind: the next call starts one
+            if not line:
+                raise NanoinferError(f"{self._purpose}: {child.end(self._setup['cpu_sec'])}")
+            answer: dict[str, Any] = json.loads(line)
+            self._child = child
+        return answer
+
+    def _start(self) -> _Child:
+        folders = [_folder(name, self._purpose) for name in self._packages]
+        command = [sys.executable, "-I", "-S", str(self._script), *dict.fromkeys(folders)]
+        try:
+            return _Child(command, json.dumps(self._setup).encode() + b"\n")
+        except (OSError, ValueError) as e:
+            raise NanoinferError(f"{self._purpose}: no process can be started: {reason(e)}") from None
+
+
+class _Child:
+    """One child process. Deleting the object ends it."""
+
+    def __init__(self, command: list[str], first: bytes) -> None:
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            bufsize=0,
+            env={name: os.environ[name] for name in _INHERITED if name in os.environ},
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+        self._first = first
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def ask(self, request: bytes) -> bytes:
+        """Return the line that answers a request; empty if the process has ended, or does not answer in time."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the answer is then missing, too
+            for content in (self._first, request):
+                left = memoryview(content)
+                while left:
+                    left = left[self._process.stdin.write(left) :]
+        self._first = b""
+        return self._read_line(time.monotonic() + WAIT_SEC)
+
+    def _read_line(self, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        source, content = self._process.stdout.fileno(), bytearray()
+        poll = select.poll()
+        poll.register(source, select.POLLIN)
+        while not content.endswith(b"\n"):
+            if (left := deadline - time.monotonic()) <= 0 or not poll.poll(left * 1000):
+                return b""
+            if not (piece := os.read(source, 1 << 16)):
+                return b""
+            content += piece
+        return bytes(content)
+
+    def end(self, cpu_sec: float) -> str:
+        """End the process and return why there was no answer."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(0.5)
+            if code == -signal.SIGPROF:
+                return f"it needs more than {cpu_sec:g} s of CPU time"
+            return _ENDS.get(-code, f"its process ended with code {code}")
+        self._process.kill()
+        self._process.wait()
+        return f"there was no answer within {WAIT_SEC:.0f} s"
+
+    def __del__(self) -> None:
+        if (process := getattr(self, "_process", None)) is not None:
+            process.stdin.close()
+            process.stdout.close()
+            process.kill()
+            process.wait()
+
+
+def _folder(package: str, purpose: str) -> str:
+    """Return the folder that the child imports a package from."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise NanoinferError(f"{purpose}: {package} is not installed; install nanoinfer again")
+    return str(Path(found.origin).parents[1])

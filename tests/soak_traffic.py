@@ -1,0 +1,420 @@
+"""What the soak test sends: requests whose answers are compared with the library's, and abuse that may only be refused.
+
+Both use a few threads, because the client shares the machine's cores with the server. Two tables have an entry for each
+route and each kind of abuse: VALID and ABUSE.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import string
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Any
+
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS
+from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE
+from nanoinfer.server.table import ROUTES
+
+PROMPTS = [
+    "O Romeo,",
+    "To be",
+    "ROMEO:\nWhat",
+    "First Citizen:\n",
+    "é",
+    " " * 20,
+    "O Romeo, Romeo, wherefore",
+    "x" * 300,
+]
+SHAPES: list[dict[str, Any]] = [
+    {"temperature": 0, "max_tokens": 24},
+    {"seed": 1, "max_tokens": 40, "top_k": 20},
+    {"seed": 2, "max_tokens": 16, "n": 3, "top_p": 0.9},
+    {"seed": 3, "max_tokens": 30, "logprobs": 3},
+    {"seed": 4, "max_tokens": 60, "stop": ["\n", "the"]},
+    {"seed": 5, "max_tokens": 30, "presence_penalty": 1.0, "repetition_penalty": 1.2},
+    {"seed": 6, "max_tokens": 600, "overflow": "slide"},
+    {"seed": 7, "max_tokens": 1, "logit_bias": {"5": 3.0}},
+    {"seed": 8, "max_tokens": 40, "structured_outputs": {"regex": "[a-z]{3,9}( [a-z]{3,9}){2}"}},
+    {"seed": 9, "max_tokens": 40, "structured_outputs": {"json": '{"enum": ["yes", "no", 5]}'}, "temperature": 2.0},
+]
+CHAT_SHAPES: list[dict[str, Any]] = [{"temperature": 0, "max_tokens": 20}, {"seed": 1, "max_tokens": 30, "n": 2}]
+TEXTS = ["O Romeo, Romeo", "é and more\n\n", "word " * 2000]
+MEGABYTE = "".join(random.Random(0).choices(string.ascii_lowercase + " ", k=1_000_000))
+NUM_TOKENS = 500  # of a long prompt; the context length is 512
+
+
+class Server:
+    """What is known of the server that is tested.
+
+    Args:
+        url: where it listens.
+        max_connections: that it allows.
+        seconds: how long traffic is sent.
+    """
+
+    def __init__(self, url: str, max_connections: int, seconds: float) -> None:
+        self.host, _, port = url.removeprefix("http://").partition(":")
+        self.port, self.max_connections = int(port), max_connections
+        self.end = time.monotonic() + seconds
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.floods: deque[float] = deque([0.0], maxlen=1)
+        """When the last flood ended; infinity while one lasts."""
+        self.spans: deque[tuple[str, float, float]] = deque(maxlen=50_000)
+        """Kind, begin and end of each abuse, in seconds of time.time()."""
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the time is not over and nothing was wrong."""
+        return time.monotonic() < self.end and not self.wrong
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self.host, self.port, timeout=120)
+
+    def socket(self) -> socket.socket:
+        return socket.create_connection((self.host, self.port), timeout=120)
+
+    def may_refuse(self, since: float) -> bool:
+        """Whether there were too many connections at a time, or before it: a busy server closes them late."""
+        return since < self.floods[0] + 60
+
+
+def has_ended(connection: http.client.HTTPConnection) -> bool:
+    """Return whether the server has closed a connection that is not used."""
+    if connection.sock is None:
+        return False
+    connection.sock.setblocking(False)
+    try:
+        return connection.sock.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    finally:
+        connection.sock.settimeout(connection.timeout)
+
+
+class Refused(Exception):
+    """The server has no room for another connection."""
+
+
+def run(server: Server, clients: list[Callable[[], None]]) -> None:
+    """Run clients in threads until the time is over."""
+    sys.setswitchinterval(0.001)  # no thread waits long for another one's JSON
+    threads = [threading.Thread(target=client) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, server.end - time.monotonic()) + 300)
+    if any(thread.is_alive() for thread in threads):
+        server.wrong.append("a client waits for an answer")
+
+
+# What is compared -------------------------------------------------------------------------------------------
+
+
+class Expected:
+    """The library's answers."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.cases = [(prompt, shape) for prompt in PROMPTS for shape in SHAPES]
+        outputs = llm.generate([p for p, _ in self.cases], [SamplingParams(**_python(s)) for _, s in self.cases])
+        self.chats = [([{"role": "user", "content": prompt}], shape) for prompt in PROMPTS for shape in CHAT_SHAPES]
+        chats = llm.chat([m for m, _ in self.chats], [SamplingParams(**s) for _, s in self.chats])
+        self.answers, self.chat_answers = (
+            [[(o.text, o.finish_reason) for o in output.outputs] for output in found] for found in (outputs, chats)
+        )
+        self.tokens = [llm.tokenize(text) for text in TEXTS]
+
+
+def _python(shape: dict[str, Any]) -> dict[str, Any]:
+    bias = shape.get("logit_bias")
+    return shape if bias is None else {**shape, "logit_bias": {int(token): value for token, value in bias.items()}}
+
+
+class Client:
+    """Sends one valid request after the other on a connection of its own."""
+
+    def __init__(self, server: Server, expected: Expected, number: int) -> None:
+        self.server, self.expected, self.rng = server, expected, random.Random(number)
+        self.connection = server.connect()
+
+    def __call__(self) -> None:
+        """Run until the time is over."""
+        while self.server.goes_on:
+            route = self.rng.choice(ROUTES)
+            if has_ended(self.connection):  # the read of a slow response may outlast the server's keep_alive_sec
+                self.connection.close()
+            try:
+                VALID[route.path](self)
+                self.server.counts[route.path] += 1
+            except Refused:
+                self.server.counts["refused"] += 1
+                time.sleep(0.2)
+            except Exception as e:
+                self.server.wrong.append(f"{route.path}: {type(e).__name__}: {e}")
+        self.connection.close()
+
+    def ask(self, method: str, path: str, body: Any = None) -> http.client.HTTPResponse:
+        """Return the response, whose status is 200."""
+        began = time.monotonic()
+        try:
+            self.connection.request(method, path, None if body is None else json.dumps(body))
+            response = self.connection.getresponse()
+        except (ConnectionError, http.client.BadStatusLine) as e:
+            self.connection.close()
+            if self.server.may_refuse(began):
+                raise Refused from e
+            raise
+        if response.status != 200:
+            content = response.read(500)
+            self.connection.close()
+            if response.status == 503 and self.server.may_refuse(began):
+                raise Refused
+            raise AssertionError(f"status {response.status}: {content!r}")
+        return response
+
+    def get(self, path: str) -> Any:
+        content = self.ask("GET", path).read()
+        return json.loads(content) if content[:1] in (b"{", b"[") else content
+
+    def generate(self, path: str) -> None:
+        """Compare an answer: whole, or a stream, some of which are read slowly. Leave some in the middle."""
+        chat, how = path == CHAT, self.rng.choice(("whole", "stream", "slow", "leave"))
+        i = self.rng.randrange(len(self.expected.chats if chat else self.expected.cases))
+        prompt, shape = self.expected.chats[i] if chat else self.expected.cases[i]
+        body = {"messages" if chat else "prompt": prompt, **shape, "stream": how != "whole"}
+        if how == "leave":
+            return self.leave(path, {**body, "max_tokens": 50_000, "overflow": "slide"})
+        response = self.ask("POST", path, body)
+        answers = (self.expected.chat_answers if chat else self.expected.answers)[i]
+        found: list[Any] = [["", None] for _ in answers]
+        chunks = self._chunks(response, 0.02 if how == "slow" else 0) if body["stream"] else [json.load(response)]
+        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+            part = choice["message" if how == "whole" else "delta"].get("content", "") if chat else choice["text"]
+            found[choice["index"]][0] += part
+            found[choice["index"]][1] = choice["finish_reason"] or found[choice["index"]][1]
+        assert [tuple(one) for one in found] == answers, f"{body}: {found} is not {answers}"
+        self.server.counts[f"compared {how}"] += 1
+
+    def _chunks(self, response: http.client.HTTPResponse, pause: float) -> Iterator[Any]:
+        for line in response:
+            if line.startswith(b"data: {"):
+                yield json.loads(line[6:])
+            time.sleep(pause)
+
+    def leave(self, path: str, body: dict[str, Any]) -> None:
+        """Leave in the middle of an answer, or before it begins."""
+        if self.rng.random() < 0.5:
+            self.ask("POST", path, body).read(self.rng.randrange(1, 2000))
+        else:
+            with suppress(ConnectionError):
+                self.connection.request("POST", path, json.dumps(body))
+            time.sleep(self.rng.random() / 20)
+        self.connection.close()
+
+    def tokenize(self) -> None:
+        i = self.rng.randrange(len(TEXTS))
+        assert json.load(self.ask("POST", TOKENIZE, {"prompt": TEXTS[i]}))["tokens"] == self.expected.tokens[i]
+
+    def detokenize(self) -> None:
+        i = self.rng.randrange(len(TEXTS))
+        assert json.load(self.ask("POST", DETOKENIZE, {"tokens": self.expected.tokens[i]}))["prompt"] == TEXTS[i]
+
+    def models(self) -> None:
+        (listed,) = {model["root"] for model in self.get("/v1/models")["data"]}
+        assert listed
+
+    def model(self) -> None:
+        name = self.rng.choice(self.get("/v1/models")["data"])["id"]
+        assert self.get(f"/v1/models/{name}")["id"] == name
+
+
+VALID: dict[str, Callable[[Client], Any]] = {
+    COMPLETIONS: lambda client: client.generate(COMPLETIONS),
+    CHAT: lambda client: client.generate(CHAT),
+    "/v1/models": Client.models,
+    "/v1/models/{model:path}": Client.model,
+    TOKENIZE: Client.tokenize,
+    DETOKENIZE: Client.detokenize,
+    **{path: (lambda client, path=path: client.get(path))
+       for path in ("/tokenizer_info", "/info", "/health", "/metrics", "/openapi.json")},
+}  # fmt: skip
+
+
+# What is refused, or takes long -----------------------------------------------------------------------------
+
+
+class Abuser:
+    """Sends one kind of abuse after the other, on connections of its own."""
+
+    def __init__(self, server: Server, number: int) -> None:
+        self.server, self.rng, self.number = server, random.Random(number), number
+        self._next_grammar = number << 32
+
+    def __call__(self) -> None:
+        """Run until the time is over."""
+        kinds: list[str] = []
+        while self.server.goes_on:
+            kinds = kinds or self.rng.sample([*ABUSE], len(ABUSE))  # each of them in each turn
+            kind, began = kinds.pop(), time.time()
+            try:
+                ABUSE[kind](self)
+            except Exception as e:
+                self.server.wrong.append(f"{kind}: {type(e).__name__}: {e}")
+            self.server.counts[kind] += 1
+            self.server.spans.append((kind, began, time.time()))
+            time.sleep(self.rng.random() / 2)
+
+    def post(self, path: str, body: Any, *allowed: int) -> int:
+        """Return the status of a response, which is read to its end. 503 and a reset are allowed after a flood."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        began = time.monotonic()
+        with closing(self.server.connect()) as connection:
+            try:
+                with suppress(ConnectionError):  # refused before all is sent: the response is there
+                    connection.request("POST", path, content)
+                response = connection.getresponse()
+                start = response.read(500)
+                while response.read(1 << 16):
+                    pass
+            except (ConnectionError, http.client.HTTPException):
+                if not self.server.may_refuse(began):
+                    raise
+                return 503
+        ok = response.status in (allowed or (200, 400, 413, 429)) or (
+            response.status == 503 and self.server.may_refuse(began)
+        )
+        assert ok, f"status {response.status}: {start!r}"
+        return response.status
+
+    @contextmanager
+    def sent(self, path: str, body: Any, count: int) -> Iterator[list[socket.socket]]:
+        """Send a request on several connections without reading the answers; close them at the end."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: {self.server.host}\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+        opened = [self.server.socket() for _ in range(count)]
+        try:
+            for one in opened:
+                with suppress(ConnectionError):
+                    one.sendall(head + content)
+            yield opened
+        finally:
+            for one in opened:
+                one.close()
+
+    def long_prompt(self) -> list[int]:
+        return [self.rng.randrange(1000) for _ in range(NUM_TOKENS)]
+
+    def scrape_during_prompts(self) -> None:
+        """Ask for metrics while long prompts are processed."""
+        body = {"prompt": self.long_prompt(), "max_tokens": 2}
+        with self.sent(COMPLETIONS, {**body, "n": 8, "logprobs": 5}, 2), self.sent(COMPLETIONS, body, 6):
+            for path in ("/metrics", "/info", "/v1/models", "/metrics"):
+                with closing(self.server.connect()) as connection, suppress(ConnectionError):
+                    connection.request("GET", path)
+                    assert connection.getresponse().status in (200, 503)
+
+    def strings_of_a_large_text(self) -> None:
+        self.post(TOKENIZE, {"prompt": MEGABYTE, "return_token_strs": True})
+
+    def logprobs_of_a_prompt(self) -> None:
+        """Ask for the log-probabilities of a long prompt, once for each choice."""
+        for stream in (True, False):
+            body = {"prompt": self.long_prompt(), "echo": True, "logprobs": 20, "n": 32, "max_tokens": 2}
+            self.post(COMPLETIONS, {**body, "stream": stream})
+
+    def too_long_prompts(self) -> None:
+        """Send prompts that do not fit; half of the clients leave at once."""
+        with self.sent(COMPLETIONS, {"prompt": MEGABYTE}, 2):
+            self.post(COMPLETIONS, {"prompt": MEGABYTE}, 400, 413)
+            self.post(CHAT, {"messages": [{"role": "user", "content": MEGABYTE}]}, 400, 413)
+
+    def many_grammars(self) -> None:
+        for _ in range(20):
+            self._next_grammar += 1
+            name = f"k{self._next_grammar}"
+            schema = {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
+            self.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3, "structured_outputs": {"json": schema}}, 200)
+
+    def many_choices(self) -> None:
+        choices = [f"option {i} of {self.rng.randrange(10**6)}" for i in range(self.rng.randrange(2001, 4000))]
+        self.post(COMPLETIONS, {"prompt": "a", "max_tokens": 20, "structured_outputs": {"choice": choices}})
+
+    def optional_properties(self) -> None:
+        schema = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(2500)}}
+        self.post(COMPLETIONS, {"prompt": "a", "max_tokens": 20, "structured_outputs": {"json": schema}})
+
+    def flood(self) -> None:
+        """Open more connections than the server allows, send half a request on some, and reset half of them."""
+        self.server.floods.append(float("inf"))
+        opened: list[socket.socket] = []
+        try:
+            while len(opened) < self.server.max_connections + 60:
+                opened.append(self.server.socket())
+                if self.rng.random() < 0.1:
+                    with suppress(ConnectionError):
+                        opened[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-len")
+            time.sleep(0.5)
+            for one in opened:
+                with suppress(BlockingIOError, ConnectionError):
+                    answer = one.recv(4096, socket.MSG_DONTWAIT)
+                    assert not answer or answer.startswith(b"HTTP/1.1 503"), answer  # none: half a head for too long
+                    self.server.counts["refused in a flood"] += len(answer) > 0
+        finally:
+            for i, one in enumerate(opened):
+                if i % 2:  # a reset instead of an orderly end
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                one.close()
+            self.server.floods.append(time.monotonic())
+
+    def odd_heads(self) -> None:
+        """Send what is no request, or not one for this server."""
+        host = f"host: {self.server.host}\r\n"
+        for head in (
+            "GET /info HTTP/1.1\r\nhost: localhost:80@evil.example\r\n\r\n",
+            f"POST {COMPLETIONS} HTTP/1.1\r\n{host}origin: http://a.example\r\norigin: http://b.example\r\n\r\n",
+            f"POST {COMPLETIONS} HTTP/1.1\r\n{host}content-length: 65536\r\n\r\n" + "[" * 65536,
+            f"POST {COMPLETIONS} HTTP/1.1\r\n{host}transfer-encoding: chunked\r\n\r\nzz\r\n",
+            f"GET /{'x' * 20_000} HTTP/1.1\r\n{host}\r\n",
+            f"GET /nothing HTTP/1.1\r\n{host}\r\n",
+            "\x16\x03\x01\x02\r\n\r\n",
+        ):
+            with self.server.socket() as one, suppress(ConnectionError):
+                one.sendall(head.encode("latin-1"))
+                status = one.recv(4096)[9:12]
+                assert status in (b"400", b"403", b"404", b"431", b"503", b""), (head[:80], status)
+
+    def slow_heads_and_readers(self) -> None:
+        """Send a head byte by byte, and read a long stream byte by byte, for a second."""
+        body = {"prompt": "a", "max_tokens": 10**6, "overflow": "slide", "stream": True, "ignore_eos": True}
+        with self.sent(COMPLETIONS, body, 2) as readers, self.server.socket() as slow:
+            for byte in b"POST /v1/completions HTTP/1.1\r\n":
+                with suppress(ConnectionError):
+                    slow.send(bytes([byte]))
+                    for reader in readers:
+                        reader.recv(1)
+                time.sleep(0.03)
+
+
+ABUSE: dict[str, Callable[[Abuser], None]] = {
+    "scrape_during_prompts": Abuser.scrape_during_prompts,
+    "strings_of_a_large_text": Abuser.strings_of_a_large_text,
+    "logprobs_of_a_prompt": Abuser.logprobs_of_a_prompt,
+    "too_long_prompts": Abuser.too_long_prompts,
+    "many_grammars": Abuser.many_grammars,
+    "many_choices": Abuser.many_choices,
+    "optional_properties": Abuser.optional_properties,
+    "flood": Abuser.flood,
+    "odd_heads": Abuser.odd_heads,
+    "slow_heads_and_readers": Abuser.slow_heads_and_readers,
+}
