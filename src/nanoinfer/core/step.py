@@ -51,6 +51,8 @@ class Step:
     later: list[ScheduledSequence] = field(default_factory=list)
     """The rest of the scheduler's step, which the engine processes afterwards."""
     proposed: StepProposals = field(default_factory=StepProposals)
+    is_masked: bool = False
+    """Whether a sequence has a grammar, which permits some tokens only."""
     faults: dict[object, str] = field(default_factory=dict)
     """Failed sequences, each with the reason in one line. They get no tokens."""
 
@@ -136,7 +138,8 @@ class StepRunner:
                 rows += [*range(at, at + count), *[at] * len(w.forks)]
             at += count
         logits = logits[:, : self._vocab_size]
-        step.faults |= self._beams.read(beams, logits)
+        if beams:
+            step.faults |= self._beams.read(beams, logits)
         if rows != list(range(at)):
             logits = logits[rows]
         sampled = iter(sample(step, self._sampler, logits, groups))
@@ -182,7 +185,8 @@ def propose(step: Step) -> None:
             for w in step.work:
                 with step.isolated(w.sequence):
                     step.proposed.proposals.update(speculator.propose([w]).proposals)
-    if any(w.sequence.grammar is not None for w in step.work):
+    step.is_masked = any(w.sequence.grammar is not None for w in step.work)
+    if step.is_masked:
         masks.start(sampling_sequences(step.work), step.proposed, step.rule)
 
 
@@ -203,7 +207,7 @@ def sample(step: Step, sampler: Sampler, logits: Array, groups: Seq[Group]) -> l
 
     Groups with a grammar get tokens that it permits.
     """
-    if not any(cast(Sequence, row).grammar is not None for row, _ in groups):
+    if not step.is_masked:
         return _sample_isolated(step, sampler, logits, groups)
     masked = masks.MaskedRows(logits, groups)
     kept = masked.finish(groups, _sample_isolated(step, sampler, masked.logits, groups))

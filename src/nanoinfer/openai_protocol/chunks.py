@@ -19,7 +19,7 @@ from nanoinfer.openai_protocol.responses import (
     token_counts,
     token_fields,
 )
-from nanoinfer.outputs import CompletionOutput, RequestOutput
+from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoinfer.utils.json_pieces import Items, Text, encode, json_strings
 
 Outputs = Sequence[tuple[int, RequestOutput]]
@@ -49,14 +49,14 @@ class ChunkWriter:
         self._name = "delta" if request.chat else "text"
         self._end = ',"usage":null}\n\n' if request.include_usage else "}\n\n"  # of a chunk without token counts
         self._begins = request.chat or request.echo or request.return_token_ids
-        self._detailed = request.params.logprobs is not None or request.return_token_ids
         self._num_prompt: dict[int, int] = {}  # tokens of each prompt whose first output has come
         self._num_output = 0
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice, with logprobs
 
     def num_values(self, found: Outputs) -> int:
-        """Return about how many numbers and strings the chunks of new outputs have; 0 if they have text only."""
-        if not (self._detailed or self._request.echo):
+        """Return about how many numbers and strings the chunks of new outputs have; 0 if a token has few."""
+        num_prompts = 1 if self._request.chat else len(self._request.prompts)
+        if self._request.params.logprobs is None and len(self._num_prompt) == num_prompts:
             return 0
         new = [output for i, output in found if i not in self._num_prompt]
         return num_values(self._request, [output for _, output in found], new)
@@ -87,11 +87,13 @@ class ChunkWriter:
                         yield self._plain(index, '""', '"length"')
                     continue
                 self._num_output += len(o.token_ids)
-                if self._detailed:
-                    yield from self._chunk(self._details(index, o), write)
-                elif o.text or o.finish_reason:  # else a part of a character, or of what may become a stop string
+                if o.logprobs is not None:
+                    yield from self._chunk(self._details(index, o, o.logprobs), write)
+                elif o.text or o.finish_reason or request.return_token_ids:
+                    # else a part of a character, or of what may become a stop string
                     text = f'{{"content":{encode(o.text)}}}' if request.chat else encode(o.text)
-                    yield self._plain(index, text, f'"{o.finish_reason}"' if o.finish_reason else "null")
+                    more = f",{encode(token_fields(o))[1:-1]}" if request.return_token_ids else ""
+                    yield self._plain(index, text, f'"{o.finish_reason}"' if o.finish_reason else "null", more)
 
     def end(self) -> bytes:
         """Return the chunk of the token counts, if it was asked for, and the end of the stream."""
@@ -120,18 +122,15 @@ class ChunkWriter:
             yield from self._chunk({"index": index, **choice}, write, ids if request.chat else None)
             self._offsets[index] = offset
 
-    def _details(self, index: int, o: CompletionOutput) -> dict[str, Any]:
-        """Return the choice of an output with its tokens or log-probabilities."""
-        request, steps = self._request, o.logprobs
-        logprobs: dict[str, Items] | None = None
-        if steps is not None:
-            top = request.params.logprobs or 0
-            if request.chat:
-                logprobs = chat_logprobs(steps, top)
-            else:
-                offset = self._offsets.get(index, 0)  # it follows those of the tokens before
-                logprobs = completion_logprobs(steps, top, lambda: offset)
-                self._offsets[index] = offset + sum(map(len, logprobs["tokens"].plain()))
+    def _details(self, index: int, o: CompletionOutput, steps: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:
+        """Return the choice of an output with its log-probabilities, and its tokens if they were asked for."""
+        request, top = self._request, self._request.params.logprobs or 0
+        if request.chat:
+            logprobs = chat_logprobs(steps, top)
+        else:
+            offset = self._offsets.get(index, 0)  # it follows those of the tokens before
+            logprobs = completion_logprobs(steps, top, lambda: offset)
+            self._offsets[index] = offset + sum(map(len, logprobs["tokens"].plain()))
         text: Any = {"content": o.text} if request.chat else o.text
         choice = {"index": index, self._name: text, "logprobs": logprobs, "finish_reason": o.finish_reason}
         return choice | token_fields(o) if request.return_token_ids else choice
@@ -148,11 +147,11 @@ class ChunkWriter:
             yield from write(ids)
         yield self._counted() if self._request.continuous_usage else self._end
 
-    def _plain(self, index: int, text: str, finish_reason: str) -> str:
-        """Return a chunk without details. `text` and `finish_reason` are JSON."""
+    def _plain(self, index: int, text: str, finish_reason: str, more: str = "") -> str:
+        """Return a chunk without log-probabilities. All strings are JSON; `more` is further fields, after a comma."""
         end = self._counted() if self._request.continuous_usage else self._end
         return (
-            f'{self._head}{{"index":{index},"{self._name}":{text},"logprobs":null,"finish_reason":{finish_reason}}}]'
+            f'{self._head}{{"index":{index},"{self._name}":{text},"logprobs":null,"finish_reason":{finish_reason}{more}}}]'
             f"{end}"
         )
 

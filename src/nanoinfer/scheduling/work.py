@@ -79,7 +79,7 @@ class SchedulerStats:
 
     def state(self, running: Seq[Sequence], num_free_blocks: int) -> SchedulerState:
         """Return the counts, with the running sequences and the engine's free blocks between two steps."""
-        num_running = len({s.request.request_id for s in running})
+        num_running = len(running) if len(running) < 2 else len({s.request.request_id for s in running})
         counts = self.num_prompt_tokens, self.num_shared_tokens, self.num_output_tokens, self.num_preempted
         return SchedulerState(num_running, num_free_blocks, *counts)
 
