@@ -582,7 +582,7 @@ SMALL = ServerConfig(max_sequences=8, max_logprobs=5, max_stop=2, max_stop_chars
      request(stop=["x" * 10, "y"]), request(logit_bias={1: 1, 2: 1, 3: 1}), request(stop_token_ids=[1, 2, 3])],
 )  # fmt: skip
 def test_what_is_within_the_limits_is_allowed(allowed: GenerationRequest) -> None:
-    check_request(allowed, SMALL)
+    check_request(allowed, SMALL, block_size=4)
 
 
 @pytest.mark.parametrize(
@@ -602,7 +602,7 @@ def test_what_is_within_the_limits_is_allowed(allowed: GenerationRequest) -> Non
 )
 def test_what_is_above_a_limit_is_refused(refused: GenerationRequest, param: str, limit: str) -> None:
     with pytest.raises(FieldError, match=limit) as caught:
-        check_request(refused, SMALL)
+        check_request(refused, SMALL, block_size=4)
     assert caught.value.param == param
 
 

@@ -33,6 +33,14 @@ class QueueFull(NanoinferError):
     """As many requests wait as may wait. The same request can succeed later."""
 
 
+def too_long(num_tokens: str, block_size: int) -> NanoinferError:
+    """Return the error about a prompt that exceeds the context length. `num_tokens`: "600", or "at least 600"."""
+    return NanoinferError(
+        f"the prompt has {num_tokens} tokens, the context length is {block_size}: shorten it, or use"
+        " overflow='slide' (--overflow slide), which keeps the last tokens"
+    )
+
+
 def missing_extra(package: str, extra: str) -> str:
     """Return the error message for a missing package: how to install the extra of nanoinfer that contains it.
 

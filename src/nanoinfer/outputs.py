@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from nanoinfer.errors import ResultError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Logprob:
     """Log-probability of one token at one position, under the model's raw distribution."""
 

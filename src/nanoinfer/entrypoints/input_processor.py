@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from nanoinfer.core import beam_search as beams
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints import scoring
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, too_long
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.tokenizers import LONG_TEXT
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
-from nanoinfer.scheduling.sequence import Request, too_long
+from nanoinfer.scheduling.sequence import Request
 from nanoinfer.structured.grammars import Grammars
 from nanoinfer.structured.masks import OutputGrammar
 from nanoinfer.utils.checks import require_int, show

@@ -94,7 +94,11 @@ def token_counts(num_prompt: int, num_output: int) -> dict[str, int]:
 
 def plain_logprobs(found: Iterable[Mapping[int, Logprob] | None]) -> Iterator[dict[int, dict[str, Any]] | None]:
     """Yield log-probabilities for JSON: for each position token id -> fields of `Logprob`."""
-    return (None if step is None else {token: vars(entry) for token, entry in step.items()} for step in found)
+    return (None if step is None else {token: _fields(entry) for token, entry in step.items()} for step in found)
+
+
+def _fields(entry: Logprob) -> dict[str, Any]:
+    return {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": entry.decoded_token}
 
 
 def token_fields(o: CompletionOutput) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, too_long
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.text import OutputText
 
@@ -40,14 +40,6 @@ def window_start(num_tokens: int, block_size: int, stride: int) -> int:
     """
     excess = max(0, num_tokens - block_size)
     return -(-excess // stride) * stride
-
-
-def too_long(num_tokens: str, block_size: int) -> NanoinferError:
-    """Return the error about a prompt that exceeds the context length. `num_tokens`: "600", or "at least 600"."""
-    return NanoinferError(
-        f"the prompt has {num_tokens} tokens, the context length is {block_size}: shorten it, or use"
-        " overflow='slide' (--overflow slide), which keeps the last tokens"
-    )
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from nanoinfer.openai_protocol import (
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.server.auth import combined_salt
 from nanoinfer.server.http import EVENTS, LARGE_VALUES, Receive, Scope, Send
-from nanoinfer.server.limits import check_request
+from nanoinfer.server.limits import TokenBounds, check_request
 from nanoinfer.server.service import Service, new_id
 from nanoinfer.utils.json_pieces import json_bytes
 
@@ -35,12 +35,13 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
 
     def convert(body: Mapping[str, Any]) -> GenerationRequest:
         request = service.parse(scope["path"], body)
-        check_request(request, service.config)
+        check_request(request, service.config, service.block_size)
         return request
 
     request = await service.bodies.read(receive, convert)
     request_id = new_id()
-    streams = service.start(request, request_id, combined_salt(scope, request.cache_salt))
+    bounds = TokenBounds(request, service.block_size, service.config, service.quotas)
+    streams = service.start(request, request_id, combined_salt(scope, request.cache_salt), bounds.check)
     with service.metrics.watch(scope, request.params, len(streams)) as watch:
         merged = MergedStreams(streams, watch.receive)
         try:
@@ -51,6 +52,7 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
             raise as_sent(e, response_format=request.response_format) from None
         finally:
             merged.close()
+            bounds.release()
 
 
 async def _answer(

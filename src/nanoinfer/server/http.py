@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, TypeVar
 
+from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol import FieldError
 from nanoinfer.server.limits import check_json
 from nanoinfer.utils.files import parse_json
@@ -46,7 +47,7 @@ class Bodies:
         body: bytes = (await receive())["body"]
         if len(body) <= LARGE_BYTES:
             return convert(_parse(body))
-        return await self._reading.run(lambda: convert(_parse(body)))
+        return await self._reading.run(lambda: _without_frames(lambda: convert(_parse(body))))
 
     async def write(self, make: Callable[[], T]) -> T:
         """Return the result of a call that prepares a large response, which runs in a thread."""
@@ -71,6 +72,15 @@ class Bodies:
         pieces = iter(json_pieces(strings))
         while (piece := await self._writing.run(lambda: next(pieces, None))) is not None:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+def _without_frames(call: Callable[[], T]) -> T:
+    """Return the result of a call. Its errors do not refer to its frames, which hold all that was parsed."""
+    try:
+        return call()
+    except NanoinferError as e:
+        error = e.with_traceback(None)
+    raise error
 
 
 def _parse(body: bytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, QueueFull, too_long
 from nanoinfer.openai_protocol import FieldError, GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.config import ServerConfig
@@ -24,7 +24,9 @@ from nanoinfer.utils.files import escaped
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 1 << 16
 MAX_SLIDING_TOKENS = 1 << 20
-"""Prompt tokens times n or best_of, where overflow=slide permits more than the context length."""
+"""Prompt tokens times n or best_of, where overflow=slide permits more than the context length: of all requests."""
+NUM_ENTRIES_IN_FLIGHT = 4
+"""Times max_logprob_entries that all requests may hold."""
 _PART_BYTES = 1 << 16  # that one call splits: each holds the interpreter's lock
 _NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
 _OPENS = bytes(c in b"[{" for c in range(256))
@@ -57,13 +59,18 @@ def check_json(body: bytes) -> None:
             raise NanoinferError(f"the body is not JSON of at most {MAX_JSON_DEPTH} levels: it nests deeper")
 
 
-def check_request(request: GenerationRequest, config: ServerConfig) -> None:
-    """Check what a request asks for against the server's config.
+def check_request(request: GenerationRequest, config: ServerConfig, block_size: int) -> None:
+    """Check what a request asks for against the server's config and the context length.
 
     Raises:
         FieldError: a value is above its limit.
+        NanoinferError: a list of token ids is too long. It is refused here, so that it need not wait for its turn.
     """
     params = request.params
+    if params.overflow != "slide":
+        for prompt in request.prompts:
+            if (num_tokens := len(prompt.get("prompt_token_ids", ()))) > block_size:
+                raise too_long(str(num_tokens), block_size)
     num_prompts = max(1, len(request.prompts))
     if num_prompts * params.num_sequences > config.max_sequences:
         name = "n" if params.best_of is None else "best_of"
@@ -91,6 +98,37 @@ def _require_at_most(what: str, value: int, limit: str, most: int, param: str | 
         raise FieldError(f"{what} is {value}; the server's {limit} is {most}", param or what)
 
 
+class Quota:
+    """Counts what all requests hold of something. Thread-safe.
+
+    Args:
+        most: that they may hold.
+        what: for the error, such as "log-probabilities".
+    """
+
+    def __init__(self, most: int, what: str) -> None:
+        self._most, self._what = most, what
+        self._num, self._lock = 0, threading.Lock()
+
+    def add(self, count: int) -> None:
+        """Count what a request will hold, or with a negative number has held. Raises QueueFull."""
+        with self._lock:
+            if count > 0 and self._num + count > self._most:
+                raise QueueFull(
+                    f"server busy: {count} {self._what}, with {self._num} of other requests, are above {self._most};"
+                    " retry later"
+                )
+            self._num += count
+
+
+class Quotas:
+    """What all requests of a server share. Args: config: of the server."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.sliding = Quota(MAX_SLIDING_TOKENS, "tokens of prompts that are longer than the context")
+        self.entries = Quota(NUM_ENTRIES_IN_FLIGHT * config.max_logprob_entries, "log-probabilities")
+
+
 class TokenBounds:
     """Checks the number of a request's prompt tokens, which is known after tokenization, in several threads.
 
@@ -98,12 +136,28 @@ class TokenBounds:
         request: whose prompts are tokenized.
         block_size: the context length.
         config: of the server.
+        quotas: shared with the other requests, until `release` is called.
     """
 
-    def __init__(self, request: GenerationRequest, block_size: int, config: ServerConfig) -> None:
+    def __init__(self, request: GenerationRequest, block_size: int, config: ServerConfig, quotas: Quotas) -> None:
         self._params, self._block_size, self._config = request.params, block_size, config
         self._num_entries = 0  # log-probabilities of all prompts so far, and of their outputs
+        self._quotas = quotas
+        self._held: list[tuple[Quota, int]] | None = []  # None: the request has ended
         self._lock = threading.Lock()
+
+    def release(self) -> None:
+        """End the request: it holds nothing any more."""
+        with self._lock:
+            held, self._held = self._held, None
+        for quota, count in held or ():
+            quota.add(-count)
+
+    def _hold(self, quota: Quota, count: int) -> None:
+        with self._lock:
+            if count and self._held is not None:  # else the request is abandoned after this check
+                quota.add(count)
+                self._held.append((quota, count))
 
     def check(self, num_prompt: int) -> None:
         """Check one of the prompts.
@@ -114,14 +168,17 @@ class TokenBounds:
         Raises:
             NanoinferError: the log-probabilities that the request asks for are more than max_logprob_entries; or the
                 prompt is longer than the context, and with n more than MAX_SLIDING_TOKENS.
+            QueueFull: with what other requests hold, it would be more than a quota.
         """
         params, width = self._params, self._params.num_sequences
         slides, name = params.overflow == "slide", "n" if params.best_of is None else "best_of"
-        if slides and num_prompt > self._block_size and num_prompt * width > MAX_SLIDING_TOKENS:
-            raise NanoinferError(
-                f"the prompt has {num_prompt} tokens, more than the context length, and {name}={width}: their"
-                f" product is above {MAX_SLIDING_TOKENS}: shorten the prompt, or lower {name}"
-            )
+        if slides and num_prompt > self._block_size:
+            if (num_sliding := num_prompt * width) > MAX_SLIDING_TOKENS:
+                raise NanoinferError(
+                    f"the prompt has {num_prompt} tokens, more than the context length, and {name}={width}: their"
+                    f" product is above {MAX_SLIDING_TOKENS}: shorten the prompt, or lower {name}"
+                )
+            self._hold(self._quotas.sliding, num_sliding)
         num_output = sys.maxsize if slides else max(1, self._block_size + 1 - num_prompt)
         num_output = min(num_output, params.max_tokens or sys.maxsize)
         found = _entries(params.logprobs, width * num_output)
@@ -137,6 +194,7 @@ class TokenBounds:
                 f" {num_output} after it{others} makes {total} log-probabilities; the server's max_logprob_entries is"
                 f" {self._config.max_logprob_entries}: lower {name}, n or max_tokens, or shorten the prompt"
             )
+        self._hold(self._quotas.entries, found)
 
 
 def _entries(count: int | None, num_tokens: int) -> int:
@@ -210,14 +268,13 @@ class BoundRequests:
         """Call the application until it ends, the client disconnects, or the time is over."""
         response = _Response(send)
         failure: Refusal | None = None
-        given = False
+        bodies = [body]
+        del body  # the application's, which need not keep it
 
         async def receive_body() -> Message:
-            nonlocal given
-            if given:
+            if not bodies:
                 await anyio.sleep_forever()  # until the application is cancelled or ends
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            return {"type": "http.request", "body": bodies.pop(), "more_body": False}
 
         async with anyio.create_task_group() as group:
             group.start_soon(response.watch, receive, group.cancel_scope.cancel)

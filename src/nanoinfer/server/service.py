@@ -16,7 +16,7 @@ from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import roofline
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import Bodies
-from nanoinfer.server.limits import TokenBounds
+from nanoinfer.server.limits import Quotas
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.utils.checks import show
 
@@ -37,7 +37,9 @@ class Service:
         self.names = config.served_model_name or names_of(llm.llm.model_name)
         """Names of the model; responses have the first."""
         self.created = int(time.time())
+        self.block_size = llm.llm.config.block_size
         self.bodies = Bodies()
+        self.quotas = Quotas(config)
         self.metrics = Metrics(llm, self.names[0])
         chosen = config.default_max_tokens
         self.defaults = {
@@ -67,16 +69,18 @@ class Service:
         self.check_model(request.model)
         return request
 
-    def start(self, request: GenerationRequest, request_id: str, salt: str | None) -> list[AsyncOutputStream]:
+    def start(
+        self, request: GenerationRequest, request_id: str, salt: str | None, check: Callable[[int], None]
+    ) -> list[AsyncOutputStream]:
         """Return a stream of outputs for each prompt. They are queued when they are read.
 
         Args:
             request: from `parse`.
             request_id: of the response.
             salt: only requests of the same salt share the keys and values of prefixes.
+            check: is called with the number of tokens of each prompt, as in `AsyncLLM.generate`.
         """
         kind = "delta" if request.stream else "final_only"
-        check = TokenBounds(request, self.llm.llm.config.block_size, self.config).check
         if request.chat:
             return [
                 self.llm.chat(
