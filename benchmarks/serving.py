@@ -80,7 +80,7 @@ def chat(m: Measurement) -> None:
 @contextmanager
 def steady(llm: LLM, batch: int, m: Measurement) -> Iterator[Callable[[], Any]]:
     """Yield a function that runs a step in which `batch` sequences decode one token each."""
-    requests = llm._requests.make_all([m.tokens(32) for _ in range(batch)], greedy(64))
+    requests = llm.requests.make_all([m.tokens(32) for _ in range(batch)], greedy(64))
     llm.core.submit(requests)
     while any(s.num_output_tokens < 2 for r in requests for s in r.sequences):
         llm.core.step()

@@ -708,7 +708,7 @@ def test_a_long_prompt_does_not_stop_the_loop() -> None:
 
 
 def test_templates_of_two_threads_are_not_mixed_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    formatter = ChatFormatter(llm._model)
+    formatter = ChatFormatter(llm.model)
 
     def race(self: ChatFormatter, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

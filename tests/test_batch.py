@@ -372,7 +372,7 @@ def run_on(llm: LLM, source: str, target: str, options: BatchOptions | None = No
 
 
 def runner(llm: LLM, options: BatchOptions) -> BatchRunner:
-    return BatchRunner(llm.core, llm._requests, llm._formatter, "tiny", options)
+    return BatchRunner(llm.core, llm.requests, llm.formatter, "tiny", options)
 
 
 @pytest.mark.parametrize("num_lines", [600, pytest.param(20_000, marks=pytest.mark.slow)])
@@ -384,8 +384,8 @@ def test_the_number_of_live_requests_and_records_is_bounded(
     lines = [{"prompt": "To be or"[: 1 + i % 8], "max_tokens": length} for i, length in enumerate(lengths)]
     write("in.jsonl", *lines)
     live: WeakSet[Request] = WeakSet()
-    make_all, most = llm._requests.make_all, {"live": 0, "window": 0, "sequences": 0}
-    monkeypatch.setattr(llm._requests, "make_all", lambda *a: [live.add(r) or r for r in make_all(*a)])  # type: ignore[func-returns-value]
+    make_all, most = llm.requests.make_all, {"live": 0, "window": 0, "sequences": 0}
+    monkeypatch.setattr(llm.requests, "make_all", lambda *a: [live.add(r) or r for r in make_all(*a)])  # type: ignore[func-returns-value]
     step = BatchRunner._collect
 
     def collect(self: BatchRunner) -> None:

@@ -169,4 +169,4 @@ def test_the_limit_of_a_served_file(
     config, own = find_model(str(mixed_file[0]))
     fmt = own if name is None else FORMATS[name]
     assert fmt is not None
-    assert roofline.tokens_per_sec(llm._model) == 1 / predict(decode(config, fmt), ceiling, fmt, 1, 24).seconds
+    assert roofline.tokens_per_sec(llm.model) == 1 / predict(decode(config, fmt), ceiling, fmt, 1, 24).seconds

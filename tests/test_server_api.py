@@ -601,7 +601,7 @@ def test_tokenize_and_detokenize(client: Client, chat: Client) -> None:
 def test_tokenizer_info(client: Client, chat: Client) -> None:
     found = chat.get("/tokenizer_info")
     assert (found["eos_token"], found["bos_token"], found["model_max_length"]) == ("<|im_end|>", None, 256)
-    assert found["chat_template"] == chat.llm._model.chat_template
+    assert found["chat_template"] == chat.llm.model.chat_template
     assert client.get("/tokenizer_info")["chat_template"] is None
 
 

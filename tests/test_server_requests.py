@@ -240,13 +240,13 @@ def test_grammars_that_take_long_to_compile_delay_no_other_request(
 ) -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
     llm = LLM(str(folder), engine="native")
-    may_compile, compile_grammar = threading.Event(), llm._requests._grammars.compile
+    may_compile, compile_grammar = threading.Event(), llm.requests._grammars.compile
 
     def slow(wanted: StructuredOutputsParams) -> Any:
         assert may_compile.wait(30)
         return compile_grammar(wanted)
 
-    monkeypatch.setattr(llm._requests._grammars, "compile", slow)
+    monkeypatch.setattr(llm.requests._grammars, "compile", slow)
 
     async def main(app: ASGIApp, model: AsyncLLM) -> None:
         body = SHORT | {"structured_outputs": {"choice": ["a"]}}

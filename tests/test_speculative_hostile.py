@@ -143,7 +143,7 @@ def test_requests_that_join_while_others_decode(draft: str, folders: dict[str, s
     waiting, requests = params * 3, []
     while waiting or llm.core.unfinished:
         if waiting:
-            requests.append(llm._requests.make("To be or not to be", waiting.pop(0)))
+            requests.append(llm.requests.make("To be or not to be", waiting.pop(0)))
             llm.core.submit(requests[-1:])
         llm.core.step()
         llm.core.scheduler.check_integrity()

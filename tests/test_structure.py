@@ -132,6 +132,18 @@ def test_files_and_functions_are_small() -> None:
                 assert lines <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {lines} lines"
 
 
+def test_private_members_are_used_in_the_file_that_has_them() -> None:
+    """By `self`, by a class that inherits them, or by another class of the same file."""
+    for path in FILES:
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and re.match("_(?!_)", node.attr):
+                owner = ast.unparse(node.value)
+                inherits = owner in ("self", "cls", "super()") or owner.split(".")[0] in ("torch", "pickle")
+                where = f"{path.name}, line {node.lineno}: {owner}.{node.attr}"
+                assert inherits or f"def {node.attr}(" in text, where
+
+
 def test_the_table_of_faults_names_tests_that_are_there() -> None:
     table = (Path(__file__).parent / "FAULTS.md").read_text()
     sources = {p.name: p.read_text() for p in Path(__file__).parent.glob("test_*.py")}

@@ -383,7 +383,7 @@ def test_requests_without_a_grammar_do_no_work_for_it(llm: LLM, monkeypatch: pyt
         monkeypatch.setattr(owner, name, forbidden)
     assert llm.generate(["go", "ab"], SamplingParams(max_tokens=5))[1].outputs[0].error is None
     code = "import sys, nanoinfer\nnanoinfer.LLM(sys.argv[1]).generate('go')\nassert 'llguidance' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code, llm._model.source], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, llm.model.source], check=True, timeout=120)
 
 
 def test_a_forked_child_and_an_exiting_process(folder: Path) -> None:

@@ -225,7 +225,7 @@ def test_a_grammar_that_is_not_cached_any_more_is_compiled_when_its_output_begin
     monkeypatch.setattr(grammars, "MAX_CACHED_BYTES", 0)
     llm = make_llm(folder, max_num_seqs=2)
     assert [o.outputs[1].text for o in llm.generate(["go"] * 6, asked)] == expected
-    assert len(llm._requests._grammars._cached) == 0
+    assert len(llm.requests._grammars._cached) == 0
     assert len(lexers_made) == 12  # each when its request arrives, and for its two outputs
 
 
@@ -248,7 +248,7 @@ def hostile(number):
     return "start: (" + "|".join(f"A{j}" for j in range(100)) + ")*\\n" + terminals
 
 count, grammars.MAX_CACHED_BYTES = int(sys.argv[1]), int(sys.argv[2])
-made = LLM("shakespeare", engine="native")._requests._grammars
+made = LLM("shakespeare", engine="native").requests._grammars
 generator = np.random.default_rng(0)
 made.compile(StructuredOutputsParams(regex="a"))
 before, most, errors = resident(), 0, 0

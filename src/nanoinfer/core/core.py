@@ -76,15 +76,15 @@ class Core:
         self.engine = engine
         self.scheduler = scheduler
         self._tokenizer = tokenizer
-        self._clock = clock
+        self.clock = clock
         self.speculator = speculator
         self.observer: Observer = NoObserver()
         self._overlap = overlap
         self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
-        self._logprobs = Logprobs(tokenizer)
+        self.logprobs = Logprobs(tokenizer)
         self._beams = BeamSearches(scheduler)
-        self._steps = StepRunner(engine, sampler, vocab_size, self._beams, self._logprobs, clock)
+        self._steps = StepRunner(engine, sampler, vocab_size, self._beams, self.logprobs, clock)
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
         self._lock = processes.step_lock()
         self._generation = processes.generation()
@@ -125,7 +125,7 @@ class Core:
         """
         end = {*params.stop_token_ids, *(() if params.ignore_eos else end_token_ids)}
         request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)), beams=beams)
-        request.salt, request.priority, request.arrival_sec = salt, priority, self._clock()
+        request.salt, request.priority, request.arrival_sec = salt, priority, self.clock()
         for i in range(params.num_sequences):
             text = OutputText(self._tokenizer.stream(token_ids) if self._tokenizer else None, params.stop)
             request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
@@ -250,7 +250,7 @@ class Core:
             while self._cancelled:
                 request = self._cancelled[0]
                 self._close(self.scheduler.abort(request))
-                request.finished_sec = request.finished_sec or self._clock()  # waiting requests have nothing to close
+                request.finished_sec = request.finished_sec or self.clock()  # waiting requests have nothing to close
                 self._cancelled.popleft()
         except BaseException as e:
             self._recover(e)
@@ -265,7 +265,7 @@ class Core:
     def _recover(self, error: BaseException | None) -> None:
         """End all running requests and reset the engine, after an exception at any point of an operation."""
         message = one_line(error) if isinstance(error, Exception) else None
-        now = self._clock()
+        now = self.clock()
         for s in self.scheduler.abort_running(message):
             s.request.finished_sec = s.request.finished_sec or now
         self._in_flight = None
@@ -278,7 +278,7 @@ class Core:
 
     def _schedule(self) -> StepWork:
         """Return the work of the next step, after freeing what was made for the sequences that were preempted."""
-        mark_scheduled(work := self.scheduler.schedule(), self._clock())
+        mark_scheduled(work := self.scheduler.schedule(), self.clock())
         for s in self.scheduler.take_preempted():
             self._forget(s)
         return work
@@ -315,7 +315,7 @@ class Core:
 
     def _read(self, in_flight: InFlightStep) -> tuple[list[list[int]], dict[object, str]]:
         """Wait for a step's tokens; return them, and the sequences whose logits are not finite, which have none."""
-        tokens, sequences, now = in_flight.tokens.read(), in_flight.work.sequences, self._clock()
+        tokens, sequences, now = in_flight.tokens.read(), in_flight.work.sequences, self.clock()
         if not in_flight.work.is_repeated:  # else the tokens of an earlier step were read
             for s in sequences:
                 s.note_token(now)
@@ -326,7 +326,7 @@ class Core:
 
     def _close(self, ended: list[Sequence]) -> None:
         """Free the resources of finished sequences, and record when their requests finished."""
-        now = self._clock()
+        now = self.clock()
         for s in ended:
             self._forget(s)
             if s.request.finished:
@@ -344,4 +344,4 @@ class Core:
         with self._lock_in_turn():
             self._begin()
             stats = speculator.stats(request) if (speculator := self._speculators.get(request)) is not None else None
-            return output_processor.output(request, self._logprobs, stats, self._clock())
+            return output_processor.output(request, self.logprobs, stats, self.clock())

@@ -189,7 +189,7 @@ class AsyncLLM:
         rendered: bool = False,
     ) -> Generator[Workers, None, Request]:
         """Make a request; yield the workers that run the next part. `rendered`: see `RequestFactory.fit`."""
-        threads, factory = self._running(), self.llm._requests
+        threads, factory = self._running(), self.llm.requests
         yield threads.preparing
         salts: list[str | None] = []
         (found,) = as_list([prompt()], salts)
@@ -254,10 +254,10 @@ class AsyncLLM:
         """Return the token ids of the prompt of a conversation. Arguments and errors: see `LLM.apply_chat_template`."""
         given = ChatOptions(**options)
         text = await self._running().preparing.run(lambda: self._render(messages, given))
-        return await self._workers(len(text)).run(lambda: self.llm._formatter.encode(text))
+        return await self._workers(len(text)).run(lambda: self.llm.formatter.encode(text))
 
     def _render(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        return self.llm._formatter.render(as_conversation(messages), options)
+        return self.llm.formatter.render(as_conversation(messages), options)
 
     def _workers(self, size: int) -> Workers:
         """Return the threads that convert a text of `size` characters."""
@@ -362,7 +362,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         """Return the output that is ready. Raises the error of a request that has failed."""
         assert self._request is not None
         core = self._llm.llm.core
-        output = self._request.take(core._logprobs, core._clock)
+        output = self._request.take(core.logprobs, core.clock)
         self.done = self._request.ended
         return output
 

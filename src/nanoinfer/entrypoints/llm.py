@@ -70,13 +70,12 @@ class LLM:
     @computing()
     def _start(self, config: LLMConfig) -> None:
         built = build_core(config)
-        self.core, self._model, self._drafts = built.core, built.model, built.drafts
-        self._requests = RequestFactory(self.core, self._model)
-        self._formatter = ChatFormatter(self._model)
+        self.core, self.model, self._drafts = built.core, built.model, built.drafts
+        self.requests, self.formatter = RequestFactory(self.core, self.model), ChatFormatter(self.model)
         self.engine = self.core.engine
-        self.model_name, self.engine_name = self._model.name, self._model.engine
-        self.config, self.tokenizer = self._model.config, self._model.tokenizer
-        self.device, self.dtype = self._model.device, self._model.dtype
+        self.model_name, self.engine_name = self.model.name, self.model.engine
+        self.config, self.tokenizer = self.model.config, self.model.tokenizer
+        self.device, self.dtype = self.model.device, self.model.dtype
 
     def set_draft(
         self, draft: str | None, *, speculate_k: str | int = "auto", speculate_rule: str = "reproduce"
@@ -128,7 +127,7 @@ class LLM:
         """
         if use_tqdm is not None:
             require_bool("use_tqdm", use_tqdm)
-        requests = self._requests.make_all(one_of(prompts, prompt_token_ids), sampling_params, priority)
+        requests = self.requests.make_all(one_of(prompts, prompt_token_ids), sampling_params, priority)
         with Ownership(self.core, requests), ProgressBar("generate", use_tqdm) as bar:
             self.core.submit(requests)
             while not all(r.finished for r in requests):
@@ -172,8 +171,8 @@ class LLM:
             raise NanoinferError(f"sampling_params={show(params)} is not a SamplingParams")
         if params.n != 1:
             raise NanoinferError(f"n={params.n}: stream supports only n=1; use generate or stream_outputs")
-        self._model.require_tokenizer()
-        return TextStream(OutputStream(self.core, self._requests.make_all([prompt], params)))
+        self.model.require_tokenizer()
+        return TextStream(OutputStream(self.core, self.requests.make_all([prompt], params)))
 
     def stream_outputs(
         self,
@@ -188,7 +187,7 @@ class LLM:
             the request ids in the order of the prompts, and the iterator. Closing, dropping or interrupting the
             iterator ends the unfinished requests.
         """
-        requests = self._requests.make_all(prompts, sampling_params)
+        requests = self.requests.make_all(prompts, sampling_params)
         return [r.request_id for r in requests], OutputStream(self.core, requests)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
@@ -200,7 +199,7 @@ class LLM:
             NanoinferError: the prompt is text and the model has no tokenizer, an id is outside the vocabulary, or the
                 prompt is empty and the model has no start token.
         """
-        return self._requests.tokenize(prompt)
+        return self.requests.tokenize(prompt)
 
     def get_tokenizer(self) -> ModelTokenizer:
         """Return the tokenizer and the chat template, with methods of transformers' tokenizers.
@@ -208,7 +207,7 @@ class LLM:
         Raises:
             NanoinferError: the model has no tokenizer.
         """
-        return ModelTokenizer(self._model, self._formatter)
+        return ModelTokenizer(self.model, self.formatter)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of the model's generation_config.json; without one, SamplingParams().
@@ -216,7 +215,7 @@ class LLM:
         Raises:
             NanoinferError: one of them is invalid.
         """
-        return model_defaults(self._model.sampling_defaults)
+        return model_defaults(self.model.sampling_defaults)
 
     def reset_prefix_cache(self) -> None:
         """Free the keys and values of ended requests, which later ones could share."""
@@ -255,12 +254,12 @@ class LLM:
         texts = []
         for i, conversation in enumerate(many):
             with numbered(i, len(many), "conversation"):
-                texts.append(self._formatter.render(conversation, options))
+                texts.append(self.formatter.render(conversation, options))
         each = per_prompt(sampling_params, len(texts))
         prompts = []
         for i, (text, params) in enumerate(zip(texts, each, strict=True)):
             with numbered(i, len(many), "conversation"):
-                prompts.append({"prompt_token_ids": self._requests.fit(text, params, rendered=True)})
+                prompts.append({"prompt_token_ids": self.requests.fit(text, params, rendered=True)})
         outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
         return [replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
 
@@ -278,7 +277,7 @@ class LLM:
             NanoinferError: as `chat`.
         """
         options = ChatOptions(chat_template, add_generation_prompt, chat_template_kwargs)
-        return self._formatter.encode(self._formatter.render(as_conversation(messages), options))
+        return self.formatter.encode(self.formatter.render(as_conversation(messages), options))
 
     def conversation(
         self,
@@ -296,9 +295,9 @@ class LLM:
         Raises:
             NanoinferError: the model has no chat template or no tokenizer.
         """
-        self._model.require_tokenizer()
+        self.model.require_tokenizer()
         options = ChatOptions(chat_template, True, chat_template_kwargs)
-        return Conversation(self.core, self._requests, self._formatter, options, system)
+        return Conversation(self.core, self.requests, self.formatter, options, system)
 
     # Scoring ---------------------------------------------------------------------------------------------
 
@@ -343,13 +342,13 @@ class LLM:
     def _pair(self, context: str | list[int], continuation: str | list[int]) -> tuple[list[int], list[int]]:
         """Return the token ids of a context and its continuation, at least one for each."""
         if isinstance(context, str) and isinstance(continuation, str):
-            context_ids, token_ids = scoring.split_pair(self._requests.token_ids, context, continuation)
+            context_ids, token_ids = scoring.split_pair(self.requests.token_ids, context, continuation)
         elif isinstance(context, str) or isinstance(continuation, str):
             raise NanoinferError(
                 f"context={show(context)}, continuation={show(continuation)}: give both as text, or both as token ids"
             )
         else:
-            context_ids, token_ids = self._requests.token_ids(context), self._requests.token_ids(continuation)
+            context_ids, token_ids = self.requests.token_ids(context), self.requests.token_ids(continuation)
         if not token_ids:
             raise NanoinferError(f"continuation={show(continuation)} adds no token to its context: make it longer")
         return context_ids or self.tokenize([]), token_ids
@@ -392,4 +391,4 @@ class LLM:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids. Raises NanoinferError without a tokenizer."""
-        return decode(self._model.require_tokenizer(), token_ids)
+        return decode(self.model.require_tokenizer(), token_ids)

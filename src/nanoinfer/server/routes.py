@@ -50,7 +50,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 async def info(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Describe the model, its engine and the defaults of requests."""
-    llm, described = service.llm.llm, service.llm.llm._model
+    llm, described = service.llm.llm, service.llm.llm.model
     await respond_json(
         send,
         {
@@ -75,7 +75,7 @@ async def tokenize(service: Service, scope: Scope, receive: Receive, send: Send)
     """Return the token ids of a text, or of what the chat template makes of messages."""
     request = await service.bodies.read(receive, parse_tokenize)
     service.check_model(request.model)
-    tokenizer = service.llm.llm._model.require_tokenizer()
+    tokenizer = service.llm.llm.model.require_tokenizer()
     if request.messages is not None:
         ids = await service.llm.apply_chat_template(
             request.messages,
@@ -100,7 +100,7 @@ def _strings(service: Service, token_ids: Sequence[int]) -> list[str]:
 
 async def tokenizer_info(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
     """Return the special tokens and the chat template, in vLLM's shape."""
-    described = service.llm.llm._model
+    described = service.llm.llm.model
     described.require_tokenizer()
     special: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
     special |= described.special_tokens

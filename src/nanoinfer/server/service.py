@@ -46,7 +46,7 @@ class Service:
             COMPLETIONS: SamplingParams(max_tokens=chosen or MAX_TOKENS),
             CHAT: SamplingParams(max_tokens=chosen),
         }
-        measured = roofline.tokens_per_sec(llm.llm._model) if config.measure_roofline else None
+        measured = roofline.tokens_per_sec(llm.llm.model) if config.measure_roofline else None
         self.roofline_tokens_per_sec = measured
         """Maximum tokens/s of one sequence that this machine allows; None: not measured."""
 
