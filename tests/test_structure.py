@@ -6,15 +6,21 @@ import ast
 import importlib.util
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import nanoinfer
 
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from imports import imported_modules, imported_rooms, modules, numbers, picture  # noqa: E402
+
 PACKAGE = Path(nanoinfer.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-MODULES = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p for p in FILES}
+MODULES = modules(PACKAGE)
 MAX_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -35,47 +41,14 @@ def test_no_lock_outlives_a_fork() -> None:
 
 def levels() -> dict[str, set[str]]:
     """Return the table of docs/architecture.md: room -> the rooms that it imports, bottom to top."""
-    text = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "architecture.md").read_text()
     section = text.partition("## Levels, bottom to top")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w/]+)` \|.*\| ([^|]*) \|$", section, re.M)
     return {room: set(names.split(", ")) - {"–"} for room, names in rows}
 
 
-def room_of(module: str) -> str:
-    """Return the room of a module or of a name in one: nanoinfer.kv.plan -> kv/, nanoinfer.LLM -> __init__."""
-    name = module.split(".")[1] if "." in module else "__init__"
-    if name == "_native":  # the extension is built from this room
-        return "kernels/"
-    if (PACKAGE / name).is_dir():
-        return f"{name}/"
-    return name if (PACKAGE / f"{name}.py").is_file() else "__init__"
-
-
-def imported_modules(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield what a file imports of the package, also for type checks and in functions: a module, and the line."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names if alias.name.split(".")[0] == "nanoinfer")
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nanoinfer":
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                yield name if name in MODULES or alias.name == "_native" else str(node.module), node.lineno
-
-
-def imported_rooms() -> dict[str, dict[str, str]]:
-    """Return the imports between rooms: room -> room -> one place."""
-    found: dict[str, dict[str, str]] = {}
-    for module, path in MODULES.items():
-        room = room_of(module)
-        own = found.setdefault(room, {})
-        for name, line in imported_modules(path):
-            if (other := room_of(name)) != room:
-                own.setdefault(other, f"{module}, line {line}")
-    return found
-
-
 def test_rooms_import_what_the_table_of_levels_says() -> None:
-    table, found = levels(), imported_rooms()
+    table, found = levels(), imported_rooms(PACKAGE)
     order = list(table)
     assert set(order) == found.keys()
     for room, places in found.items():
@@ -86,8 +59,17 @@ def test_rooms_import_what_the_table_of_levels_says() -> None:
         assert all(order.index(other) < order.index(room) for other in places), room
 
 
+def test_the_picture_is_that_of_the_imports() -> None:
+    text, graph = (ROOT / "docs" / "architecture.md").read_text(), imported_rooms(PACKAGE)
+    assert f"```mermaid\n{picture(graph)}\n```" in text
+    rooms, arrows, _, levels = re.findall(r"\d+", numbers(graph))
+    assert f"{rooms} rooms on {levels} levels, with {arrows} imports between rooms" in text
+
+
 def test_modules_do_not_import_in_circles() -> None:
-    graph = {module: {name for name, _ in imported_modules(path)} - {module} for module, path in MODULES.items()}
+    graph = {
+        module: {name for name, _ in imported_modules(path, MODULES)} - {module} for module, path in MODULES.items()
+    }
     graph["nanoinfer"] = set()  # it imports the public names on first access
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the modules
 
