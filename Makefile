@@ -16,7 +16,6 @@
 # make bench [TEXT=play.txt]   every suite on this machine, into docs/results (an hour; installs the peers)
 # make quality TEXT=play.txt   perplexity of reduced precision against float32, into docs/results/quality.md
 # make gpu-check [MINUTES=9] [FLAGS="--continue docs/results/gpu"]   tests, kernels and rungs on a CUDA device (hours)
-# make vs-transformers   static against transformers, side by side (random weights in GPT-2's shape)
 # Each makes .venv and installs what it needs first. PYTHON=python3.12 chooses the interpreter.
 
 PYTHON ?= python3
@@ -36,7 +35,7 @@ endef
 
 SUITES := ladder kv-cache long throughput peers serving speculative
 
-.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-clients test-server-schema soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality vs-transformers clean
+.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-clients test-server-schema soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -181,9 +180,6 @@ quality: .venv/installed-torch
 	$(QUALITY) --model shakespeare > docs/results/quality.tmp
 	$(QUALITY) --model wide:shakespeare:gpt2 --tokens 4096 >> docs/results/quality.tmp
 	@mv docs/results/quality.tmp docs/results/quality.md
-
-vs-transformers: .venv/installed-test
-	$(BIN)/python benchmarks/vs_transformers.py
 
 .venv/cmake:
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
