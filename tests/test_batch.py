@@ -81,6 +81,19 @@ def command(*arguments: object) -> list[str]:
 # Records ------------------------------------------------------------------------------------------------------
 
 
+def test_standard_output_has_paths(tmp_path: Path, folder: Path) -> None:
+    """A file to which standard output is appended keeps what it has."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "out.jsonl").write_text("before\n")
+    with (tmp_path / "out.jsonl").open("ab") as out:
+        subprocess.run(
+            command(tmp_path / "in.jsonl", "/dev/stdout", "-m", folder, "--max-tokens", 2), stdout=out, check=True
+        )
+    before, record = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert (before, json.loads(record)["line"]) == ("before", 1)
+    assert not Path("/dev/stdout.state").exists()
+
+
 def test_records_have_what_generate_gives(run: Run, llm: LLM) -> None:
     write(
         "in.jsonl",

@@ -38,6 +38,8 @@ log = logging.getLogger("nanoinfer")
 
 FORMAT = "nanoinfer-batch/1"
 MAX_STATE_BYTES = 1 << 20
+STANDARD_PATHS = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+"""Names of standard output, which may be a file: as a file it would be replaced, and have its state in /dev."""
 CHECKPOINT_SEC = 0.25
 """Shortest time between two checkpoints; longer on a slow disk, so that they take at most a twentieth of the time."""
 _STARTS = (b'{"line": ', b'{"id": "batch_req_')  # of records; after a loss of power the file may end with zeros
@@ -305,8 +307,8 @@ class FileOutput:
 
 def open_output(name: str, settings: Mapping[str, Any], overwrite: bool) -> StreamOutput | FileOutput:
     """Return where records are written, after checking that it can be. Raises as `FileOutput`."""
-    if name == STANDARD:
-        return StreamOutput(name)
+    if name in (STANDARD, *STANDARD_PATHS):
+        return StreamOutput(STANDARD)
     path = Path(name)
     try:
         mode = os.stat(path).st_mode if path.exists() else stat.S_IFREG
