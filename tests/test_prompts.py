@@ -15,7 +15,8 @@ import torch
 
 from conftest import make_folder, refuses
 from nanoinfer import LLM, NanoinferError, SamplingParams
-from nanoinfer.inputs.prompts import as_list
+from nanoinfer.inputs.prompts import as_list, numbered
+from nanoinfer.openai_protocol import FieldError
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
 
@@ -113,6 +114,14 @@ def test_dicts_and_arrays_generate_what_strings_do(llm: LLM) -> None:
 
 def test_a_token_id_outside_the_vocabulary_is_shown_as_a_plain_number(llm: LLM) -> None:
     refuses(lambda: llm.generate([np.int64(59)], GREEDY), "token id 59 is not an integer in [0, 58]")
+
+
+def test_an_error_among_several_keeps_its_fields() -> None:
+    error = FieldError("it is bad", "prompt", 404, "code")
+    with pytest.raises(FieldError, match=r"^prompt 2 of 3: it is bad$") as caught, numbered(1, 3):
+        raise error
+    assert vars(caught.value) == vars(error)
+    assert str(error) == "it is bad"
 
 
 def test_an_error_of_one_prompt_among_several_says_which(llm: LLM) -> None:

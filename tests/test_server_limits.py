@@ -606,6 +606,10 @@ def test_what_is_above_a_limit_is_refused(refused: GenerationRequest, param: str
     assert caught.value.param == param
 
 
+def test_names_and_addresses_may_be_allowed() -> None:
+    ServerConfig(allowed_host=("*", "a.example", "10.0.0.1", "::1", "FD00::1"))
+
+
 def test_requests_share_quotas_until_they_are_released() -> None:
     config = ServerConfig(max_logprob_entries=40)
     quotas = Quotas(config)
@@ -616,7 +620,9 @@ def test_requests_share_quotas_until_they_are_released() -> None:
         bounds[4].check(1)
     bounds[0].release()
     bounds[4].check(1)
-    bounds[0].check(1)  # it was abandoned while its prompt was tokenized, and holds nothing
+    abandoned = TokenBounds(request(logprobs=1, max_tokens=20), 2048, config, quotas)
+    abandoned.release()
+    abandoned.check(1)  # its prompt was tokenized meanwhile: it holds nothing
     for one in bounds:
         one.release()
         one.release()
@@ -624,7 +630,9 @@ def test_requests_share_quotas_until_they_are_released() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"max_body_bytes": 0}, {"send_timeout_sec": 0}, {"keep_alive_sec": float("nan")},
-                                 {"max_logprobs": -1}, {"log_level": "loud"}, {"max_connections": True}])  # fmt: skip
+                                 {"max_logprobs": -1}, {"log_level": "loud"}, {"max_connections": True},
+                                 {"allowed_host": ("a:80",)}, {"allowed_host": ("[::1]:80",)},
+                                 {"allowed_host": ("http://a",)}, {"allowed_host": ("",)}])  # fmt: skip
 def test_limits_are_checked(bad: dict[str, Any]) -> None:
     with pytest.raises(NanoinferError, match=next(iter(bad))):
         ServerConfig(**bad)

@@ -80,7 +80,10 @@ def numbered(i: int, count: int, what: str = "prompt") -> Iterator[None]:
     except NanoinferError as e:
         if count == 1:
             raise
-        raise type(e)(f"{what} {i + 1} of {count}: {e}") from None
+        made = type(e).__new__(type(e))  # not the same object, which other requests may have
+        made.__dict__.update(e.__dict__)
+        made.args = (f"{what} {i + 1} of {count}: {e}",)
+        raise made from None
 
 
 def _items(value: Any) -> list[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_address
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.checks import keep_float, keep_int, require_choice, show
@@ -87,6 +90,17 @@ class ServerConfig:
             scheme, separator, host = origin.partition("://")
             if origin != "*" and (not scheme or not separator or not host or any(c in host for c in "/?#@, ")):
                 raise NanoinferError(f"allowed_origin={show(origin)} is neither * nor of the form https://name[:port]")
+        for name in self.allowed_host:
+            if name != "*" and not _is_host(name):
+                raise NanoinferError(f"allowed_host={show(name)} is neither * nor a name or address without a port")
         for name in self.served_model_name:
             if not isinstance(name, str) or not name:
                 raise NanoinferError(f"served_model_name={show(name)} is not a string of one or more characters")
+
+
+def _is_host(name: str) -> bool:
+    if ":" not in name:
+        return re.fullmatch(r"[\w.-]+", name, re.ASCII) is not None
+    with suppress(ValueError):
+        return ip_address(name).version == 6
+    return False
