@@ -613,17 +613,22 @@ def test_names_and_addresses_may_be_allowed() -> None:
 def test_requests_share_quotas_until_they_are_released() -> None:
     config = ServerConfig(max_logprob_entries=40)
     quotas = Quotas(config)
-    bounds = [TokenBounds(request(logprobs=1, max_tokens=20), 2048, config, quotas) for _ in range(5)]
-    for one in bounds[:4]:
+
+    def begin() -> TokenBounds:
+        return TokenBounds(request(logprobs=1, max_tokens=20), 2048, config, quotas)
+
+    running = [begin() for _ in range(4)]
+    for one in running:
         one.check(1)
     with pytest.raises(QueueFull, match="40 log-probabilities, with 160 of other requests, are above 160"):
-        bounds[4].check(1)
-    bounds[0].release()
-    bounds[4].check(1)
-    abandoned = TokenBounds(request(logprobs=1, max_tokens=20), 2048, config, quotas)
+        begin().check(1)
+    running.pop().release()
+    running.append(begin())
+    running[-1].check(1)
+    abandoned = begin()
     abandoned.release()
     abandoned.check(1)  # its prompt was tokenized meanwhile: it holds nothing
-    for one in bounds:
+    for one in running:
         one.release()
         one.release()
     quotas.entries.add(160)
