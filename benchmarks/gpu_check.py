@@ -173,7 +173,8 @@ def summarize(part: str, args: argparse.Namespace, problem: str | None) -> tuple
         if "predicted_usec" in row:
             usec, predicted = row["usec"], row["predicted_usec"]
             times = f"{predicted:9,.1f} us predicted {usec:9,.1f} us measured, {usec / predicted:.2f} times"
-            lines.append(f"    {case:32} {times}")
+            kernels = f", {row['usec_per_kernel']:.2f} us a kernel" if "usec_per_kernel" in row else ""
+            lines.append(f"    {case:32} {times}{kernels}")
     return not failed and passed > 0 and problem is None, lines
 
 
@@ -219,6 +220,7 @@ def begin(args: argparse.Namespace) -> None:
     for file in files if source is not None else ():
         if (source / file.name).exists():
             write_atomically(file, (source / file.name).read_bytes())
+    files[0].touch()  # a command that ends before its first result can be continued, too
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

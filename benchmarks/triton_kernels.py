@@ -50,7 +50,7 @@ from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline import measure as roofline_measure
 from nanoinfer.roofline.ceilings import Ceiling
 from nanoinfer.roofline.formats import FORMATS
-from nanoinfer.roofline.predict import predict
+from nanoinfer.roofline.gpu_steps import estimate
 from nanoinfer.sampling.triton import TritonSampler
 
 Row = dict[str, Any]
@@ -119,10 +119,13 @@ def step_row(
     check(logits_after(engine), expected_logits(config, device), STEP_TOLERANCE[quantization])
     usec, fmt = step_microseconds(engine, num_steps), FORMATS[quantization or "bfloat16"]
     cost = arithmetic.decode(config, fmt)
-    predicted = predict(cost, ceiling(device), fmt, 1, num_steps // 2)
+    predicted = estimate(name, config, fmt, ceiling(device), 1, num_steps // 2)
+    assert predicted is not None  # the kernels of GPT-2 are counted
     ratio = verify_ratio(engine, list(range(1, PROMPT + 1)), device=device)
     gb_per_sec = cost.model.bytes(0, 0) / usec / 1e3
-    return {"predicted_usec": 1e6 * predicted.seconds, "usec": usec, "gb_per_sec": gb_per_sec, "verify_ratio": ratio}
+    terms = {"predicted_usec": 1e6 * predicted.seconds, "bytes_usec": 1e6 * predicted.bytes_sec}
+    per_kernel = 1e6 * predicted.seconds_per_kernel(usec / 1e6)
+    return {**terms, "usec": usec, "usec_per_kernel": per_kernel, "gb_per_sec": gb_per_sec, "verify_ratio": ratio}
 
 
 @functools.cache
@@ -137,12 +140,12 @@ def step_microseconds(engine: Any, num_steps: int) -> float:
     elapsed = 0.0
     for _ in range(2):  # the second time no length is new: nothing is compiled or captured
         handle = engine.open()
-        engine.step(StepBatch([handle], [1, 2, 3], [3], [1]), fused.draw, [0]).read()
+        engine.step(StepBatch([handle], [1, 2, 3], [3], [1]), fused.sample_slots, [0]).read()
         batch = StepBatch([handle], [PENDING], [1], [1])
         start = time.perf_counter()
         for _ in range(num_steps):
-            drawn = engine.step(batch, fused.draw, [0])
-        drawn.read()
+            tokens = engine.step(batch, fused.sample_slots, [0])
+        tokens.read()
         elapsed = time.perf_counter() - start
         engine.close(handle)
     return 1e6 * elapsed / num_steps

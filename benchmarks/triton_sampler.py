@@ -4,10 +4,10 @@
 
 Exit code 2 without CUDA, 1 if a row has an error.
 
-fused: `TritonSampler.draw` in a CUDA graph, slots already assigned: its cost in a step on the device. call: `Sample`,
-which uploads all parameters and waits for the tokens. reference: the sorting sampler, which copies the logits to the
-host and takes up to ten seconds, so it is timed in three calls. flashinfer: where it is installed; its tokens are
-others, so it is timed unchecked. Medians, by CUDA events.
+fused: `TritonSampler.sample_slots` in a CUDA graph, slots already assigned: its cost in a step on the device. call:
+`Sample`, which uploads all parameters and waits for the tokens. reference: the sorting sampler, which copies the logits
+to the host and takes up to ten seconds, so it is timed in three calls. flashinfer: where it is installed; its tokens
+are others, so it is timed unchecked. Medians, by CUDA events.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sampler_row(name: str, B: int, rounds: int, device: str = "cuda") -> dict[st
     by_call = [s.token_id for s in call(logits, rows)]
     fused = triton_sampler.TritonSampler(B, V, device)
     slots, wanted = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
-    replay, tokens = captured(lambda: fused.draw(logits, slots, wanted))
+    replay, tokens = captured(lambda: fused.sample_slots(logits, slots, wanted))
     for slot, row in enumerate(rows):
         fused.assign(slot, row)
     replay()

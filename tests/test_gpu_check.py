@@ -327,7 +327,8 @@ def test_each_part_has_its_share_of_the_time(
     assert given[:4] == [("tests", 5.0), ("steps", 3.0), ("quick", 2.17), ("sampler", 0.67)]
     given.clear()
     now, used = 1000.0, {"tests": 1.0, "sampler": 1.0}
-    check(tmp_path, "--minutes", 8.5, "--only", "tests", "--only", "sampler", "--only", "full")
+    parts = "--only", "tests", "--only", "sampler", "--only", "full"
+    check(tmp_path, "--minutes", 8.5, "--continue", tmp_path / "out", *parts)
     assert given == [("tests", 5.0), ("sampler", 2.5), ("full", 6.17)]
 
 
@@ -380,6 +381,13 @@ def test_bad_arguments_and_no_device_are_one_line(
         assert gpu_check.main(["--output", str(folder), *earlier]) == 2
         said = capsys.readouterr().err
         assert ("neither rows.jsonl nor bench.json" if continued == "typo" else f"--continue {folder}") in said
+
+
+def test_what_ended_before_its_first_result_can_be_continued(tmp_path: Path) -> None:
+    for name, options in (("first", []), ("second", ["--continue", str(tmp_path / "first")])):
+        args = gpu_check.parse(["--output", str(tmp_path / name), *options])
+        gpu_check.begin(args)
+        assert [file.name for file in args.output.iterdir()] == ["rows.jsonl"]
 
 
 def test_results_go_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def results(tree: Path) -> Counter[tuple[str, str]]:
     return found
 
 
-@pytest.mark.nightly  # a command that is killed before its first result leaves nothing to continue: not handled yet
+@pytest.mark.nightly  # two minutes
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_procedure_runs_to_its_end_whenever_it_is_interrupted(tree: Path, seed: int) -> None:
     moments, num_kills = random.Random(seed), 0

@@ -150,13 +150,14 @@ def test_other_calls_between_two_equal_steps(between: Callable[..., None]) -> No
     first, *drawing, last = (engine.open() for _ in range(4))
     prompts = [prompt(6, 1), prompt(3, 2)]
     engine.extend(StepBatch([first, last], [1, 2], [1, 1], [0, 0]))
-    drawn = [engine.step(StepBatch(drawing, [*prompts[0], *prompts[1]], [6, 3], [1, 1]), sampler.draw, [1, 2]).read()]
+    first_step = StepBatch(drawing, [*prompts[0], *prompts[1]], [6, 3], [1, 1])
+    drawn = [engine.step(first_step, sampler.sample_slots, [1, 2]).read()]
     step = StepBatch(drawing, [PENDING, PENDING], [1, 1], [1, 1])
-    drawn += [engine.step(step, sampler.draw, [1, 2]).read() for _ in range(3)]
+    drawn += [engine.step(step, sampler.sample_slots, [1, 2]).read() for _ in range(3)]
     between(engine, [first, last], drawing)
     if between is truncate:  # the last tokens again, at the same positions
-        drawn[-1] = engine.step(replace(step, token_ids=drawn[-2]), sampler.draw, [1, 2]).read()
-    drawn += [engine.step(step, sampler.draw, [1, 2]).read() for _ in range(4)]
+        drawn[-1] = engine.step(replace(step, token_ids=drawn[-2]), sampler.sample_slots, [1, 2]).read()
+    drawn += [engine.step(step, sampler.sample_slots, [1, 2]).read() for _ in range(4)]
     expected = [naive_greedy(gpt, p, len(drawn)) for p in prompts]
     assert [list(tokens) for tokens in zip(*drawn, strict=True)] == expected
 
@@ -165,17 +166,17 @@ def test_another_order_or_another_slot_of_the_sampler_is_another_step() -> None:
     gpt, sampler = make_model(LONG), TorchSampler()
     engine = StaticShapeEngine(gpt, make_limits(LONG, 4))
     a, b = engine.open(), engine.open()
-    sampler.draw = drawn_slots(sampler)  # type: ignore[method-assign]
-    engine.step(StepBatch([a, b], [1, 2], [1, 1], [1, 1]), sampler.draw, [0, 1])
+    sampler.sample_slots = drawn_slots(sampler)  # type: ignore[method-assign]
+    engine.step(StepBatch([a, b], [1, 2], [1, 1], [1, 1]), sampler.sample_slots, [0, 1])
     for handles, slots in (([a, b], [0, 1]), ([a, b], [0, 1]), ([b, a], [0, 1]), ([b, a], [2, 1])):
-        engine.step(StepBatch(handles, [PENDING, PENDING], [1, 1], [1, 1]), sampler.draw, slots)
+        engine.step(StepBatch(handles, [PENDING, PENDING], [1, 1], [1, 1]), sampler.sample_slots, slots)
     assert sampler.seen == [[0, 1], [0, 1], [0, 1], [1, 0], [1, 2]]  # type: ignore[attr-defined]
 
 
 def drawn_slots(sampler: TorchSampler) -> Callable[..., torch.Tensor]:
     """Return a `draw` that notes the sampler's slot of each row."""
     sampler.seen = []  # type: ignore[attr-defined]
-    draw = sampler.draw
+    draw = sampler.sample_slots
 
     def noted(logits: torch.Tensor, slots: torch.Tensor, *rest: Any) -> torch.Tensor:
         sampler.seen.append(slots.tolist())  # type: ignore[attr-defined]
@@ -188,26 +189,26 @@ def test_a_batch_that_the_caller_changed_is_another_step() -> None:
     gpt, sampler = make_model(LONG), TorchSampler()
     engine = StaticShapeEngine(gpt, make_limits(LONG, 4))
     a = engine.open()
-    engine.step(StepBatch([a], [1], [1], [1]), sampler.draw, [0])
+    engine.step(StepBatch([a], [1], [1], [1]), sampler.sample_slots, [0])
     step = StepBatch([a], [PENDING], [1], [1])
     for _ in range(2):
-        engine.step(step, sampler.draw, [0])
+        engine.step(step, sampler.sample_slots, [0])
     step.token_ids[0] = LONG.vocab_size
     with pytest.raises(NanoinferError, match="outside the vocabulary"):
-        engine.step(step, sampler.draw, [0])
+        engine.step(step, sampler.sample_slots, [0])
 
 
 def test_a_forked_process_does_not_repeat_a_step_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, sampler = StaticShapeEngine(make_model(LONG), make_limits(LONG, 4)), TorchSampler()
     engine.survives_fork = False  # as on a GPU
     a = engine.open()
-    engine.step(StepBatch([a], [1], [1], [1]), sampler.draw, [0])
+    engine.step(StepBatch([a], [1], [1], [1]), sampler.sample_slots, [0])
     step = StepBatch([a], [PENDING], [1], [1])
     for _ in range(2):
-        engine.step(step, sampler.draw, [0])
+        engine.step(step, sampler.sample_slots, [0])
     monkeypatch.setattr(processes, "_generation", processes.generation() + 1)
     with pytest.raises(NanoinferError, match="was forked"):
-        engine.step(step, sampler.draw, [0])
+        engine.step(step, sampler.sample_slots, [0])
 
 
 class StandInEngine(StaticShapeEngine):
@@ -229,7 +230,7 @@ class StandInSampler:
     def assign(self, slot: int, row: SamplerRow) -> None:
         pass
 
-    def draw(self, *arguments: torch.Tensor) -> torch.Tensor:
+    def sample_slots(self, *arguments: torch.Tensor) -> torch.Tensor:
         raise AssertionError
 
 

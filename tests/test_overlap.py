@@ -51,7 +51,7 @@ class TorchSampler:
         u = [uniform(seed=row.seed, sample=row.sample_index, position=i) for i in range(self.most)]
         self.uniforms[slot] = torch.tensor(u, dtype=torch.float64)
 
-    def draw(self, logits: Tensor, slots: Tensor, wanted: Tensor, last: Tensor, owners: Tensor) -> Tensor:
+    def sample_slots(self, logits: Tensor, slots: Tensor, wanted: Tensor, last: Tensor, owners: Tensor) -> Tensor:
         largest = logits.max(-1, keepdim=True)
         t = self.temperature[slots][:, None]
         weights = ((logits.double() - largest.values) / t.masked_fill(t == 0, 1.0)).exp()
@@ -103,7 +103,7 @@ def test_decode_steps_are_captured_at_the_start(monkeypatch: pytest.MonkeyPatch)
 def test_a_warm_up_leaves_half_of_the_memory_for_graphs_and_survives_without_any(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpt, draw = make_model(), TorchSampler().draw
+    gpt, draw = make_model(), TorchSampler().sample_slots
     for graph_memory, num_graphs in ((1200, 5), (500, 3), (300, 2), (200, 1), (0, 0)):
         recorder = FakeRecorder(bytes_each=100)
         options = EngineConfig(graph_memory=graph_memory)
@@ -228,7 +228,7 @@ def test_logits_that_are_not_finite_end_their_own_sequence() -> None:
 def test_steps_refuse_what_they_cannot_mean() -> None:
     gpt = make_model()
     engine = StaticShapeEngine(gpt, make_limits())
-    draw = TorchSampler().draw
+    draw = TorchSampler().sample_slots
     a = engine.open()
     for batch, slots, message in (
         (StepBatch([a], [-1], [1], [1]), [0], "the last step sampled"),

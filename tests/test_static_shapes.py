@@ -30,6 +30,7 @@ from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
+from nanoinfer.roofline.gpu_steps import NUM_KERNELS
 from recorded import FakeRecorder
 from test_engines import naive_greedy, prompt
 from test_overlap import TorchSampler
@@ -140,11 +141,11 @@ def test_a_decode_step_needs_nothing_from_the_host(uploads: list[object]) -> Non
     engine = CudaGraphEngine(gpt, make_limits(), EngineConfig(graph_memory=2**30), recorder=recorder)
     handles = [engine.open(), engine.open()]
     ids = [*prompt(6), *prompt(3)]
-    drawn = [engine.step(StepBatch(handles, ids, [6, 3], [1, 1]), sampler.draw, [2, 0])]
+    drawn = [engine.step(StepBatch(handles, ids, [6, 3], [1, 1]), sampler.sample_slots, [2, 0])]
     step = StepBatch(handles, [PENDING, PENDING], [1, 1], [1, 1])
-    drawn.append(engine.step(step, sampler.draw, [2, 0]))
+    drawn.append(engine.step(step, sampler.sample_slots, [2, 0]))
     before = len(uploads)
-    drawn += [engine.step(step, sampler.draw, [2, 0]) for _ in range(10)]
+    drawn += [engine.step(step, sampler.sample_slots, [2, 0]) for _ in range(10)]
     assert len(uploads) == before
     assert recorder.num_replays == 10
     texts = list(zip(*(d.read() for d in drawn), strict=True))  # all read at the end
@@ -192,6 +193,7 @@ def decode_kernels(config: ModelConfig, num_layers: int) -> list[str]:
 
 @pytest.mark.parametrize("name, outside, layer", [("gpt2", 16, 12), ("llama-3.2-1b", 23, 18), ("qwen3-0.6b", 23, 20)])
 def test_kernels_of_a_decode_step(name: str, outside: int, layer: int) -> None:
+    assert NUM_KERNELS["cuda_graph", PRESETS[name].family] == (layer, outside + 2)  # the sampler's 2
     sizes = {"n_embd": 32, "n_inner": 64, "block_size": 64, "vocab_size": 80, "bos_token_id": 0, "eos_token_ids": ()}
     config = replace(PRESETS[name], head_size=PRESETS[name].head_dim, **sizes)
     one, two = (len(decode_kernels(config, n)) for n in (1, 2))
@@ -423,11 +425,11 @@ def test_captured_compiled_steps_draw_greedy_tokens_and_upload_nothing(uploads: 
     gpt, recorder, sampler = make_model(), FakeRecorder(), TorchSampler()
     engine = TracedEngine(gpt, recorder)
     handles = [engine.open(), engine.open()]
-    drawn = [engine.step(StepBatch(handles, [*prompt(6), *prompt(3)], [6, 3], [1, 1]), sampler.draw, [2, 0])]
+    drawn = [engine.step(StepBatch(handles, [*prompt(6), *prompt(3)], [6, 3], [1, 1]), sampler.sample_slots, [2, 0])]
     step = StepBatch(handles, [PENDING, PENDING], [1, 1], [1, 1])
-    drawn += [engine.step(step, sampler.draw, [2, 0]) for _ in range(2)]
+    drawn += [engine.step(step, sampler.sample_slots, [2, 0]) for _ in range(2)]
     before = len(uploads)
-    drawn += [engine.step(step, sampler.draw, [2, 0]) for _ in range(9)]
+    drawn += [engine.step(step, sampler.sample_slots, [2, 0]) for _ in range(9)]
     assert (len(uploads) - before, recorder.num_replays) == (0, 10)
     texts = list(zip(*(d.read() for d in drawn), strict=True))
     assert texts == [tuple(naive_greedy(gpt, p, 12)) for p in (prompt(6), prompt(3))]
@@ -464,12 +466,12 @@ def test_no_step_waits_for_the_device() -> None:
     for name in ("temperature", "position", "uniforms"):
         setattr(sampler, name, getattr(sampler, name).cuda())
     handle = engine.open()
-    drawn = [engine.step(StepBatch([handle], prompt(6), [6], [1]), sampler.draw, [0])]
+    drawn = [engine.step(StepBatch([handle], prompt(6), [6], [1]), sampler.sample_slots, [0])]
     step = StepBatch([handle], [PENDING], [1], [1])
-    drawn += [engine.step(step, sampler.draw, [0]) for _ in range(3)]  # the third is the first replay
+    drawn += [engine.step(step, sampler.sample_slots, [0]) for _ in range(3)]  # the third is the first replay
     torch.cuda.set_sync_debug_mode("error")
     try:
-        drawn += [engine.step(step, sampler.draw, [0]) for _ in range(8)]
+        drawn += [engine.step(step, sampler.sample_slots, [0]) for _ in range(8)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [d.read()[0] for d in drawn] == naive_greedy(gpt, prompt(6), 12)

@@ -133,7 +133,8 @@ def test_rows_that_are_not_finite(bad: list[float], device: torch.device, sample
         slots = TritonSampler(2, 3, device)
         for i, row in enumerate(rows):
             slots.assign(i, row)
-        drawn = slots.draw(logits, torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device))
+        wanted = torch.ones(2, dtype=torch.bool, device=device)
+        drawn = slots.sample_slots(logits, torch.arange(2, device=device), wanted)
         assert drawn[0].item() == sampler.sample(logits[:1], rows[:1])[0].token_id
         assert drawn[1].item() == triton_sampler.NOT_FINITE
 
@@ -204,7 +205,7 @@ def test_texts_grow_on_the_device_as_they_do_for_the_reference(device: torch.dev
         logits = favourites + torch.randn(num_slots, width, generator=g)
         logits[:, V:] = 1e9  # never drawn
         given = torch.tensor(order, device=device), torch.tensor(wanted, device=device)
-        drawn = slots.draw(logits.to(device)[:, :width], *given).tolist()
+        drawn = slots.sample_slots(logits.to(device)[:, :width], *given).tolist()
         for i, slot in enumerate(order):
             if wanted[i]:
                 row = rows[slot]
@@ -242,8 +243,8 @@ def test_what_is_not_covered_is_refused() -> None:
     refuses(lambda: slots.assign(2, fine), "slot=2", "2")
     flags = torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
     for logits in (torch.zeros(2, 99), torch.zeros(2, 100).double(), torch.zeros(100, 2).T):
-        refuses(lambda logits=logits: slots.draw(logits, *flags), "logits of shape", "at least 100 columns")
-    refuses(lambda: slots.draw(torch.zeros(3, 100), *flags), "3 rows")
+        refuses(lambda logits=logits: slots.sample_slots(logits, *flags), "logits of shape", "at least 100 columns")
+    refuses(lambda: slots.sample_slots(torch.zeros(3, 100), *flags), "3 rows")
 
 
 # The choice ---------------------------------------------------------------------------------------------------
@@ -313,12 +314,12 @@ def test_a_captured_graph_draws_on() -> None:
         slots.assign(slot, make_row(params, [1], seed=slot))
     logits = torch.randn(2, V, device=device)
     which, wanted = torch.arange(2, device=device), torch.ones(2, dtype=torch.bool, device=device)
-    slots.draw(logits, which, wanted)
+    slots.sample_slots(logits, which, wanted)
     for slot in range(2):  # compiling sampled tokens: upload the state again
         slots.assign(slot, make_row(params, [1], seed=slot))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        drawn = slots.draw(logits, which, wanted)
+        drawn = slots.sample_slots(logits, which, wanted)
     texts: list[list[int]] = [[], []]
     for _ in range(8):
         logits.normal_()
@@ -341,7 +342,7 @@ def test_kernels_compile_without_spilling(capability: int) -> None:
     done = subprocess.run([sys.executable, script, str(capability)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    assert [name for name, *_ in lines] == ["weigh", "draw"]
+    assert [name for name, *_ in lines] == ["weigh", "sample"]
     for name, stack, shared, num_fusible, waits in lines:
         assert int(stack) == 0, f"{name} spills"
         assert int(shared) <= 48 * 1024, name

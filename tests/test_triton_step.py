@@ -26,6 +26,7 @@ from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.engines.triton_engine import TritonEngine
 from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.step import begin
+from nanoinfer.roofline.gpu_steps import NUM_KERNELS
 from nanoinfer.sampling.triton import TritonSampler
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
@@ -158,11 +159,12 @@ def test_a_decode_step_has_5_nodes_a_layer_and_4_sampling_included(
 ) -> None:
     engine = make_engine()
     sampler, handle = sampler_for(engine, 1, SamplingParams(**params)), engine.open()
-    engine.step(StepBatch([handle], prompt(6), [6], [1]), sampler.draw, [0])
+    engine.step(StepBatch([handle], prompt(6), [6], [1]), sampler.sample_slots, [0])
     with counted(engine, monkeypatch) as nodes:
-        engine.step(StepBatch([handle], [PENDING], [1], [1]), sampler.draw, [0])
-    assert nodes == ["begin_kernel", *ROW, "product_kernel", "weigh", "draw"]
+        engine.step(StepBatch([handle], [PENDING], [1], [1]), sampler.sample_slots, [0])
+    assert nodes == ["begin_kernel", *ROW, "product_kernel", "weigh", "sample"]
     assert len(nodes) == 5 * L + 4
+    assert NUM_KERNELS["triton", "gpt2"] == (5, 4)
 
 
 @interpreted
@@ -178,9 +180,10 @@ def test_in_steps_of_2_to_16_tokens_each_norm_is_a_node(
     for i in range(rows):
         batch.add(engine.open(), prompt(new, i))
     with counted(engine, monkeypatch) as nodes:
-        engine.step(batch, sampler.draw, list(range(rows)))
-    assert nodes == ["begin_kernel", *ROWS, "norm_kernel", head, "weigh", "draw"]
+        engine.step(batch, sampler.sample_slots, list(range(rows)))
+    assert nodes == ["begin_kernel", *ROWS, "norm_kernel", head, "weigh", "sample"]
     assert len(nodes) == 7 * L + 5
+    assert NUM_KERNELS["triton, 2 to 16 sequences", "gpt2"] == (7, 5)
 
 
 @interpreted
@@ -207,12 +210,12 @@ def test_the_count_sees_an_operation_of_torch(monkeypatch: pytest.MonkeyPatch) -
 def test_a_replay_on_a_gpu_runs_as_many_kernels() -> None:
     engine = TritonEngine(make_model(SMALL).cuda(), make_limits(SMALL), EngineConfig(graph_memory=2**30))
     sampler, handle = sampler_for(engine, 1, SamplingParams()), engine.open()
-    engine.step(StepBatch([handle], prompt(6), [6], [1]), sampler.draw, [0])
+    engine.step(StepBatch([handle], prompt(6), [6], [1]), sampler.sample_slots, [0])
     decode = StepBatch([handle], [PENDING], [1], [1])
     for _ in range(3):  # the second is recorded
-        engine.step(decode, sampler.draw, [0]).read()
+        engine.step(decode, sampler.sample_slots, [0]).read()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        engine.step(decode, sampler.draw, [0]).read()
+        engine.step(decode, sampler.sample_slots, [0]).read()
         torch.cuda.synchronize()
     events = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     if not events:

@@ -69,6 +69,12 @@ def _show(r: dict[str, Any]) -> None:
         console.print(f"\n{title}")
         console.print(_costs(r[key]))
         _print_step(console, r[key], device["bandwidth_bytes_per_sec"])
+    for step in r.get("gpu_steps", ()):
+        console.print(
+            f"estimate for {step['engine']}, {step['num_kernels']} kernels: {si(step['step_sec'], 's')} a step,"
+            f" {step['tokens_per_sec']:,.0f} tokens/s\n  ({si(step['bytes_sec'], 's')} for the bytes,"
+            f" {si(step['kernels_sec'], 's')} for the kernels)"
+        )
     console.print(
         f"\nKV cache: {memory['kv_cache_layer_formula']} bytes a layer = {si(memory['kv_cache_layer_bytes'], 'B')},\n"
         f"  {memory['kv_cache_formula']} bytes in all = {si(memory['kv_cache_bytes'], 'B')};"

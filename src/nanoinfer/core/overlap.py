@@ -42,8 +42,10 @@ class DeviceSampler(Protocol):
     def assign(self, slot: int, row: SamplerRow) -> None:
         """Upload a row's parameters and tokens to a slot."""
 
-    def draw(self, logits: Tensor, sampler_slots: Tensor, wanted: Tensor, last: Tensor, owners: Tensor) -> Tensor:
-        """Sample a token for each wanted row and update its slot: see `engines.base.Draw`."""
+    def sample_slots(
+        self, logits: Tensor, sampler_slots: Tensor, wanted: Tensor, last: Tensor, owners: Tensor
+    ) -> Tensor:
+        """Sample a token for each wanted row and update its slot: see `engines.base.SampleSlots`."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class OverlapScheduler:
         if last is None or last.work is not work or work[0].token_ids:
             slots = [self._slot(s) for s in work.sequences]
             last = self._last = LaunchedStep(work, batch_of(work), slots, [slot.number for slot in slots])
-        in_flight = InFlightStep(work, self._engine.step(last.batch, self._sampler.draw, last.numbers))
+        in_flight = InFlightStep(work, self._engine.step(last.batch, self._sampler.sample_slots, last.numbers))
         for slot in last.slots:
             slot.position += 1
         return in_flight
@@ -156,7 +158,7 @@ def overlap_scheduler(engine: Engine, vocab_size: int, device: str) -> OverlapSc
         return None
     sampler = triton.TritonSampler(engine.limits.max_num_seqs, vocab_size, torch.device(device))
     ahead = cast(OverlapEngine, engine)
-    ahead.warm_up(sampler.draw)
+    ahead.warm_up(sampler.sample_slots)
     return OverlapScheduler(ahead, sampler)
 
 

@@ -127,7 +127,7 @@ class Engine(Protocol):
         """Close all sequences. This also restores an engine that an exception interrupted in the middle of a call."""
 
 
-Draw = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
+SampleSlots = Callable[["Tensor", "Tensor", "Tensor", "Tensor", "Tensor"], "Tensor"]
 """Samples tokens on the device: logits (R, V) float32, sampler_slots (R,) int64, wanted (R,) int64, last, owners (R,)
 int64 -> tokens (R,) int64. sampler_slots holds the sampler's slot index of each row. Rows with wanted == 0 are padding
 and do not change the state of any slot. A wanted row's token, or 0 if it is < 0, is also stored in last[owners[row]];
@@ -145,12 +145,12 @@ class TokenFuture(Protocol):
 class OverlapEngine(Engine, Protocol):
     """An engine that keeps sampled tokens on its device, so that the next step can start before the host reads them."""
 
-    def step(self, batch: StepBatch, draw: Draw, sampler_slots: list[int]) -> TokenFuture:
+    def step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> TokenFuture:
         """Append new tokens to open sequences and sample the next token of each sequence with num_logits 1.
 
         Args:
             batch: as for `extend`, with num_logits 0 or 1. A sequence's last token may be PENDING.
-            draw: samples the tokens; must be the same function at every call.
+            sample: samples the tokens; must be the same function at every call.
             sampler_slots: the sampler's slot of each sequence with num_logits 1, in the batch's order.
 
         Returns:
@@ -160,5 +160,5 @@ class OverlapEngine(Engine, Protocol):
             NanoinferError: as `extend`; or a token is PENDING, but the sequence's last step sampled none.
         """
 
-    def warm_up(self, draw: Draw) -> None:
-        """Prepare the steps that will sample with `draw`, so that none waits for a compilation or a capture later."""
+    def warm_up(self, sample: SampleSlots) -> None:
+        """Prepare the steps that will sample with `sample`, so that none waits for a compilation or a capture later."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 
 from nanoinfer.config import EngineConfig, EngineLimits
-from nanoinfer.engines.base import Draw
+from nanoinfer.engines.base import SampleSlots
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
@@ -57,7 +57,7 @@ class CompiledEngine(CudaGraphEngine):
         self._backend = backend
         self._compiled: dict[tuple[torch.Size, int, bool, bool], RunBlock] = {}
 
-    def warm_up(self, draw: Draw) -> None:
+    def warm_up(self, sample: SampleSlots) -> None:
         """Do nothing: to compile the blocks of all shapes takes minutes."""
 
     def _block(

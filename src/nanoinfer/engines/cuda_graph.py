@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from nanoinfer.config import EngineConfig, EngineLimits
-from nanoinfer.engines.base import Draw, StepBatch
+from nanoinfer.engines.base import SampleSlots, StepBatch
 from nanoinfer.engines.buckets import Bucket, SubBatch, warm_buckets
 from nanoinfer.engines.devices import free_memory
 from nanoinfer.engines.graphs import CudaRecorder, Graphs, Recorder, out_of_memory
@@ -54,8 +54,8 @@ class CudaGraphEngine(StaticShapeEngine):
         self._warm_memory = graph_memory // 2
 
     @torch.inference_mode()
-    def warm_up(self, draw: Draw) -> None:
-        """Capture the decode steps that sample with `draw`, until half of graph_memory is used. No sequence changes.
+    def warm_up(self, sample: SampleSlots) -> None:
+        """Capture the decode steps that sample with `sample`, until half of graph_memory is used. No sequence changes.
 
         Steps of one row with several tokens run once: they compile kernels for the other alignments of their inputs.
         """
@@ -67,7 +67,7 @@ class CudaGraphEngine(StaticShapeEngine):
             if self.graphs.num_bytes >= self._warm_memory:
                 break
             try:
-                self._run(SubBatch(bucket, [], []), StepBatch(), draw)  # all rows are padding
+                self._run(SubBatch(bucket, [], []), StepBatch(), sample)  # all rows are padding
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines import buckets
-from nanoinfer.engines.base import PENDING, Draw, Handle, StepBatch
+from nanoinfer.engines.base import PENDING, Handle, SampleSlots, StepBatch
 from nanoinfer.engines.buckets import Bucket, BucketLimits, SubBatch
 from nanoinfer.engines.sequences import DEFAULTS
 from nanoinfer.engines.torch_engine import ModelEngine
@@ -85,7 +85,7 @@ class PlannedStep:
 
     parts: list[tuple[SubBatch, list[tuple[int, int]]]]
     """Sub-batches, each with (index in the step's tokens, row) of each sequence that samples."""
-    drawn: dict[int, int]
+    slot_of: dict[int, int]
     """The sampler's slot of each sequence that samples, by its index in the batch."""
     batch: StepBatch | None = None
     """A copy; None: the step cannot be repeated."""
@@ -122,7 +122,7 @@ class StaticShapeEngine(ModelEngine):
         self._on_device = torch.cuda.device_of(self._last)  # type: ignore[no-untyped-call]
         self._last_step: PlannedStep | None = None
         """The step before, if it may be repeated; None after any other change of the sequences."""
-        self._drew: set[Handle] = set()
+        self._sampled: set[Handle] = set()
         """The sequences whose last step sampled a token."""
         self._bucket_limits = BucketLimits(limits.max_num_seqs, limits.block_size, self.min_context)
         self._inputs: dict[tuple[int, int], StepInputs] = {}
@@ -151,7 +151,7 @@ class StaticShapeEngine(ModelEngine):
             logits.append(self._head(hidden[-1]) if out.logits is None else out.logits[chosen])
             if len(sub_batches) > 1:  # the next sub-batch may overwrite these results
                 hidden[-1], logits[-1] = hidden[-1].clone(), logits[-1].clone()
-        self._drew.difference_update(batch.handles)
+        self._sampled.difference_update(batch.handles)
         self._advance(batch)
         if not sub_batches:
             self._hidden = self._hidden[:0]
@@ -161,7 +161,7 @@ class StaticShapeEngine(ModelEngine):
         return (torch.cat(logits) if len(sub_batches) > 1 else logits[0])[back]
 
     @torch.inference_mode()
-    def step(self, batch: StepBatch, draw: Draw, sampler_slots: list[int]) -> PendingTokens:
+    def step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> PendingTokens:
         """Append new tokens to open sequences and sample the next token of each with num_logits 1 (`OverlapEngine`)."""
         last, self._last_step = self._last_step, None
         is_forked = self._generation != processes.generation()
@@ -169,11 +169,11 @@ class StaticShapeEngine(ModelEngine):
         step = last if last is not None and repeats else self._planned(batch, sampler_slots)
         pending = PendingTokens(len(sampler_slots))
         for part, places in step.parts:
-            tokens = self._run(part, batch, draw, None if repeats else step.drawn).tokens
+            tokens = self._run(part, batch, sample, None if repeats else step.slot_of).tokens
             pending.add(cast(Tensor, tokens), places)
         if not repeats:
-            self._drew.difference_update(batch.handles)
-            self._drew.update(batch.handles[i] for i in step.drawn)
+            self._sampled.difference_update(batch.handles)
+            self._sampled.update(batch.handles[i] for i in step.slot_of)
         self._advance(batch)
         self._last_step = step
         return pending
@@ -181,19 +181,19 @@ class StaticShapeEngine(ModelEngine):
     def _planned(self, batch: StepBatch, sampler_slots: list[int]) -> PlannedStep:
         """Check and plan a step."""
         self._check_step(batch, sampler_slots)
-        drawing = [i for i, n in enumerate(batch.num_logits) if n]
-        index = {i: at for at, i in enumerate(drawing)}
+        sampling = [i for i, n in enumerate(batch.num_logits) if n]
+        index = {i: at for at, i in enumerate(sampling)}
         parts = self._plan(batch)
         placed = [
             (part, [(index[i], row) for i, row in zip(part.members, part.rows, strict=True) if i in index])
             for part in parts
         ]
-        drawn = dict(zip(drawing, sampler_slots, strict=True))
+        slot_of = dict(zip(sampling, sampler_slots, strict=True))
         if len(parts) != 1 or any(t != PENDING for t in batch.token_ids) or not all(batch.num_logits):
-            return PlannedStep(placed, drawn)
+            return PlannedStep(placed, slot_of)
         num_repeats = parts[0].bucket.context - 1 - max(self._lengths[h] for h in batch.handles)
         return PlannedStep(
-            placed, drawn, StepBatch(*map(list, vars(batch).values())), sampler_slots.copy(), num_repeats
+            placed, slot_of, StepBatch(*map(list, vars(batch).values())), sampler_slots.copy(), num_repeats
         )
 
     def _plan(self, batch: StepBatch) -> list[SubBatch]:
@@ -207,7 +207,7 @@ class StaticShapeEngine(ModelEngine):
         self,
         part: SubBatch,
         batch: StepBatch,
-        draw: Draw | None = None,
+        sample: SampleSlots | None = None,
         sampler_slots: Mapping[int, int] | None = EMPTY,
     ) -> StepOutput:
         """Upload the inputs of one sub-batch if they changed, then run it.
@@ -223,7 +223,7 @@ class StaticShapeEngine(ModelEngine):
             inputs.put(self._rows(part, batch, sampler_slots))
         try:
             with self._on_device:  # Triton launches there
-                out = self._execute((shape, draw is not None), lambda: self._compute(inputs, shape, draw))
+                out = self._execute((shape, sample is not None), lambda: self._compute(inputs, shape, sample))
         except BaseException:
             inputs.invalidate()
             raise
@@ -250,11 +250,11 @@ class StaticShapeEngine(ModelEngine):
         """Run `compute`. For equal keys it is the same function of the same tensors."""
         return compute()
 
-    def _compute(self, inputs: StepInputs, shape: Bucket, draw: Draw | None) -> StepOutput:
+    def _compute(self, inputs: StepInputs, shape: Bucket, sample: SampleSlots | None) -> StepOutput:
         """Compute a step from tensors alone: the host reads no value, and no shape depends on one."""
         with attention_backends(self.device):
             hidden = self._forward(self._prologue(inputs, shape))
-        return self._epilogue(inputs, shape, hidden, draw)
+        return self._epilogue(inputs, shape, hidden, sample)
 
     # Overridden by derived engines ----------------------------------------------------------------------
 
@@ -266,14 +266,14 @@ class StaticShapeEngine(ModelEngine):
         idx = torch.where(inputs.given < 0, self._last[inputs.slots][:, None], inputs.given)
         return StepTensors(idx, pos, inputs.slots, shape.context, shape.dense)
 
-    def _epilogue(self, inputs: StepInputs, shape: Bucket, hidden: Tensor, draw: Draw | None) -> StepOutput:
+    def _epilogue(self, inputs: StepInputs, shape: Bucket, hidden: Tensor, sample: SampleSlots | None) -> StepOutput:
         """Sample the next tokens or compute the logits of final hidden states, (R, n, C), and advance the positions."""
         logits = tokens = None
-        if draw is not None:
+        if sample is not None:
             final = hidden[:, 0]  # (R, C)
             if shape.tokens > 1:
                 final = hidden[self._range[: shape.rows], (inputs.count - 1).clamp(min=0)]
-            tokens = draw(self._head(final), inputs.sampler_slots, inputs.wanted, self._last, inputs.slots)
+            tokens = sample(self._head(final), inputs.sampler_slots, inputs.wanted, self._last, inputs.slots)
         elif shape.tokens <= HEAD_TOKENS:
             logits = self._head(hidden.flatten(0, 1))
         inputs.start.add_(inputs.count)
@@ -315,7 +315,7 @@ class StaticShapeEngine(ModelEngine):
         for handle, new in zip(batch.handles, batch.num_new, strict=False):
             end += new
             if 0 < end <= len(ids) and ids[end - 1] == PENDING:
-                if handle not in self._drew:
+                if handle not in self._sampled:
                     raise NanoinferError(
                         f"sequence {handle}: token id {PENDING} stands for the token that the last step sampled, but"
                         " that step sampled none: pass the token itself"
@@ -340,18 +340,18 @@ class StaticShapeEngine(ModelEngine):
         source, target = self._cache.slot(parent), self._cache.slot(child)
         self._cache.copy(source, target, self._lengths[parent])
         self._last[target] = self._last[source]
-        if parent in self._drew:
-            self._drew.add(child)
+        if parent in self._sampled:
+            self._sampled.add(child)
 
     def _close(self, handle: Handle) -> None:
         self._last_step = None
         self._cache.close(handle, self._lengths[handle])
-        self._drew.discard(handle)
+        self._sampled.discard(handle)
 
     def _reset(self) -> None:
         self._last_step = None
         self._cache.reset()
-        self._drew.clear()
+        self._sampled.clear()
         for inputs in self._inputs.values():
             inputs.invalidate()
 

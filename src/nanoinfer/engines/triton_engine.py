@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig, EngineLimits
-from nanoinfer.engines.base import Draw
+from nanoinfer.engines.base import SampleSlots
 from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
@@ -83,10 +83,10 @@ class TritonEngine(CudaGraphEngine):
 
     # The step --------------------------------------------------------------------------------------------
 
-    def _compute(self, inputs: StepInputs, shape: Bucket, draw: Draw | None) -> StepOutput:
+    def _compute(self, inputs: StepInputs, shape: Bucket, sample: SampleSlots | None) -> StepOutput:
         R, n, C = shape.rows, shape.tokens, self.config.n_embd
         if R * n > MAX_ROWS:
-            return super()._compute(inputs, shape, draw)
+            return super()._compute(inputs, shape, sample)
         x = torch.empty(R * n, C, device=self.device)
         pos = torch.empty(R, n, dtype=torch.int64, device=self.device)
         begin(
@@ -95,13 +95,13 @@ class TritonEngine(CudaGraphEngine):
         )  # fmt: skip
         self._run_layers(x, pos, inputs.slots, shape.context)
         norm, hidden = norm_of(self.model.transformer["ln_f"]), x
-        if draw is None or R * n > 1:  # one row: the head normalises it
-            hidden = torch.empty(R * n if draw is None else R, C, dtype=self.dtype, device=self.device)
-            layer_norm(x, norm, hidden, None if draw is None else inputs.count)
+        if sample is None or R * n > 1:  # one row: the head normalises it
+            hidden = torch.empty(R * n if sample is None else R, C, dtype=self.dtype, device=self.device)
+            layer_norm(x, norm, hidden, None if sample is None else inputs.count)
         logits = self._head(x, norm) if R * n == 1 else self._head(hidden)
-        if draw is None:
+        if sample is None:
             return StepOutput(hidden.view(R, n, C), logits, None)
-        return StepOutput(hidden, None, draw(logits, inputs.sampler_slots, inputs.wanted, self._last, inputs.slots))
+        return StepOutput(hidden, None, sample(logits, inputs.sampler_slots, inputs.wanted, self._last, inputs.slots))
 
     def _run_layers(self, x: Tensor, pos: Tensor, slots: Tensor, context: int) -> None:
         """Run all layers on the residual stream x, (M, C) float32, in place. pos: (R, n); slots: (R,)."""

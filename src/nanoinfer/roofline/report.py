@@ -9,8 +9,9 @@ from typing import Any
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, kv_cache_layer
-from nanoinfer.roofline.devices import find_device
+from nanoinfer.roofline.devices import DEVICES, find_device
 from nanoinfer.roofline.formats import FORMATS, WeightFormat
+from nanoinfer.roofline.gpu_steps import KERNEL_SEC, estimate
 from nanoinfer.roofline.measure import MEASURE
 from nanoinfer.roofline.predict import Setting, generation, predict, prompt_length
 from nanoinfer.roofline.shapes import find_model
@@ -91,6 +92,8 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
         "memory": _memory(setting),
         "generation": _generation(setting, num_new),
     }
+    if ceiling.name in DEVICES or local_device != "cpu":
+        result["gpu_steps"] = _gpu_steps(setting)
     if draft is not None:
         result["speculation"] = _speculation(setting, question, draft)
     return result
@@ -143,6 +146,13 @@ def _step(setting: Setting, cost: StepCost, num_tokens: int) -> dict[str, Any]:
         "step_sec": p.seconds,
         "tokens_per_sec": num_tokens / p.seconds,
     }
+
+
+def _gpu_steps(setting: Setting) -> list[dict[str, Any]]:
+    """Return the estimates of a decode step of the engines whose kernels are counted."""
+    found = [estimate(name, setting.config, setting.fmt, setting.ceiling, setting.B, setting.N) for name in KERNEL_SEC]
+    return [asdict(step) | {"step_sec": step.seconds, "tokens_per_sec": setting.B / step.seconds}
+            for step in found if step is not None]  # fmt: skip
 
 
 def _memory(setting: Setting) -> dict[str, Any]:

@@ -57,9 +57,9 @@ class FlashInferSample:
         """Sample the next token of each row."""
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
         greedy = [i for i, row in enumerate(rows) if row.params.greedy]
-        return reference.sample_parts(logits, rows, ((greedy, reference.sample_tokens), (random, self._draw)))
+        return reference.sample_parts(logits, rows, ((greedy, reference.sample_tokens), (random, self._sample_random)))
 
-    def _draw(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
+    def _sample_random(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[int]:
         probs = _probabilities(logits, rows).float().contiguous()
         V, params, k = logits.shape[-1], [row.params for row in rows], self._kernels
 
@@ -70,12 +70,12 @@ class FlashInferSample:
         top_p = each([p.top_p for p in params])
         if any(p.min_p for p in params):
             kept = k.top_p_renorm_probs(k.top_k_renorm_probs(probs, top_k), top_p)
-            drawn = k.min_p_sampling_from_probs(kept, each([p.min_p for p in params]), generator=self._generator)
+            found = k.min_p_sampling_from_probs(kept, each([p.min_p for p in params]), generator=self._generator)
         else:
-            drawn = k.top_k_top_p_sampling_from_probs(
+            found = k.top_k_top_p_sampling_from_probs(
                 probs, top_k, top_p, filter_apply_order="top_k_first", generator=self._generator
             )
-        tokens: list[int] = drawn.tolist()
+        tokens: list[int] = found.tolist()
         return tokens
 
 

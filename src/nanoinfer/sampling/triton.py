@@ -25,10 +25,10 @@ MAX_COUNT = 2**15 - 1
 """Largest count of one token in one sequence: 15 bits."""
 SCRATCH_ROWS = 128
 """Rows sampled in one launch: enough to fill a GPU, and few enough that their scratch stays in its cache."""
-NUM_WARPS = {"weigh": 4, "draw": 8}
-"""Warps of each kernel. With 16 warps, `draw` does not have enough registers."""
+NUM_WARPS = {"weigh": 4, "sample": 8}
+"""Warps of each kernel. With 16 warps, `sample` does not have enough registers."""
 NOT_FINITE = -1
-"""Token that `TritonSampler.draw` returns for a row whose largest logit is not finite."""
+"""Token that `TritonSampler.sample_slots` returns for a row whose largest logit is not finite."""
 
 
 def why_unavailable() -> str | None:
@@ -84,9 +84,9 @@ class TritonSampler:
         """Return why the fused sampler does not support a row, or None."""
         if row.params.num_logprobs is not None:
             return f"logprobs={row.params.num_logprobs}: the fused sampler does not compute log-probabilities"
-        return self._why_not_drawn(row)
+        return self._why_not_by_kernels(row)
 
-    def _why_not_drawn(self, row: SamplerRow) -> str | None:
+    def _why_not_by_kernels(self, row: SamplerRow) -> str | None:
         """Return why the kernels cannot sample the row's tokens, or None; log-probabilities are not considered."""
         p, bias, ends = row.params, row.params.logit_bias or {}, row.end_token_ids if row.params.min_tokens else ()
         max_bias, max_ends = self._kernels.MAX_BIAS.value, self._kernels.MAX_ENDS.value
@@ -127,7 +127,7 @@ class TritonSampler:
                 self._state[slot].zero_()
                 self._state[slot].scatter_(0, _on(self.device, ids), _on(self.device, counts))
 
-    def draw(
+    def sample_slots(
         self, logits: Tensor, slots: Tensor, wanted: Tensor, last: Tensor | None = None, owners: Tensor | None = None
     ) -> Tensor:
         """Sample the next token of each wanted row, count it, and advance the position of its slot, in two launches.
@@ -179,10 +179,10 @@ class TritonSampler:
             *rows, self._lists, self._state, self._values, self._weights, self._nearest, *parts, V,
             **exact, num_warps=NUM_WARPS["weigh"],
         )  # fmt: skip
-        k.draw[B,](
+        k.sample[B,](
             *rows, self._state, self._values, self._weights, self._nearest, self._groups, *parts,
             tokens, last, owners, 0 if owners is None else owners.stride(0), V, num_parts,
-            **exact, num_warps=NUM_WARPS["draw"],
+            **exact, num_warps=NUM_WARPS["sample"],
         )  # fmt: skip
 
     def _words_of(self, row: SamplerRow) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -263,17 +263,19 @@ class Sample:
         assert isinstance(logits, Tensor)
         B, V = logits.shape
         fused = self._fused_for(B, V, logits.device)
-        by_reference = [i for i, row in enumerate(rows) if fused._why_not_drawn(row)]
+        by_reference = [i for i, row in enumerate(rows) if fused._why_not_by_kernels(row)]
         by_kernels = [i for i in range(B) if i not in {*by_reference}]
 
-        def draw(part: Tensor, some: Sequence[SamplerRow]) -> list[int]:
+        def sample_part(part: Tensor, some: Sequence[SamplerRow]) -> list[int]:
             fused._assign_all(some)
             slots = torch.arange(len(some), device=part.device)
             wanted = torch.ones_like(slots, dtype=torch.bool)
-            tokens: list[int] = fused.draw(part if part.stride(-1) == 1 else part.contiguous(), slots, wanted).tolist()
+            part = part if part.stride(-1) == 1 else part.contiguous()
+            tokens: list[int] = fused.sample_slots(part, slots, wanted).tolist()
             return tokens if NOT_FINITE not in tokens else reference.sample_tokens(part, some)  # raises the error
 
-        return reference.sample_parts(logits, rows, ((by_kernels, draw), (by_reference, reference.sample_tokens)))
+        parts = ((by_kernels, sample_part), (by_reference, reference.sample_tokens))
+        return reference.sample_parts(logits, rows, parts)
 
     def _fused_for(self, B: int, V: int, device: torch.device) -> TritonSampler:
         """Return a fused sampler of at least B slots; a new one if B, the vocabulary or the device requires it."""

@@ -13,6 +13,8 @@
 // order of its own. Products of int8 are exact, so few rows take the faster path of products.h, with the same result.
 #pragma once
 
+#include "products.h"
+
 constexpr std::int64_t kTileRows = 16, kTileBytes = kTileRows * 64;
 // As kRowBlockBytes: CPUs with AMX have 2 MiB of second-level cache. Each block reads the weights again.
 constexpr std::size_t kRowBlockBytesAmx = 768 << 10;
@@ -128,24 +130,24 @@ struct alignas(64) AmxWeights {
 // Unpack the groups [from, from + count) of half a panel.
 template <WeightType type>
 inline void unpack_amx(const Matrix& m, std::int64_t panel, int half, std::int64_t from, std::int64_t count, AmxWeights& to) {
-  constexpr bool kNibbles = type == WeightType::i4 || type == WeightType::q4_0 || type == WeightType::q4_1;
+  constexpr bool kNibbles = has_nibbles(type);
   constexpr std::int64_t kInputs = group_of(type), kBytes = kInputs * kPanel / (kNibbles ? 2 : 1);  // of a group
-  constexpr std::int64_t kMeta = type == WeightType::q4_1 ? 128 : kInputs == kSmallGroup ? 64 : 0;  // in front of it
-  const std::uint8_t *meta = m.data + panel * m.panel_bytes + from * (type == WeightType::i4 ? 96 : kBytes + kMeta), *w = meta;
-  if (type == WeightType::i4)
-    w = m.data + panel * m.panel_bytes + ((m.depth / kInputs * 96 + 63) & ~std::int64_t{63}) + from * kBytes;
+  constexpr std::int64_t kMeta = kInputs == kSmallGroup ? BlockFormat(type).record_header() : 0;  // in front of it
+  const std::uint8_t* data = m.data + panel * m.panel_bytes;
+  const std::uint8_t *meta = data + from * (type == WeightType::i4 ? kInt4Group : kBytes + kMeta), *w = meta;
+  if (type == WeightType::i4) w = data + int4_numbers(m.depth) + from * kBytes;
   std::uint8_t* tile = to.tiles;
   for (std::int64_t g = 0; g < count; ++g, tile += kInputs * 16) {
     if constexpr (type == WeightType::i4) {
       store(to.scale[g], load_bf16((const std::uint16_t*)meta + 16 * half));
-      store(to.minimum[g], load_u8(meta + 64 + 16 * half));
-      meta += 96;
+      store(to.minimum[g], load_u8(meta + kInt4Zeros + 16 * half));
+      meta += kInt4Group;
     } else if constexpr (kMeta) {
       store(to.scale[g], load_f16((const std::uint16_t*)w + 16 * half));
-      if (type == WeightType::q4_1) store(to.minimum[g], load_f16((const std::uint16_t*)w + 32 + 16 * half));
+      if (type == WeightType::q4_1) store(to.minimum[g], load_f16((const std::uint16_t*)w + kRecordMinimums / 2 + 16 * half));
       w += kMeta;
     }
-    for (std::int64_t line = 0; line < kBytes / 128; ++line, w += 128) {
+    for (std::int64_t line = 0; line < kBytes / kLine; ++line, w += kLine) {
       const __m512i q = _mm512_loadu_si512(w + 64 * half);
       if constexpr (kNibbles) {  // the high halves are inputs of the second half of the group
         const __m512i mask = _mm512_set1_epi8(15), middle = _mm512_set1_epi8(type == WeightType::q4_0 ? 8 : 0);

@@ -1,5 +1,5 @@
-// Python bindings of the decoder, of packing, and of the buffer that measures memory bandwidth. nanobind checks the argument types in
-// the signatures; the classes check the values.
+// Python bindings of the decoder and of packing. nanobind checks the argument types in the signatures; the classes check
+// the values.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -19,7 +19,6 @@
 #include "decoder.h"
 #include "gil.h"
 #include "isa.h"
-#include "memory.h"
 #include "names.h"
 #include "packing.h"
 #include "process.h"
@@ -150,46 +149,6 @@ nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std:
   return nb::make_tuple(Panels(bytes, {size.num_bytes}, data_owner), Scales(floats, {size.num_scales}, scales_owner));
 }
 
-// A buffer to measure read bandwidth with. Its constructor, too, is called without the interpreter lock.
-class ReadBuffer {
- public:
-  ReadBuffer(std::int64_t num_bytes, int threads, const std::string& isa, bool huge_pages)
-      : kernels_(kernels_for(isa)), threads_(ThreadPool::shared(checked_threads(threads))), memory_(checked_size(num_bytes), huge_pages) {
-    std::memset(memory_.data(), 1, memory_.size());  // allocates every page
-  }
-  ~ReadBuffer() {
-    const ReleasedGil nogil;
-    memory_ = Buffer();
-    threads_.reset();
-  }
-  std::uint64_t read() {
-    const ReleasedGil nogil;
-    ThreadPool& threads = ThreadPool::current(threads_);
-    std::vector<std::uint64_t> sums(threads.size());
-    const std::int64_t lines = memory_.size() / 256;
-    threads.run([&](int rank) {
-      const Range mine = range_of(lines, rank, threads.size());
-      sums[rank] = kernels_.read(memory_.data() + mine.begin * 256, (mine.end - mine.begin) * 256);
-    });
-    std::uint64_t total = 0;
-    for (const std::uint64_t s : sums) total += s;
-    return total;
-  }
-
- private:
-  static std::size_t checked_size(std::int64_t n) {
-    if (n < 256 || n > (std::int64_t{1} << 40)) throw std::invalid_argument("num_bytes must be from 256 to 2**40");
-    return n / 256 * 256;
-  }
-  static int checked_threads(int n) {
-    if (n < 1 || n > 1024) throw std::invalid_argument("threads must be from 1 to 1024");
-    return n;
-  }
-  const Kernels& kernels_;
-  std::shared_ptr<ThreadPool> threads_;
-  Buffer memory_;
-};
-
 }  // namespace
 
 void bind_decoder(nb::module_& m) {
@@ -201,11 +160,6 @@ void bind_decoder(nb::module_& m) {
         return all;
       },
       "Instruction sets of this build, slowest first: (name, CPU features that are missing; empty if supported).");
-
-  nb::class_<ReadBuffer>(m, "ReadBuffer", "Memory to measure read bandwidth with.")
-      .def(nb::init<std::int64_t, int, const std::string&, bool>(), nb::kw_only(), "num_bytes"_a, "threads"_a,
-           "isa"_a = "", "huge_pages"_a = true, nb::call_guard<ReleasedGil>())
-      .def("read", &ReadBuffer::read, "Read the buffer once with all threads; return a checksum.");
 
   nb::class_<Settings>(m, "DecoderOptions", "The shape of a model, its formats and limits. Decoder checks the values.")
       .def(nb::init<>())

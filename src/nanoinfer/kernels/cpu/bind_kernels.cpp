@@ -152,9 +152,21 @@ Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std:
   for (std::int64_t t = std::max<std::int64_t>(0, start + 1 - width); t < T; ++t)
     kernels.store_kv(shape.type, k.data() + t * D, v.data() + t * D, D, blocks[t / kBlock].data(), t % kBlock);
   std::vector<float> to(queries * group * D), scratch(kQueryTile * num_blocks * kBlock);
-  kernels.attention({shape.type, D, addresses.data(), 0, start, queries, group, width,
-                     scale > 0 ? scale : 1.0f / std::sqrt(static_cast<float>(D)), softcap, q.data(), group * D,
-                     to.data(), group * D, scratch.data()});
+  kernels.attention({.type = shape.type,
+                     .head_dim = D,
+                     .blocks = addresses.data(),
+                     .offset = 0,
+                     .start = start,
+                     .num_tokens = queries,
+                     .group = group,
+                     .window = width,
+                     .scale = scale > 0 ? scale : 1.0f / std::sqrt(static_cast<float>(D)),
+                     .softcap = softcap,
+                     .q = q.data(),
+                     .q_stride = group * D,
+                     .out = to.data(),
+                     .out_stride = group * D,
+                     .scratch = scratch.data()});
   return to_numpy(to, queries, group * D, group * D);
 }
 

@@ -40,7 +40,7 @@ void resolve(DecoderShape& s) {
   if (s.rotary.empty()) s.rotary.assign(s.n_layer, -1);
 }
 
-DecoderShape checked(const DecoderShape& s, const DecoderOptions& o) {
+void check(const DecoderShape& s, const DecoderOptions& o) {
   for (const auto& [name, value] : {std::pair<const char*, std::int64_t>{"vocab_size", s.vocab_size},
                                     {"block_size", s.block_size},
                                     {"n_layer", s.n_layer},
@@ -72,29 +72,35 @@ DecoderShape checked(const DecoderShape& s, const DecoderOptions& o) {
   for (const std::vector<float>& f : s.frequencies)
     require(!f.empty() && static_cast<std::int64_t>(2 * f.size()) <= s.head_dim,
             "frequencies must be at least 1 and at most half of head_dim");
-  return s;
 }
 
-std::int64_t num_blocks(const DecoderShape& s, const DecoderOptions& o) {
-  checked(s, o);  // the order in which arguments are evaluated is unspecified
-  return (o.max_num_cached_tokens + kBlock - 1) / kBlock;
+// The weights of a model before they are added. Throws std::invalid_argument for sizes out of range.
+ModelWeights weights_of(DecoderShape shape, const DecoderOptions& options) {
+  resolve(shape);
+  check(shape, options);
+  ModelWeights weights;
+  weights.shape = std::move(shape);
+  weights.type = options.weights;
+  return weights;
 }
 
 }  // namespace
 
-Decoder::Decoder(DecoderShape shape, const DecoderOptions& options)
-    : formats_((resolve(shape), options.formats)),
+Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
+    : formats_(options.formats),
+      model_(weights_of(given, options)),
       kernels_(kernels_for(options.isa)),
-      cache_({options.cache, checked(shape, options).n_layer, shape.n_kv_head, shape.head_dim},
-             num_blocks(shape, options)),
+      cache_({options.cache, model_.shape.n_layer, model_.shape.n_kv_head, model_.shape.head_dim},
+             (options.max_num_cached_tokens + kBlock - 1) / kBlock),
       threads_(ThreadPool::shared(options.threads)),
-      pass_((model_.shape = shape, model_.type = options.weights, model_), kernels_, cache_, options.threads) {
+      pass_(model_, kernels_, cache_, options.threads) {
+  const DecoderShape& shape = model_.shape;
   const std::int64_t C = shape.n_embd;
   model_.layers.resize(shape.n_layer);
   add_matrix("transformer.wte", model_.wte, shape.vocab_size, C, /*with_bias=*/false);
   if (shape.learned_positions) {
     model_.wpe.resize(shape.block_size * C);
-    slots_["transformer.wpe.weight"] = {nullptr, model_.wpe.data(), shape.block_size, C};
+    slots_["transformer.wpe.weight"] = {.vector = model_.wpe.data(), .rows = shape.block_size, .columns = C};
   }
   if (shape.embedding_norm) add_norm("transformer.ln_e", model_.ln_e, C);
   for (std::int64_t i = 0; i < shape.n_layer; ++i) add_layer("transformer.h." + str(i) + ".", model_.layers[i]);
@@ -103,17 +109,8 @@ Decoder::Decoder(DecoderShape shape, const DecoderOptions& options)
   if (!options.packed) panels_ = Buffer(panel_bytes_, options.huge_pages);
   vectors_ = Buffer(vector_floats_ * sizeof(float), options.huge_pages);
   panel_bytes_ = vector_floats_ = 0;
-  place(model_.wte);
-  for (LayerWeights& layer : model_.layers)
-    for (Matrix* m : {&layer.c_attn, &layer.c_proj, &layer.c_gate, &layer.c_fc, &layer.mlp_proj})
-      if (m->out) place(*m);
+  for (Slot* slot : matrices_) place(*slot);
   if (shape.tied) model_.lm_head = model_.wte;
-  else place(model_.lm_head);
-  for (auto& [name, slot] : slots_)
-    if (!slot.matrix && !slot.vector) {  // the bias of a matrix, whose address is known only now
-      Matrix& m = *slots_.at(name.substr(0, name.size() - 4) + "weight").matrix;
-      slot.vector = const_cast<float*>(m.bias);
-    }
 }
 
 void Decoder::add_layer(const std::string& prefix, LayerWeights& layer) {
@@ -148,26 +145,31 @@ void Decoder::add_matrix(const std::string& name, Matrix& m, std::int64_t out, s
   m.prepared = prepared_bytes(m.type, in);
   panel_bytes_ += m.panels * m.panel_bytes;
   vector_floats_ += 2 * m.panels * kPanel;
-  slots_[name + ".weight"] = {&m, nullptr, out, in};
-  if (with_bias) slots_[name + ".bias"] = {nullptr, nullptr, 1, out, /*optional=*/true};
+  Slot& slot = slots_[name + ".weight"] = {.matrix = &m, .rows = out, .columns = in};
+  matrices_.push_back(&slot);
+  if (with_bias) slot.bias = &(slots_[name + ".bias"] = {.columns = out, .optional = true});
 }
 
 // Without a weight, a norm multiplies by 1.
 void Decoder::add_norm(const std::string& name, NormWeights& norm, std::int64_t width) {
   norm.weight.assign(width, 1.0f);
   norm.bias.assign(width, 0.0f);
-  slots_[name + ".weight"] = {nullptr, norm.weight.data(), 1, width, !model_.shape.norm_weight, false,
-                              model_.shape.norm_offset};
-  slots_[name + ".bias"] = {nullptr, norm.bias.data(), 1, width, /*optional=*/true};
+  slots_[name + ".weight"] = {.vector = norm.weight.data(),
+                              .columns = width,
+                              .optional = !model_.shape.norm_weight,
+                              .offset = model_.shape.norm_offset};
+  slots_[name + ".bias"] = {.vector = norm.bias.data(), .columns = width, .optional = true};
 }
 
-void Decoder::place(Matrix& m) {
+void Decoder::place(Slot& slot) {
+  Matrix& m = *slot.matrix;
   const std::int64_t padded = m.panels * kPanel;
   float* vectors = reinterpret_cast<float*>(vectors_.data()) + vector_floats_;
   m.bias = vectors;
-  m.scale = vectors + padded;
+  if (slot.bias) slot.bias->vector = vectors;
+  m.scale = slot.scale = vectors + padded;
   vector_floats_ += 2 * padded;
-  if (panels_.size()) m.data = panels_.data() + panel_bytes_;
+  if (panels_.size()) m.data = slot.panels = panels_.data() + panel_bytes_;
   panel_bytes_ += m.panels * m.panel_bytes;
 }
 
@@ -189,7 +191,7 @@ void Decoder::load(const std::string& name, const Stored& values) {
   } else if (panels_.size()) {
     Matrix& m = *slot.matrix;
     require(m.type != WeightType::q4_0 && m.type != WeightType::q4_1, "tensor '" + name + "' must be given as blocks");
-    pack(ThreadPool::current(threads_), m.type, values, const_cast<std::uint8_t*>(m.data), const_cast<float*>(m.scale));
+    pack(ThreadPool::current(threads_), m.type, values, slot.panels, slot.scale);
   } else {
     throw std::invalid_argument("tensor '" + name + "' must be packed already: use load_packed");
   }
@@ -205,7 +207,7 @@ void Decoder::load_blocks(const std::string& name, const std::uint8_t* blocks, s
   require(rows == slot.rows && bytes == row_bytes(m.type, slot.columns),
           "tensor '" + name + "' has " + str(rows) + " rows of " + str(bytes) + " bytes, must have " + str(slot.rows) +
               " of " + str(row_bytes(m.type, slot.columns)));
-  pack_blocks(ThreadPool::current(threads_), m.type, blocks, rows, slot.columns, const_cast<std::uint8_t*>(m.data));
+  pack_blocks(ThreadPool::current(threads_), m.type, blocks, rows, slot.columns, slot.panels);
   slot.given = true;
 }
 
@@ -222,7 +224,7 @@ void Decoder::load_packed(const std::string& name, const std::uint8_t* panels, s
   if (reinterpret_cast<std::uintptr_t>(panels) % 64)
     throw std::invalid_argument("tensor '" + name + "' is not aligned to 64 bytes");
   m.data = panels;
-  std::copy(scales, scales + num_scales, const_cast<float*>(m.scale));
+  std::copy(scales, scales + num_scales, slot.scale);
   if (model_.shape.tied && &m == &model_.wte) model_.lm_head = m;
   slot.given = true;
 }

@@ -36,7 +36,7 @@ class Decoder {
  public:
   // Throws std::invalid_argument for sizes out of range, std::bad_alloc, and std::runtime_error if the threads cannot be
   // created.
-  Decoder(DecoderShape shape, const DecoderOptions& options);
+  Decoder(const DecoderShape& given, const DecoderOptions& options);
 
   // Load one tensor by its name in the checkpoint ("transformer.h.0.attn.c_attn.weight"); a matrix is (out, in). It is
   // packed immediately, on all threads, and not kept. Throws std::invalid_argument if the name is unknown, the shape is
@@ -71,23 +71,27 @@ class Decoder {
 
  private:
   struct Slot {  // destination of a tensor of the checkpoint
-    Matrix* matrix = nullptr;  // of a tensor that is packed
-    float* vector = nullptr;   // of a tensor that is copied
+    Matrix* matrix = nullptr;        // of a tensor that is packed, to these panels and scales:
+    std::uint8_t* panels = nullptr;  // none if they are packed already
+    float* scale = nullptr;
+    Slot* bias = nullptr;            // that of the matrix
+    float* vector = nullptr;         // of a tensor that is copied
     std::int64_t rows = 1, columns = 0;
-    bool optional = false;     // biases, which are zero if the checkpoint has none
+    bool optional = false;           // biases, which are zero if the checkpoint has none
     bool given = false;
-    float offset = 0;          // added to the values
+    float offset = 0;                // added to the values
   };
   void add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias);
   void add_norm(const std::string& name, NormWeights& norm, std::int64_t width);
   void add_layer(const std::string& prefix, LayerWeights& layer);
-  void place(Matrix& m);
+  void place(Slot& slot);
   Slot& find(const std::string& name);
 
   std::unordered_map<std::string, WeightType> formats_;
   ModelWeights model_;
   const Kernels& kernels_;
   std::unordered_map<std::string, Slot> slots_;
+  std::vector<Slot*> matrices_;  // in the order in which a step reads them
   Buffer panels_;   // none if they are packed already
   Buffer vectors_;  // biases and scales
   std::size_t panel_bytes_ = 0, vector_floats_ = 0;

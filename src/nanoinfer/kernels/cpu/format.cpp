@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "layout.h"
+
 namespace nanoinfer {
 
 namespace {
@@ -206,18 +208,16 @@ Grid4 quantize4(const float* row, std::int64_t n, std::uint8_t* q) {
   return best;
 }
 
-std::int64_t meta_bytes(std::int64_t depth) { return round_up(depth / kGroup * 96, 64); }
-
 void pack4(const float* row, std::int64_t in, std::int64_t depth, std::int64_t o, std::uint8_t* panel) {
   std::uint8_t q[kGroup];
   for (std::int64_t g = 0; g < depth / kGroup; ++g) {
     const Grid4 grid = quantize4(row + g * kGroup, std::min(kGroup, in - g * kGroup), q);
-    std::uint8_t* meta = panel + g * 96;
+    std::uint8_t* meta = panel + g * kInt4Group;
     std::memcpy(meta + 2 * o, &grid.scale, 2);
-    meta[64 + o] = grid.zero;
-    std::uint8_t* at = panel + meta_bytes(depth) + g * (kGroup / 2 * kPanel) + o * 4;
+    meta[kInt4Zeros + o] = grid.zero;
+    std::uint8_t* at = panel + int4_numbers(depth) + g * (kGroup / 2 * kPanel) + o * 4;
     for (std::int64_t j = 0; j < kGroup / 2; ++j)
-      at[j / 4 * 128 + j % 4] = static_cast<std::uint8_t>(q[j] | (q[j + kGroup / 2] << 4));
+      at[j / 4 * kLine + j % 4] = static_cast<std::uint8_t>(q[j] | (q[j + kGroup / 2] << 4));
   }
 }
 
@@ -245,31 +245,22 @@ void pack8(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* pane
     std::memcpy(&q, &rounded, sizeof q);
     q = q - (0x4b400000u - 128u);
     const std::uint32_t bytes = q[0] | q[1] << 8 | q[2] << 16 | q[3] << 24;
-    std::memcpy(panel + i / 4 * 128 + o * 4, &bytes, 4);
+    std::memcpy(panel + i / 4 * kLine + o * 4, &bytes, 4);
   }
 }
 
-// The formats of GGUF. A record is a group of 32 inputs of a panel; a block is the same of one row in a file.
-struct BlockFormat {
-  std::int64_t header, numbers;  // bytes of scale and minimum, and of the numbers, in a block
-  std::int64_t record() const { return (header + numbers) * kPanel; }
-};
-BlockFormat block_format(WeightType type) {
-  return {type == WeightType::q4_1 ? 4 : 2, type == WeightType::q8_0 ? 32 : 16};
-}
-
 void pack_block(WeightType type, const std::uint8_t* block, std::int64_t o, std::uint8_t* record) {
-  const BlockFormat f = block_format(type);
+  const BlockFormat f(type);
   std::memcpy(record + 2 * o, block, 2);
-  if (f.header == 4) std::memcpy(record + 2 * kPanel + 2 * o, block + 2, 2);
+  if (f.header == 4) std::memcpy(record + kRecordMinimums + 2 * o, block + 2, 2);
   const std::uint8_t flip = type == WeightType::q8_0 ? 128 : 0;  // signed bytes become unsigned
   for (std::int64_t j = 0; j < f.numbers; ++j)
-    record[f.header * kPanel + j / 4 * 128 + o * 4 + j % 4] = block[f.header + j] ^ flip;
+    record[f.record_header() + j / 4 * kLine + o * 4 + j % 4] = block[f.header + j] ^ flip;
 }
 
 // Round a row of floats to blocks of q8_0, scale = largest / 127, as GGUF's reference does.
 void pack_q8_0(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* panel) {
-  const BlockFormat f = block_format(WeightType::q8_0);
+  const BlockFormat f(WeightType::q8_0);
   for (std::int64_t g = 0; g * kSmallGroup < in; ++g) {
     const std::int64_t n = std::min(kSmallGroup, in - g * kSmallGroup);
     float most = 0, check = 0;
@@ -331,8 +322,8 @@ std::size_t panel_bytes(WeightType type, std::int64_t in) {
     case WeightType::f16:
     case WeightType::bf16: return depth * kPanel * 2;
     case WeightType::i8: return depth * kPanel;
-    case WeightType::i4: return meta_bytes(depth) + depth * kPanel / 2;
-    default: return depth / kSmallGroup * block_format(type).record();
+    case WeightType::i4: return int4_numbers(depth) + depth * kPanel / 2;
+    default: return depth / kSmallGroup * BlockFormat(type).record();
   }
 }
 
@@ -362,14 +353,14 @@ void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std
 }
 
 std::size_t row_bytes(WeightType type, std::int64_t in) {
-  const BlockFormat f = block_format(type);
-  return in / kSmallGroup * (f.header + f.numbers);
+  const BlockFormat f(type);
+  return in / kSmallGroup * f.block();
 }
 
 void pack_blocks(WeightType type, const std::uint8_t* blocks, std::int64_t rows, std::int64_t in, std::int64_t begin,
                  std::int64_t end, std::uint8_t* data) {
-  const BlockFormat f = block_format(type);
-  const std::int64_t groups = in / kSmallGroup, block = f.header + f.numbers;
+  const BlockFormat f(type);
+  const std::int64_t groups = in / kSmallGroup, block = f.block();
   for (std::int64_t p = begin; p < end; ++p)
     for (std::int64_t o = 0; o < std::min(kPanel, rows - p * kPanel); ++o)
       for (std::int64_t g = 0; g < groups; ++g)
@@ -393,31 +384,31 @@ void unpack_row(const Matrix& w, std::int64_t output, float* to) {
       return;
     case WeightType::i8:
       for (std::int64_t i = 0; i < w.in; ++i)
-        to[i] = w.scale[output] * static_cast<float>(panel[i / 4 * 128 + o * 4 + i % 4] - 128);
+        to[i] = w.scale[output] * static_cast<float>(panel[i / 4 * kLine + o * 4 + i % 4] - 128);
       return;
     case WeightType::i4:
       for (std::int64_t i = 0; i < w.in; ++i) {
         const std::int64_t g = i / kGroup, j = i % kGroup, half = kGroup / 2;
-        const std::uint8_t* meta = panel + g * 96;
+        const std::uint8_t* meta = panel + g * kInt4Group;
         std::uint16_t scale;
         std::memcpy(&scale, meta + 2 * o, 2);
         const std::uint8_t byte =
-            panel[meta_bytes(w.depth) + g * (half * kPanel) + j % half / 4 * 128 + o * 4 + j % 4];
+            panel[int4_numbers(w.depth) + g * (half * kPanel) + j % half / 4 * kLine + o * 4 + j % 4];
         const int q = j < half ? byte & 15 : byte >> 4;
-        to[i] = from_bf16(scale) * static_cast<float>(q - meta[64 + o]);
+        to[i] = from_bf16(scale) * static_cast<float>(q - meta[kInt4Zeros + o]);
       }
       return;
     case WeightType::q8_0:
     case WeightType::q4_0:
     case WeightType::q4_1: {
-      const BlockFormat f = block_format(w.type);
+      const BlockFormat f(w.type);
       for (std::int64_t i = 0; i < w.in; ++i) {
         const std::uint8_t* record = panel + i / kSmallGroup * f.record();
         const std::int64_t j = i % kSmallGroup, at = j % f.numbers;
-        const std::uint8_t byte = record[f.header * kPanel + at / 4 * 128 + o * 4 + at % 4];
+        const std::uint8_t byte = record[f.record_header() + at / 4 * kLine + o * 4 + at % 4];
         std::uint16_t scale, minimum = 0;
         std::memcpy(&scale, record + 2 * o, 2);
-        if (f.header == 4) std::memcpy(&minimum, record + 2 * kPanel + 2 * o, 2);
+        if (f.header == 4) std::memcpy(&minimum, record + kRecordMinimums + 2 * o, 2);
         const int half = j < 16 ? byte & 15 : byte >> 4;
         const int q = w.type == WeightType::q8_0 ? byte - 128 : w.type == WeightType::q4_0 ? half - 8 : half;
         to[i] = from_f16(scale) * static_cast<float>(q) + from_f16(minimum);

@@ -270,11 +270,21 @@ void ForwardPass::attend(std::int64_t layer, int rank) {
   for (Range one; !(one = threads_->take(count, rank, 1)).empty();) {
     const Item& item = items_[one.begin];
     const std::int64_t column = item.head * group * s.head_dim;
-    kernels_.attention({shape.type, s.head_dim, item.blocks, shape.offset(layer, item.head), rows_[item.row].position,
-                        item.count, group, window, s.attention_scale, s.attention_softcap,
-                        qkv_ + item.row * qkv_stride_ + column, qkv_stride_,
-                        attended_ + item.row * attended_stride_ + column, attended_stride_,
-                        scratch_ + rank * scratch_stride_});
+    kernels_.attention({.type = shape.type,
+                        .head_dim = s.head_dim,
+                        .blocks = item.blocks,
+                        .offset = shape.offset(layer, item.head),
+                        .start = rows_[item.row].position,
+                        .num_tokens = item.count,
+                        .group = group,
+                        .window = window,
+                        .scale = s.attention_scale,
+                        .softcap = s.attention_softcap,
+                        .q = qkv_ + item.row * qkv_stride_ + column,
+                        .q_stride = qkv_stride_,
+                        .out = attended_ + item.row * attended_stride_ + column,
+                        .out_stride = attended_stride_,
+                        .scratch = scratch_ + rank * scratch_stride_});
   }
 }
 

@@ -16,7 +16,7 @@
 //
 // sources.cmake compiles this file with NANOINFER_ISA=<name> and the compiler flags of that instruction set. It must not
 // include standard headers with inline functions (see kernels.h).
-#include "kernels.h"
+#include "layout.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -28,7 +28,7 @@ namespace nanoinfer {
 namespace NANOINFER_ISA {
 
 #include "vec.h"
-#include "products.h"
+#include "matmul.h"
 #include "rows.h"
 #include "attention.h"
 #include "peak.h"

@@ -95,7 +95,7 @@ NI_INLINE void tile_i8(const Tile& t, Acc<M>& acc) {
   for (std::int64_t g = 0; g < t.depth / kGroup; ++g, u.scale += M, u.shift += M) {
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(u.shift[m]);
-    for (int k = 0; k < kGroup / 4; ++k, w += 128, u.x += M) {
+    for (int k = 0; k < kGroup / 4; ++k, w += kLine, u.x += M) {
       prefetch(w + kPrefetch);
       prefetch(w + kPrefetch + 64);
       const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
@@ -115,12 +115,12 @@ template <int M>
 NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
   const std::int64_t groups = t.depth / kGroup;
   const std::uint8_t* meta = t.w;
-  const std::uint8_t* w = t.w + ((groups * 96 + 63) & ~std::int64_t{63});
+  const std::uint8_t* w = t.w + int4_numbers(t.depth);
   Int8Units u = int8_units<M, kGroup>(t);
-  for (std::int64_t g = 0; g < groups; ++g, meta += 96, u.x += M * (kGroup / 8), u.scale += M, u.shift += M) {
+  for (std::int64_t g = 0; g < groups; ++g, meta += kInt4Group, u.x += M * (kGroup / 8), u.scale += M, u.shift += M) {
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(0);
-    for (int k = 0; k < kGroup / 8; ++k, w += 128, u.x += M) {
+    for (int k = 0; k < kGroup / 8; ++k, w += kLine, u.x += M) {
       prefetch(w + kPrefetch);
       prefetch(w + kPrefetch + 64);
       const i32x16 q0 = load_ints(w), q1 = load_ints(w + 64);
@@ -136,7 +136,7 @@ NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
       }
     }
     NI_HALVES {
-      const f32x16 scale = load_bf16((const std::uint16_t*)meta + 16 * h), zero = load_u8(meta + 64 + 16 * h);
+      const f32x16 scale = load_bf16((const std::uint16_t*)meta + 16 * h), zero = load_u8(meta + kInt4Zeros + 16 * h);
       NI_ROWS {
         const f32x16 sum = fma(zero, broadcast(u.float_shift(m)), to_float(dot[m][h]));
         acc.v[m][h] = fma(sum, scale * broadcast(u.scale[m]), acc.v[m][h]);
@@ -154,10 +154,10 @@ NI_INLINE void tile_q8_0(const Tile& t, Acc<M>& acc) {
   for (std::int64_t g = 0; g < t.depth / kSmallGroup; ++g, u.scale += M, u.shift += M) {
     prefetch(w + kPrefetch);
     const f32x16 scale[2] = {load_f16((const std::uint16_t*)w), load_f16((const std::uint16_t*)w + 16)};
-    w += 64;
+    w += BlockFormat(WeightType::q8_0).record_header();
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(u.shift[m]);
-    for (int k = 0; k < kSmallGroup / 4; ++k, w += 128, u.x += M) {
+    for (int k = 0; k < kSmallGroup / 4; ++k, w += kLine, u.x += M) {
       prefetch(w + kPrefetch);
       prefetch(w + kPrefetch + 64);
       const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
@@ -180,10 +180,10 @@ NI_INLINE void tile_q4(const Tile& t, Acc<M>& acc) {
     const std::uint16_t* meta = (const std::uint16_t*)w;
     prefetch(w + kPrefetch);
     if (with_minimum) prefetch(w + kPrefetch + 64);
-    w += with_minimum ? 128 : 64;
+    w += BlockFormat(with_minimum ? WeightType::q4_1 : WeightType::q4_0).record_header();
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(with_minimum ? 0 : u.shift[m]);
-    for (int k = 0; k < kQuads; ++k, w += 128, u.x += M) {
+    for (int k = 0; k < kQuads; ++k, w += kLine, u.x += M) {
       prefetch(w + kPrefetch);
       prefetch(w + kPrefetch + 64);
       const i32x16 q0 = load_ints(w), q1 = load_ints(w + 64);
@@ -201,7 +201,7 @@ NI_INLINE void tile_q4(const Tile& t, Acc<M>& acc) {
     NI_HALVES {
       const f32x16 scale = load_f16(meta + 16 * h);
       f32x16 minimum = broadcast(0.0f);
-      if constexpr (with_minimum) minimum = load_f16(meta + 32 + 16 * h);
+      if constexpr (with_minimum) minimum = load_f16(meta + kRecordMinimums / 2 + 16 * h);
       NI_ROWS {
         f32x16 sum = to_float(dot[m][h]) * scale;
         if constexpr (with_minimum) sum = fma(minimum, broadcast(u.float_shift(m)), sum);
@@ -286,27 +286,5 @@ void matmul_as(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
         const std::int64_t from = tiling.begin(i), to = tiling.begin(i + 1);
         T::kTable[to - from - 1](task, panel, from);
       }
-  }
-}
-
-#if defined(__AMX_TILE__)
-#include "amx.h"
-#else
-NI_INLINE bool uses_amx(WeightType, std::int64_t) { return false; }
-#endif
-
-void matmul(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-#if defined(__AMX_TILE__)
-  if (uses_amx(task.w->type, task.rows)) return matmul_amx(task, begin, end);
-#endif
-  switch (task.w->type) {
-    case WeightType::f32: return matmul_as<TilesFor<WeightType::f32, kRowsFloat>>(task, begin, end);
-    case WeightType::f16: return matmul_as<TilesFor<WeightType::f16, kRowsFloat>>(task, begin, end);
-    case WeightType::bf16: return matmul_as<TilesFor<WeightType::bf16, kRowsFloat>>(task, begin, end);
-    case WeightType::i8: return matmul_as<TilesFor<WeightType::i8, kRowsInt>>(task, begin, end);
-    case WeightType::i4: return matmul_as<TilesFor<WeightType::i4, kRowsInt>>(task, begin, end);
-    case WeightType::q8_0: return matmul_as<TilesFor<WeightType::q8_0, kRowsInt>>(task, begin, end);
-    case WeightType::q4_0: return matmul_as<TilesFor<WeightType::q4_0, kRowsInt>>(task, begin, end);
-    case WeightType::q4_1: return matmul_as<TilesFor<WeightType::q4_1, kRowsInt>>(task, begin, end);
   }
 }

@@ -2,6 +2,11 @@
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 #pragma once
 
+#include "matmul.h"
+
+// The 4-byte units of prepared rows are written as integers, and read as integers and floats.
+using Unit = std::uint32_t __attribute__((may_alias));
+
 // Round 16 floats to integers, ties to even; |x| < 2^22.
 NI_INLINE i32x16 round(f32x16 x) {
   const f32x16 magic = broadcast(12582912.0f);
@@ -54,7 +59,8 @@ NI_INLINE std::uint32_t shift_of(WeightType type, std::int32_t sum) {
 
 // Write a row as int8 units, then its scales and shifts (Int8Units in products.h).
 template <std::int64_t G>
-NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t height, std::uint32_t* to) {
+NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t height,
+                            Unit* to) {
   for (std::int64_t g = 0; g < depth / G; ++g) {
     const Int8Group<G> group = quantize_group<G>(x + g * G, n - g * G);
     std::uint32_t quads[G / 4];
@@ -72,7 +78,7 @@ void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth
 #endif
   const Tiling tiling(rows, uses_amx(type, rows) ? 1 : group_of(type) ? kRowsInt : kRowsFloat);
   const std::int64_t tile = tiling.tile_of(row), from = tiling.begin(tile), height = tiling.begin(tile + 1) - from;
-  std::uint32_t* to = (std::uint32_t*)(out + from * stride) + (row - from);  // unit u of this row: to[u * height]
+  Unit* to = (Unit*)(out + from * stride) + (row - from);  // unit u of this row: to[u * height]
   switch (type) {
     case WeightType::f32:
     case WeightType::f16:
@@ -80,8 +86,10 @@ void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth
       return;
     case WeightType::bf16:
       for (std::int64_t k = 0; k < depth; k += 16) {
+        std::uint16_t values[16];
+        store_bf16(values, load_first(x + k, n - k));
         std::uint32_t pairs[8];
-        store_bf16((std::uint16_t*)pairs, load_first(x + k, n - k));
+        __builtin_memcpy(pairs, values, sizeof pairs);
         for (std::int64_t j = 0; j < 8 && k + 2 * j < depth; ++j) to[(k / 2 + j) * height] = pairs[j];
       }
       return;

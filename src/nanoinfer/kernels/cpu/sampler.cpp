@@ -29,7 +29,7 @@ class RowSampler {
   // The index of the first largest logit; -1 if another thread has changed the row so that there is none.
   std::int32_t best() const;
   // The inverse transform of the uniform over the kept tokens; -1 if another thread changed the row so that none is left.
-  std::int32_t draw();
+  std::int32_t sample();
 
  private:
   Patch& patch_of(std::int32_t id);
@@ -42,8 +42,8 @@ class RowSampler {
   void keep(double border);
   void gather_nucleus(double total, double least);
   double sampled_border(double weight);
-  std::int32_t draw_from_gathered();
-  std::int32_t draw_from_all(double total);
+  std::int32_t sample_gathered();
+  std::int32_t sample_all(double total);
 
   const float* row_;  // the logits, or a copy in the scratch with -inf for patched ones
   const std::int32_t V_;
@@ -285,21 +285,21 @@ double RowSampler::sampled_border(double weight) {
   constexpr std::int32_t kSample = 512;
   if (V_ < 4 * kSample) return kExcluded;
   const std::int32_t step = V_ / kSample;
-  double* sample = s_.values.data();
-  for (std::int32_t i = 0; i < kSample; ++i) sample[i] = row_[i * step];
-  scale_all(sample, kSample, largest_, options_.temperature);
-  std::sort(sample, sample + kSample);
-  exp_all(sample, kSample, s_.weights.data());
+  double* values = s_.values.data();
+  for (std::int32_t i = 0; i < kSample; ++i) values[i] = row_[i * step];
+  scale_all(values, kSample, largest_, options_.temperature);
+  std::sort(values, values + kSample);
+  exp_all(values, kSample, s_.weights.data());
   double below = 0.0;
   std::int32_t i = 0;
   while (i + 1 < kSample && (below += step * s_.weights[i]) < weight) ++i;
-  return sample[i];
+  return values[i];
 }
 
 // 4. The inverse transform --------------------------------------------------------------------------------
 
 // Running sums in vocabulary order, as in the reference.
-std::int32_t RowSampler::draw_from_gathered() {
+std::int32_t RowSampler::sample_gathered() {
   if (num_gathered_ == 0) return -1;
   double total = 0.0;
   for (std::int32_t i = 0; i < num_gathered_; ++i) total += s_.weights[i];
@@ -316,7 +316,7 @@ std::int32_t RowSampler::draw_from_gathered() {
 }
 
 // Without a filter: the sums of the blocks give the block of the token, whose weights are computed again.
-std::int32_t RowSampler::draw_from_all(double total) {
+std::int32_t RowSampler::sample_all(double total) {
   const double wanted = options_.uniform * total;
   double running = 0.0;
   std::int32_t b = 0;
@@ -337,7 +337,7 @@ std::int32_t RowSampler::draw_from_all(double total) {
   return begin + last;
 }
 
-std::int32_t RowSampler::draw() {
+std::int32_t RowSampler::sample() {
   const SampleOptions& o = options_;
   const double least = o.min_p > 0 ? std::log(o.min_p) : kExcluded;  // relative to the largest z, which is 0
   double border = kExcluded;
@@ -355,10 +355,10 @@ std::int32_t RowSampler::draw() {
                                              s_.weighed.data()));
   }
   border = std::max(border, least);
-  if (border == kExcluded) return draw_from_all(weigh_all());
+  if (border == kExcluded) return sample_all(weigh_all());
   if (o.top_p < 1) keep(border);
   else gather(border);
-  return draw_from_gathered();
+  return sample_gathered();
 }
 
 }  // namespace
@@ -394,7 +394,7 @@ std::int32_t sample_row(const float* logits, std::int32_t V, const SampleOptions
   RowSampler sampler(logits, V, options, scratch);
   sampler.patch();
   if (!sampler.find_largest()) return -1;
-  return options.temperature == 0 ? sampler.best() : sampler.draw();
+  return options.temperature == 0 ? sampler.best() : sampler.sample();
 }
 
 }  // namespace nanoinfer

@@ -2,11 +2,11 @@
 
     weigh  (parts x rows)  penalties, bias, min_tokens; the largest logit of each part of each row; for rows that are
                            not greedy also weights and their sum
-    draw   (rows)          the thresholds of the filters, the random number, the token; updates the row's slot
+    sample (rows)          the thresholds of the filters, the random number, the token; updates the row's slot
 
 A part is BLOCK tokens, so that a single row uses many multiprocessors for the long operations (reading logits, float64
 exponentials). A part does not know the row's largest logit, so its weights are exp((logit - the part's largest) /
-temperature). `draw` multiplies them by exp((the part's largest - the row's largest) / temperature), one number a part.
+temperature). `sample` multiplies them by exp((the part's largest - the row's largest) / temperature), a number a part.
 
 Every decision is made in float64. All logits and distances are those of the reference sampler, bit for bit; weights
 differ in their last bits. The kernels use no atomics, so a row gives the same token in every batch, and no fused
@@ -261,7 +261,7 @@ def filter_border(logits, values, weights, nearest, groups, factors, words, most
 def sampled_token(
     logits, values, weights, nearest, groups, largest, sums, words, most, V, num_parts, PARTS: tl.constexpr
 ):
-    """Return the token of a row whose temperature is not 0. The arguments are those of the row; see `draw`."""
+    """Return the token of a row whose temperature is not 0. The arguments are those of the row; see `sample`."""
     temperature = real(words, TEMPERATURE)
     part = tl.arange(0, PARTS)
     inside = part < num_parts
@@ -300,7 +300,7 @@ def sampled_token(
 
 
 @triton.jit
-def draw(
+def sample(
     logits, stride, slots, wanted, stride_slots, words, state, values, weights, nearest, groups, largest, best, sums,
     tokens, last, owners, stride_owners, V, num_parts, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 GROUP = tl.constexpr(64)
 """Number of consecutive tokens that share one minimum."""
 PIVOTS = tl.constexpr(4)
-"""Number of borders that one pass tries; a power of two. With 8, `draw` runs out of registers."""
+"""Number of borders that one pass tries; a power of two. With 8, `sample` runs out of registers."""
 BLOCK = tl.constexpr(2048)
 """Number of tokens that a program reads at a time, and of a part of a row (sampler.py)."""
 WEIGHTLESS = tl.constexpr(746.0)
