@@ -317,6 +317,8 @@ def test_a_prompt_that_slides_is_not_copied_without_a_bound(tmp_path: Path, monk
         found = await post(app, {**SLIDE, "prompt": "a" * 1001, "n": 2})
         assert (found.status, found.error["param"]) == (400, "prompt")
         assert "the prompt has 1001 tokens, more than the context length, and n=2" in found.error["message"]
+        found = await post(app, {**SLIDE, "prompt": ["a" * 1500, "a" * 501]})  # a retry would not succeed
+        assert (found.status, found.error["param"]) == (400, "prompt")
         found = await post(app, {**SLIDE, "prompt": "a" * 32, "n": 4})
         assert found.status == 200
 

@@ -142,6 +142,7 @@ class TokenBounds:
     def __init__(self, request: GenerationRequest, block_size: int, config: ServerConfig, quotas: Quotas) -> None:
         self._params, self._block_size, self._config = request.params, block_size, config
         self._num_entries = 0  # log-probabilities of all prompts so far, and of their outputs
+        self._num_sliding = 0  # tokens of the prompts so far that are longer than the context, each for every output
         self._quotas = quotas
         self._held: list[tuple[Quota, int]] | None = []  # None: the request has ended
         self._lock = threading.Lock()
@@ -167,18 +168,21 @@ class TokenBounds:
 
         Raises:
             NanoinferError: the log-probabilities that the request asks for are more than max_logprob_entries; or the
-                prompt is longer than the context, and with n more than MAX_SLIDING_TOKENS.
+                prompts so far that are longer than the context are, with n, more than MAX_SLIDING_TOKENS.
             QueueFull: with what other requests hold, it would be more than a quota.
         """
         params, width = self._params, self._params.num_sequences
         slides, name = params.overflow == "slide", "n" if params.best_of is None else "best_of"
         if slides and num_prompt > self._block_size:
-            if (num_sliding := num_prompt * width) > MAX_SLIDING_TOKENS:
+            with self._lock:
+                self._num_sliding += num_prompt * width
+                total = self._num_sliding
+            if total > MAX_SLIDING_TOKENS:
                 raise NanoinferError(
                     f"the prompt has {num_prompt} tokens, more than the context length, and {name}={width}: their"
-                    f" product is above {MAX_SLIDING_TOKENS}: shorten the prompt, or lower {name}"
+                    f" product, of all such prompts, is above {MAX_SLIDING_TOKENS}: shorten the prompt, or lower {name}"
                 )
-            self._hold(self._quotas.sliding, num_sliding)
+            self._hold(self._quotas.sliding, num_prompt * width)
         num_output = sys.maxsize if slides else max(1, self._block_size + 1 - num_prompt)
         num_output = min(num_output, params.max_tokens or sys.maxsize)
         found = _entries(params.logprobs, width * num_output)
