@@ -112,7 +112,14 @@ def results(tree: Path) -> Counter[tuple[str, str]]:
     return found
 
 
-@pytest.mark.nightly  # two minutes
+@pytest.mark.slow
+def test_the_first_command_has_the_tests_and_the_steps(tree: Path) -> None:
+    code, said = run(commands()[0], tree, None)
+    assert code == 1, said  # some tests fail
+    assert Counter(by.split()[0] for by, _ in results(tree)) == {"tests": 18, "steps": 8}
+
+
+@pytest.mark.nightly  # a minute each
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_procedure_runs_to_its_end_whenever_it_is_interrupted(tree: Path, seed: int) -> None:
     moments, num_kills = random.Random(seed), 0
