@@ -85,17 +85,21 @@ CASES: dict[str, tuple[bytes, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_broken_file_is_refused(name: str, tmp_path: Path) -> None:
-    content, words = CASES[name]
-    path = tmp_path / "model.gguf"
-    path.write_bytes(content)
+def is_refused_in_little_memory(path: Path, *words: str) -> None:
     tracemalloc.start()
     try:
         refuses(lambda: read_gguf(path), "model.gguf", *words)
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_file_is_refused(name: str, tmp_path: Path) -> None:
+    content, words = CASES[name]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    is_refused_in_little_memory(path, *words)
 
 
 def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
@@ -136,12 +140,7 @@ def test_a_count_beyond_its_limit_is_refused_before_anything_is_read(name: str, 
     path.write_bytes(content)
     with open(path, "ab") as f:
         f.truncate(MAX_HEADER_BYTES)  # zeros: empty strings and empty keys
-    tracemalloc.start()
-    try:
-        refuses(lambda: read_gguf(path), "model.gguf", *words)
-        assert tracemalloc.get_traced_memory()[1] < 8 << 20
-    finally:
-        tracemalloc.stop()
+    is_refused_in_little_memory(path, *words)
 
 
 def test_the_limit_of_strings_is_that_of_all_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
