@@ -57,7 +57,7 @@ Row = dict[str, Any]
 GROUPS = ("steps", "products", "attention")
 VARIANT_GROUPS = {"variants": None, "variants-int4": "int4"}
 STEPS = (("triton", None), ("cuda_graph", None), ("triton", "int8"), ("triton", "int4"))  # engine, quantization
-ROWS = (1, 5, 16)
+ROWS = (1, 5, 64)
 KINDS = ("qkv", "attn_proj", "mlp_fc", "mlp_proj", "head")
 CACHE_BYTES = 200e6
 """More than the second-level cache of any GPU here: copies of a weight are used in turns until they exceed it."""

@@ -30,7 +30,7 @@ from nanoinfer.kernels.triton.quantize import Weight, dense
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
 
-OPERATIONS = r"\b((?:LDG|LDGSTS|STG|LDL|STL|ATOM|ATOMG|RED|CCTL|MEMBAR|HMMA)\.[\w.]+|BAR\.SYNC|ACQBULK|UBLKPF)"
+OPERATIONS = r"\b((?:LDG|LDGSTS|STG|LDL|STL|ATOM|ATOMG|RED|CCTL|MEMBAR|HMMA|HGMMA)\.[\w.]+|BAR\.SYNC|ACQBULK|UBLKPF)"
 BRANCH = r"/\*(\w+)\*/[^/]*\bBRA\b[^/]* 0x(\w+)"
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -146,7 +146,7 @@ def main() -> None:
         module.multiprocessors = lambda device: 132  # type: ignore[attr-defined]
     for name in formats:
         for C in map(int, sys.argv[3].split(",")):
-            for rows in (1, 5):
+            for rows in (1, 5, 48, 200) if C == 1600 else (1, 5):
                 with Compiled(capability) as compiled:
                     compile_layer(name, C, rows)
                 for kernel_name, kernel in compiled.kernels:

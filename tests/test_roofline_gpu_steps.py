@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+pytest.importorskip("triton", reason="triton is not installed")
+
+from nanoinfer.kernels.triton import tiles
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline import gpu_steps
 from nanoinfer.roofline.devices import DEVICES
@@ -17,7 +21,7 @@ BFLOAT16, H200 = FORMATS["bfloat16"], DEVICES["h200"]
     "engine, batch, num_kernels, usec",
     [
         ("triton", 1, 5 * 12 + 4, 248.9 / 4.8 + 2.0 * 64),  # 248.9 MB of weights, and one token's keys and values
-        ("triton", 16, 7 * 12 + 5, 248.9 / 4.8 + 2.0 * 89),
+        ("triton", 64, 7 * 12 + 5, 248.9 / 4.8 + 2.0 * 89),
         ("cuda_graph", 1, 12 * 12 + 18, 248.9 / 4.8 + 2.5 * 162),
     ],
 )
@@ -31,7 +35,17 @@ def test_the_terms_of_gpt2(engine: str, batch: int, num_kernels: int, usec: floa
 
 
 @pytest.mark.parametrize(
-    "engine, model, batch", [("triton", "gpt2", 17), ("static", "gpt2", 1), ("cuda_graph", "gemma3-270m", 1)]
+    "engine, model, batch", [("triton", "gpt2", 257), ("static", "gpt2", 1), ("cuda_graph", "gemma3-270m", 1)]
 )
 def test_what_is_not_counted_has_no_estimate(engine: str, model: str, batch: int) -> None:
     assert estimate(engine, PRESETS[model], BFLOAT16, H200, batch, 1) is None
+
+
+def test_only_quantized_weights_run_the_same_kernels_in_any_step() -> None:
+    for name, largest in gpu_steps.FUSED_TOKENS.items():
+        assert getattr(torch, name) in tiles.FUSED_TOKENS
+        assert tiles.FUSED_TOKENS[getattr(torch, name)] == largest
+        assert estimate("triton", PRESETS["gpt2"], FORMATS[name], H200, largest + 1, 1) is None
+    found = estimate("triton", PRESETS["gpt2"], FORMATS["int4"], H200, 512, 1)
+    assert found is not None
+    assert found.num_kernels == 7 * 12 + 5

@@ -41,7 +41,8 @@ def test_kernels_compile_and_stream(capability: int, formats: str, widths: str) 
         operations: dict[str, int] = k["operations"]
         if capability >= 80:  # before, Triton has no tensor cores: some products spill
             assert k["local_bytes"] == 0, k
-            assert sum(n for op, n in operations.items() if op.startswith(("LDL", "STL"))) <= 4, k  # none in 3.7
+            spilled = sum(n for op, n in operations.items() if op.startswith(("LDL", "STL")))
+            assert spilled <= (16 if k["kernel"] == "product_rows_kernel" else 4), k  # once a program
         assert k["shared_bytes"] <= SHARED_BYTES[capability], k
         if k["kernel"] in ("product_kernel", "product_rows_kernel", "attention_kernel"):
             loads = {op: n for op, n in operations.items() if op.startswith(("LDG.", "LDGSTS."))}
@@ -50,7 +51,7 @@ def test_kernels_compile_and_stream(capability: int, formats: str, widths: str) 
             assert wide >= 1, k  # weights, keys and values: 16 bytes at a time
             assert bytewise <= 32, k  # scales and zero points, one a group
         if k["kernel"].startswith("product") and k["format"] != "float32" and capability >= 80:
-            tensor_cores = any(op.startswith("HMMA") for op in operations)
+            tensor_cores = any(op.startswith(("HMMA", "HGMMA")) for op in operations)
             assert tensor_cores == (k["kernel"] == "product_rows_kernel"), k
         if k["kernel"] == "product_kernel":
             order = k["order"]

@@ -76,7 +76,7 @@ def test_fused_logits_are_those_of_the_naive_loop(bias: bool, activation: str) -
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_logits_are_those_of_a_model_with_the_values(quantization: str) -> None:
-    """Prompts of 20 tokens take the road of large steps, of 3 the fused one: both must mean the same weights."""
+    """Prompts of 20 tokens take blocks of 32 rows, those of 3 blocks of 16."""
     limits = make_limits(SMALL)
     engine = make_engine(make_model(SMALL), limits, quantization)
     reference = make_model(SMALL)

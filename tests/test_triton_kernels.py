@@ -18,7 +18,7 @@ from nanoinfer.kernels.triton.attention import attention
 from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, Epilogue, Pages, product
 from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
-from nanoinfer.kernels.triton.tiles import Tile, attention_splits, even_outputs, product_tile
+from nanoinfer.kernels.triton.tiles import Tile, attention_splits, even_outputs, product_tile, square_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # exp of what is large: meant
 
@@ -71,9 +71,9 @@ def check(out: Tensor, expected: Tensor, magnitude: Tensor, unit: float) -> None
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 37])
 @pytest.mark.parametrize("n, k", [(33, 64), (70, 200), (16, 101)])
-@pytest.mark.slow_if(lambda rows, n, device: device == "cpu" and (rows != 16 or n != 70))
+@pytest.mark.slow_if(lambda rows, n, device: device == "cpu" and (rows not in (16, 37) or n != 70))
 def test_products_with_everything_around_them(name: str, rows: int, n: int, k: int, device: str) -> None:
     x, w, bias, gain, shift = draw(rows, k), draw(n, k, seed=1), draw(n), draw(k, seed=2), draw(k, seed=3)
     weight = FORMATS[name](w)
@@ -82,7 +82,7 @@ def test_products_with_everything_around_them(name: str, rows: int, n: int, k: i
     sums = normed @ values.T + bias
     magnitude = normed.abs() @ values.abs().T + bias.abs() + normed.abs().amax(1, keepdim=True)
     out = torch.empty(rows, n, device=device)
-    tile = Tile(block_n=64, block_k=64, num_warps=4, num_stages=2)
+    tile = Tile(block_n=64, block_k=64, num_warps=4, num_stages=2, block_m=32 if rows > 32 else 16)
     norm = Norm(gain.to(device), shift.to(device), 1e-5)
     for gelu, reference in ((0, sums), (GELU_TANH, F.gelu(sums, approximate="tanh")), (GELU_ERF, F.gelu(sums))):
         product(x.to(device), on(device, weight), out, norm, Epilogue(bias.to(device), gelu), tile)
@@ -90,7 +90,7 @@ def test_products_with_everything_around_them(name: str, rows: int, n: int, k: i
 
 
 @pytest.mark.parametrize("name", ["float32", "int8", "int4"])
-@pytest.mark.parametrize("rows", [3, 16])
+@pytest.mark.parametrize("rows", [3, 16, 21])
 def test_inputs_split_between_programs_add_up(name: str, rows: int, device: str) -> None:
     n, k = 40, 330
     x, weight, residual = draw(rows, k), FORMATS[name](draw(n, k, seed=1)), draw(rows, n)
@@ -119,7 +119,7 @@ def test_outputs_that_a_program_leaves_out_are_the_next_ones(name: str, spare: i
 
 def test_the_inputs_of_one_row_are_not_split(device: str) -> None:
     out = torch.empty(1, 16, device=device)
-    with pytest.raises(ValueError, match="num_splits=2 for one row: only the inputs of 2 to 16 are split"):
+    with pytest.raises(ValueError, match="num_splits=2 for one row: only the inputs of several rows are split"):
         product(
             torch.ones(1, 64, device=device), dense(torch.ones(16, 64, device=device)), out, tile=Tile(8, 32, 4, 2, 2)
         )
@@ -192,8 +192,8 @@ def test_keys_and_values_go_where_the_table_says(device: str) -> None:
 def test_products_refuse_what_does_not_fit() -> None:
     weight, out = dense(torch.zeros(8, 16)), torch.zeros(2, 8)
     for x, o, words in (
-        (torch.zeros(2, 15), out, "x of shape (2, 15): need (1 to 16, 16)"),
-        (torch.zeros(17, 16), torch.zeros(17, 8), "x of shape (17, 16)"),
+        (torch.zeros(2, 15), out, "x of shape (2, 15): need (1 or more, 16)"),
+        (torch.zeros(0, 16), torch.zeros(0, 8), "x of shape (0, 16)"),
         (torch.zeros(2, 16), torch.zeros(2, 9), "out of shape (2, 9): need (2, 8)"),
         (torch.zeros(16, 2).T, out, "x is not contiguous"),
     ):
@@ -213,7 +213,7 @@ def attend_in_float64(q: Tensor, keys: Tensor, values: Tensor, pos: int) -> Tens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("R, n, splits", [(1, 1, 1), (3, 1, 4), (2, 5, 1), (2, 3, 4), (1, 16, 2)])
+@pytest.mark.parametrize("R, n, splits", [(1, 1, 1), (3, 1, 4), (2, 5, 1), (2, 3, 4), (1, 16, 2), (2, 70, 2)])
 @pytest.mark.parametrize("D, block_len", [(16, 150), (24, 10)], ids=["slots", "pages"])
 @pytest.mark.slow_if(lambda dtype, splits, device: device == "cpu" and (dtype != torch.float16 or splits == 1))
 def test_attention(dtype: torch.dtype, R: int, n: int, splits: int, D: int, block_len: int, device: str) -> None:
@@ -293,6 +293,21 @@ def test_tiles_give_every_multiprocessor_a_program() -> None:
         assert attention_splits(12, context, 16, 132) == splits  # at least 4 iterations of 64 keys each
     assert attention_splits(12, 1024, 32, 132) == 8
     assert attention_splits(64 * 12, 1024, 16, 132) == 1
+
+
+def test_tiles_of_many_rows_fit_the_shared_memory_and_fill_the_multiprocessors() -> None:
+    for rows, block_m in ((17, 32), (64, 64), (200, 128), (4096, 128)):
+        for bits, operand_bits in ((32, 32), (16, 16), (8, 16), (4, 16), (8, 32), (4, 32)):
+            tile = product_tile(4800, 1600, rows, bits, 132, operand_bits)
+            turn = tile.block_n * bits + tile.block_m * operand_bits
+            assert tile.num_stages >= 2
+            assert tile.num_stages * tile.block_k * turn // 8 <= 96 << 10, (rows, bits, tile)
+            if operand_bits == 16 and bits > 4:
+                assert tile.block_m == block_m, (rows, bits, tile)
+    assert square_blocks(512, 768, (128, 128), 132) == (64, 64)
+    assert square_blocks(4096, 6400, (128, 128), 132) == (128, 128)
+    assert square_blocks(4096, 6400, (64, 64), 132) == (64, 64)
+    assert product_tile(768, 3072, 200, 16, 132).block_m == 64
 
 
 @pytest.mark.parametrize(

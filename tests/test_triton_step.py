@@ -55,7 +55,7 @@ SAMPLED = [
 # The first kernel -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("n", [1, 5, 40])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_first_kernel_prepares_rows_and_advances_them(n: int, device: str) -> None:
     if (device == "cpu") != products.INTERPRETED:
@@ -63,7 +63,7 @@ def test_the_first_kernel_prepares_rows_and_advances_them(n: int, device: str) -
     generator = torch.Generator().manual_seed(n)
     wte, wpe = torch.randn(11, 20, generator=generator), torch.randn(9, 20, generator=generator)
     inputs, last = StepInputs(3, n, torch.device(device)), torch.tensor([7, 8, 9, 10], device=device)
-    given = [[*[4, 6, 2, 3][: n - 1], PENDING], [PENDING] * n, [0] * n]
+    given = [[*[i % 7 for i in range(n - 1)], PENDING], [PENDING] * n, [0] * n]
     start, count, slots = [2, 5, 0], [n, min(n, 3), 0], [3, 1, 2]
     inputs.put([[*g, s, c, slot, 0, 0] for g, s, c, slot in zip(given, start, count, slots, strict=True)])
     pos, x = torch.empty(3, n, dtype=torch.int64, device=device), torch.empty(3 * n, 20, device=device)
@@ -132,10 +132,10 @@ def counted(engine: TritonEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[l
         yield names
 
 
-def make_engine() -> TritonEngine:
+def make_engine(quantization: str | None = None, max_num_seqs: int = 4) -> TritonEngine:
     """An engine without graphs: the interpreter's operations cannot be recorded."""
-    none = FakeRecorder(fail_at=0)
-    return TritonEngine(make_model(SMALL), make_limits(SMALL), EngineConfig(graph_memory=2**30), recorder=none)
+    none, config = FakeRecorder(fail_at=0), EngineConfig(graph_memory=2**30, quantization=quantization)
+    return TritonEngine(make_model(SMALL), make_limits(SMALL, max_num_seqs), config, recorder=none)
 
 
 def sampler_for(engine: TritonEngine, rows: int, params: SamplingParams) -> TritonSampler:
@@ -169,13 +169,15 @@ def test_a_decode_step_has_5_nodes_a_layer_and_4_sampling_included(
 
 @interpreted
 @pytest.mark.parametrize(
-    "rows, new, head", [(2, 1, "product_rows_kernel"), (1, 4, "product_kernel")], ids=["two-rows", "prompt"]
+    "quantization, rows, new, head",
+    [(None, 2, 1, "product_rows_kernel"), (None, 1, 4, "product_kernel"), ("int8", 17, 1, "product_rows_kernel")],
+    ids=["two-rows", "prompt", "more-than-16-rows"],
 )
-def test_in_steps_of_2_to_16_tokens_each_norm_is_a_node(
-    rows: int, new: int, head: str, monkeypatch: pytest.MonkeyPatch
+def test_in_steps_of_several_tokens_each_norm_is_a_node(
+    quantization: str | None, rows: int, new: int, head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head computes logits of the last token of each row."""
-    engine = make_engine()
+    engine = make_engine(quantization, max_num_seqs=rows)
     sampler, batch = sampler_for(engine, rows, SamplingParams()), StepBatch()
     for i in range(rows):
         batch.add(engine.open(), prompt(new, i))
@@ -183,7 +185,21 @@ def test_in_steps_of_2_to_16_tokens_each_norm_is_a_node(
         engine.step(batch, sampler.sample_slots, list(range(rows)))
     assert nodes == ["begin_kernel", *ROWS, "norm_kernel", head, "weigh", "sample"]
     assert len(nodes) == 7 * L + 5
-    assert NUM_KERNELS["triton, 2 to 16 sequences", "gpt2"] == (7, 5)
+    assert NUM_KERNELS["triton, several sequences", "gpt2"] == (7, 5)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "new, quantization, num_products",
+    [(16, None, 4 * L + 1), (17, None, 0), (17, "int4", 4 * L)],  # the logits of up to 16 tokens are computed, too
+)
+def test_steps_of_more_tokens_than_pay_run_on_pytorch_unless_weights_are_quantized(
+    new: int, quantization: str | None, num_products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(quantization)
+    with counted(engine, monkeypatch) as nodes:
+        engine.extend(StepBatch([engine.open()], prompt(new), [new], [0]))
+    assert nodes.count("product_rows_kernel") == num_products
 
 
 @interpreted

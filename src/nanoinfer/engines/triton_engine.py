@@ -6,22 +6,23 @@ layer, or six where a long context is split:
     norm, qkv, bias, store of k and v  |  attention (and the merge of its splits)  |  product, bias, residual
     norm, product, bias, GELU          |  product, bias, residual
 
-and four others, sampling included (norms of 2 to 16 tokens are launches of their own):
+and four others, sampling included (norms of several tokens are launches of their own):
 
     positions, last tokens, embeddings  |  norm, head  |  weights of all tokens  |  sampled token, state of the sampler
 
-Steps of more than 16 tokens (prompts, large batches) are bound by arithmetic, where PyTorch's libraries are faster.
-They fall back to the unfused path of static_shapes.py, which dequantizes the weights of one layer at a time.
+Steps of many tokens (prompts, large batches: FUSED_TOKENS in tiles.py) are bound by arithmetic. Weights that are not
+quantized then take the unfused path of static_shapes.py, on PyTorch's libraries; quantized ones take the same kernels
+in any step.
 
 The residual stream of a fused step is float32; the inputs of a product are in the weight's dtype.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoinfer.config import EngineConfig, EngineLimits
@@ -30,21 +31,21 @@ from nanoinfer.engines.buckets import Bucket
 from nanoinfer.engines.cuda_graph import CudaGraphEngine
 from nanoinfer.engines.graphs import Recorder
 from nanoinfer.engines.sequences import DEFAULTS
-from nanoinfer.engines.static_shapes import StepOutput, StepTensors
+from nanoinfer.engines.static_shapes import HEAD_TOKENS, StepOutput
 from nanoinfer.engines.transfers import StepInputs
 from nanoinfer.kernels.triton.attention import attention
-from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, MAX_ROWS, Epilogue, Pages, product
-from nanoinfer.kernels.triton.quantize import Weight, dense, dequantize, pack_int4, pack_int8, stack
+from nanoinfer.kernels.triton.products import GELU_ERF, GELU_TANH, Epilogue, Pages, product
+from nanoinfer.kernels.triton.quantize import Weight, dense, pack_int4, pack_int8, stack
 from nanoinfer.kernels.triton.rows import Norm, layer_norm
 from nanoinfer.kernels.triton.step import begin
-from nanoinfer.models.gpt import GPT, Block, LayerNorm
-from nanoinfer.models.layers import Rotation
+from nanoinfer.kernels.triton.tiles import FUSED_TOKENS
+from nanoinfer.models.gpt import GPT, LayerNorm
 
 PACK = {None: dense, "int8": pack_int8, "int4": pack_int4}
 
 
 class TritonEngine(CudaGraphEngine):
-    """Runs steps of up to 16 tokens with fused Triton kernels. Other arguments: see `CudaGraphEngine`.
+    """Runs steps with fused Triton kernels. Other arguments: see `CudaGraphEngine`.
 
     Args:
         model: quantized weights are removed from it.
@@ -79,13 +80,13 @@ class TritonEngine(CudaGraphEngine):
         self._wte, self._wpe = (table.weight for table in tables)
         model.tie_weights()
         self._head_weight = pack(model.lm_head.weight)
-        self._layers = {block: layer for layer, block in enumerate(model.blocks)} if quantization else {}
+        self._fused_tokens = FUSED_TOKENS[self.dtype] if quantization is None else inf
 
     # The step --------------------------------------------------------------------------------------------
 
     def _compute(self, inputs: StepInputs, shape: Bucket, sample: SampleSlots | None) -> StepOutput:
         R, n, C = shape.rows, shape.tokens, self.config.n_embd
-        if R * n > MAX_ROWS:
+        if R * n > self._fused_tokens:
             return super()._compute(inputs, shape, sample)
         x = torch.empty(R * n, C, device=self.device)
         pos = torch.empty(R, n, dtype=torch.int64, device=self.device)
@@ -98,6 +99,8 @@ class TritonEngine(CudaGraphEngine):
         if sample is None or R * n > 1:  # one row: the head normalises it
             hidden = torch.empty(R * n if sample is None else R, C, dtype=self.dtype, device=self.device)
             layer_norm(x, norm, hidden, None if sample is None else inputs.count)
+        if sample is None and n > HEAD_TOKENS:
+            return StepOutput(hidden.view(R, n, C), None, None)
         logits = self._head(x, norm) if R * n == 1 else self._head(hidden)
         if sample is None:
             return StepOutput(hidden.view(R, n, C), logits, None)
@@ -118,29 +121,15 @@ class TritonEngine(CudaGraphEngine):
             product(x, c_fc, h, norm_of(block.ln_2), Epilogue(mlp.c_fc.bias, gelu=self._gelu))
             product(h, mlp_proj, x, None, Epilogue(mlp.c_proj.bias, residual=x))
 
-    def _block(
-        self, block: Block, x: Tensor, rotation: Rotation | None, k: Tensor, v: Tensor, step: StepTensors, mask: Tensor
-    ) -> Tensor:
-        """Return one block's output, (R, n, C), in a step that is too large to be fused."""
-        if (layer := self._layers.get(block)) is None:
-            return super()._block(block, x, rotation, k, v, step, mask)
-        empty = block.attn.c_attn.weight
-        try:
-            for name, weight in self._weights.items():
-                block.get_submodule(name).weight = _frozen(dequantize(weight.layer(layer), self.dtype))
-            return super()._block(block, x, rotation, k, v, step, mask)
-        finally:  # also after a failed recording: these weights are in its memory pool
-            for name in self._weights:
-                block.get_submodule(name).weight = empty
-
     def _head(self, hidden: Tensor, norm: Norm | None = None) -> Tensor:
         """Return the logits, (M, V) float32, of hidden states, (M, C). norm: applied to them first."""
-        if 0 < len(hidden) <= MAX_ROWS:
-            logits = torch.empty(len(hidden), self.config.vocab_size, device=self.device)
+        if len(hidden) > self._fused_tokens:
+            return super()._head(hidden)
+        logits = torch.empty(len(hidden), self.config.vocab_size, device=self.device)
+        if len(hidden) > 0:
             with torch.cuda.device_of(hidden):  # type: ignore[no-untyped-call]
                 product(hidden.contiguous(), self._head_weight, logits, norm)
-            return logits
-        return F.linear(hidden, dequantize(self._head_weight, self.dtype)).float()
+        return logits
 
 
 def norm_of(module: nn.Module) -> Norm:

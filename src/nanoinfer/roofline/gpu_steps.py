@@ -23,14 +23,15 @@ from nanoinfer.roofline.predict import predict
 KERNEL_SEC = {"triton": 2.0e-6, "cuda_graph": 2.5e-6}
 NUM_KERNELS = {
     ("triton", "gpt2"): (5, 4),
-    ("triton, 2 to 16 sequences", "gpt2"): (7, 5),
+    ("triton, several sequences", "gpt2"): (7, 5),
     ("cuda_graph", "gpt2"): (12, 18),
     ("cuda_graph", "llama"): (18, 25),
     ("cuda_graph", "qwen3"): (20, 25),
 }
 """Engine and family -> kernels of a layer, and others, in a step that samples on the device."""
-MAX_ROWS = 16
-"""Sequences of a step of `triton` that runs these kernels; more of them run more kernels."""
+FUSED_TOKENS = {"float32": 16, "bfloat16": 256, "float16": 256}
+"""Weights -> sequences of the largest step of `triton` that runs its own products (kernels/triton/tiles.py). Others
+always run them."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def estimate(engine: str, config: ModelConfig, fmt: WeightFormat, ceiling: Ceili
         B: sequences.
         N: tokens that the newest token of each sequence attends to.
     """
-    if engine == "triton" and B > MAX_ROWS:
+    if engine == "triton" and FUSED_TOKENS.get(fmt.name, B) < B:
         return None
-    counted = NUM_KERNELS.get(("triton, 2 to 16 sequences" if engine == "triton" and B > 1 else engine, config.family))
+    counted = NUM_KERNELS.get(("triton, several sequences" if engine == "triton" and B > 1 else engine, config.family))
     if counted is None:
         return None
     num_kernels = counted[0] * config.n_layer + counted[1]

@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over the KV cache, split over the context; lengths are read on the device.
+"""Attention of new tokens over the KV cache, split over the context; lengths are read on the device.
 
 A decode step has one query for each head, and few heads do not fill a GPU. The context is therefore split into parts.
 Each part is one program with its own softmax, and a second small launch merges them (Dao et al., "Flash-Decoding for
@@ -21,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import can_prefetch, launch_options, prefetch_share, wait_for_predecessor
-from .products import INTERPRETED, MAX_ROWS, Pages
+from .products import INTERPRETED, Pages
 from .sums import dot
 from .tiles import (
+    ATTENTION_BLOCK_Q,
     ATTENTION_BLOCK_T,
     ATTENTION_STAGES,
     ATTENTION_WARPS,
@@ -118,15 +119,17 @@ def attention_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_LEN: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_T: tl.constexpr,
     PAGED: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row * H + head, split). Attend one head of one row to one part of its context.
+    """Grid: (row * H + head, split, block of tokens). One head of a row's tokens attends to one part of the context.
 
     Write to `out` if SPLITS is 1, else to `parts`.
     """
     row, head, split = tl.program_id(0) // num_heads, tl.program_id(0) % num_heads, tl.program_id(1)
     if ahead is not None:
-        prefetch_share(ahead, ahead_bytes, tl.program_id(0) * SPLITS + split, tl.num_programs(0) * SPLITS)
+        part = tl.program_id(2) * SPLITS + split
+        num_parts = tl.num_programs(2) * SPLITS
+        prefetch_share(ahead, ahead_bytes, tl.program_id(0) * num_parts + part, tl.num_programs(0) * num_parts)
     wait_for_predecessor(PDL)
-    queries, dims = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    queries, dims = tl.program_id(2) * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
     tokens = row * num_new + queries
     inside = (queries < num_new)[:, None] & (dims < D)[None, :]
     at = (tokens * num_heads + head)[:, None] * D + dims[None, :]
@@ -188,7 +191,7 @@ def attention(
     This is one launch, or two if the context is split.
 
     Args:
-        q: (R * n, H * D) contiguous, any float type. Token i of row r is q[r * n + i], 1 <= n <= 16.
+        q: (R * n, H * D) contiguous, any float type. Token i of row r is q[r * n + i], n >= 1.
         pages: one layer's keys and values, and the position of each token.
         context: upper bound of the positions. A token whose position is not below it is padding and gets zeros.
         out: like q.
@@ -197,13 +200,15 @@ def attention(
             can do so: attention leaves most of the memory's bandwidth unused.
 
     Raises:
-        ValueError: shapes or strides do not match, or a row has too many tokens.
+        ValueError: shapes or strides do not match.
     """
     num_rows, num_new = pages.pos.shape
     _, num_heads, block_len, D = pages.keys.shape
     _check(q, pages, out)
     bits = 8 * pages.keys.itemsize
-    splits = splits or attention_splits(num_rows * num_heads, context, bits, multiprocessors(q.device))
+    block_q = 1 if num_new == 1 else min(max(16, triton.next_power_of_2(num_new)), ATTENTION_BLOCK_Q[bits])
+    blocks = triton.cdiv(num_new, block_q)
+    splits = splits or attention_splits(num_rows * num_heads * blocks, context, bits, multiprocessors(q.device))
     num_tokens, BLOCK_D = num_rows * num_new, max(16, triton.next_power_of_2(D))
     options = launch_options(q.device)
     ahead = ahead if ahead is not None and can_prefetch(ahead) else None
@@ -211,12 +216,12 @@ def attention(
     if splits > 1:
         parts = torch.empty(splits, num_tokens, num_heads, D, device=q.device)
         stats = torch.empty(splits, num_tokens, num_heads, 2, device=q.device)
-    attention_kernel[(num_rows * num_heads, splits)](
+    attention_kernel[(num_rows * num_heads, splits, blocks)](
         q, pages.keys, pages.values, pages.table, pages.pos, out, parts, stats, ahead, num_tokens, num_heads, num_new,
         context, pages.table.stride(0), *pages.keys.stride()[:3], score_scale(D),
         0 if ahead is None else ahead.numel() * ahead.itemsize,
-        D=D, BLOCK_D=BLOCK_D, BLOCK_LEN=block_len, BLOCK_Q=1 if num_new == 1 else MAX_ROWS,
-        BLOCK_T=ATTENTION_BLOCK_T[bits], PAGED=pages.table.shape[1] > 1, SPLITS=splits, STAGES=ATTENTION_STAGES,
+        D=D, BLOCK_D=BLOCK_D, BLOCK_LEN=block_len, BLOCK_Q=block_q, BLOCK_T=ATTENTION_BLOCK_T[bits],
+        PAGED=pages.table.shape[1] > 1, SPLITS=splits, STAGES=ATTENTION_STAGES,
         WIDEN=INTERPRETED, num_warps=ATTENTION_WARPS, **options,
     )  # fmt: skip
     if splits > 1:
@@ -234,8 +239,8 @@ def score_scale(head_dim: int) -> float:
 def _check(q: Tensor, pages: Pages, out: Tensor) -> None:
     """Raise ValueError if the shapes do not match."""
     (num_rows, num_new), (_, num_heads, _, D) = pages.pos.shape, pages.keys.shape
-    if not 1 <= num_new <= MAX_ROWS:
-        raise ValueError(f"{num_new} new tokens a row: need 1 to {MAX_ROWS}")
+    if num_new < 1:
+        raise ValueError(f"{num_new} new tokens a row: need 1 or more")
     wanted = (num_rows * num_new, num_heads * D)
     for name, t in (("q", q), ("out", out)):
         if tuple(t.shape) != wanted or not t.is_contiguous():

@@ -1,4 +1,4 @@
-"""out = epilogue(norm(x) @ w.T + bias) for 1 to 16 rows: a linear layer of a decode step with its surroundings, fused.
+"""out = epilogue(norm(x) @ w.T + bias): a linear layer of a step with its surroundings, fused.
 
 The epilogue is the bias, and then one of
 
@@ -11,9 +11,9 @@ Weights are read once, in any format of quantize.py; sums are float32 (sums.py).
 One row: one launch, with the layer norm in it. Every program computes the row's statistics (the row is a few
 kilobytes), and the first weights are on their way meanwhile. Threads multiply and add their own values.
 
-Up to 16 rows: the norm is a launch of its own. `tl.dot` multiplies 16 rows with operands in the weight's dtype (float32
-in full precision, without TF32). If tiles.py splits the inputs between programs, another launch adds the parts in
-order, so that the result does not depend on timing.
+Several rows: the norm is a launch of its own. `tl.dot` multiplies a block of 16 to 128 rows with operands in the
+weight's dtype (float32 in full precision, without TF32); codes become operands in the tile. If tiles.py splits the
+inputs between programs, another launch adds the parts in order, so that the result does not depend on timing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from .sums import (
 )  # fmt: skip
 from .tiles import Tile, multiprocessors, product_tile
 
-MAX_ROWS = 16
 GELU_TANH, GELU_ERF = 1, 2
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -89,43 +88,53 @@ def load_bias(bias, outputs, num_outputs):
 
 
 @triton.jit
-def load_residual(residual, outputs, num_rows, num_outputs, BLOCK_M: tl.constexpr):
-    """Return the residual, (BLOCK_M, outputs) float32; zero if there is none."""
-    values = tl.zeros((BLOCK_M, outputs.shape[0]), tl.float32)
+def load_residual(residual, rows, outputs, num_rows, num_outputs):
+    """Return the residual, (rows, outputs) float32; zero if there is none."""
+    values = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
     if residual is not None:
-        rows = tl.arange(0, BLOCK_M)
         inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
         values = tl.load(residual + rows[:, None] * num_outputs + outputs[None, :], mask=inside, other=0.0)
     return values.to(tl.float32)
 
 
 @triton.jit
-def load_position(pos, num_rows, BLOCK_M: tl.constexpr):
-    """Return the position of each row's token, (BLOCK_M,); zero if nothing is stored in the cache."""
-    position = tl.zeros((BLOCK_M,), tl.int64)
+def load_position(pos, rows, num_rows):
+    """Return the position of each row's token; zero if nothing is stored in the cache."""
+    position = tl.zeros(rows.shape, tl.int64)
     if pos is not None:
-        rows = tl.arange(0, BLOCK_M)
         position = tl.load(pos + rows, mask=rows < num_rows, other=0)
     return position
 
 
 @triton.jit
-def load_place(table, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN: tl.constexpr):
-    """Return the offset in the cache of the tokens at these positions, (BLOCK_M,)."""
+def load_place(
+    table, rows, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN: tl.constexpr
+):
+    """Return the offset in the cache of the rows' tokens, which are at these positions."""
     block = position
     if table is not None:
-        rows = tl.arange(0, position.shape[0])
         block = tl.load(table + (rows // num_new) * stride_table + position // BLOCK_LEN, mask=rows < num_rows, other=0)
     return block * stride_block + (position % BLOCK_LEN) * stride_token
 
 
 @triton.jit
+def load_ends(
+    residual, pos, table, rows, outputs, num_rows, num_outputs, num_new, stride_table, stride_block, stride_token,
+    BLOCK_LEN: tl.constexpr,
+):  # fmt: skip
+    """Return what an epilogue reads that earlier kernels wrote: the residual, and the offset of the rows' tokens."""
+    position = load_position(pos, rows, num_rows)
+    before = load_residual(residual, rows, outputs, num_rows, num_outputs)
+    place = load_place(table, rows, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN)
+    return before, place
+
+
+@triton.jit
 def finish(
-    acc, out, bias, before, token, keys, values, outputs, num_rows, num_outputs, stride_head,
-    GELU: tl.constexpr, BLOCK_M: tl.constexpr, D: tl.constexpr,
+    acc, out, bias, before, token, keys, values, rows, outputs, num_rows, num_outputs, stride_head,
+    GELU: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Apply the epilogue to the sums, with what the functions above loaded, and store the results."""
-    rows = tl.arange(0, BLOCK_M)
     inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     acc += bias[None, :]
     if GELU == 1:  # 0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)); if exp overflows, the result is 0
@@ -187,15 +196,16 @@ def product_kernel(
 
     # 2. What earlier kernels wrote. The position is loaded first, because the table's entry depends on it.
     wait_for_predecessor(PDL)
-    position = load_position(pos, 1, 1)
-    before = load_residual(residual, outputs, 1, num_outputs, 1)
+    row = tl.arange(0, 1)
+    position = load_position(pos, row, 1)
+    before = load_residual(residual, row, outputs, 1, num_outputs)
     a = tl.load(x + cols, mask=cols < K, other=0.0)
     if GROUP != 0:
         high = tl.load(x + cols + HALF, mask=cols + HALF < K, other=0.0)
     mean, rstd = 0.0, 0.0
     if gain is not None:
         _, mean, rstd = statistics(x, tl.arange(0, BLOCK), eps, K)
-    token = load_place(table, position, 1, 1, 0, stride_block, stride_token, BLOCK_LEN)
+    token = load_place(table, row, position, 1, 1, 0, stride_block, stride_token, BLOCK_LEN)
 
     # 3. The sums.
     a = normalise(a, factor, offset, mean, rstd, gain is not None)
@@ -209,7 +219,7 @@ def product_kernel(
         )  # fmt: skip
     if (GROUP == 0) and (scale is not None):
         acc *= scales
-    finish(acc[None, :], out, added, before, token, keys, values, outputs, 1, num_outputs, stride_head, GELU, 1, D)
+    finish(acc[None, :], out, added, before, token, keys, values, row, outputs, 1, num_outputs, stride_head, GELU, D)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_new"])
@@ -220,41 +230,51 @@ def product_rows_kernel(
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, WIDEN: tl.constexpr, PDL: tl.constexpr, PREFETCH_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tile, split). Up to BLOCK_M rows: each program computes one tile's columns over one part of the inputs."""
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
+    """Grid: (block of rows, tile, split). Each program computes one tile of a block over one part of the inputs.
+
+    The blocks of a tile follow one another, so that all but the first read its weights from the L2 cache.
+    """
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
     columns = tl.minimum(outputs, num_outputs - 1).to(tl.int64)  # as in product_kernel
     TURNS: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)
     added = load_bias(bias, outputs, num_outputs)
     if (GROUP == 0) and (scale is not None):
         scales = tl.load(scale + columns)
     if PREFETCH_BYTES > 0:
-        prefetch_share(w, PREFETCH_BYTES, tl.program_id(0) * SPLITS + split, tl.num_programs(0) * SPLITS)
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        num_tiles = tl.num_programs(0) * tl.num_programs(1)
+        prefetch_share(w, PREFETCH_BYTES, tile * SPLITS + split, num_tiles * SPLITS)
     wait_for_predecessor(PDL)
-    if SPLITS == 1:
-        position = load_position(pos, num_rows, BLOCK_M)
-        before = load_residual(residual, outputs, num_rows, num_outputs, BLOCK_M)
-        token = load_place(table, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN)
+    EARLY: tl.constexpr = BLOCK_M == 16  # of more rows, it would take the registers of the sums
+    if SPLITS == 1 and EARLY:
+        before, token = load_ends(
+            residual, pos, table, rows, outputs, num_rows, num_outputs, num_new, stride_table, stride_block,
+            stride_token, BLOCK_LEN,
+        )  # fmt: skip
     if GROUP == 0:
         first = split * (TURNS * BLOCK_K)
         acc = sum_rows(
-            x, w, columns, num_rows, first, first + TURNS * BLOCK_K,
-            K, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, WIDEN,
+            x, w, rows, columns, num_rows, first, first + TURNS * BLOCK_K,
+            K, OPERAND, BLOCK_K, STAGES, WIDEN,
         )  # fmt: skip
     else:
         first = split * (TURNS * BLOCK_K // 2)
         acc = sum_rows_int4(
-            x, w, scale, zero, columns, num_rows, first, first + TURNS * BLOCK_K // 2,
-            K, GROUP, OPERAND, BLOCK_M, BLOCK_N, BLOCK_K // 2, STAGES, WIDEN,
+            x, w, scale, zero, rows, columns, num_rows, first, first + TURNS * BLOCK_K // 2,
+            K, GROUP, OPERAND, BLOCK_K // 2, STAGES, WIDEN,
         )  # fmt: skip
     if (GROUP == 0) and (scale is not None):
         acc *= scales[None, :]
     if SPLITS == 1:
-        finish(
-            acc, out, added, before, token, keys, values, outputs, num_rows, num_outputs, stride_head, GELU, BLOCK_M, D
-        )
+        if not EARLY:
+            before, token = load_ends(
+                residual, pos, table, rows, outputs, num_rows, num_outputs, num_new, stride_table, stride_block,
+                stride_token, BLOCK_LEN,
+            )  # fmt: skip
+        finish(acc, out, added, before, token, keys, values, rows, outputs, num_rows, num_outputs, stride_head, GELU, D)
     else:
-        rows = tl.arange(0, BLOCK_M)
         inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
         at = (split * num_rows + rows)[:, None] * num_outputs + outputs[None, :]
         tl.store(parts + at, acc, mask=inside)
@@ -267,32 +287,33 @@ def add_parts_kernel(
     GELU: tl.constexpr, BLOCK_LEN: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tile). Add the parts of one tile's columns in order, then apply the epilogue."""
-    rows = tl.arange(0, BLOCK_M)
-    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Grid: (block of rows, tile). Add the parts of one tile of a block in order, then apply the epilogue."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
     added = load_bias(bias, outputs, num_outputs)
     wait_for_predecessor(PDL)
-    position = load_position(pos, num_rows, BLOCK_M)
-    before = load_residual(residual, outputs, num_rows, num_outputs, BLOCK_M)
-    token = load_place(table, position, num_rows, num_new, stride_table, stride_block, stride_token, BLOCK_LEN)
+    before, token = load_ends(
+        residual, pos, table, rows, outputs, num_rows, num_outputs, num_new, stride_table, stride_block, stride_token,
+        BLOCK_LEN,
+    )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for split in tl.static_range(SPLITS):
         at = (split * num_rows + rows)[:, None] * num_outputs + outputs[None, :]
         acc += tl.load(parts + at, mask=inside, other=0.0)
-    finish(acc, out, added, before, token, keys, values, outputs, num_rows, num_outputs, stride_head, GELU, BLOCK_M, D)
+    finish(acc, out, added, before, token, keys, values, rows, outputs, num_rows, num_outputs, stride_head, GELU, D)
 
 
 def product(
     x: Tensor, weight: Weight, out: Tensor, norm: Norm | None = None, epilogue: Epilogue | None = None,
     tile: Tile | None = None,
 ) -> None:  # fmt: skip
-    """Write epilogue(norm(x) @ weight.T + bias) to `out`: one launch, or up to three for 2 to 16 rows.
+    """Write epilogue(norm(x) @ weight.T + bias) to `out`: one launch, or up to three for several rows.
 
     The last bits of the result depend on the tile, but not on timing.
 
     Args:
-        x: (M, K), 1 <= M <= 16, float32, bfloat16 or float16, contiguous, on the weight's device.
+        x: (M, K), M >= 1, float32, bfloat16 or float16, contiguous, on the weight's device.
         weight: (N, K).
         out: (M, N), contiguous, any of these types; (M, N / 3) if the epilogue stores k and v.
         norm: layer norm to apply to the rows of x; None: no norm.
@@ -305,7 +326,7 @@ def product(
     e = epilogue or Epilogue()
     rows, n, k = x.shape[0], weight.num_outputs, weight.num_inputs
     _check(x, weight, out, e)
-    tile = tile or product_tile(n, k, rows, weight.bits, multiprocessors(x.device))
+    tile = tile or product_tile(n, k, rows, weight.bits, multiprocessors(x.device), 8 * weight.operand.itemsize)
     data = weight.data.view(torch.int32) if weight.group else weight.data  # 4 bytes of codes at a time
     s = e.store
     cache = (s.keys, s.values, s.table, s.pos) if s else (None, None, None, None)
@@ -314,11 +335,10 @@ def product(
     shape = {"GELU": e.gelu, "BLOCK_LEN": s.keys.shape[2] if s else 1, "D": s.keys.shape[3] if s else 1, **options}
     sizes = {"K": k, "GROUP": weight.group, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "STAGES": tile.num_stages}
     sizes["PREFETCH_BYTES"] = data.numel() * data.itemsize if can_prefetch(data) else 0
-    grid = (triton.cdiv(n, tile.block_n - tile.spare), tile.num_splits)
     if rows == 1:
         if tile.num_splits > 1:
-            raise ValueError(f"num_splits={tile.num_splits} for one row: only the inputs of 2 to {MAX_ROWS} are split")
-        product_kernel[grid](
+            raise ValueError(f"num_splits={tile.num_splits} for one row: only the inputs of several rows are split")
+        product_kernel[(triton.cdiv(n, tile.block_n - tile.spare),)](
             out, x, data, weight.scale, weight.zero, norm and norm.weight, norm and norm.bias, e.bias, e.residual,
             *cache, n, *strides, norm.eps if norm else 0.0, BLOCK=triton.next_power_of_2(k), SPARE=tile.spare,
             num_warps=tile.num_warps, **sizes, **shape,
@@ -330,23 +350,23 @@ def product(
         x = normed
     parts = torch.empty(tile.num_splits, rows, n, device=x.device) if tile.num_splits > 1 else None
     numbers = (rows, n, s.pos.shape[-1] if s else 1, s.table.stride(0) if s else 0, *strides)
-    product_rows_kernel[grid](
+    row_blocks = triton.cdiv(rows, tile.block_m)
+    product_rows_kernel[(row_blocks, triton.cdiv(n, tile.block_n), tile.num_splits)](
         out, x, data, weight.scale, weight.zero, e.bias, e.residual, *cache, parts, *numbers,
-        OPERAND=DTYPES[weight.operand], BLOCK_M=MAX_ROWS, SPLITS=tile.num_splits, WIDEN=INTERPRETED,
+        OPERAND=DTYPES[weight.operand], BLOCK_M=tile.block_m, SPLITS=tile.num_splits, WIDEN=INTERPRETED,
         num_warps=tile.num_warps, **sizes, **shape,
     )  # fmt: skip
     if parts is not None:
-        add_parts_kernel[(triton.cdiv(n, 64),)](
-            out, parts, e.bias, e.residual, *cache, *numbers, BLOCK_M=MAX_ROWS, BLOCK_N=64, SPLITS=tile.num_splits,
-            **shape,
+        add_parts_kernel[(triton.cdiv(rows, 16), triton.cdiv(n, 64))](
+            out, parts, e.bias, e.residual, *cache, *numbers, BLOCK_M=16, BLOCK_N=64, SPLITS=tile.num_splits, **shape,
         )  # fmt: skip
 
 
 def _check(x: Tensor, weight: Weight, out: Tensor, e: Epilogue) -> None:
     """Raise ValueError if the shapes do not match: a kernel would read past the end of a tensor."""
     rows, n = x.shape[0], weight.num_outputs
-    if x.dim() != 2 or not 1 <= rows <= MAX_ROWS or x.shape[1] != weight.num_inputs:
-        raise ValueError(f"x of shape {tuple(x.shape)}: need (1 to {MAX_ROWS}, {weight.num_inputs})")
+    if x.dim() != 2 or rows < 1 or x.shape[1] != weight.num_inputs:
+        raise ValueError(f"x of shape {tuple(x.shape)}: need (1 or more, {weight.num_inputs})")
     wanted = (rows, n // 3 if e.store else n)
     for name, t in (("out", out), ("residual", e.residual)):
         if t is not None and tuple(t.shape) != wanted:

@@ -1,7 +1,8 @@
-"""The first kernel of a step of 1 to 16 tokens: positions, the tokens sampled last, embeddings.
+"""The first kernel of a step: positions, the tokens sampled last, embeddings.
 
 One program prepares one row of the step's inputs (engines/transfers.py), so that it can also advance the row's length:
-no other program of any kernel reads it. The sampler's last kernel stores the sampled tokens (sampler.py).
+no other program of any kernel reads it. Rows of more than MAX_TOKENS are shared by several programs, and another launch
+advances the lengths. The sampler's last kernel stores the sampled tokens (sampler.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from torch import Tensor
 from .launch import launch_options, wait_for_predecessor
 from .rows import check_contiguous
 
+MAX_TOKENS = 16
+"""New tokens of a row that one program prepares."""
 MAX_TILE = 8192
 """Values of the embeddings that a program holds at a time: 32 registers a thread."""
 NUM_WARPS = 8
@@ -23,10 +26,10 @@ def begin_kernel(
     x, pos, given, start, count, slots, last, wte, wpe, stride, num_positions, padding,
     N: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row). Write the positions and embeddings of a row's N tokens, then add its count to its start."""
+    """Grid: (row, block of tokens). Write positions and embeddings of the tokens; the only block advances the start."""
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK_N)
+    i = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     length = tl.load(start + row * stride)
     num_new = tl.load(count + row * stride)
     position = tl.where(i < num_new, length + i, padding)
@@ -41,8 +44,9 @@ def begin_kernel(
         e = tl.load(wte + token[:, None] * C + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         e += tl.load(wpe + position[:, None] * C + cols[None, :], mask=inside, other=0.0).to(tl.float32)
         tl.store(x + (row * N + i)[:, None] * C + cols[None, :], e, mask=inside)
-    tl.debug_barrier()  # all threads have read the length
-    tl.store(start + row * stride, length + num_new)
+    if BLOCK_N >= N:
+        tl.debug_barrier()  # all threads have read the length
+        tl.store(start + row * stride, length + num_new)
 
 
 def begin(
@@ -76,9 +80,11 @@ def begin(
             f"pos of shape {tuple(pos.shape)}, x of {tuple(x.shape)}, given with strides {given.stride()}: need"
             f" ({R}, {n}), ({R * n}, {C}) and a last stride of 1"
         )
-    BLOCK_N = triton.next_power_of_2(n)
-    begin_kernel[(R,)](
+    BLOCK_N = min(triton.next_power_of_2(n), MAX_TOKENS)
+    begin_kernel[(R, triton.cdiv(n, BLOCK_N))](
         x, pos, given, start, count, slots, last, wte, wpe, stride, wpe.shape[0], padding,
         N=n, C=C, BLOCK_N=BLOCK_N, BLOCK_C=min(triton.next_power_of_2(C), MAX_TILE // BLOCK_N), num_warps=NUM_WARPS,
         PDL=launch_options(x.device)["PDL"],  # not launch_pdl: the step's first kernel has no predecessor in a graph
     )  # fmt: skip
+    if n > BLOCK_N:
+        start.add_(count)

@@ -1,4 +1,4 @@
-"""Device functions of products.py: sums of inputs times weights, for one row and for up to 16.
+"""Device functions of products.py: sums of inputs times weights, for one row and for several.
 
 One row: each thread multiplies and adds the values that it loaded itself, 16 bytes of weights at a time, and the sums
 of threads are added after the loop. The first turn's weights and inputs are arguments: the kernel loads them before it
@@ -36,9 +36,8 @@ def load_scales(scale, zero, rows, start, GROUPS: tl.constexpr, HALF: tl.constex
 
 
 @triton.jit
-def load_rows(x, cols, num_rows, K: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return columns of the rows of x: (BLOCK_M, cols) float32, zero outside."""
-    rows = tl.arange(0, BLOCK_M)
+def load_rows(x, rows, cols, num_rows, K: tl.constexpr):
+    """Return columns of the rows of x: (rows, cols) float32, zero outside."""
     inside = (rows < num_rows)[:, None] & (cols < K)[None, :]
     return tl.load(x + rows[:, None] * K + cols[None, :], mask=inside, other=0.0).to(tl.float32)
 
@@ -173,42 +172,41 @@ def sum_row_int4(
     return tl.sum(acc, 1)
 
 
-# Up to 16 rows -------------------------------------------------------------------------------------------
+# Several rows --------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def sum_rows(
-    x, w, rows, num_rows, first, last,
-    K: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    x, w, rows, outputs, num_rows, first, last,
+    K: tl.constexpr, OPERAND: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over inputs [first, last) of dense or int8 weights, (BLOCK_M, BLOCK_N)."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    """Return the sums over inputs [first, last) of dense or int8 weights, (rows, outputs)."""
+    acc = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
     for start in tl.range(first, tl.minimum(last, K), BLOCK_K, num_stages=STAGES):
-        a = load_rows(x, start + tl.arange(0, BLOCK_K), num_rows, K, BLOCK_M)
-        acc = dot_tile(acc, a, load_tile(w, rows, start, K, BLOCK_K), OPERAND, WIDEN)
+        a = load_rows(x, rows, start + tl.arange(0, BLOCK_K), num_rows, K)
+        acc = dot_tile(acc, a, load_tile(w, outputs, start, K, BLOCK_K), OPERAND, WIDEN)
     return acc
 
 
 @triton.jit
 def sum_rows_int4(
-    x, w, scale, zero, rows, num_rows, first, last,
-    K: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WIDTH: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
+    x, w, scale, zero, rows, outputs, num_rows, first, last,
+    K: tl.constexpr, GROUP: tl.constexpr, OPERAND: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over bytes [first, last) of int4 weights, (BLOCK_M, BLOCK_N)."""
+    """Return the sums over bytes [first, last) of int4 weights, (rows, outputs)."""
     HALF: tl.constexpr = GROUP // 2
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    next_step, next_origin = load_scales(scale, zero, rows, first, GROUPS, HALF, WIDTH)
+    acc = tl.zeros((rows.shape[0], outputs.shape[0]), tl.float32)
+    next_step, next_origin = load_scales(scale, zero, outputs, first, GROUPS, HALF, WIDTH)
     for start in tl.range(first, tl.minimum(last, GROUPS * HALF), WIDTH, num_stages=STAGES):
         step = repeat(16.0 * next_step.to(tl.float32), 16)
         origin = repeat(1.0 + next_origin.to(tl.float32) * 0.0625, 16)
-        next_step, next_origin = load_scales(scale, zero, rows, start + WIDTH, GROUPS, HALF, WIDTH)
-        words = load_tile(w, rows, start // 4, GROUPS * HALF // 4, WIDTH // 4)
+        next_step, next_origin = load_scales(scale, zero, outputs, start + WIDTH, GROUPS, HALF, WIDTH)
+        words = load_tile(w, outputs, start // 4, GROUPS * HALF // 4, WIDTH // 4)
         cols = low_columns(start, GROUP, WIDTH)
-        a = load_rows(x, cols, num_rows, K, BLOCK_M)
+        a = load_rows(x, rows, cols, num_rows, K)
         acc = dot_tile(acc, a, (codes(words, 0) - origin) * step, OPERAND, WIDEN)
-        a = load_rows(x, cols + HALF, num_rows, K, BLOCK_M)
+        a = load_rows(x, rows, cols + HALF, num_rows, K)
         acc = dot_tile(acc, a, (codes(words, 4) - origin) * step, OPERAND, WIDEN)
     return acc

@@ -9,8 +9,10 @@ The values are derived, not measured. To tune them, run `benchmarks/triton_kerne
   cores, which need at least 8 outputs for an operand in registers.
 - block_k is a multiple of what 32 threads read at 16 bytes each, if the row is that long. Of one row it is all inputs,
   if their weights fit into a program's registers: then all loads are on the way at once, and there is no loop.
-- For up to 16 rows and a narrow output (K = 4C -> N = C), the sum over K is split between programs as well, and a
-  second, small launch adds the parts in order.
+- Up to 64 rows: weights are read once, by programs that have all rows. For a narrow output (K = 4C -> N = C), the sum
+  over K is split between programs as well, and a second, small launch adds the parts in order.
+- More rows are bound by arithmetic and the L2 cache: blocks of rows times outputs, as square as fills the
+  multiprocessors.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class Tile:
     """Number of programs that share the inputs of an output."""
     spare: int = 0
     """One row: number of the block_n outputs that the program leaves to the next one."""
+    block_m: int = 16
+    """Several rows: number of rows of a program, a power of two from 16 on."""
 
 
 # bits of a weight -> (block_n choices, block_k, num_warps). An iteration reads at most 16 KB, so that several programs
@@ -54,6 +58,19 @@ ROWS = {
     8: ((64, 32, 16), 128, 4),
     4: ((64, 32, 16), 256, 4),
 }
+BLOCKS_OF_ROWS = {
+    32: ((64, 64), 64, 8),
+    16: ((128, 128), 64, 8),
+    8: ((128, 128), 64, 8),
+    4: ((64, 64), 128, 4),
+}
+"""More than 64 rows: bits of a weight (32 where operands are float32) -> (largest block_m and block_n, block_k,
+num_warps)."""
+FUSED_TOKENS = {torch.float32: 16, torch.bfloat16: 256, torch.float16: 256}
+"""Tokens of the largest step that runs these kernels if the weights are not quantized: larger ones are bound by
+arithmetic, and run on PyTorch's libraries. Quantized weights take these kernels in any step."""
+SHARED_BYTES = 96 << 10
+"""Shared memory that the weights and inputs in flight may take."""
 BYTES_IN_FLIGHT = 24 << 10
 """Bytes of weights that a program keeps on the way. An H100 needs about 18 KB for each multiprocessor."""
 MIN_STAGES, MAX_STAGES = 3, 8
@@ -66,6 +83,8 @@ MIN_SPLIT_BYTES = 1 << 22
 
 ATTENTION_BLOCK_T = {32: 32, 16: 64}
 """Bits of a key -> number of keys in one iteration of the attention loop."""
+ATTENTION_BLOCK_Q = {32: 32, 16: 64}
+"""Bits of a key -> largest number of a row's new tokens in a program."""
 ATTENTION_WARPS = 4
 ATTENTION_STAGES = 3
 MAX_ATTENTION_SPLITS = 16
@@ -86,25 +105,54 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def product_tile(n: int, k: int, rows: int, bits: int, processors: int) -> Tile:
+def product_tile(n: int, k: int, rows: int, bits: int, processors: int, operand_bits: int = 16) -> Tile:
     """Return the tile of a product of `rows` rows with a weight (n, k) of `bits` bits.
 
     product_tile(768, 768, 1, 16, 132) -> block_n 4: 192 programs for 132 multiprocessors
     """
+    block_m = min(max(_power_of_two(rows), 16), 64)
     choices, block_k, num_warps = (ONE_ROW if rows == 1 else ROWS)[bits]
+    if rows > 16:
+        block_k = min(block_k, 128 if bits == 4 else 64)
     block_n, spare = next((b for b in choices if -(-n // b) >= processors), choices[-1]), 0
     if rows == 1:
         block_n, spare = even_outputs(n, choices, processors)
+    if rows > 64:
+        largest, block_k, num_warps = BLOCKS_OF_ROWS[bits if operand_bits < 32 else 32]
+        block_m, block_n = square_blocks(rows, n, largest, processors)
     whole = max(_power_of_two(k), 64)
     if whole < block_k or (rows == 1 and block_n * whole * bits // 8 <= WHOLE_BYTES[bits]):
         block_k = whole
-    wanted = 1 - (-BYTES_IN_FLIGHT // (block_n * block_k * bits // 8))
+    turn = block_n * block_k * bits // 8
+    wanted = 1 - (-BYTES_IN_FLIGHT // turn)
     num_stages = max(min(wanted, -(-k // block_k), MAX_STAGES), MIN_STAGES)
-    num_splits, programs = 1, -(-n // block_n)
+    if rows > 16:  # codes are unpacked into shared memory, too
+        unpacked = block_n * block_k * operand_bits // 8 if bits < 16 else 0
+        num_stages = min(num_stages, (SHARED_BYTES - unpacked) // (turn + block_m * block_k * operand_bits // 8))
+    num_splits, programs = 1, -(-n // block_n) * (1 if rows == 1 else -(-rows // block_m))
     if rows > 1 and n * k * bits // 8 >= MIN_SPLIT_BYTES:
         while programs * num_splits < processors and num_splits < MAX_SPLITS and num_splits * block_k < k:
             num_splits *= 2
-    return Tile(block_n, block_k, num_warps, num_stages, num_splits, spare)
+    return Tile(block_n, block_k, num_warps, num_stages, num_splits, spare, block_m)
+
+
+def square_blocks(rows: int, n: int, largest: tuple[int, int], processors: int) -> tuple[int, int]:
+    """Return block_m and block_n of a product of many rows.
+
+    A program's time is that of reading its rows and outputs, and the multiprocessors' that of the one with the most
+    programs.
+
+    square_blocks(512, 768, (128, 128), 132) -> (64, 64): 96 programs at once. (128, 128) would leave 108 of 132 idle.
+                                                Tensor cores of compute capability 9.0 take 64 rows.
+    """
+    blocks = [(m, b) for m in (64, 128) for b in (16, 32, 64, 128) if m <= largest[0] and b <= largest[1]]
+
+    def time(block: tuple[int, int]) -> tuple[int, int]:
+        m, b = block
+        num_programs = -(-rows // m) * -(-n // b)
+        return -(-num_programs // processors) * (m + b), num_programs
+
+    return min(blocks, key=time)
 
 
 def even_outputs(n: int, choices: tuple[int, ...], processors: int) -> tuple[int, int]:
@@ -127,14 +175,14 @@ def even_outputs(n: int, choices: tuple[int, ...], processors: int) -> tuple[int
     return max(within, key=lambda chosen: (chosen[0], -within[chosen]))
 
 
-def attention_splits(rows_by_heads: int, context: int, bits: int, processors: int) -> int:
+def attention_splits(num_programs: int, context: int, bits: int, processors: int) -> int:
     """Return the number of parts of the context: about two programs for each multiprocessor, if it is long enough.
 
     attention_splits(12, 1024, 16, 132) -> 4 parts of 4 iterations each: 48 programs
     """
     most = min(context // ATTENTION_BLOCK_T[bits] // MIN_ATTENTION_TURNS, MAX_ATTENTION_SPLITS)
     splits = 1
-    while splits * rows_by_heads < 2 * processors and 2 * splits <= most:
+    while splits * num_programs < 2 * processors and 2 * splits <= most:
         splits *= 2
     return splits
 
