@@ -314,14 +314,14 @@ def test_a_request_that_fails_while_it_runs_is_an_error_record(llm: LLM, tmp_pat
     tokens = llm.tokenize("To be")
 
     def fails(request: Request) -> Any:
-        output = type(llm.core).output(llm.core, request)
+        output = type(llm.core.outputs).output(llm.core.outputs, request)
         if request.prompt_token_ids != tokens:
             return output
         from dataclasses import replace
 
         return replace(output, outputs=[replace(output.outputs[0], finish_reason="error", error="not finite")])
 
-    monkeypatch.setattr(llm.core, "output", fails)
+    monkeypatch.setattr(llm.core.outputs, "output", fails)
     monkeypatch.chdir(tmp_path)
     write("in.jsonl", {"prompt": "To be"}, {"prompt": "Go"}, openai(COMPLETIONS, prompt="To be"))
     output = run_on(llm, "in.jsonl", "out.jsonl")

@@ -246,7 +246,7 @@ def test_the_host_time_of_a_step(batch: int, streams: bool, most_sec: float) -> 
     params = SamplingParams(max_tokens=100, temperature=0, stop=["\n\nEND"] if streams else [])
     requests = [core.make(None, [1, 2, i % config.vocab_size], params, seed=0) for i in range(batch)]
     for request in requests if streams else []:
-        request.deltas = deque()
+        request.queue = deque()
     core.submit(requests)
     times = []
     for _ in range(30):
@@ -254,5 +254,5 @@ def test_the_host_time_of_a_step(batch: int, streams: bool, most_sec: float) -> 
         deltas = core.step()
         times.append(time.thread_time() - start)
     assert len(deltas) == batch
-    assert [len(r.deltas or ()) for r in requests] == [29 * streams] * batch  # the first step returned none
+    assert [len(r.queue or ()) for r in requests] == [29 * streams] * batch  # the first step returned none
     assert min(times[5:]) < most_sec

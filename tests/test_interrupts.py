@@ -22,7 +22,7 @@ import pytest
 
 import nanoinfer
 from conftest import TINY, make_folder, make_limits, make_model
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, RequestOutput, SamplingParams
 from nanoinfer.config import EngineConfig
 from nanoinfer.core.core import Core
 from nanoinfer.engines import registry
@@ -136,6 +136,32 @@ def test_interrupted_while_tokens_are_proposed(folder: Path, draft: str, num_int
     drafter = llm.core.speculator.drafter  # type: ignore[union-attr]
     llm.reset_prefix_cache()
     assert len(getattr(drafter, "engine", llm.engine).handles) == 0
+
+
+@how_often
+def test_a_stream_gets_each_output_once_wherever_a_step_is_interrupted(folder: Path, num_interrupts: int) -> None:
+    """The steps of another call run the stream's requests, and end them when that call is interrupted."""
+    llm = LLM(str(folder), max_num_seqs=5)
+
+    def interrupted(at: int) -> int:
+        ids, stream = llm.stream_outputs(PROMPTS, PARAMS)
+        interrupter = Interrupter(at)
+        with suppress(KeyboardInterrupt), tracing(interrupter):
+            llm.generate(PROMPTS[0], PARAMS[0])
+        items = list(stream)
+        outputs = [item for item in items if isinstance(item, RequestOutput)]
+        assert sorted(o.request_id for o in outputs) == ids
+        reasons = {c.finish_reason for o in outputs for c in o.outputs}
+        assert reasons <= {"length", "stop", "abort"}
+        assert at > 0 or "abort" not in reasons
+        for output in outputs:
+            later = items[items.index(output) + 1 :]
+            assert all(item.request_id != output.request_id for item in later)
+        return interrupter.count
+
+    num_lines = interrupted(-1)
+    for i in range(num_interrupts):
+        interrupted(1 + i * num_lines // num_interrupts)
 
 
 @how_often

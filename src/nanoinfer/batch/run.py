@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from nanoinfer.batch.lines import Line, LineReader, Place
 from nanoinfer.batch.output import FileOutput, StreamOutput
@@ -23,7 +23,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import as_conversation
 from nanoinfer.openai_protocol import GenerationRequest
-from nanoinfer.outputs import Delta
+from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar
@@ -54,8 +54,8 @@ class _Entry:
     num_bytes: int
     """Bytes of the line, and of the record when there is one."""
     requests: list[Request] = field(default_factory=list)
-    num_left: int = 0
-    """Sequences that are not finished."""
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+    """Of the requests that have ended, by id."""
     record: bytes | None = None
     error: str = ""
     """The message of an error record, with its line."""
@@ -79,9 +79,9 @@ class BatchRunner:
         self._model, self._options = model, options
         self._max_num_seqs = core.engine.limits.max_num_seqs
         self._window: deque[_Entry] = deque()
-        self._deltas: deque[Delta] = deque()
-        self._entry_of: dict[int, _Entry] = {}  # by the id of an unfinished request
-        self._num_running = self._num_bytes = 0
+        self._queue: deque[Delta | RequestOutput] = deque()
+        self._running: dict[int, tuple[_Entry, Request]] = {}  # by the id of an unfinished request
+        self._num_running = self._num_bytes = 0  # sequences of these requests; bytes in the window
         self._at_end, self._estimate = False, 0  # of the input; lines in it
         self.num_tokens = 0
         """Tokens generated so far."""
@@ -143,10 +143,9 @@ class BatchRunner:
         if error is not None:
             return self._fail(entry, error)
         for request in entry.requests:
-            request.deltas = self._deltas
-            self._entry_of[request.request_id] = entry
-        entry.num_left = sum(len(r.sequences) for r in entry.requests)
-        self._num_running += entry.num_left
+            request.queue = self._queue
+            self._running[request.request_id] = entry, request
+            self._num_running += len(request.sequences)
         self._core.submit(entry.requests)
 
     def _make(self, given: GenerationRequest, place: Place) -> list[Request]:
@@ -164,22 +163,21 @@ class BatchRunner:
 
     def _collect(self) -> None:
         """Count what the last step added, and make the records of lines that have ended."""
-        while self._deltas:
-            delta = self._deltas.popleft()
-            self.num_tokens += delta.num_tokens
-            if delta.finish_reason is None:
+        while self._queue:
+            item = self._queue.popleft()
+            if isinstance(item, Delta):
+                self.num_tokens += item.num_tokens
                 continue
-            entry = self._entry_of[delta.request_id]
-            entry.num_left -= 1
-            self._num_running -= 1
-            if entry.num_left == 0:
+            entry, request = self._running.pop(cast(int, item.request_id))
+            self._num_running -= len(request.sequences)
+            entry.outputs[request.request_id] = item
+            if len(entry.outputs) == len(entry.requests):
                 self._finish(entry)
 
     def _finish(self, entry: _Entry) -> None:
-        """Make the record of a line whose sequences have ended."""
-        outputs = [self._core.output(r) for r in entry.requests]
-        for request in entry.requests:
-            self._entry_of.pop(request.request_id, None)
+        """Make the record of a line whose requests have ended."""
+        outputs = [entry.outputs[r.request_id] for r in entry.requests]
+        entry.outputs = {}
         entry.requests = []
         try:
             self._keep(entry, to_bytes(entry.form.record([output.check() for output in outputs])))

@@ -3,7 +3,7 @@
 The core connects the scheduler, the engine and the sampler, which do not depend on each other. All generation (the LLM
 class, streaming) runs this loop.
 
-Requests are isolated from each other. Each has its own queue of deltas. A fault of one sequence (logits that are not
+Requests are isolated from each other. A fault of one sequence (logits that are not
 finite, a row that the sampler or the drafter refuses, a token that the tokenizer cannot decode) ends that sequence with
 finish_reason="error". An exception in the engine ends all running requests.
 
@@ -24,10 +24,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from nanoinfer.core import output_processor
 from nanoinfer.core.beam_search import BeamSearches
 from nanoinfer.core.observer import ENGINE, NoObserver, Observer
-from nanoinfer.core.output_processor import Logprobs
+from nanoinfer.core.output_processor import OutputProcessor
 from nanoinfer.core.overlap import InFlightStep, OverlapScheduler
 from nanoinfer.core.step import Step, StepRunner
 from nanoinfer.engines.base import Engine
@@ -82,10 +81,10 @@ class Core:
         self._overlap = overlap
         self._in_flight: InFlightStep | None = None
         self._ids = itertools.count()
-        self.logprobs = Logprobs(tokenizer)
-        self._beams = BeamSearches(scheduler)
-        self._steps = StepRunner(engine, sampler, vocab_size, self._beams, self.logprobs, clock)
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
+        self.outputs = OutputProcessor(tokenizer, self._speculators, clock)
+        self._beams = BeamSearches(scheduler)
+        self._steps = StepRunner(engine, sampler, vocab_size, self._beams, self.outputs.logprobs, clock)
         self._lock = processes.step_lock()
         self._generation = processes.generation()
         self._waiting: set[int] = set()  # threads that wait for the lock
@@ -143,6 +142,7 @@ class Core:
             self._begin()
             self.scheduler.add(*requests)
             for request in requests:
+                self.outputs.add(request)
                 if self.speculator is not None and request.samples:
                     self._speculators[request] = self.speculator
                 if self._overlap is not None:
@@ -251,6 +251,7 @@ class Core:
                 request = self._cancelled[0]
                 self._close(self.scheduler.abort(request))
                 request.finished_sec = request.finished_sec or self.clock()  # waiting requests have nothing to close
+                self.outputs.end([request])
                 self._cancelled.popleft()
         except BaseException as e:
             self._recover(e)
@@ -269,6 +270,7 @@ class Core:
         for s in self.scheduler.abort_running(message):
             s.request.finished_sec = s.request.finished_sec or now
         self._in_flight = None
+        self.outputs.end()
         self.engine.reset()
         for speculator in {*self._speculators.values()}:
             speculator.reset()
@@ -297,10 +299,12 @@ class Core:
         for s, error in faults.items():
             cast(Sequence, s).abort(error)
         before += [(s, len(s.prompt_token_ids)) for s in self._beams.advance(work)]
-        self._close(self.scheduler.postprocess(work, tokens))
+        ended = self.scheduler.postprocess(work, tokens)
+        self._close(ended)
         if not self.scheduler.unfinished:
             self._in_flight = None  # all its sequences have finished: discard the in-flight step
-        deltas = [output_processor.delta(s, num_before) for s, num_before in before]
+        deltas = [self.outputs.delta(s, num_before) for s, num_before in before]
+        self.outputs.end(s.request for s in ended)
         self.scheduler.stats.num_output_tokens += sum([delta.num_tokens for delta in deltas])
         return deltas
 
@@ -340,8 +344,7 @@ class Core:
             self._overlap.forget(s)
 
     def output(self, request: Request) -> RequestOutput:
-        """Return a request's output so far, between two steps; finish_reason is None for unfinished sequences."""
+        """Return a request's output so far, between two steps: see `OutputProcessor.output`."""
         with self._lock_in_turn():
             self._begin()
-            stats = speculator.stats(request) if (speculator := self._speculators.get(request)) is not None else None
-            return output_processor.output(request, self.logprobs, stats, self.clock())
+            return self.outputs.output(request)

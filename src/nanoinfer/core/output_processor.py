@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -14,7 +15,7 @@ from nanoinfer.scheduling.sequence import Request, Sequence
 
 if TYPE_CHECKING:
     from nanoinfer.models.tokenizers import Tokenizer
-    from nanoinfer.speculative.speculator import SpecStats
+    from nanoinfer.speculative.speculator import SpecStats, Speculator
 
 
 class Logprobs:
@@ -54,40 +55,66 @@ def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]
     }
 
 
-def delta(s: Sequence, num_before: int) -> Delta:
-    """Return the delta of a sequence since prompt and output had `num_before` tokens, and queue it."""
-    request, reason = s.request, s.finish_reason
-    text = s.text.take(finished=reason is not None)
-    made = Delta(request.request_id, s.sample_index, text, reason, len(s.token_ids) - num_before, s.error)
-    if request.deltas is not None:
-        request.deltas.append(made)
-    return made
+class OutputProcessor:
+    """Turns what a step has appended into deltas, and ended requests into outputs.
 
-
-def output(request: Request, logprobs: Logprobs, stats: SpecStats | None, now: float) -> RequestOutput:
-    """Return a request's output so far; finish_reason is None for unfinished sequences.
+    A request with a queue (`Request.queue`) gets its deltas there, and its output as the last item, however it ended.
+    After an interrupt the output may be queued twice.
 
     Args:
-        request: a request in any state.
-        logprobs: log-probabilities of its sequences.
-        stats: its statistics of speculative decoding; None without a draft.
-        now: current time in seconds, on the clock of its time stamps.
+        tokenizer: decodes the tokens of log-probabilities; None: they have no text.
+        speculators: of requests with a draft.
+        clock: the core's.
     """
-    outputs = [
-        CompletionOutput(
-            i,
-            s.text.text,
-            list(s.output_token_ids),
-            s.finish_reason,
-            s.stop_reason,
-            logprobs.of(s),
-            s.error,
-            logprobs.cumulative(s),
-            accepted(s, 0, s.num_output_tokens),
-        )
-        for i, s in enumerate(_returned(request, logprobs))
-    ]
-    return assemble(request, outputs, [s.num_output_tokens for s in request.sequences], stats, now)
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, speculators: Mapping[Request, Speculator], clock: Callable[[], float]
+    ) -> None:
+        self.logprobs = Logprobs(tokenizer)
+        self._speculators, self._clock = speculators, clock
+        self._open: dict[Request, None] = {}
+        """Requests whose queue has not got their output."""
+
+    def add(self, request: Request) -> None:
+        """Note a request that is queued for execution."""
+        if request.queue is not None:
+            self._open[request] = None
+
+    def delta(self, s: Sequence, num_before: int) -> Delta:
+        """Return the delta of a sequence since prompt and output had `num_before` tokens, and queue it."""
+        request, reason = s.request, s.finish_reason
+        text = s.text.take(finished=reason is not None)
+        made = Delta(request.request_id, s.sample_index, text, reason, len(s.token_ids) - num_before, s.error)
+        if request.queue is not None:
+            request.queue.append(made)
+        return made
+
+    def end(self, requests: Iterable[Request] | None = None) -> None:
+        """Queue the outputs of those requests that have finished. None: look at all, after an interrupt."""
+        for request in list(self._open) if requests is None else requests:
+            if request in self._open and request.finished:
+                assert request.queue is not None
+                request.queue.append(self.output(request))
+                del self._open[request]
+
+    def output(self, request: Request) -> RequestOutput:
+        """Return a request's output so far; finish_reason is None for unfinished sequences."""
+        outputs = [
+            CompletionOutput(
+                i,
+                s.text.text,
+                list(s.output_token_ids),
+                s.finish_reason,
+                s.stop_reason,
+                self.logprobs.of(s),
+                s.error,
+                self.logprobs.cumulative(s),
+                accepted(s, 0, s.num_output_tokens),
+            )
+            for i, s in enumerate(_returned(request, self.logprobs))
+        ]
+        stats = speculator.stats(request) if (speculator := self._speculators.get(request)) is not None else None
+        return assemble(request, outputs, [s.num_output_tokens for s in request.sequences], stats, self._clock())
 
 
 def accepted(s: Sequence, first: int, end: int) -> list[bool] | None:
@@ -106,9 +133,11 @@ def assemble(
     """Return the output of a request from those of its sequences, some of which may be left out.
 
     Args:
-        request, stats, now: as for `output`.
+        request: in any state.
         outputs: of its sequences.
         lengths: number of tokens that each of its sequences has generated.
+        stats: its statistics of speculative decoding; None without a draft.
+        now: current time in seconds, on the clock of its time stamps.
         request_id: the id in the output; None: that of the request.
     """
     return RequestOutput(

@@ -22,6 +22,7 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
+from typing import cast
 
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.async_requests import FINAL_ONLY, AsyncRequest
@@ -33,7 +34,6 @@ from nanoinfer.utils.workers import Workers
 log = logging.getLogger("nanoinfer")
 
 COMMANDS_SEC = 0.005  # most time between two steps for commands: many arrivals do not stall the running requests
-CHECK_STEPS = 64  # steps between two searches for requests that another thread's interrupt has ended
 CLOSED = "the AsyncLLM is closed: make a new one"
 INTERRUPTED = "an operation of another thread was interrupted"
 
@@ -52,9 +52,8 @@ class AsyncEngine:
         self._core = core
         self._registered: dict[str, AsyncRequest] = {}  # all unfinished requests
         self._submitted: dict[int, AsyncRequest] = {}  # by the core's id; used by the engine thread only
-        self._deltas: deque[Delta] = deque()  # of all submitted requests, in any thread's steps
+        self._queue: deque[Delta | RequestOutput] = deque()  # of all submitted requests, in any thread's steps
         self._commands: SimpleQueue[AsyncRequest | None] = SimpleQueue()
-        self._num_steps = 0
         self._closed = False
         self.ended: Future[None] = Future()
         """Done when the engine thread has ended."""
@@ -148,7 +147,8 @@ class AsyncEngine:
                 try:
                     if not self._run_commands():
                         return
-                    self._step()
+                    self._core.step()
+                    self._send_queue()
                 except Exception as e:
                     self._fail(e)
         finally:
@@ -176,79 +176,65 @@ class AsyncEngine:
                 return True
 
     def _update(self, request: AsyncRequest) -> None:
-        """Submit a request, or end it."""
+        """Submit a request, or end it if its iterator has ended or `abort` was called."""
         made = request.request
         if made is None:  # ended before it was prepared: it comes again when it is
             return
-        if request.dropped or request.aborted:
+        if made.request_id in self._submitted:
+            self._core.cancel([made])
+        elif request.aborted and not request.dropped:
             self._core.abort(made)
-        elif self._submitted.setdefault(made.request_id, request) is request:
-            made.deltas = self._deltas
+            self._end(request, self._result(request, self._core.output(made)))
+        elif not request.dropped:
+            made.queue = self._queue
             try:
                 self._core.submit([made])
             except Exception as e:  # for example, the queue is full
-                del self._submitted[made.request_id]
-                self._forget(request)
-                self._send([(request, e if isinstance(e, NanoinferError) else ResultError(one_line(e)))])
-                return
-        if made.finished:
-            self._send(self._finish([request]))
+                self._end(request, e if isinstance(e, NanoinferError) else ResultError(one_line(e)))
+            else:
+                self._submitted[made.request_id] = request
 
-    def _step(self) -> None:
-        """Run a step and send what it has produced."""
-        self._core.step()
-        self._num_steps += 1
+    def _send_queue(self, reason: str = INTERRUPTED) -> None:
+        """Send what steps have produced.
+
+        Args:
+            reason: why requests have ended for which `abort` was not called.
+        """
         sent: list[Sent] = []
-        ended: dict[AsyncRequest, None] = {}
-        if not self._deltas or self._num_steps % CHECK_STEPS == 0:
-            ended.update(dict.fromkeys(self._finished()))
-        while self._deltas:
-            delta = self._deltas.popleft()
-            if (request := self._submitted.get(delta.request_id)) is None or request.request is None:
+        while self._queue:
+            item = self._queue.popleft()
+            request_id = cast(int, item.request_id)
+            if (request := self._submitted.get(request_id)) is None or (made := request.request) is None:
                 continue
-            made = request.request
             at_end = made.params.num_sequences > made.params.n  # best_of: the outputs are chosen at the end
-            if delta.finish_reason is not None and (made.finished or (delta.error is not None and not at_end)):
-                ended[request] = None
+            if isinstance(item, RequestOutput):
+                del self._submitted[request_id]
+                self._forget(request)
+                sent.append((request, self._result(request, item, reason)))
+            elif item.error is not None and not at_end:  # the request fails with one of its sequences
+                self._core.cancel([] if made.finished else [made])
             elif request.output_kind != FINAL_ONLY and not at_end:
-                sent.append((request, delta))
-        self._send([*sent, *self._finish(ended)])
+                sent.append((request, item))
+        self._send(sent)
 
     def _fail(self, error: Exception) -> None:
         """Send the outcome of an exception in the core, which has ended the running requests."""
         log.error("%s: all running requests have ended", one_line(error), exc_info=log.isEnabledFor(logging.DEBUG))
-        ended = self._finished()
-        if not ended:  # end all requests: the exception would come again in the next step
-            ended = list(self._submitted.values())
-            self._core.cancel([r.request for r in ended if r.request is not None])
-        self._send(self._finish(ended, one_line(error)))
+        num_submitted = len(self._submitted)
+        self._send_queue(one_line(error))
+        if len(self._submitted) == num_submitted:  # end all requests: the exception would come again in the next step
+            for request in list(self._submitted.values()):
+                self._core.cancel([request.request] if request.request is not None else [])
+                self._end(request, ResultError(f"the request was aborted: {one_line(error)}"))
 
-    def _finished(self) -> list[AsyncRequest]:
-        return [r for r in self._submitted.values() if r.request is not None and r.request.finished]
+    def _end(self, request: AsyncRequest, item: Item) -> None:
+        """Forget a request, and send its output or error."""
+        self._forget(request)
+        if (made := request.request) is not None:
+            self._submitted.pop(made.request_id, None)
+        self._send([(request, item)])
 
-    def _finish(self, ended: Iterable[AsyncRequest], reason: str = INTERRUPTED) -> list[Sent]:
-        """Forget requests that have ended, and return their outputs or errors.
-
-        Args:
-            ended: the requests; of some, only one of several sequences has failed.
-            reason: why those have ended for which `abort` was not called.
-        """
-        sent: list[Sent] = []
-        for request in ended:
-            assert request.request is not None
-            self._submitted.pop(request.request.request_id, None)
-            self._forget(request)
-            if not request.dropped:
-                sent.append((request, self._result(request, request.request, reason)))
-        return sent
-
-    def _result(self, request: AsyncRequest, made: Request, reason: str) -> Item:
-        try:
-            if not made.finished:
-                self._core.abort(made)
-            output = self._core.output(made)
-        except Exception as e:  # the engine cannot be reset
-            return ResultError(one_line(e))
+    def _result(self, request: AsyncRequest, output: RequestOutput, reason: str = INTERRUPTED) -> Item:
         for o in output.outputs:
             if o.error is not None:
                 return ResultError(o.error)

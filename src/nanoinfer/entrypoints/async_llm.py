@@ -362,7 +362,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         """Return the output that is ready. Raises the error of a request that has failed."""
         assert self._request is not None
         core = self._llm.llm.core
-        output = self._request.take(core.logprobs, core.clock)
+        output = self._request.take(core.outputs.logprobs, core.clock)
         self.done = self._request.ended
         return output
 

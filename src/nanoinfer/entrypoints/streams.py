@@ -1,7 +1,7 @@
 """Output streams: iterators over the deltas and outputs of requests, which own these requests.
 
 Any number of streams may be open and be read in any order by any thread. Reading one of them runs steps for the
-requests of all; each stream has its own queue of deltas. A stream that is closed, exhausted, interrupted or deleted
+requests of all; each stream has its own queue. A stream that is closed, exhausted, interrupted or deleted
 ends its requests.
 """
 
@@ -52,45 +52,30 @@ class OutputStream(Iterator[Delta | RequestOutput]):
                     " streamed: use generate, or leave best_of out"
                 )
         self._core = core
-        self._requests = list(requests)
-        self._open = dict.fromkeys(self._requests)  # requests whose output has not been returned
-        self._queue: deque[Delta] = deque()
-        self._ended: Request | None = None  # the request whose last delta has been returned; its output is next
-        self._by_id = {r.request_id: r for r in self._requests}
-        self._num_left = {r.request_id: len(r.sequences) for r in self._requests}
-        for request in self._requests:
-            request.deltas = self._queue
-        self._ownership = Ownership(core, self._requests)
-        core.submit(self._requests)
+        self._queue: deque[Delta | RequestOutput] = deque()
+        self._open = {r.request_id for r in requests}
+        """Requests whose output has not been returned."""
+        for request in requests:
+            request.queue = self._queue
+        self._ownership = Ownership(core, requests)
+        core.submit(requests)
 
     def __next__(self) -> Delta | RequestOutput:
-        if (ended := self._ended) is not None:
-            self._ended = None
-            del self._open[ended]
-            return self._core.output(ended)
-        while not self._queue:
-            if not self._open:
-                raise StopIteration
-            if not all(r.finished for r in self._open):
+        while self._open:
+            if not self._queue:
                 self._core.step()
                 continue
-            first = next(iter(self._open))
-            output = self._core.output(first)  # waits for the step that ended it, which may still queue its delta
-            if not self._queue:  # ended by an interrupt: no delta
-                del self._open[first]
-                return output
-        delta = self._queue.popleft()
-        if delta.finish_reason is not None:
-            self._num_left[delta.request_id] -= 1
-            if self._num_left[delta.request_id] == 0:
-                self._ended = self._by_id[delta.request_id]
-        return delta
+            item = self._queue.popleft()
+            if isinstance(item, Delta):
+                return item
+            if item.request_id in self._open:  # an interrupt may have queued it twice
+                self._open.remove(item.request_id)
+                return item
+        raise StopIteration
 
     def close(self) -> None:
         """End the unfinished requests. The stream yields nothing more."""
-        self._ended = None
         self._open.clear()
-        self._queue.clear()
         self._ownership.close()
 
 

@@ -18,7 +18,7 @@ from nanoinfer.scheduling.text import OutputText
 
 if TYPE_CHECKING:
     from nanoinfer.config import EngineLimits
-    from nanoinfer.outputs import Delta, Logprob
+    from nanoinfer.outputs import Delta, Logprob, RequestOutput
     from nanoinfer.utils.arrays import Array
 
 
@@ -91,8 +91,8 @@ class Request:
     """Time when its last sequence finished, on the core's clock; 0 before."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Log-probabilities of the prompt's tokens, None for the first; None if not requested."""
-    deltas: deque[Delta] | None = None
-    """Queue of deltas that have not been read yet; None if the request is not streamed."""
+    queue: deque[Delta | RequestOutput] | None = None
+    """Gets its deltas, and its output at the end. Several requests may share it. None: the request is not streamed."""
     priority: int = 0
     """Requests of smaller priority are admitted first."""
     salt: str | None = None
