@@ -21,7 +21,7 @@ def run(rows: Rows, params: BeamSearchParams, ends: tuple[int, ...], max_tokens:
     """Return the results of a search, and the number of its steps."""
     search = BeamSearch(params, ends, max_tokens)
     beams: list[tuple[int, ...]] = [()]
-    while not search.done:
+    while not search.finished:
         found = [find_candidates(rows(b), search.num_candidates, params.temperature) for b in beams]
         beams = [(*beams[parent], token) for parent, token in search.advance(found)]
         assert len(set(beams)) == len(beams) <= params.beam_width
@@ -153,7 +153,7 @@ def test_more_finished_outputs_than_beams_leave_the_best() -> None:
     assert [(h.token_ids, h.score) for h in search.results()] == [([0], -1.0), ([1, 0], -2.2)]
     assert search.advance([of([0, 1], -0.05, -4.0), of([0, 1], -0.1, -9.0)]) == []  # the best beam cannot improve
     assert [h.token_ids for h in search.results()] == [[0], [1, 1, 0]]
-    assert search.done
+    assert search.finished
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.5, 2.0])

@@ -231,7 +231,7 @@ AT_ONCE: dict[str, Callable[[Running], Awaitable[Any]]] = {
     "AsyncLLM.abort": lambda r: r.model.abort("aborted"),
     "AsyncLLM.__del__": lambda r: at_once(lambda: AsyncLLM.from_llm(r.model.llm).__del__()),
     "AsyncOutputStream.begin": lambda r: at_once(lambda: r.model.generate("Go", LONG).begin(asyncio.Event())),
-    "AsyncOutputStream.done": lambda r: at_once(lambda: r.streams[0].done),
+    "AsyncOutputStream.finished": lambda r: at_once(lambda: r.streams[0].finished),
     "AsyncOutputStream.ready": lambda r: at_once(lambda: r.streams[0].ready),
     "AsyncOutputStream.take": lambda r: at_once(r.streams[0].take),
     "AsyncOutputStream.__anext__": lambda r: anext(r.streams[1]),

@@ -28,7 +28,7 @@ from nanoinfer.kv.pool import BlockPool
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
-from nanoinfer.scheduling.sequence import Request, Scores, window_start
+from nanoinfer.scheduling.sequence import PromptReads, Request, window_start
 from nanoinfer.scheduling.work import ScheduledSequence
 from nanoinfer.speculative.base import Proposal
 from nanoinfer.speculative.prompt_lookup import PromptLookup
@@ -141,7 +141,7 @@ def make(core: Core, asked: Asked, priority: int = 0, salt: str | None = None) -
     def read(logits: Array, target_ids: list[int]) -> None:
         found.extend(float(row[t]) for row, t in zip(to_numpy(logits), target_ids, strict=True))
 
-    request.scores = Scores(ids[1:], asked.first - 1, read)
+    request.prompt_reads = PromptReads(ids[1:], asked.first - 1, read)
     return request, found
 
 

@@ -78,7 +78,7 @@ class BeamSearches:
             if not request.finished and len(progress.candidates) == len(progress.live):
                 chosen = progress.search.advance([progress.candidates[i] for i in progress.live])
                 progress.candidates.clear()
-                if progress.search.done:
+                if progress.search.finished:
                     self._end(request, progress.search)
                 else:
                     progress.live = self._extend(request.sequences, progress.live, chosen)

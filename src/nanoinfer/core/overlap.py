@@ -103,7 +103,7 @@ class OverlapScheduler:
 
     def _unsupported(self, request: Request) -> bool:
         first = request.sequences[0]
-        reads = not request.samples or (request.scores is not None and request.scores.num_unread > 0)
+        reads = not request.samples or (request.prompt_reads is not None and request.prompt_reads.num_unread > 0)
         return reads or first.grammar is not None or self._sampler.covers(first) is not None
 
     def launch(self, work: StepWork) -> InFlightStep:

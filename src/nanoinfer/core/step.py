@@ -34,7 +34,7 @@ from nanoinfer.core.output_processor import Logprobs
 from nanoinfer.engines.base import PENDING, Engine, Handle, StepBatch
 from nanoinfer.errors import one_line
 from nanoinfer.sampling.sampler import Sampled, Sampler
-from nanoinfer.scheduling.sequence import Scores, Sequence
+from nanoinfer.scheduling.sequence import PromptReads, Sequence
 from nanoinfer.scheduling.work import ScheduledSequence, sampling_sequences
 from nanoinfer.speculative.speculator import Speculator, StepProposals, drop_without_room
 from nanoinfer.speculative.verify import Group, sample_and_verify
@@ -193,10 +193,10 @@ def propose(step: Step) -> None:
 def read_scores(step: Step, w: ScheduledSequence, logits: Array) -> None:
     """Give a scored sequence its rows of the logits. If they are refused, its siblings fail with it."""
     request = w.sequence.request
-    scores = cast(Scores, request.scores)
-    first, scores.next = scores.next, scores.next + w.num_scored
+    reads = cast(PromptReads, request.prompt_reads)
+    first, reads.next = reads.next, reads.next + w.num_scored
     try:
-        scores.read(logits, scores.target_ids[first : scores.next])
+        reads.read(logits, reads.target_ids[first : reads.next])
     except Exception as e:
         request.prompt_logprobs = None
         step.faults.update(dict.fromkeys(request.sequences, one_line(e)))

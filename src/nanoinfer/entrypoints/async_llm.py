@@ -319,7 +319,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
     """Yields the outputs of one request, which it owns. Use it in one task at a time."""
 
     _request: AsyncRequest | None = None  # until the first iteration
-    done = False
+    finished = False
     """Whether the iterator yields nothing more."""
 
     def __init__(
@@ -334,7 +334,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         """The id that the caller gave, or that was made."""
 
     async def __anext__(self) -> RequestOutput:
-        if self.done:
+        if self.finished:
             raise StopAsyncIteration
         try:
             request = self._request or self.begin(asyncio.Event())
@@ -363,7 +363,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         assert self._request is not None
         core = self._llm.llm.core
         output = self._request.take(core.outputs.logprobs, core.clock)
-        self.done = self._request.ended
+        self.finished = self._request.ended
         return output
 
     async def aclose(self) -> None:
@@ -372,9 +372,9 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
 
     def leave(self) -> None:
         """Cancel the request if it is not finished."""
-        if not self.done and (request := self._request) is not None and not request.ended:
+        if not self.finished and (request := self._request) is not None and not request.ended:
             self._engine.drop(request)
-        self.done = True
+        self.finished = True
 
     def __del__(self) -> None:
         self.leave()

@@ -43,9 +43,9 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
             while self._open:
                 if found := [(i, self._take(i)) for i, stream in self._open.items() if stream.ready]:
                     if self._observe is not None:
-                        self._observe([(i, output, self._open[i].done) for i, output in found])
+                        self._observe([(i, output, self._open[i].finished) for i, output in found])
                     for i, _ in found:
-                        if self._open[i].done:
+                        if self._open[i].finished:
                             del self._open[i]
                     return found
                 self._event.clear()

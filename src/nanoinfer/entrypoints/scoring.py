@@ -1,8 +1,9 @@
 """Scoring: log-probabilities of given tokens.
 
-Perplexity and log-likelihoods of continuations are requests that generate nothing, whose logits are read (`Scores`).
-The scheduler runs them beside other requests: in the same steps, in chunks, sharing prefixes. So many continuations of
-one context process it once. `prompt_logprobs` are read in the same way while the prompt of a request is processed.
+Perplexity and log-likelihoods of continuations are requests that generate nothing: their logits are read
+(`PromptReads`). The scheduler runs them beside other requests: in the same steps, in chunks, sharing prefixes. So many
+continuations of one context process it once. `prompt_logprobs` are read in the same way while the prompt of a request
+is processed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from nanoinfer.errors import NanoinferError, QueueFull, ResultError
 from nanoinfer.outputs import LoglikelihoodOutput, Logprob
 from nanoinfer.sampling.sampler import find_logprobs, not_finite
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.sequence import Request, Scores
+from nanoinfer.scheduling.sequence import PromptReads, Request
 from nanoinfer.utils.arrays import Array, to_numpy
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def read_prompt_logprobs(request: Request, count: int, tokenizer: Tokenizer | No
 
     request.prompt_logprobs = found
     if len(ids) > 1:
-        request.scores = Scores(ids[1:], 0, append)
+        request.prompt_reads = PromptReads(ids[1:], 0, append)
 
 
 def windows(num_tokens: int, block_size: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -209,12 +210,12 @@ def _request(core: Core, text: Scored, read: Read[T], salt: str | None) -> tuple
         found.extend(read(to_numpy(logits), target_ids))
 
     request = core.make(None, ids[:-1], SamplingParams(max_tokens=1), 0, salt=salt)
-    request.scores = Scores(ids[1:], first - 1, append)
+    request.prompt_reads = PromptReads(ids[1:], first - 1, append)
     return request, found
 
 
 def _num_unread(request: Request) -> int:
-    return request.scores.num_unread if request.scores is not None else 0
+    return request.prompt_reads.num_unread if request.prompt_reads is not None else 0
 
 
 def _token_logprobs(logits: Logits, target_ids: list[int]) -> list[tuple[float, bool]]:

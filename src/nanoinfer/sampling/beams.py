@@ -6,7 +6,7 @@
              - the first W that do not end are the beams of the next step
              - of the finished outputs, the W with the highest scores are kept
     score    log-probability / (number of generated tokens, the end token included) ** length_penalty
-    end      W outputs are finished, and early_stopping is satisfied (`_is_done`); or max_tokens is reached
+    end      W outputs are finished, and early_stopping is satisfied (`_is_finished`); or max_tokens is reached
 
 The rule is that of `generate(num_beams=W, do_sample=False)` in transformers 5 (generation/utils.py, `_beam_search`).
 With W = 1, transformers decodes greedily: it ends with the first end token, as here with early_stopping=True.
@@ -100,7 +100,7 @@ class BeamSearch:
         self._finished: list[tuple[float, _Beam]] = []  # (score, output), the best first
         self.num_tokens = 0
         """Generated tokens of each beam."""
-        self.done = False
+        self.finished = False
         """Whether the search has ended."""
 
     @property
@@ -118,7 +118,7 @@ class BeamSearch:
             (index of the extended beam, token) of each beam of the next step, the best first; W pairs if the vocabulary
             has W tokens that are not end tokens. Empty if the search is done.
         """
-        assert not self.done
+        assert not self.finished
         assert len(candidates) == len(self._beams)
         self.num_tokens += 1
         parents = np.repeat(np.arange(len(candidates)), [len(c.token_ids) for c in candidates]).tolist()
@@ -137,8 +137,8 @@ class BeamSearch:
             if len(beams) == self._width:
                 break
         self._beams = beams
-        self.done = self._is_done()
-        return [] if self.done else chosen
+        self.finished = self._is_finished()
+        return [] if self.finished else chosen
 
     def _finish(self, beam: _Beam) -> None:
         """Add a finished output, and drop the worst if there are more than W."""
@@ -147,7 +147,7 @@ class BeamSearch:
         self._finished.sort(key=lambda item: -item[0])  # stable
         del self._finished[self._width :]
 
-    def _is_done(self) -> bool:
+    def _is_finished(self) -> bool:
         """Return whether the search ends after this step."""
         if not self._beams:
             return True

@@ -141,9 +141,9 @@ class Scheduler:
 
     def _find_prefix(self, s: Sequence) -> tuple[Entry | None, int]:
         """Return the sequence that shares the longest prefix with a waiting one, and the length of that prefix."""
-        window, scores = s.token_ids[s.next_start :], s.request.scores
-        if scores is not None and scores.num_unread:  # logits that are read are computed
-            window = window[: scores.next + 1]
+        window, reads = s.token_ids[s.next_start :], s.request.prompt_reads
+        if reads is not None and reads.num_unread:  # logits that are read are computed
+            window = window[: reads.next + 1]
         return self.cache.find(window, s.request.salt)
 
     def _open(self, s: Sequence, entry: Entry | None, num_shared: int) -> None:
@@ -279,8 +279,8 @@ class Scheduler:
         first = sequence.start + sequence.num_cached
         sequence.num_cached += count
         token_ids, forks = sequence.token_ids[first : first + count], []
-        scores = sequence.request.scores
-        if num_scored := scores.num_read(sequence.num_cached) if scores is not None else 0:
+        reads = sequence.request.prompt_reads
+        if num_scored := reads.num_read(sequence.num_cached) if reads is not None else 0:
             sequence.last_sampled_step = self._step
         if samples := samples and not sequence.request.only_scored:
             sequence.last_sampled_step = self._step

@@ -43,7 +43,7 @@ def window_start(num_tokens: int, block_size: int, stride: int) -> int:
 
 
 @dataclass(eq=False)
-class Scores:
+class PromptReads:
     """The logits of a prompt that a request reads.
 
     A request that reads them at every token of its prompt generates nothing: its sequence ends when they are read. One
@@ -99,7 +99,7 @@ class Request:
     """Only requests of the same salt share prefixes."""
     beams: BeamSearchParams | None = None
     """Parameters of a beam search, whose beams are the sequences; None: the sequences are sampled."""
-    scores: Scores | None = None
+    prompt_reads: PromptReads | None = None
     """The logits of the prompt that are read; None: none."""
     num_cached_tokens: int = 0
     """Tokens of the prompt that were in the KV cache when the request was first admitted."""
@@ -113,7 +113,7 @@ class Request:
     @property
     def only_scored(self) -> bool:
         """Whether it generates nothing: the logits of all tokens of its prompt are read."""
-        return self.scores is not None and len(self.scores.target_ids) == len(self.prompt_token_ids)
+        return self.prompt_reads is not None and len(self.prompt_reads.target_ids) == len(self.prompt_token_ids)
 
     @property
     def samples(self) -> bool:
@@ -282,8 +282,8 @@ class Sequence:
 
     def finish_if_scored(self) -> None:
         """End the sequence if its request generates nothing, and all logits that it reads were read."""
-        scores = self.request.scores
-        if scores is not None and not scores.num_unread and self.request.only_scored and self.finish_reason is None:
+        reads = self.request.prompt_reads
+        if reads is not None and not reads.num_unread and self.request.only_scored and self.finish_reason is None:
             self._finish("stop", None)
 
     def abort(self, error: str | None = None) -> None:

@@ -52,16 +52,16 @@ class StepBudget:
     def fit(self, s: Sequence, uncached: int) -> int:
         """Return how many of a sequence's uncached tokens the step can process."""
         count = min(uncached, self.num_prefill) if uncached > 1 else 1
-        if (scores := s.request.scores) is not None and scores.num_unread > self.num_scored:
-            count = min(count, max(0, scores.next - s.num_cached) + self.num_scored)
+        if (reads := s.request.prompt_reads) is not None and reads.num_unread > self.num_scored:
+            count = min(count, max(0, reads.next - s.num_cached) + self.num_scored)
         return count
 
     def take(self, s: Sequence, count: int, uncached: int) -> None:
         """Subtract `count` tokens of a sequence, before they are counted as cached."""
         if uncached > 1:
             self.num_prefill -= count
-        if (scores := s.request.scores) is not None:
-            self.num_scored -= scores.num_read(s.num_cached + count)
+        if (reads := s.request.prompt_reads) is not None:
+            self.num_scored -= reads.num_read(s.num_cached + count)
 
 
 @dataclass
