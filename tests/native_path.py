@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import HAS_TORCH, TINY, make_folder
+from helpers.environment import HAS_TORCH
+from helpers.models import TINY, make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import main
 

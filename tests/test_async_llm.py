@@ -21,7 +21,9 @@ from typing import Any
 
 import pytest
 
-from conftest import CHARS, make_folder
+from helpers.async_llm import freed
+from helpers.environment import ROOT
+from helpers.models import CHARS, make_folder
 from nanoinfer import (
     LLM,
     AsyncLLM,
@@ -78,17 +80,6 @@ def run(main: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM) -> Any:
             return result
 
     return asyncio.run(call())
-
-
-async def freed(model: AsyncLLM) -> None:
-    """Wait until no request is left in core and engine."""
-    core = model.llm.core
-    until = time.monotonic() + 10
-    while model.num_unfinished_requests or core.scheduler.unfinished or model._running().engine._submitted:
-        assert time.monotonic() < until
-        await asyncio.sleep(0.001)
-    assert set(core.engine.handles) == core.scheduler.handles
-    assert core.scheduler.running == []
 
 
 async def whole(stream: AsyncOutputStream) -> RequestOutput:
@@ -793,7 +784,7 @@ def test_the_engine_thread_sleeps_without_requests(llm: LLM, monkeypatch: pytest
 
 
 def test_the_pages_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "async.md").read_text()
+    page = (ROOT / "docs" / "async.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(program, {})
     params = SamplingParams(max_tokens=20, seed=0)

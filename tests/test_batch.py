@@ -18,7 +18,10 @@ from weakref import WeakSet
 
 import pytest
 
-from conftest import make_folder
+from helpers.batch import run_on, runner
+from helpers.chat import chat_folder
+from helpers.models import make_folder
+from helpers.terminal import Terminal
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch import run as batch_run
 from nanoinfer.batch.lines import MAX_LINE_BYTES, LineReader
@@ -28,8 +31,6 @@ from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.cli import main
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar
-from test_chat import chat_folder
-from test_progress import Terminal
 
 Run = Callable[..., tuple[int, str, str]]
 PROMPTS = ("To be", "or not", "c" * 30)
@@ -368,24 +369,6 @@ def test_blank_lines_are_counted_and_have_no_record(run: Run) -> None:
 
 
 # Order and memory ---------------------------------------------------------------------------------------------
-
-
-def run_on(llm: LLM, source: str, target: str, options: BatchOptions | None = None) -> FileOutput:
-    """Run a batch on a model that is loaded already."""
-    reader, output = LineReader([source]), open_output(target, {}, overwrite=True)
-    assert isinstance(output, FileOutput)
-    options = options or BatchOptions(SamplingParams(max_tokens=2))
-    try:
-        output.skip(reader)
-        output.start()
-        runner(llm, options).run(reader, output, ProgressBar("batch", False))
-    finally:
-        output.close()
-    return output
-
-
-def runner(llm: LLM, options: BatchOptions) -> BatchRunner:
-    return BatchRunner(llm.core, llm.requests, llm.formatter, "tiny", options)
 
 
 @pytest.mark.parametrize("num_lines", [600, pytest.param(20_000, marks=pytest.mark.slow)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import make_folder
+from helpers.models import make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch import lost
 from nanoinfer.batch import output as batch_output

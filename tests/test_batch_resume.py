@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from conftest import make_folder, refuses
+from helpers.errors import refuses
+from helpers.models import make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch import output as batch_output
 from nanoinfer.batch.lines import LineReader

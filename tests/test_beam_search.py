@@ -14,8 +14,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-import test_families
-from conftest import TINY, edit_config, make_folder, make_model, refuses, submit
+from helpers import families
+from helpers.engines import DEVICES, make_engine, prompt
+from helpers.engines import make_core as core_of
+from helpers.errors import refuses
+from helpers.models import TINY, edit_config, make_folder, make_model, submit
+from helpers.overlap import TorchSampler
+from helpers.table_engine import RANDOM, make_core
 from nanoinfer import LLM, BeamSearchParams, BeamSearchSequence, NanoinferError, SamplingParams
 from nanoinfer.core import beam_search as core_beams
 from nanoinfer.core.core import Core
@@ -24,10 +29,6 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request
-from test_core import RANDOM, make_core
-from test_engines import DEVICES, make_engine, prompt
-from test_engines import make_core as core_of
-from test_overlap import TorchSampler
 
 ENDS = [2, 7, 11, 30, 41, 55]
 PROMPTS = [[5, 9, 11, 30, 7], [3], list(range(17, 36))]
@@ -69,7 +70,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     @functools.cache
     def make(case: str) -> tuple[Any, LLM]:
         folder = tmp_path_factory.mktemp("beams") / case
-        model = test_families.make_folder(case, folder)
+        model = families.make_folder(case, folder)
         edit_config(folder, eos_token_id=ENDS)
         (folder / "generation_config.json").unlink()
         native = ENGINES["native"].unavailable() is None

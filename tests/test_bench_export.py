@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conftest import make_folder, refuses
+from helpers.errors import refuses
+from helpers.models import make_folder
 from nanoinfer.bench.backends import prepare
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.peers import export_once

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import TINY, make_folder, make_limits, make_model, refuses
+from helpers.errors import refuses
+from helpers.models import TINY, make_folder, make_limits, make_model
 from nanoinfer import LLM
 from nanoinfer.bench import machine, process, prompts, results, worker
 from nanoinfer.bench import run as running

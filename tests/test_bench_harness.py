@@ -17,7 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import make_folder, refuses
+from helpers.cli import one_thread
+from helpers.errors import refuses
+from helpers.models import make_folder
 from nanoinfer.bench import results
 from nanoinfer.bench.backends import open_backend
 from nanoinfer.bench.case import Case
@@ -31,7 +33,6 @@ from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.utils.progress import ProgressBar
-from test_cli import one_thread
 
 pytestmark = pytest.mark.usefixtures("quick_ceiling")
 
@@ -112,7 +113,7 @@ def test_a_backend_that_says_other_words_is_not_timed(tmp_path: Path) -> None:
         Case("dynamic", "m", output_tokens=5, prompt_tokens=4),
     ]
     ceiling = Ceiling("here", 1e10, {"float32": 1e11}, "a test")
-    from conftest import TINY
+    from helpers.models import TINY
 
     rows: list[Row] = []
     harness = Harness(good, TINY, ceiling, Options(rounds=1), ProgressBar("bench", False))

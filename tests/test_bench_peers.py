@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from conftest import make_folder, refuses
+from helpers.errors import refuses
+from helpers.models import make_folder
 from nanoinfer.bench.backends import PEERS, open_backend
 from nanoinfer.bench.case import Case, Requests
 from nanoinfer.bench.peers import require_module
@@ -160,7 +161,7 @@ def test_helpers() -> None:
 @pytest.mark.parametrize("name", PEERS)
 def test_other_families_run_or_are_refused(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers", reason="transformers makes the model")
-    from test_families import make_folder as make_family
+    from helpers.families import make_folder as make_family
 
     make_family("llama", tmp_path)
     case = make_case(name)

@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from helpers.environment import ROOT
 from nanoinfer.bench import report, table
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.formatting import DASH, digits, slug
@@ -520,7 +521,7 @@ def test_no_figures_make_no_headline() -> None:
 
 # The terminal ---------------------------------------------------------------------------------------------------
 
-RESULTS = Path(__file__).parents[1] / "docs" / "results"
+RESULTS = ROOT / "docs" / "results"
 
 
 @pytest.mark.parametrize("suite", [name for name in SUITES if (RESULTS / f"{name}.json").exists() and name != "gpu"])

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from conftest import TINY, make_folder, refuses
+from helpers.errors import refuses
+from helpers.models import TINY, make_folder
 from nanoinfer.bench import results, table
 from nanoinfer.bench.backends.nanoinfer import NanoinferBackend
 from nanoinfer.bench.case import Case, make_requests

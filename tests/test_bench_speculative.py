@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import CHARS, refuses
+from helpers.errors import refuses
+from helpers.models import CHARS
 from nanoinfer.bench import prompts
 from nanoinfer.bench.backends.nanoinfer import _spread
 from nanoinfer.bench.case import Case, make_requests

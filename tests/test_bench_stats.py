@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import TINY, refuses
+from helpers.errors import refuses
+from helpers.models import TINY
 from nanoinfer.bench import results
 from nanoinfer.bench.case import Case, make_requests
 from nanoinfer.bench.derived_metrics import add_speedups, fill_in

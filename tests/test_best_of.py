@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import TINY, make_folder, refuses, submit
+from helpers.errors import refuses
+from helpers.models import TINY, make_folder, submit
+from helpers.table_engine import CHARS, RANDOM, V, make_core
 from nanoinfer import LLM, CompletionOutput, SamplingParams
-from test_core import CHARS, RANDOM, V, make_core
 
 PARAMS = SamplingParams(n=2, best_of=6, max_tokens=9, temperature=2.0, seed=3, stop_token_ids=range(12))  # type: ignore[arg-type]
 

@@ -7,61 +7,25 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers as hf
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from conftest import TINY, make_folder, make_model, make_weights, refuses, submit
+from helpers.chat import HI, chat_folder
+from helpers.chat_templates import CHATML, TEMPLATES
+from helpers.engines import naive_greedy, prompt
+from helpers.errors import refuses
+from helpers.interrupts import ENGINES, check, how_often, interrupt_everywhere
+from helpers.models import TINY, make_folder, make_model, submit
+from helpers.overlap import make_core
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.entrypoints.conversation import Conversation
 from nanoinfer.kv.plan import kv_block_bytes
-from nanoinfer.models.checkpoints import hf_config, huggingface
 from nanoinfer.models.checkpoints.load import load_model
-from test_chat_template import CHATML, TEMPLATES
-from test_interrupts import ENGINES, check, how_often, interrupt_everywhere
-from test_overlap import make_core, naive_greedy, prompt
 
-CONFIG = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "hidden_act": "silu",
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
-HI: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
-
-
-@cache
-def tokenizer_json() -> str:
-    core = hf.Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    core.train_from_iterator(["system user assistant the and hello there be brief again answer"] * 9, trainer)
-    text: str = core.to_str()
-    return text
-
-
-def chat_folder(path: Path, template: str | None = CHATML, **config: object) -> Path:
-    """Write a random llama with a byte-level tokenizer and a chat template to a folder and return it."""
-    path.mkdir(parents=True, exist_ok=True)
-    vocab_size = hf.Tokenizer.from_str(tokenizer_json()).get_vocab_size()
-    (path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab_size} | config))
-    weights = make_weights(hf_config.read(path / "config.json"), std=0.4)
-    huggingface.save(weights, path, tokenizer_json())
-    tokens = {"eos_token": {"content": "<|im_end|>", "lstrip": False}, "bos_token": None, "pad_token": "<pad>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(tokens | ({"chat_template": template} if template else {})))
-    return path
 
 
 @pytest.fixture(scope="module")

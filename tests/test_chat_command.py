@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
+from helpers.chat import chat_folder
+from helpers.errors import check_messages
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import main
 from nanoinfer.cli.chat_input import messages
 from nanoinfer.cli.terminal import visible
-from test_chat import chat_folder
-from test_cli_hostile import check_messages
 
 Call = Callable[..., tuple[int, str, str]]
 OPTIONS = ("--temperature", "0", "--max-tokens", "6")

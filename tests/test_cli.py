@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import os
@@ -12,42 +11,20 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from conftest import make_folder
+from helpers.cli import Run, command, one_thread
+from helpers.models import make_folder
 from nanoinfer import SamplingParams
 from nanoinfer.bench.run import Plan
-from nanoinfer.cli import app, help, main
+from nanoinfer.cli import app, help
 from nanoinfer.cli.decoding import StructuredFlags
 from nanoinfer.config import EngineConfig
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.utils.field_docs import field_docs
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run the command line in this process: arguments -> exit code, stdout, stderr."""
-
-    def call(*arguments: object, stdin: bytes | None = None) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nanoinfer", *map(str, arguments)])
-        if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as e:
-            main()
-        out, err = capsys.readouterr()
-        return int(e.value.code or 0), out, err
-
-    return call
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-c", "from nanoinfer.cli import main; main()", *map(str, arguments)]
 
 
 def test_generate_prints_the_text_and_nothing_else(run: Run, tiny_folder: Path) -> None:
@@ -238,7 +215,7 @@ def test_help_has_topics_and_examples_in_80_columns(run: Run, monkeypatch: pytes
     monkeypatch.setenv("COLUMNS", "80")
     commands = {name: app.load_command(name) for name in app.COMMANDS}
     assert commands.keys() >= help.TOPICS.keys()
-    for name, command in commands.items():
+    for name, known in commands.items():
         code, out, _ = run(name, "--help")
         assert code == 0
         assert all(len(line) <= 80 for line in out.splitlines()), name
@@ -249,19 +226,19 @@ def test_help_has_topics_and_examples_in_80_columns(run: Run, monkeypatch: pytes
         assert [t for t in titles if t not in ("Arguments", "Options")] == list(topics)
         listed = [option for names in topics.values() for option in names.split()]
         assert len(listed) == len(set(listed))
-        assert {p.name for p in command.params} >= set(listed), name
-        assert len(command.params) - len(listed) <= 8, name
+        assert {p.name for p in known.params} >= set(listed), name
+        assert len(known.params) - len(listed) <= 8, name
     code, out, _ = run("--help")
     assert "..." not in out.replace("[ARGS]...", "")
 
 
 def test_examples_are_command_lines_that_parse() -> None:
     commands = {name: app.load_command(name) for name in app.COMMANDS}
-    for name, command in commands.items():
-        for line in command.epilog.splitlines()[2:]:
+    for name, known in commands.items():
+        for line in known.epilog.splitlines()[2:]:
             words = shlex.split(line.split("|")[-1 if "| nanoinfer" in line else 0], comments=True)
             assert words[:2] == ["nanoinfer", name]
-            command.make_context(name, words[2:])
+            known.make_context(name, words[2:])
 
 
 def test_defaults_give_readable_text(run: Run, tiny_folder: Path) -> None:
@@ -366,10 +343,6 @@ def test_a_reader_that_goes_away_ends_it_quietly(tiny_folder: Path) -> None:
     assert child.stderr.read() == b""
 
 
-def one_thread() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1"}
-
-
 def test_characters_are_never_halved_on_a_pipe(run: Run, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m", chars=None)
     from nanoinfer.training.data import train_bpe
@@ -377,7 +350,7 @@ def test_characters_are_never_halved_on_a_pipe(run: Run, tmp_path: Path) -> None
     text = train_bpe(["\u00e9\u4e2d\U0001f600 "], 256)
     from dataclasses import replace
 
-    from conftest import TINY
+    from helpers.models import TINY
 
     folder = make_folder(tmp_path / "bytes", replace(TINY, vocab_size=256), chars=None)
     (folder / "tokenizer.json").write_text(text)

@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-from conftest import TINY, make_folder
+from helpers.errors import check_messages
+from helpers.models import TINY, make_folder
 from nanoinfer.cli import app, main
 
 DIGITS = "9" * 5000
@@ -40,16 +41,6 @@ PAIRS = [
     for value in VALUES
 ]
 SHARED = 24  # groups: a failure names one of them and the case
-
-
-def check_messages(err: str) -> None:
-    """Every line is one of ours, without a traceback or a character that a terminal obeys."""
-    assert "Traceback" not in err
-    assert "Exception ignored" not in err
-    lines = err.removesuffix("\n").split("\n") if err else []
-    for line in lines:
-        assert line.isprintable(), line[:300]
-        assert len(line) <= 1100
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ import pytest
 import torch
 import typer
 
-from conftest import CHARS, TINY, make_folder, make_model, weights_of
+from helpers.cli import Run
+from helpers.models import CHARS, TINY, make_folder, make_model, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.generate import split_lines
 from nanoinfer.cli.terminal import finite_json
@@ -26,7 +27,6 @@ from nanoinfer.errors import ResultError
 from nanoinfer.models.checkpoints import huggingface
 from nanoinfer.models.tokenizers import char_to_json
 from nanoinfer.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
-from test_cli import Run, run  # noqa: F401 (a fixture)
 
 GREEDY = ("--max-tokens", 5, "--temperature", 0)
 
@@ -39,18 +39,18 @@ def prompts_of(out: str) -> list[str]:
     "given, expected",
     [(b"Go\n", "Go"), (b"Go", "Go"), (b"Go\n\n", "Go\n"), (b"Go\r\n", "Go"), (b"\nGo", "\nGo")],
 )
-def test_stdin_loses_one_newline(run: Run, tiny_folder: Path, given: bytes, expected: str) -> None:  # noqa: F811
+def test_stdin_loses_one_newline(run: Run, tiny_folder: Path, given: bytes, expected: str) -> None:
     code, out, err = run("generate", "-m", tiny_folder, *GREEDY, "--json", stdin=given)
     assert (code, err) == (0, "")
     assert prompts_of(out) == [expected]
 
 
-def test_a_file_is_a_prompt_as_it_is(run: Run, tiny_folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_file_is_a_prompt_as_it_is(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("Go\n")
     assert prompts_of(run("generate", "-f", tmp_path / "p.txt", "-m", tiny_folder, *GREEDY, "--json")[1]) == ["Go\n"]
 
 
-def test_lines_makes_a_prompt_of_each_line(run: Run, tiny_folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_lines_makes_a_prompt_of_each_line(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
     flags = ("--lines", "-m", tiny_folder, *GREEDY, "--json")
     assert prompts_of(run("generate", *flags, stdin=b"Go\n\nHo\r\nNo")[1]) == ["Go", "", "Ho", "No"]
     (tmp_path / "p.txt").write_text("Go\nHo\n")
@@ -83,7 +83,7 @@ def test_what_is_no_size(text: str) -> None:
         parse_size(text)
 
 
-def test_sizes_reach_the_engine(run: Run, tiny_folder: Path) -> None:  # noqa: F811
+def test_sizes_reach_the_engine(run: Run, tiny_folder: Path) -> None:
     flags = ("-m", tiny_folder, "--engine", "static", *GREEDY)
     code, out, _ = run("generate", "Go", *flags, "--kv-cache-memory", "1MiB")
     assert (code, out) == run("generate", "Go", *flags, "--kv-cache-memory", 1 << 20)[:2]
@@ -101,7 +101,7 @@ def test_escapes() -> None:
             unescape(bad)
 
 
-def test_stop_understands_escapes(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_stop_understands_escapes(run: Run, tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m", replace(TINY, vocab_size=2), chars="\na")
     code, out, _ = run("generate", "a", "-m", folder, "--stop", r"\n", "--seed", 1, "--json", "--max-tokens", 30)
     assert code == 0
@@ -121,7 +121,7 @@ def overflowing(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_eval_prints_no_nan(run: Run, overflowing: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:  # noqa: F811
+def test_eval_prints_no_nan(run: Run, overflowing: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     (tmp_path / "t.txt").write_text("To be, or not to be")
     code, out, err = run("eval", tmp_path / "t.txt", "-m", overflowing, "--engine", "static", *flags)
     assert (code, out) == (1, "")
@@ -138,7 +138,7 @@ def test_json_has_no_name_for_nan() -> None:
 
 
 def test_a_roofline_or_profile_or_bench_that_is_not_finite_fails(
-    run: Run, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr("nanoinfer.cli.roofline.answer", lambda model, question, device: {"step_sec": float("inf")})
     for flags in ((), ("--json",)):
@@ -147,7 +147,7 @@ def test_a_roofline_or_profile_or_bench_that_is_not_finite_fails(
         assert "is not finite" in err
 
 
-def test_a_training_that_diverges_fails(run: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_a_training_that_diverges_fails(run: Run, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("To be, or not to be. " * 100)
     sizes = "--n-layer 1 --n-head 1 --n-embd 4 --block-size 8 --batch-size 1 --eval-interval 1 --max-steps 4"
     flags = ("--learning-rate", 999, "--grad-clip", "1e6", "--warmup-steps", 0, "--weight-decay", 1000)
@@ -184,7 +184,7 @@ class OneFails:
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_a_failed_request_is_a_line_on_stderr(
-    run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]  # noqa: F811
+    run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:  # fmt: skip
     monkeypatch.setattr("nanoinfer.entrypoints.llm.LLM", OneFails)
     code, out, err = run("generate", "a", "b", "c", *flags)
@@ -201,7 +201,7 @@ def test_a_failed_request_is_a_line_on_stderr(
 # The terminal ----------------------------------------------------------------------------------------------------
 
 
-def test_engines_fits_a_terminal(run: Run) -> None:  # noqa: F811
+def test_engines_fits_a_terminal(run: Run) -> None:
     lines = run("engines")[1].splitlines()
     assert len(lines) <= 22
     assert max(map(len, lines)) <= 80

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import CHARS, TINY, make_folder, make_model, refuses
+from helpers.cli import command, one_thread
+from helpers.errors import refuses
+from helpers.models import CHARS, TINY, make_folder, make_model
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.train import _Writer
 from nanoinfer.config import LayerKind, Rotary
@@ -18,7 +20,6 @@ from nanoinfer.models.checkpoints.load import load_model
 from nanoinfer.training import distill
 from nanoinfer.training.loop import TrainProgress, prepare, train, validate
 from nanoinfer.training.train_config import TrainConfig
-from test_cli import command, one_thread
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
 

@@ -16,18 +16,21 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conftest import (
-    CHARS,
-    TINY,
-    load_gpt,
-    make_folder,
-    make_limits,
-    make_model,
-    make_weights,
-    refuses,
-    submit,
-    weights_of,
+from helpers.cli import command, one_thread
+from helpers.drafters import Scripted
+from helpers.engines import (
+    BATCHES,
+    GREEDY,
+    V,
+    make_engine,
+    naive_greedy,
+    nightly_if_interpreted,
+    prompt,
+    slow_if_interpreted,
 )
+from helpers.errors import refuses
+from helpers.models import CHARS, TINY, load_gpt, make_folder, make_limits, make_model, make_weights, submit, weights_of
+from helpers.speculation import SAMPLED, generate, make_core, plain
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.train import _Writer
 from nanoinfer.config import EngineConfig
@@ -50,18 +53,6 @@ from nanoinfer.training.loop import TrainProgress, train, validate
 from nanoinfer.training.train_config import TrainConfig
 from nanoinfer.training.train_draft_head import STEPS, HeadRun, RecurrentHead, prepare
 from nanoinfer.utils.arrays import Array, to_numpy
-from test_cli import command, one_thread
-from test_engines import (
-    BATCHES,
-    GREEDY,
-    V,
-    make_engine,
-    naive_greedy,
-    nightly_if_interpreted,
-    prompt,
-    slow_if_interpreted,
-)
-from test_speculative import SAMPLED, Scripted, generate, make_core, plain
 
 CONFIG = DraftHeadConfig("tiny", V, TINY.n_embd, 24, fingerprint(CharTokenizer(CHARS)))
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import CHARS, TINY, make_weights
+from helpers.models import CHARS, TINY, make_weights
 from nanoinfer import LLM
 from nanoinfer.core import build
 from nanoinfer.engines import devices

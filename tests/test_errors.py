@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import edit_config, make_folder
-from gguf_files import tiny_gguf
+from helpers.gguf_files import tiny_gguf
+from helpers.models import edit_config, make_folder
 from nanoinfer.errors import NanoinferError, QueueFull, ResultError
 from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
 from nanoinfer.openai_protocol.fields import FieldError

@@ -24,16 +24,16 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from starlette.types import ASGIApp
 
-import asgi
-from asgi import Response
+from helpers import asgi
+from helpers.asgi import Response
+from helpers.async_llm import freed
+from helpers.chat import chat_folder
 from nanoinfer import LLM, AsyncLLM, AsyncOutputStream, SamplingParams
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS
 from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE
 from nanoinfer.server import page_routes
 from nanoinfer.server.table import ROUTES
-from test_async_llm import freed
-from test_chat import chat_folder
 
 GIVE_UP_SEC = 20.0  # a step that is not released ends, so that the test does
 TICKS = 10

@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from helpers.environment import ROOT
+
+EXAMPLES = ROOT / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("*.py"))
 
 

@@ -16,8 +16,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-import test_families
-from conftest import make_limits, refuses
+from helpers import families
+from helpers.engines import generate, make_engine, naive_greedy
+from helpers.errors import refuses
+from helpers.families import CASES
+from helpers.models import make_limits
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core.core import Core
@@ -34,8 +37,6 @@ from nanoinfer.models.gpt_loading import load_gpt, weights_of
 from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.utils.arrays import to_numpy
-from test_engines import generate, make_engine, naive_greedy
-from test_families import CASES
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
 PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]
@@ -54,7 +55,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     @functools.cache
     def make(case: str) -> Path:
         folder = tmp_path_factory.mktemp("families") / case
-        test_families.make_folder(case, folder)
+        families.make_folder(case, folder)
         return folder
 
     return make

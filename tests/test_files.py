@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import refuses
+from helpers.errors import refuses
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils import files
 from nanoinfer.utils.files import RegularFile, escaped, parse_json, read_json, read_limited, read_text

@@ -16,7 +16,10 @@ import pytest
 import tokenizers as hf
 import torch
 
-from conftest import CHARS, TINY, make_folder, make_model, refuses, submit
+from helpers.environment import ROOT
+from helpers.errors import refuses
+from helpers.models import CHARS, TINY, make_folder, make_model, submit
+from helpers.trained_tokenizers import bpe
 from nanoinfer import (
     LLM,
     AsyncEngineArgs,
@@ -31,9 +34,8 @@ from nanoinfer.entrypoints.vllm_names import FOREIGN
 from nanoinfer.models import tokenizers
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.outputs import CompletionOutput, RequestOutput
-from test_tokenizers import bpe
 
-PAGE = (Path(__file__).parents[1] / "docs" / "from-vllm.md").read_text()
+PAGE = (ROOT / "docs" / "from-vllm.md").read_text()
 ROWS = [line.split(" | ")[0].removeprefix("| ") for line in PAGE.splitlines() if line.startswith("| ")]
 ROWS = [row for row in ROWS if row not in ("name", "what", "argument")]
 GREEDY = SamplingParams(max_tokens=8, temperature=0)

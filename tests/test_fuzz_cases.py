@@ -10,13 +10,14 @@ import os
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).parent / "fuzz_cases"
+from helpers.environment import ROOT, TESTS
+
+CASES = TESTS / "fuzz_cases"
 MANIFEST: dict[str, dict[str, str]] = json.loads((CASES / "manifest.json").read_text(encoding="utf-8"))
-WORKER = Path(__file__).parent.parent / "fuzz" / "worker.py"
+WORKER = ROOT / "fuzz" / "worker.py"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
 

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import load_gpt, refuses
-from gguf_files import Q4_0, Stored, as_f16, as_f32, as_q8_0, convert, metadata_of, write_gguf
+from helpers.errors import refuses
+from helpers.gguf_files import Q4_0, Stored, as_f16, as_f32, as_q8_0, convert, metadata_of, write_gguf
+from helpers.models import load_gpt
 
 transformers = pytest.importorskip("transformers")
 
+from helpers.families import CASES, LINEAR, PLAIN, make_folder  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.config import Rotary  # noqa: E402
 from nanoinfer.models.checkpoints import gguf  # noqa: E402
@@ -23,7 +25,6 @@ from nanoinfer.models.checkpoints.gguf_formats import FORMATS  # noqa: E402
 from nanoinfer.models.checkpoints.huggingface import open_folder, save  # noqa: E402
 from nanoinfer.models.checkpoints.load import load_model  # noqa: E402
 from nanoinfer.models.rotary import frequencies  # noqa: E402
-from test_families import CASES, LINEAR, PLAIN, make_folder  # noqa: E402
 
 # What llama.cpp's metadata cannot say; Llama 3's scaling has a test below.
 LEFT_OUT = ("qwen2-windows", "gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", "nanochat-all-heads",

@@ -11,8 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import refuses
-from gguf_files import ARRAY, F32, Q4_0, STRING, Stored, as_f32, gguf_bytes, string, tiny_gguf, value, write_gguf
+from helpers.errors import refuses
+from helpers.gguf_files import (
+    ARRAY,
+    F32,
+    Q4_0,
+    STRING,
+    Stored,
+    as_f32,
+    gguf_bytes,
+    string,
+    tiny_gguf,
+    value,
+    write_gguf,
+)
 from nanoinfer.models.checkpoints import gguf_file, gguf_tokenizer
 from nanoinfer.models.checkpoints.gguf_file import MAX_HEADER_BYTES, read_gguf
 from nanoinfer.models.checkpoints.load import load_model, load_tokenizer

@@ -10,21 +10,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import make_folder, refuses
-from gguf_files import convert, write_gguf
+from helpers.errors import refuses
+from helpers.gguf_files import convert, write_gguf
+from helpers.models import make_folder
 
 transformers = pytest.importorskip("transformers")
 hf = pytest.importorskip("tokenizers")
 
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
 
+from helpers.families import make_folder as make_family  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.models import tokenizers  # noqa: E402
 from nanoinfer.models.checkpoints import gguf_tokenizer  # noqa: E402
 from nanoinfer.models.checkpoints.gguf_file import read_gguf  # noqa: E402
 from nanoinfer.models.checkpoints.load import load_model, load_tokenizer  # noqa: E402
 from nanoinfer.models.tokenizers import ByteLevelTokenizer, GenericTokenizer, decode  # noqa: E402
-from test_families import make_folder as make_family  # noqa: E402
 
 TEXT = (
     "The cat's 12345 hats, don't  they?\n\n\tIt's 3.14 (pi) -- naïve café 東京 🙂 e\u0301 a<|x|>b\r\n  x   y ½ ²\u3000z"

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.environment import ROOT
 from nanoinfer.bench import results
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.results import Results
@@ -28,7 +29,7 @@ from nanoinfer.bench.suites import GPU_LARGE
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.kv.plan import slot_tokens
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+FOLDER = ROOT / "benchmarks"
 sys.path.insert(0, str(FOLDER))  # as when it is run as a script: its parts lie beside it
 
 import gpu_check  # noqa: E402

@@ -20,13 +20,14 @@ from pathlib import Path
 
 import pytest
 
+from helpers.environment import ROOT
+
 pytest.importorskip("triton", reason="triton is not installed")
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from gpu_rows import read_rows  # noqa: E402
+from gpu_rows import read_rows
 
-from nanoinfer.bench import results as bench_results  # noqa: E402
+from nanoinfer.bench import results as bench_results
 
 EARLIER = "gpu-results"
 JOBS = 2  # files of tests, which run at the same time
@@ -62,7 +63,7 @@ def tree(tmp_path: Path) -> Path:
     for name in ("test_a.py", "test_b.py"):
         (copy / "tests" / name).write_text(TESTS)
     (tmp_path / "site").mkdir()
-    shutil.copy(ROOT / "tests" / "gpu_stand_in.py", tmp_path / "site" / "sitecustomize.py")
+    shutil.copy(ROOT / "tests" / "helpers" / "gpu_stand_in.py", tmp_path / "site" / "sitecustomize.py")
     # Not the environment's own python3, which would find the package that is installed there.
     paths = f"$PYTHONPATH:{tmp_path / 'site'}:{sysconfig.get_paths()['purelib']}"
     python = tmp_path / "bin" / "python3"

@@ -14,16 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+from helpers.environment import INTERPRETED, ROOT
+from helpers.models import TINY
+from helpers.recorded import FakeRecorder
+
 pytest.importorskip("triton", reason="triton is not installed")
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # as when they are run as scripts
+sys.path.insert(0, str(ROOT / "benchmarks"))  # as when they are run as scripts
 
 import gpu_rows
 import triton_kernels
 import triton_sampler
 
-from conftest import INTERPRETED, TINY
 from nanoinfer.roofline.devices import DEVICES
-from recorded import FakeRecorder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),

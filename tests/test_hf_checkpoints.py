@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model
 
-from conftest import CHARS, TINY, edit_config, load_folder, make_folder, make_model, make_weights, refuses, weights_of
+from helpers.errors import refuses
+from helpers.models import CHARS, TINY, edit_config, load_folder, make_folder, make_model, make_weights, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import ModelConfig
 from nanoinfer.models.checkpoints import stored

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import TINY, make_limits, make_model, submit
+from helpers.engines import GREEDY, naive_greedy, prompt
+from helpers.models import TINY, make_limits, make_model, submit
+from helpers.overlap import TorchSampler
 from nanoinfer import NanoinferError, SamplingParams
 from nanoinfer.config import EngineLimits
 from nanoinfer.core import overlap
@@ -27,8 +29,6 @@ from nanoinfer.sampling.sampler import SamplerRow, sample
 from nanoinfer.scheduling.room import Room
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.utils import processes
-from test_engines import GREEDY, naive_greedy, prompt
-from test_overlap import TorchSampler
 
 LONG = replace(TINY, block_size=128)
 BUILT = [

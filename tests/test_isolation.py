@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from conftest import CHARS, make_folder, make_model, weights_of
+from helpers.drafters import FailingDrafter
+from helpers.models import CHARS, make_folder, make_model, weights_of
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.engines import registry
 from nanoinfer.kv.plan import kv_block_bytes
@@ -217,29 +218,6 @@ def test_a_text_whose_likelihood_is_not_finite_is_an_error(tmp_path: Path) -> No
     with pytest.raises(NanoinferError, match=r"text 2 of 3: .* is nan"):
         llm.perplexity(["abc", "aqua", "abc"])
     assert num_open(llm) == 0
-
-
-class FailingDrafter:
-    """Refuses sequences whose prompt begins with b, and proposes nothing right for the others."""
-
-    name = "failing"
-
-    def propose(self, asks: list[object]) -> list[object]:
-        from nanoinfer.speculative.base import Proposal
-
-        if any(CHARS[a.token_ids[0]] == "b" for a in asks):  # type: ignore[attr-defined]
-            raise RuntimeError("I do not like b")
-        return [Proposal([0] * a.num_tokens) for a in asks]  # type: ignore[attr-defined]
-
-    def num_behind(self, ask: object) -> int:
-        return 0
-
-    def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        return 1e-6
-
-    def forget(self, row: object) -> None: ...
-
-    def reset(self) -> None: ...
 
 
 def test_a_request_that_the_drafter_refuses_ends_alone(llm: LLM) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from conftest import TINY, make_limits, make_weights, refuses
+from helpers.errors import refuses
+from helpers.models import TINY, make_limits, make_weights
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import Engine, Handle, StepBatch
 from nanoinfer.engines.registry import ENGINES
@@ -90,7 +91,7 @@ def test_kept_sequences_are_open_beside_the_running_ones() -> None:
 
 def test_an_engine_without_blocks_counts_tokens() -> None:
     pytest.importorskip("torch")
-    from conftest import load_gpt
+    from helpers.models import load_gpt
     from nanoinfer.engines.dynamic import DynamicEngine
 
     engine = DynamicEngine(load_gpt(make_weights()), make_limits())

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 import nanoinfer
+from helpers.trained_tokenizers import byte_fallback, unigram, word_piece
 from nanoinfer.models.least_tokens import _NFC_SHRINKS
 from nanoinfer.models.tokenizers import CharTokenizer, Tokenizer, byte_alphabet, from_core, from_folder, prepend
-from test_tokenizers import byte_fallback, unigram, word_piece
 
 BUILT_IN = Path(nanoinfer.__file__).parent / "models" / "builtin" / "shakespeare"
 NFC = normalizers.NFC()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import CHARS, TINY, make_folder, make_model
+from helpers.models import CHARS, TINY, make_folder, make_model
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.models.gpt import GPT
 

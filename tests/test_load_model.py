@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import CHARS, TINY, make_folder, make_model, make_weights, refuses
-from gguf_files import tiny_gguf
+from helpers.errors import refuses
+from helpers.gguf_files import tiny_gguf
+from helpers.models import CHARS, TINY, make_folder, make_model, make_weights
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.models.checkpoints import load
 from nanoinfer.models.checkpoints.huggingface import save

@@ -13,13 +13,14 @@ import pytest
 
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
-from conftest import make_folder, refuses
+from helpers.batch import run_on
+from helpers.chat import chat_folder
+from helpers.errors import refuses
+from helpers.models import make_folder
 from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams, StructuredOutputsParams
 from nanoinfer.entrypoints.async_llm import LONG_TEXT
 from nanoinfer.models import tokenizers
 from nanoinfer.utils import processes
-from test_batch import run_on
-from test_chat import chat_folder
 
 LONG = "To be, or not to be: " * (LONG_TEXT // 10)
 SLIDE = SamplingParams(max_tokens=4, temperature=0, overflow="slide")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from helpers.environment import ROOT
+
 WAIT_SEC = 120.0  # for what takes two seconds on an idle machine
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import TINY, make_folder, refuses
+from helpers.errors import refuses
+from helpers.models import TINY, make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.engines.registry import ENGINES

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from helpers.environment import ROOT
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.presets import PRESETS
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
 
@@ -40,7 +39,7 @@ def test_the_worked_example_is_the_file() -> None:
     (lines,) = re.findall(r"in (\d+) lines", page)
     assert int(lines) == len(source.splitlines())
     cases = re.findall(r"```python\n(\"starcoder2\".*?)```", page, re.S)[0].splitlines()
-    assert all(line in (ROOT / "tests" / "test_families.py").read_text() for line in cases)
+    assert all(line in (ROOT / "tests" / "helpers" / "families.py").read_text() for line in cases)
     assert (
         sorted(len(p.read_text().splitlines()) for p in (ROOT / "src/nanoinfer/models/families").glob("[!_bf]*.py"))[-1]
         <= 75

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import CHARS, make_folder, refuses
+from helpers.chat import HI, chat_folder
+from helpers.chat_templates import CHATML
+from helpers.errors import refuses
+from helpers.models import CHARS, make_folder
 from nanoinfer import LLM
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
-from test_chat import HI, chat_folder
-from test_chat_template import CHATML
 
 TURNS = [*HI, {"role": "assistant", "content": "hello there"}, {"role": "user", "content": "again"}]
 TEXTS = ["", "hello there", " be  brief\n", "Grüße \U0001f600", "<|im_start|>user\nhello<|im_end|>"]

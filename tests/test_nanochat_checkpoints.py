@@ -15,14 +15,14 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from conftest import refuses
+from helpers.errors import refuses
+from helpers.evil_pickle import Evil
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.models.checkpoints.huggingface import save
 from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
 from nanoinfer.models.checkpoints.nanochat import MAX_TOKENIZER_BYTES, find
 from nanoinfer.models.tokenizers import Tokenizer, decode, to_json
 from nanoinfer.roofline.shapes import find_shape
-from test_nanogpt_checkpoints import Evil
 
 SPECIAL = [
     "<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>", "<|python_start|>",

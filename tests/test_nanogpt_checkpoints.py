@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import make_model, refuses
+from helpers.errors import refuses
+from helpers.evil_pickle import Evil
+from helpers.models import make_model
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
@@ -133,16 +135,6 @@ def test_a_model_outlives_its_file(tmp_path: Path) -> None:
 
 
 # Hostile ckpt.pt -------------------------------------------------------------------------------------
-
-
-class Evil:
-    """Unpickling it runs a command that leaves a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        return os.system, (f"touch {self.marker}",)
 
 
 def test_the_evil_pickle_works(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import make_model
+from helpers.models import make_model
+from helpers.native import FORMATS, ISAS, V, _native, extend, make_decoder, new_decoder, tokens
 from nanoinfer.utils.arrays import HostTensor
-from test_native_engine import FORMATS, ISAS, V, _native, extend, make_decoder, new_decoder, tokens
 
 Array = Any  # of numpy
 

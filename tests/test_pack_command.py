@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from conftest import CHARS, make_folder, make_model, refuses
+from helpers.errors import refuses
+from helpers.models import CHARS, make_folder, make_model
+from helpers.packed import GREEDY, TEXT, pack
 from nanoinfer import LLM
 from nanoinfer.cli.app import run
 from nanoinfer.models.checkpoints import packed
 from nanoinfer.models.gpt_loading import weights_of
 from nanoinfer.models.tokenizers import char_to_json
-from test_packed import GREEDY, TEXT, pack
 
 
 def test_a_folder_with_files_is_not_changed(tmp_path: Path, tiny_folder: Path) -> None:

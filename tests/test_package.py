@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import nanoinfer
+from helpers.environment import ROOT
 from nanoinfer.errors import missing_extra
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = Path(nanoinfer.__file__).parent
 HEAVY = {"torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "typer", "rich", "importlib.metadata"}
 OUTPUT_TYPES = (

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from conftest import CHARS, TINY, edit_config, make_folder, make_limits, make_model, refuses
-from nanoinfer import LLM, SamplingParams
+from helpers.errors import refuses
+from helpers.models import CHARS, TINY, edit_config, make_folder, make_limits, make_model
+from helpers.packed import GREEDY, TEXT, pack
+from nanoinfer import LLM
 from nanoinfer.bench import run as bench
 from nanoinfer.cli.app import run
-from nanoinfer.config import EngineConfig, ModelConfig
+from nanoinfer.config import EngineConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.models.checkpoints import packed
@@ -32,14 +34,6 @@ from nanoinfer.models.tokenizers import char_to_json
 from nanoinfer.utils.arrays import to_numpy
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
-
-GREEDY = SamplingParams(max_tokens=12, temperature=0)
-TEXT = [5, 1, 7, 30, 2, 9, 44]
-
-
-def pack(folder: Path, format: str, config: ModelConfig = TINY) -> Path:
-    packed.write_folder(weights_of(make_model(config)), folder, format, char_to_json(CHARS), threads=1)
-    return folder
 
 
 def options(format: str) -> EngineConfig:

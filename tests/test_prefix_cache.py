@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import make_folder, make_model, refuses, weights_of
+from helpers.engines import GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
+from helpers.errors import refuses
+from helpers.models import make_folder, make_model, weights_of
+from helpers.scheduling import Pretended, World, make_request, summary
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, EngineLimits, SchedulerConfig
 from nanoinfer.core.core import Core
@@ -23,8 +26,6 @@ from nanoinfer.sampling.sampler import sample
 from nanoinfer.scheduling.prefix_cache import PrefixCache
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.scheduling.sequence import Request, Sequence
-from test_engines import GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
-from test_scheduler import Pretended, World, make_request, summary
 
 # The tree ----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import make_limits, make_model, refuses
+from helpers.errors import refuses
+from helpers.models import make_limits, make_model
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.devices import resolve_device
 from nanoinfer.engines.dynamic import DynamicEngine

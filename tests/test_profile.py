@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import TINY, make_folder, refuses
+from helpers.environment import ROOT
+from helpers.errors import refuses
+from helpers.models import TINY, make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli import main
 from nanoinfer.config import LayerKind, Rotary
@@ -93,7 +95,7 @@ def test_parts_of_other_families_are_distinguished(tmp_path: Path, family: str, 
     if engine not in HERE:
         pytest.skip(f"{engine} is not built here")
     pytest.importorskip("transformers", reason="transformers makes the models")
-    from test_families import make_folder as make_family
+    from helpers.families import make_folder as make_family
 
     make_family(family, tmp_path)
     p = profile(LLM(str(tmp_path), engine=engine, device="cpu"), [[3, 1, 4]], PARAMS)
@@ -384,7 +386,7 @@ def test_json_has_every_field(run: Run, tiny_folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_shows_what_its_command_prints(run: Run) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "profile.md").read_text()
+    page = (ROOT / "docs" / "profile.md").read_text()
     (line,) = re.findall(r"^    (nanoinfer profile .*)$", page, re.M)
     (shown,) = re.findall(r"```\n(shakespeare on .*?)```", page, re.S)
     code, out, _ = run(*shlex.split(line)[2:])

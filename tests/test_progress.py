@@ -7,14 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from conftest import refuses
+from helpers.errors import refuses
+from helpers.terminal import Terminal
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.utils.progress import ProgressBar
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 class Clock:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import make_folder, refuses
+from helpers.errors import refuses
+from helpers.models import make_folder
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.inputs.prompts import as_list, numbered
 from nanoinfer.openai_protocol import FieldError

@@ -13,7 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from conftest import make_limits, make_model
+from helpers.environment import ROOT
+from helpers.models import make_limits, make_model
 from nanoinfer.engines.recompute import RecomputeEngine
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.engines.static import StaticEngine
@@ -21,7 +22,7 @@ from nanoinfer.engines.static import StaticEngine
 
 @pytest.fixture
 def quality(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     return importlib.import_module("quality")
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from helpers.environment import ROOT
 from nanoinfer.bench.results import read
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from conftest import TINY, refuses
+from helpers.errors import refuses
+from helpers.models import TINY
 from nanoinfer.roofline import measure as measuring
 from nanoinfer.roofline.arithmetic import decode
 from nanoinfer.roofline.ceilings import Ceiling

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import TINY, edit_config, make_model
+from helpers.environment import ROOT
+from helpers.models import TINY, edit_config, make_model
 from nanoinfer.cli import main
 from nanoinfer.cli.roofline import si
 from nanoinfer.roofline.arithmetic import decode
@@ -25,7 +26,7 @@ from nanoinfer.roofline.formats import FORMATS
 from nanoinfer.roofline.report import Question, answer
 from nanoinfer.utils.field_docs import field_docs
 
-PAGE = (Path(__file__).parents[1] / "docs" / "inference-math.md").read_text()
+PAGE = (ROOT / "docs" / "inference-math.md").read_text()
 Run = Callable[..., tuple[int, str, str]]
 
 

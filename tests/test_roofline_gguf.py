@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from conftest import refuses
-from gguf_files import F32, Q4_0, Q4_1, Q8_0, Stored, write_gguf
+from helpers.errors import refuses
+from helpers.gguf_files import F32, Q4_0, Q4_1, Q8_0, Stored, write_gguf
 from nanoinfer import LLM
 from nanoinfer.cli import main
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS as GGUF_FORMATS

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import refuses
+from helpers.errors import refuses
 from nanoinfer.roofline.speculative_speedup import best_speculation, expected_tokens, speedup
 
 P = np.array([0.45, 0.25, 0.2, 0.1])  # target

@@ -9,38 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from scipy.stats import chisquare
 
+from helpers.samplers import make_row, normal
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import filtered_weights, inverse_transform, sample
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.scheduling.sequence import Request, Sequence
-from nanoinfer.scheduling.text import OutputText
+from nanoinfer.scheduling.sequence import Sequence
 
 INF, NAN = math.inf, math.nan
 LAST = 1 - 2**-53  # the largest uniform
 
 
-def make_row(
-    params: SamplingParams,
-    prompt: Seq[int] = (0,),
-    output: Seq[int] = (),
-    end: tuple[int, ...] = (),
-    seed: int = 0,
-    index: int = 0,
-) -> Sequence:
-    request = Request(0, None, [*prompt], params, seed, end)
-    return Sequence(request, index, OutputText(None, ()), 1024, [*prompt, *output])
-
-
 def draw(logits: Seq[float], row: Sequence) -> int:
     return sample(np.array([logits], np.float32), [row])[0].token_id
-
-
-def normal(*shape: int, seed: int = 0) -> NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 # The inverse transform ---------------------------------------------------------------------------------------

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from helpers.environment import ROOT
+
 httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
 pytest.importorskip("starlette", reason="the extra server is not installed")
 
-from conftest import make_folder  # noqa: E402
+from helpers.chat import chat_folder  # noqa: E402
+from helpers.models import make_folder  # noqa: E402
 from nanoinfer import LLM, AsyncLLM, SamplingParams  # noqa: E402
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS  # noqa: E402
 from nanoinfer.openai_protocol.fields import TABLES  # noqa: E402
@@ -24,7 +27,6 @@ from nanoinfer.outputs import CompletionOutput, RequestOutput  # noqa: E402
 from nanoinfer.server.app import build_app  # noqa: E402
 from nanoinfer.server.config import ServerConfig  # noqa: E402
 from nanoinfer.server.service import names_of  # noqa: E402
-from test_chat import chat_folder  # noqa: E402
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -189,7 +191,7 @@ def expected_steps(output: RequestOutput, o: CompletionOutput, top: int, echo: b
 
 
 def CHARS_OF(token: int) -> str:
-    from conftest import CHARS
+    from helpers.models import CHARS
 
     return CHARS[token]
 
@@ -488,7 +490,7 @@ NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "
 
 
 def test_fields_without_effect_are_accepted(client: Client, chat: Client) -> None:
-    documented = (Path(__file__).parents[1] / "docs" / "server.md").read_text()
+    documented = (ROOT / "docs" / "server.md").read_text()
     given = dict.fromkeys(NO_EFFECT, "x")
     assert all(f"`{name}`" in documented for name in NO_EFFECT)
     with_them = client.post(COMPLETIONS, prompt="a", seed=1, suffix="", response_format={"type": "text"}, **given)

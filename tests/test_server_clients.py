@@ -19,12 +19,15 @@ from typing import Any
 
 import pytest
 
+from helpers.environment import ROOT
+
 openai = pytest.importorskip("openai", reason="the extra test is not installed")
 pytest.importorskip("uvicorn", reason="the extra server is not installed")
 
+from helpers.chat import chat_folder  # noqa: E402
+from helpers.chat_templates import CHATML  # noqa: E402
+from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
-from server_process import ServerProcess, serving  # noqa: E402
-from test_chat import CHATML, chat_folder  # noqa: E402
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "seed": 3, "temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.2}
@@ -58,12 +61,12 @@ def client(server: ServerProcess) -> Iterator[Any]:
 
 
 def test_the_commands_of_the_page_work_as_written() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "server.md").read_text()
+    page = (ROOT / "docs" / "server.md").read_text()
     blocks = re.findall(r"```(bash|python)\n(.*?)```", page, re.S)
     (curl,) = [text for kind, text in blocks if kind == "bash" and text.startswith("curl ")]
     (example,) = [text for kind, text in blocks if kind == "python"]
     assert "nanoinfer serve shakespeare\n" in page
-    assert curl in (Path(__file__).parents[1] / "README.md").read_text()
+    assert curl in (ROOT / "README.md").read_text()
     with serving("shakespeare") as shakespeare:
         if which("curl"):
             line = curl.replace("http://127.0.0.1:8000", shakespeare.url)

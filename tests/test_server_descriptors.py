@@ -23,7 +23,8 @@ pytest.importorskip("llguidance", reason="the extra `structured` is not installe
 if not Path("/proc/self/fd").exists():
     pytest.skip("there is no /proc", allow_module_level=True)
 
-from conftest import TINY, make_folder
+from helpers.models import TINY, make_folder
+from helpers.server_process import ServerProcess, serving
 from nanoinfer import NanoinferError
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS
 from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE
@@ -31,7 +32,6 @@ from nanoinfer.server import descriptors
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.descriptors import MAX_CONNECTIONS, RESERVE, with_max_connections
 from nanoinfer.server.table import ROUTES
-from server_process import ServerProcess, serving
 
 MESSAGES = [{"role": "user", "content": "a"}]
 BODIES: dict[str, list[dict[str, Any]]] = {

@@ -19,16 +19,15 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from starlette.types import ASGIApp
 
-from asgi import HOST, call, serve
-from conftest import TINY, make_folder
+from helpers.asgi import HOST, call, post, serve, until
+from helpers.chat import chat_folder
+from helpers.models import TINY, make_folder
 from nanoinfer import LLM, AsyncLLM
 from nanoinfer.core import output_processor as request_outputs
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS
 from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE
 from nanoinfer.server import generation, http, service
 from nanoinfer.utils import json_pieces
-from test_chat import chat_folder
-from test_server_requests import post, until
 
 LONG = replace(TINY, block_size=2048)
 SLIDE = {"overflow": "slide", "max_tokens": 2, "temperature": 0}

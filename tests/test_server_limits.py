@@ -21,7 +21,7 @@ pytest.importorskip("starlette", reason="the extra `server` is not installed")
 
 from starlette.types import Message, Receive, Scope, Send
 
-from asgi import HOST, Response, call
+from helpers.asgi import HOST, Response, call
 from nanoinfer import NanoinferError, ResultError, SamplingParams
 from nanoinfer.entrypoints.async_engine import CLOSED
 from nanoinfer.errors import QueueFull

@@ -15,21 +15,23 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from helpers.environment import ROOT
+
 pytest.importorskip("uvicorn", reason="the extra `server` is not installed")
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
+from helpers.server_process import ServerProcess, serving
 from nanoinfer.openai_protocol import COMPLETIONS
 from nanoinfer.openai_protocol.fields import TOKENIZE
 from nanoinfer.server.limits import MAX_SLIDING_TOKENS, NUM_ENTRIES_IN_FLIGHT
 from nanoinfer.structured.grammars import MAX_CACHED_BYTES
-from server_process import ServerProcess, serving
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="there is no /proc"),
 ]
-DOCUMENT = Path(__file__).parents[1] / "docs" / "server-security.md"
+DOCUMENT = ROOT / "docs" / "server-security.md"
 MIB = 1 << 20
 SLACK = 48 * MIB  # what the allocator keeps
 CONNECTIONS, IN_FLIGHT, BODY, ENTRIES, CONTEXT = 300, 16, MIB, 50_000, 512

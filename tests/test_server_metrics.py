@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from helpers.environment import ROOT
+
 pytest.importorskip("starlette", reason="the extra `server` is not installed")
 pytest.importorskip("prometheus_client", reason="the extra `server` is not installed")
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
@@ -23,9 +25,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.types import ASGIApp
 
-import asgi
-from asgi import call
-from conftest import make_folder
+from helpers import asgi
+from helpers.asgi import call
+from helpers.models import make_folder
 from nanoinfer import LLM, AsyncLLM, NanoinferError, SamplingParams
 from nanoinfer.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from nanoinfer.server.access_log import MAX_LINES, AccessLog, LogRequests, OneLine, configure_logging
@@ -33,7 +35,6 @@ from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.descriptors import MAX_CONNECTIONS
 from nanoinfer.server.metrics import FINISH_REASONS, PREFIX, Metrics
 
-ROOT = Path(__file__).parent.parent
 COMPLETIONS = "/v1/completions"
 serve = functools.partial(asgi.serve, served_model_name=("m",))
 BODY = {"prompt": "To be or not to b", "max_tokens": 8, "temperature": 0}

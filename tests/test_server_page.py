@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from helpers.environment import ROOT
+
 pytest.importorskip("starlette", reason="pip install '.[server]'")
 pytest.importorskip("uvicorn", reason="pip install '.[server]'")
 
 import nanoinfer
-import page_stub
+from helpers import page_stub
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.server import page_routes
 from nanoinfer.server.config import ServerConfig
@@ -159,7 +161,7 @@ def test_the_files_have_nothing_inline_and_no_external_resource() -> None:
 
 def test_the_wheel_has_the_files() -> None:
     tomllib = pytest.importorskip("tomllib", reason="tomllib is part of Python from 3.11 on")
-    build = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
     assert build["wheel"]["packages"] == ["src/nanoinfer"]
     for path in page_routes.FOLDER.iterdir():
         assert not any(fnmatch(path.as_posix(), pattern) for pattern in build["wheel"]["exclude"]), path.name

@@ -22,13 +22,13 @@ pytest.importorskip("uvicorn", reason="the extra server is not installed")
 
 from dataclasses import replace  # noqa: E402
 
-from conftest import TINY, make_folder  # noqa: E402
+from helpers.models import TINY, make_folder  # noqa: E402
+from helpers.server_process import ServerProcess, serving  # noqa: E402
 from nanoinfer import LLM, AsyncLLM, SamplingParams  # noqa: E402
 from nanoinfer.cli import main  # noqa: E402
 from nanoinfer.openai_protocol import COMPLETIONS  # noqa: E402
 from nanoinfer.server.app import build_app  # noqa: E402
 from nanoinfer.server.config import ServerConfig  # noqa: E402
-from server_process import ServerProcess, serving  # noqa: E402
 
 ENDLESS: dict[str, Any] = {
     "prompt": "a",

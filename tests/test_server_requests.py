@@ -11,8 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from starlette.types import ASGIApp
 
-from asgi import Response, call, serve
-from conftest import CHARS, make_folder
+from helpers.asgi import Response, call, post, serve, until
+from helpers.models import CHARS, make_folder
 from nanoinfer import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.server import page_routes
 from nanoinfer.server.auth import PUBLIC
@@ -49,21 +48,10 @@ def llm(folder: Path) -> LLM:
     return LLM(str(folder), engine="native", max_num_seqs=4, max_num_queued=2)
 
 
-async def post(app: ASGIApp, body: dict[str, Any], path: str = COMPLETIONS, **options: Any) -> Response:
-    return await call(app, "POST", path, body=json.dumps(body).encode(), **options)
-
-
 def text(found: Response) -> str:
     assert found.status == 200, found.content
     answer: str = json.loads(found.content)["choices"][0]["text"]
     return answer
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.001)
 
 
 def test_every_route_needs_a_key_but_health(llm: LLM) -> None:
@@ -219,7 +207,7 @@ def test_logits_that_are_not_finite_fail_one_request_alone(
 
 
 def test_a_failing_drafter_fails_one_request_alone(llm: LLM) -> None:
-    from test_isolation import FailingDrafter
+    from helpers.drafters import FailingDrafter
 
     prompts, params = ["abc", "bcd", "cde"], SamplingParams(temperature=0.0, max_tokens=6)
     expected = [output.outputs[0].text for output in llm.generate(prompts, params)]

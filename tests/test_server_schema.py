@@ -22,8 +22,8 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `server` is not installed")
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
-from server_process import serving
-from test_chat import chat_folder
+from helpers.chat import chat_folder
+from helpers.server_process import serving
 
 TOOL = shutil.which("st", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 EXAMPLES = int(os.environ.get("NANOINFER_TEST_SCHEMA_EXAMPLES", "10"))  # for each operation

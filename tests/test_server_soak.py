@@ -22,16 +22,18 @@ from typing import Any
 
 import pytest
 
+from helpers.environment import TESTS
+
 pytest.importorskip("uvicorn", reason="the extra `server` is not installed")
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
-from health_probe import quantiles
+from helpers.health_probe import quantiles
+from helpers.server_process import serving
+from helpers.soak_traffic import ABUSE, VALID, Abuser, Client, Expected, Server, run
 from nanoinfer import LLM
 from nanoinfer.models.checkpoints.load import BUILTIN
 from nanoinfer.server.table import ROUTES
-from server_process import serving
-from soak_traffic import ABUSE, VALID, Abuser, Client, Expected, Server, run
 
 MINUTES = float(os.environ.get("NANOINFER_TEST_SOAK_MINUTES", "1"))
 IS_LONG = MINUTES >= 30
@@ -54,7 +56,7 @@ def resident_bytes(pid: int) -> int:
 @contextmanager
 def probing(server: Server) -> Iterator[dict[str, Any]]:
     """Ask /health all the time; the dict is filled at the end."""
-    script = Path(__file__).with_name("health_probe.py")
+    script = TESTS / "helpers" / "health_probe.py"
     command = [sys.executable, str(script), server.host, str(server.port)]
     probe = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = {}

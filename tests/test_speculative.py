@@ -2,95 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from conftest import CHARS, INTERPRETED, TINY, make_folder, make_model, refuses, submit, weights_of
+from helpers.drafters import Scripted
+from helpers.engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
+from helpers.environment import INTERPRETED
+from helpers.errors import refuses
+from helpers.models import CHARS, TINY, make_folder, make_model, submit, weights_of
+from helpers.speculation import FLAT, SAMPLED, generate, make_core, plain
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.config import EngineConfig, EngineLimits, SchedulerConfig
-from nanoinfer.core.core import Core
+from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines import registry
-from nanoinfer.engines.base import Engine, StepBatch
+from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES
-from nanoinfer.models.tokenizers import CharTokenizer
-from nanoinfer.sampling.sampler import SamplerRow, sample
-from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.sampling.sampler import sample
 from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.prompt_lookup import PromptLookup
-from nanoinfer.speculative.speculator import Speculator
-from nanoinfer.speculative.step_costs import StepCosts, StepTimes
-from test_engines import BATCHES, GREEDY, V, make_engine, naive_greedy, prompt, slow_if_interpreted
-
-FLAT = StepTimes({1: 1e-3, 256: 1.01e-3})  # a step costs the same whatever is in it, so any proposal is worth it
-
-
-class Scripted:
-    """Proposes what it is told: the right tokens up to a place, wrong ones after it."""
-
-    name = "scripted"
-
-    def __init__(self, texts: dict[tuple[int, ...], list[int]], num_right: Callable[[int], int]) -> None:
-        self._texts, self._num_right = texts, num_right
-        self.num_open = 0
-        self._known: set[SamplerRow] = set()
-        self._round = 0
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Proposal]:
-        self._round += 1
-        return [Proposal(self._follow(request)) for request in requests]
-
-    def _follow(self, request: DraftRequest) -> list[int]:
-        self._known.add(request.row)
-        assert request.num_tokens >= 1
-        text = self._texts[tuple(request.row.prompt_token_ids)]
-        done = request.row.num_output_tokens
-        right = text[done : done + request.num_tokens]
-        right += [0] * (request.num_tokens - len(right))
-        count = self._num_right(self._round)
-        return [t if i < count else (t + 1) % V for i, t in enumerate(right)]
-
-    def num_behind(self, request: DraftRequest) -> int:
-        return 0
-
-    def estimate_sec(self, num_seqs: int, num_tokens: int, num_behind: int) -> float:
-        return 1e-6
-
-    def forget(self, row: SamplerRow) -> None:
-        self._known.discard(row)
-
-    @property
-    def num_known(self) -> int:
-        return len(self._known)
-
-
-def make_core(engine: Engine, drafter: Drafter, k: int | None, **options: int) -> Core:
-    speculator = Speculator(drafter, speculate_k=k, costs=None if k else StepCosts(FLAT))
-    tokenizer = CharTokenizer(CHARS)
-    return Core(engine, Scheduler(engine, SchedulerConfig(**options)), sample, tokenizer, V, speculator=speculator)
-
-
-def generate(
-    core: Core, prompts: list[list[int]], params: list[SamplingParams], eos: tuple[int, ...] = ()
-) -> list[object]:
-    requests = [submit(core, None, p, q, seed=7, end_token_ids=eos) for p, q in zip(prompts, params, strict=True)]
-    while core.unfinished:
-        core.step()
-        core.scheduler.check_integrity()
-        for s in core.scheduler.running:
-            if s.handle is not None:
-                assert core.engine.length(s.handle) == s.num_cached  # type: ignore[arg-type]
-    core.reset_prefix_cache()  # another core may use the engine next
-    return [[(o.token_ids, o.text, o.finish_reason, o.stop_reason) for o in core.output(r).outputs] for r in requests]
-
-
-def plain(
-    engine: Engine, prompts: list[list[int]], params: list[SamplingParams], eos: tuple[int, ...] = ()
-) -> list[object]:
-    return generate(Core(engine, Scheduler(engine), sample, CharTokenizer(CHARS), V), prompts, params, eos)
 
 
 def make_drafter(kind: str, engine: str) -> Drafter:
@@ -137,27 +69,6 @@ def test_sliding_windows(kind: str, k: int | None, stride: int | None) -> None:
     expected = [naive_greedy(gpt, p, params.max_tokens, stride or TINY.block_size // 2) for p in prompts]
     made = generate(core, prompts, [params] * 3)
     assert [outputs[0][0] for outputs in made] == expected  # type: ignore[index]
-
-
-SAMPLED = {
-    "plain": SamplingParams(max_tokens=20, temperature=1.0),
-    "controls": SamplingParams(
-        max_tokens=20,
-        temperature=0.9,
-        top_k=20,
-        top_p=0.9,
-        min_p=0.02,
-        presence_penalty=0.3,
-        frequency_penalty=0.3,
-        repetition_penalty=1.2,
-        logit_bias={3: 2.0},
-    ),
-    "n": SamplingParams(max_tokens=12, temperature=0.7, n=3),
-    "min_tokens": SamplingParams(max_tokens=20, min_tokens=9, temperature=1.2, stop_token_ids=(3, 5, 7, 20)),
-    "stop": SamplingParams(max_tokens=25, temperature=1.3, stop=("ab", "e", "Q", "zz")),
-    "slide": SamplingParams(max_tokens=50, temperature=1.0, overflow="slide"),
-    "greedy penalised": SamplingParams(max_tokens=20, temperature=0.0, frequency_penalty=1.5, logprobs=2),
-}
 
 
 @pytest.mark.parametrize("params", SAMPLED.values(), ids=SAMPLED)

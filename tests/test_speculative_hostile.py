@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import CHARS, TINY, make_folder
+from helpers.models import CHARS, TINY, make_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
 
-from conftest import submit
+from helpers.models import submit
+from helpers.table_engine import Clock, TableEngine
 from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core.core import Core
 from nanoinfer.roofline.speculative_speedup import expected_tokens
@@ -35,7 +36,6 @@ from nanoinfer.speculative.base import Drafter, DraftRequest, Proposal
 from nanoinfer.speculative.draft_model import DraftModel
 from nanoinfer.speculative.speculator import Speculator, StepProposals
 from nanoinfer.speculative.step_costs import StepTimes
-from test_core import Clock, TableEngine
 
 V = 4
 LEN = 6  # the prompt's step draws one, a round of four proposals five

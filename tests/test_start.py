@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from helpers.environment import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import start
 

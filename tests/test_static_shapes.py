@@ -15,7 +15,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from conftest import TINY, make_limits, make_model
+from helpers.engines import naive_greedy, prompt
+from helpers.models import TINY, make_limits, make_model
+from helpers.overlap import TorchSampler
+from helpers.recorded import FakeRecorder
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines import transfers
@@ -31,9 +34,6 @@ from nanoinfer.kv.slots import SlotCache
 from nanoinfer.models.gpt import GPT
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.roofline.gpu_steps import NUM_KERNELS
-from recorded import FakeRecorder
-from test_engines import naive_greedy, prompt
-from test_overlap import TorchSampler
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -12,11 +12,11 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import nanoinfer
+from helpers.environment import ROOT, TESTS
 
-ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from imports import imported_modules, imported_rooms, modules, numbers, picture  # noqa: E402
+from imports import imported_modules, imported_rooms, modules, numbers, picture
 
 PACKAGE = Path(nanoinfer.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -127,8 +127,8 @@ def test_private_members_are_used_in_the_file_that_has_them() -> None:
 
 
 def test_the_table_of_faults_names_tests_that_are_there() -> None:
-    table = (Path(__file__).parent / "FAULTS.md").read_text()
-    sources = {p.name: p.read_text() for p in Path(__file__).parent.glob("test_*.py")}
+    table = (TESTS / "FAULTS.md").read_text()
+    sources = {p.name: p.read_text() for p in TESTS.glob("test_*.py")}
     files, names = set(re.findall(r"`(test_\w+\.py)`", table)), set(re.findall(r"`(test_\w+)(?:\[.*?\])?`", table))
     assert len(names) > 50
     assert files <= sources.keys()

@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import INTERPRETED, TINY, make_folder, refuses
+from helpers.environment import INTERPRETED, ROOT
+from helpers.errors import refuses
+from helpers.models import TINY, make_folder
 from nanoinfer import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.cli import main
 from nanoinfer.config import ModelConfig
@@ -114,7 +116,7 @@ def test_every_complete_output_matches(llm: LLM, kind: str, temperature: float) 
 
 
 def test_the_pages_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "structured-outputs.md").read_text()
+    page = (ROOT / "docs" / "structured-outputs.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
     exec(program, {})
     assert re.fullmatch("[A-Z][a-z]{2,8}\n", capsys.readouterr().out)

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import CHARS, TINY, refuses
+from helpers.errors import refuses
+from helpers.models import CHARS, TINY
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.model_info import ModelInfo

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conftest import TINY, make_folder, refuses
+from helpers.errors import refuses
+from helpers.models import TINY, make_folder
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.errors import ResultError
 from nanoinfer.models.model_info import ModelInfo
@@ -314,7 +315,7 @@ def test_the_status_of_an_output_that_its_grammar_fails() -> None:
 def test_no_request_gets_a_500_for_its_grammar(folder: Path) -> None:
     """A dead end, a limit that a mask exceeds, a grammar that is refused: whole, as a stream, in a batch of prompts."""
     pytest.importorskip("starlette")
-    from asgi import call, serve
+    from helpers.asgi import call, serve
 
     dead_end = {"structured_outputs": {"regex": "ab\u2603{2}\u2604"}}
     cases: list[tuple[dict[str, Any], str]] = [

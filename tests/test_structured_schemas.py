@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from conftest import TINY, refuses
+from helpers.errors import refuses
+from helpers.models import TINY
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.tokenizers import CharTokenizer

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from conftest import TINY, make_folder, refuses
+from helpers.cli import Run
+from helpers.errors import refuses
+from helpers.models import TINY, make_folder
 from nanoinfer.bench import prompts
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.models.tokenizers import from_file
 from nanoinfer.training import data
-from test_cli import Run, run  # noqa: F401  a fixture
 
 TEXT = "\ufeffa\r\nb\rc\n\nd \u2028é\x0b\t\x85x"
 
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_way_in_gives_the_same_tokens(
-    run: Run,  # noqa: F811
+    run: Run,
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -67,7 +68,7 @@ def test_every_way_in_gives_the_same_tokens(
     assert list(prompts.read(tmp_path)[0]) == (ids * 100)[start : start + prompts.PASSAGE_TOKENS]
 
 
-def test_a_file_that_is_no_text_is_one_line(run: Run, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_file_that_is_no_text_is_one_line(run: Run, folder: Path, tmp_path: Path) -> None:
     bad = tmp_path / "latin1.txt"
     bad.write_bytes("naïve".encode("latin-1"))
     for arguments in (("generate", "--file", bad, "-m", folder), ("eval", bad, "-m", folder)):

@@ -13,10 +13,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from conftest import CHARS, make_folder
+from helpers.models import CHARS, make_folder
+from helpers.trained_tokenizers import bpe, byte_fallback, unigram, word_piece
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.models.tokenizers import CharTokenizer, GenericTokenizer, Tokenizer, decode, from_json
-from test_tokenizers import bpe, byte_fallback, unigram, word_piece
 
 BYTES = {f"<0x{b:02X}>": b for b in (0x41, 0x80, 0x81, 0xA9, 0xC3, 0xE6, 0x97, 0xA5, 0xF0, 0x9F)}
 

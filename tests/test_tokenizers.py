@@ -6,7 +6,6 @@ import base64
 import json
 import os
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,12 @@ import tiktoken.load
 import tokenizers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
-from conftest import CHARS, refuses
+from helpers.environment import ROOT
+from helpers.errors import refuses
+from helpers.models import CHARS
+from helpers.trained_tokenizers import TEXTS, bpe, byte_fallback, unigram, word_piece
 from nanoinfer.models import tokenizers
 from nanoinfer.models.tokenizers import (
     ByteLevelTokenizer,
@@ -35,62 +37,9 @@ from nanoinfer.models.tokenizers import (
 )
 from nanoinfer.training.data import train_bpe
 
-TEXTS = [
-    "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer",
-    "  two  spaces\t\ttabs \r\n\n trailing   ",
-    "naïve café Ünïcödé ßẞ İı ﬁ",
-    "日本語のテキスト、中文字符，한국어",
-    "🎉🎊👩‍👩‍👧‍👦🇩🇪 emoji 😀😃 and \u200b zero width \ufeff",
-    "I'll we've he'd DON'T it's 1234567890 3.14 x=y**2; // !!??...",
-    "\x00\x01\x1f\x7f\x80\x9f\xa0\u2028\u2029",
-    "a",
-    "",
-]
 # Characters that the regex engines compared here all know: assigned in this Python's Unicode.
 UNICODE = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=60)
 QUICK = settings(max_examples=60, deadline=None)
-
-
-@cache
-def bpe() -> ByteLevelTokenizer:
-    tokenizer = from_json(train_bpe([*TEXTS, *TEXTS], 320), "bpe")
-    assert isinstance(tokenizer, ByteLevelTokenizer)
-    return tokenizer
-
-
-@cache
-def word_piece() -> Tokenizer:
-    core = hf.Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    core.normalizer = normalizers.BertNormalizer()
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(vocab_size=200, special_tokens=["[UNK]", "[SEP]"], show_progress=False)
-    core.train_from_iterator(TEXTS, trainer)
-    return from_json(core.to_str(), "WordPiece")
-
-
-@cache
-def unigram() -> Tokenizer:
-    core = hf.Tokenizer(models.Unigram())
-    core.pre_tokenizer = pre_tokenizers.Metaspace()
-    core.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200, unk_token="<unk>", special_tokens=["<unk>", "</s>"], show_progress=False
-    )
-    core.train_from_iterator(TEXTS, trainer)
-    return from_json(core.to_str(), "Unigram")
-
-
-@cache
-def byte_fallback() -> Tokenizer:
-    """SentencePiece's BPE as Llama has it: characters outside the vocabulary become one token a byte."""
-    vocab = {"<unk>": 0, **{f"<0x{b:02X}>": 1 + b for b in range(256)}, "▁": 257, "a": 258, "b": 259, "▁a": 260}
-    core = hf.Tokenizer(models.BPE(vocab=vocab, merges=[("▁", "a")], unk_token="<unk>", byte_fallback=True))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return from_json(core.to_str(), "byte fallback")
 
 
 GENERIC = {"WordPiece": word_piece, "Unigram": unigram, "byte-fallback": byte_fallback}
@@ -488,7 +437,7 @@ def test_a_tokenizer_file_that_is_a_pipe_is_refused_at_once(tmp_path: Path) -> N
 
 # Parity with tiktoken --------------------------------------------------------------------------------
 
-RANKS = Path(__file__).parents[2] / "shared" / "data" / "gpt2.tiktoken"
+RANKS = ROOT.parent / "shared" / "data" / "gpt2.tiktoken"
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 EOT = "<|endoftext|>"
 

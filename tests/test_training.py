@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import TINY, make_folder
+from helpers.cli import command, one_thread
+from helpers.models import TINY, make_folder
 from nanoinfer import LLM, NanoinferError, SamplingParams
 from nanoinfer.config import LayerKind, Rotary
 from nanoinfer.training import data
 from nanoinfer.training.loop import TrainProgress, learning_rate, prepare, train
 from nanoinfer.training.train_config import TrainConfig
-from test_cli import command, one_thread
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
 

@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import make_folder, make_weights, refuses, weights_of
+from helpers.cli import Run
+from helpers.errors import refuses
+from helpers.models import make_folder, make_weights, weights_of
 from nanoinfer import LLM
 from nanoinfer.cli.train import _Writer
 from nanoinfer.models import draft_head
@@ -23,7 +25,6 @@ from nanoinfer.training import train_draft_head as head_training
 from nanoinfer.training.loop import TrainProgress, train
 from nanoinfer.training.run import TrainRun
 from nanoinfer.training.train_config import TrainConfig
-from test_cli import Run, run  # noqa: F401  a fixture
 
 TEXT = "the cat sat on the mat, and the dog sat on the log. " * 80
 KINDS = ("model", "distill", "draft_head")
@@ -112,7 +113,7 @@ def test_a_model_that_training_did_not_make_is_kept(config: TrainConfig, foreign
     refuses_unchanged(of_kind(config, kind), *words, resume=resume)
 
 
-def test_the_command_refuses_a_model_of_others(config: TrainConfig, run: Run) -> None:  # noqa: F811
+def test_the_command_refuses_a_model_of_others(config: TrainConfig, run: Run) -> None:
     make_folder(Path(config.out))
     before = contents(Path(config.out))
     for flags in ([], ["--resume"]):

@@ -9,10 +9,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from helpers.environment import TESTS
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -23,7 +24,7 @@ CASES = [(90, "bfloat16,int4", "768,1600"), (80, "float32,int8", "1600"), (75, "
 
 def compiled(capability: int, formats: str, widths: str) -> list[dict[str, Any]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_triton.py")
+    script = TESTS / "helpers" / "compile_triton.py"
     run = subprocess.run(
         [sys.executable, script, str(capability), formats, widths], env=environment, capture_output=True, text=True
     )

@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from conftest import TINY, make_limits, make_model
+from helpers.models import TINY, make_limits, make_model
+from helpers.recorded import FakeRecorder
 from nanoinfer.config import EngineConfig, EngineLimits
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.recompute import RecomputeEngine
@@ -18,7 +19,6 @@ from nanoinfer.kernels.triton import products
 from nanoinfer.kernels.triton.quantize import dequantize
 from nanoinfer.kernels.triton.tiles import attention_splits, product_tile
 from nanoinfer.models.gpt import GPT
-from recorded import FakeRecorder
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),

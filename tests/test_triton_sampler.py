@@ -12,7 +12,6 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.environment import TESTS
+
 pytest.importorskip("triton")
 
-from conftest import refuses
+from helpers.errors import refuses
+from helpers.samplers import CONTROLS, GPT2_V, LOGITS, make_logits, make_row, random_row
+from helpers.samplers import agree as with_the_reference
 from nanoinfer.errors import missing_extra
 from nanoinfer.sampling import flashinfer, sampler
 from nanoinfer.sampling import triton as triton_sampler
@@ -32,9 +35,6 @@ from nanoinfer.sampling.rng import uniform_reference
 from nanoinfer.sampling.triton import Sample, TritonSampler
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Sequence
-from test_native_sampler import CONTROLS, GPT2_V, LOGITS, make_logits, random_row
-from test_native_sampler import agree as with_the_reference
-from test_sampler import make_row
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, where a temperature of 1e-300 divides
 INF, NAN = math.inf, math.nan
@@ -167,7 +167,7 @@ def test_uniforms_are_the_references_bit_for_bit() -> None:
 
 
 def _write_uniform() -> Any:
-    import triton_uniform
+    from helpers import triton_uniform
 
     return triton_uniform.write_uniform
 
@@ -337,7 +337,7 @@ def test_a_captured_graph_draws_on() -> None:
 @pytest.mark.parametrize("capability", [75, 80, 90])
 @pytest.mark.slow
 def test_kernels_compile_without_spilling(capability: int) -> None:
-    script = Path(__file__).with_name("compile_sampler.py")
+    script = TESTS / "helpers" / "compile_sampler.py"
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, script, str(capability)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from triton.runtime import interpreter
 
-from conftest import TINY, make_limits, make_model
+from helpers.engines import GREEDY, generate, naive_greedy, prompt
+from helpers.models import TINY, make_limits, make_model
+from helpers.overlap import make_core as make_torch_core
+from helpers.recorded import FakeRecorder
+from helpers.samplers import make_row
 from nanoinfer.config import EngineConfig
 from nanoinfer.core.core import Core
 from nanoinfer.core.overlap import OverlapScheduler
@@ -30,10 +34,6 @@ from nanoinfer.roofline.gpu_steps import NUM_KERNELS
 from nanoinfer.sampling.triton import TritonSampler
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.scheduler import Scheduler
-from recorded import FakeRecorder
-from test_engines import GREEDY, generate, naive_greedy, prompt
-from test_overlap import make_core as make_torch_core
-from test_sampler import make_row
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from conftest import refuses
+from helpers.errors import refuses
 from nanoinfer import LLM, EngineArgs
 from nanoinfer.engines import devices
 from nanoinfer.entrypoints.vllm_names import FOREIGN

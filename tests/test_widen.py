@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import CHARS, TINY, load_gpt, make_folder, make_model, refuses, weights_of
+from helpers.errors import refuses
+from helpers.models import CHARS, TINY, load_gpt, make_folder, make_model, weights_of
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import ModelConfig
 from nanoinfer.engines.registry import ENGINES

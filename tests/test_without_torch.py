@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import TINY, make_folder, make_model
+from helpers.environment import TESTS
+from helpers.models import TINY, make_folder, make_model
 
-TESTS = Path(__file__).parent
 BLOCKED = ("torch", "transformers", "triton", "flashinfer", "scipy")
 # Runs before any program. It leaves sys.modules alone, which programs look into.
 SITECUSTOMIZE = f"""

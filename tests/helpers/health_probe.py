@@ -2,7 +2,7 @@
 
 A process of its own, so that no other thread of a client delays it:
 
-    python tests/health_probe.py 127.0.0.1 8000
+    python tests/helpers/health_probe.py 127.0.0.1 8000
 
 The first line of its output says that it is connected.
 """

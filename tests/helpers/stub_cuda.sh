@@ -1,7 +1,7 @@
 #!/bin/sh
 # Lets PyTorch's build for CUDA be imported on a CPU without CUDA's libraries, which have gigabytes: an empty function for
 # each that PyTorch links with. cudart and cupti are called at the import and are installed (make test-old).
-#   tests/stub_cuda.sh .venv-old/lib/python3.12/site-packages/torch/lib
+#   tests/helpers/stub_cuda.sh .venv-old/lib/python3.12/site-packages/torch/lib
 set -eu
 lib=$1
 work=$(mktemp -d)

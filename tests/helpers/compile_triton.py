@@ -1,8 +1,9 @@
 """Compile the Triton kernels for a GPU that is not here, through their own launchers, and say what came out.
 
-    python tests/compile_triton.py CAPABILITY FORMATS WIDTHS     e.g. 90 bfloat16,int4 768,1600: one JSON line a kernel
+    python tests/helpers/compile_triton.py CAPABILITY FORMATS WIDTHS     e.g. 90 bfloat16,int4 768,1600
 
-Every launch is turned into a compilation with the very specialisations of a real one. TRITON_INTERPRET must not be set.
+It prints one JSON line a kernel. Every launch is turned into a compilation with the very specialisations of a real one.
+TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compile the sampler's kernels for a compute capability, without such a GPU: one line a kernel.
 
-Run: python tests/compile_sampler.py 90
+Run: python tests/helpers/compile_sampler.py 90
 Prints: name, bytes of stack, bytes of shared memory, number of operations that the assembler may fuse,
 whether the kernel waits for its predecessor before its first access to memory
 """

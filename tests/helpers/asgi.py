@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 from nanoinfer import LLM, AsyncLLM
+from nanoinfer.openai_protocol import COMPLETIONS
 from nanoinfer.server.access_log import AccessLog
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
@@ -97,3 +99,14 @@ async def call(
 
     await app(found.scope, receive, send)
     return found
+
+
+async def post(app: ASGIApp, body: dict[str, Any], path: str = COMPLETIONS, **options: Any) -> Response:
+    return await call(app, "POST", path, body=json.dumps(body).encode(), **options)
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.001)
