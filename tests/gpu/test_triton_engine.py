@@ -22,7 +22,7 @@ from nanoinfer.models.gpt import GPT
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
-    pytest.mark.skipif(not products.INTERPRETED, reason="on a CUDA device tests/test_engines.py covers it"),
+    pytest.mark.skipif(not products.INTERPRETED, reason="on a CUDA device tests/engines/test_engines.py covers it"),
 ]
 SMALL = replace(TINY, n_layer=2)
 EXACT = {"rtol": 0, "atol": 2e-4}

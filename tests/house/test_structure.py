@@ -128,7 +128,7 @@ def test_private_members_are_used_in_the_file_that_has_them() -> None:
 
 def test_the_table_of_faults_names_tests_that_are_there() -> None:
     table = (TESTS / "FAULTS.md").read_text()
-    sources = {p.name: p.read_text() for p in TESTS.glob("test_*.py")}
+    sources = {p.name: p.read_text() for p in TESTS.rglob("test_*.py")}
     files, names = set(re.findall(r"`(test_\w+\.py)`", table)), set(re.findall(r"`(test_\w+)(?:\[.*?\])?`", table))
     assert len(names) > 50
     assert files <= sources.keys()

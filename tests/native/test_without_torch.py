@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.environment import TESTS
+from helpers.environment import ROOT, TESTS
 from helpers.models import TINY, make_folder, make_model
 
 BLOCKED = ("torch", "transformers", "triton", "flashinfer", "scipy")
@@ -41,8 +41,17 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.slow  # make test-small runs it in an environment without PyTorch
 def test_the_native_path_where_torch_cannot_be_imported(without_torch: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", TESTS / "native_path.py"]
-    done = subprocess.run(command, env=without_torch, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        TESTS / "native" / "native_path.py",
+    ]
+    done = subprocess.run(command, env=without_torch, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]
     assert not re.search(r"\d+ skipped", done.stdout), done.stdout[-2000:]
 

@@ -59,8 +59,8 @@ def tree(tmp_path: Path) -> Path:
         if name.split("/")[0] in ("src", "benchmarks", "pyproject.toml"):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, copy / name)
-    (copy / "tests").mkdir()
-    for name in ("test_a.py", "test_b.py"):
+    for name in ("a/test_a.py", "b/test_b.py"):
+        (copy / "tests" / name).parent.mkdir(parents=True)
         (copy / "tests" / name).write_text(TESTS)
     (tmp_path / "site").mkdir()
     shutil.copy(ROOT / "tests" / "helpers" / "gpu_stand_in.py", tmp_path / "site" / "sitecustomize.py")
@@ -142,7 +142,7 @@ def test_the_procedure_runs_to_its_end_whenever_it_is_interrupted(tree: Path, se
     errors = {row["case"]: row["error"] for row in read_rows(tree / EARLIER / "rows.jsonl") if row.get("error")}
     broken, ended = "RuntimeError: Triton Error [CUDA]: unspecified launch failure", "it ended its process, exit code 7"
     assert {case: error.partition(":")[0] if error.startswith(ended) else error for case, error in errors.items()} == {
-        **{f"tests/test_{x}.py::test_one[{i}]": error for x in "ab" for i, error in ((4, ended), (6, broken))},
+        **{f"tests/{x}/test_{x}.py::test_one[{i}]": error for x in "ab" for i, error in ((4, ended), (6, broken))},
         "qkv gpt2 bfloat16 1 rows": "RuntimeError: Triton Error [CUDA]: misaligned address",
     }
     begun = Counter((tree.parent / "log").read_text().splitlines())
