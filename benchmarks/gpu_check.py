@@ -76,8 +76,8 @@ CASE_SEC = 30.0  # of a case of the suite: one that begins later would be lost
 
 def run_tests(args: argparse.Namespace, deadline: float) -> str | None:
     """Run the files with GPU tests, each in processes of its own; return what went wrong, or None."""
-    gpu = re.compile(r"mark\.gpu|from test_engines import .*DEVICES")
-    files = [file for file in sorted(TESTS.glob("test_*.py")) if gpu.search(file.read_text())]
+    gpu = re.compile(r"mark\.gpu|from helpers\.engines import [\w\s,()]*\bDEVICES\b")
+    files = [file for file in sorted(TESTS.rglob("test_*.py")) if gpu.search(file.read_text())]
     shards = [(f, i, SHARDS.get(f.name, 1)) for f in files for i in range(SHARDS.get(f.name, 1))]
     shards.sort(key=lambda shard: -shard[2])  # the longest first
     path = args.output / ROWS

@@ -1,6 +1,6 @@
 """A pytest plugin: each test is a row (gpu_rows.py), and a test that has one does not run again.
 
-`pytest -m gpu -p gpu_tests --rows rows.jsonl --shard 0/4 tests/test_triton_kernels.py` runs a quarter of its tests.
+`pytest -m gpu -p gpu_tests --rows rows.jsonl --shard 0/4 tests/gpu/test_triton_kernels.py` runs a quarter of its tests.
 """
 
 from __future__ import annotations

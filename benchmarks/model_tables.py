@@ -1,5 +1,5 @@
 """Print the tables of families and presets that stand in the docs: `models` (docs/models.md) or `presets`
-(docs/inference-math.md). tests/test_model_tables.py checks that the pages have them.
+(docs/inference-math.md). tests/roofline/test_model_tables.py checks that the pages have them.
 
     python benchmarks/model_tables.py models
     python benchmarks/model_tables.py presets

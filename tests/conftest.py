@@ -1,44 +1,26 @@
-"""Small models and helpers of the tests. Models are created in the process: no network and no external files."""
+"""Hooks and fixtures of all tests, and what must be set before the package is imported."""
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
+import io
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
-from nanoinfer.config import EngineLimits, ModelConfig
-from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import huggingface
-from nanoinfer.models.checkpoints.weights import Weights
-from nanoinfer.models.parameters import shapes
-from nanoinfer.models.tokenizers import char_to_json
-from nanoinfer.utils.arrays import HostTensor
+pytest.register_assert_rewrite("helpers")  # before they are imported
 
-if TYPE_CHECKING:  # the core imports the extension, which must be chosen before
-    from nanoinfer.core.core import Core
-    from nanoinfer.models.gpt import GPT
-    from nanoinfer.scheduling.sequence import Request
+from helpers.environment import HAS_TORCH, INTERPRETED, TESTS  # noqa: E402
 
-HAS_TORCH = importlib.util.find_spec("torch") is not None
-INTERPRETED = False  # whether Triton's kernels run in its interpreter, which is slow
 if HAS_TORCH:
     import torch
-
-    if INTERPRETED := not torch.cuda.is_available():  # set before triton is imported
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-else:  # the tests of the rungs in PyTorch, and those that compare with it
-    uses_torch = re.compile(r"^(import|from) (torch|transformers|nanoinfer\.training)\b", re.MULTILINE)
-    collect_ignore = [p.name for p in Path(__file__).parent.glob("test_*.py") if uses_torch.search(p.read_text())]
+if INTERPRETED:  # set before triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if importlib.util.find_spec("hypothesis") is not None:  # a failure is one of the change; test-nightly draws at random
     from hypothesis import settings
@@ -58,8 +40,24 @@ if folder := os.environ.get("NANOINFER_TEST_EXTENSION"):  # make asan: use this 
     sys.modules["nanoinfer._native"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["nanoinfer._native"])
 
-CHARS = "\n !,.:?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-TINY = ModelConfig(vocab_size=len(CHARS), block_size=32, n_layer=2, n_head=2, n_embd=16, bos_token_id=0)
+from helpers.cli import Run  # noqa: E402
+from helpers.models import make_folder  # noqa: E402
+
+USES_TORCH = re.compile(r"^(?:import|from) (?:torch|transformers|nanoinfer\.training)\b", re.MULTILINE)
+USES_HELPER = re.compile(r"^from helpers(?:\.| import )(\w+)", re.MULTILINE)
+
+
+def uses_torch(path: Path) -> bool:
+    """Return whether a file of tests imports PyTorch, or a helper that does."""
+    text = path.read_text()
+    helpers = [TESTS / "helpers" / f"{name}.py" for name in USES_HELPER.findall(text)]
+    return USES_TORCH.search(text) is not None or any(map(uses_torch, helpers))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Without PyTorch, leave out the tests of the rungs in PyTorch, and those that compare with it."""
+    left_out = not HAS_TORCH and collection_path.match("test_*.py") and uses_torch(collection_path)
+    return True if left_out else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -88,72 +86,23 @@ def _two_threads() -> None:
         torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
-def make_weights(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> Weights:
-    """Return random weights in float32. Weights and biases are large enough to produce different tokens."""
-    generator = np.random.default_rng(seed)
-    tensors = {}
-    for name, shape in shapes(config).items():
-        center = 1.0 if "ln_" in name and name.endswith("weight") else 0.0
-        tensors[name] = HostTensor(generator.normal(center, std, shape).astype(np.float32), "float32")
-    return Weights(config, "float32", lambda: iter(tensors.items()))
-
-
-def make_model(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> GPT:
-    """Return the reference model with `make_weights`' weights."""
-    return load_gpt(make_weights(config, seed, std))
-
-
-def load_gpt(weights: Weights) -> GPT:
-    from nanoinfer.models import gpt_loading  # only if a test needs the reference model: it imports torch
-
-    return gpt_loading.load_gpt(weights)
-
-
-def load_folder(folder: Path, dtype: str = "float32") -> tuple[GPT, ModelConfig]:
-    """Return the reference model of a Hugging Face folder, and its config."""
-    weights = huggingface.open_folder(folder, dtype)
-    return load_gpt(weights), weights.config
-
-
-def weights_of(gpt: GPT) -> Weights:
-    """Return a model's weights in the form that engines take."""
-    from nanoinfer.models import gpt_loading
-
-    return gpt_loading.weights_of(gpt)
-
-
-def make_limits(config: ModelConfig = TINY, max_num_seqs: int = 4) -> EngineLimits:
-    return EngineLimits(max_num_seqs, config.block_size, max_num_seqs * config.block_size)
-
-
-def make_folder(path: Path, config: ModelConfig = TINY, seed: int = 0, chars: str | None = CHARS) -> Path:
-    """Write a random model and a character-level tokenizer to a Hugging Face folder and return it."""
-    huggingface.save(make_weights(config, seed), path, char_to_json(chars) if chars else None)
-    return path
-
-
-def edit_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def refuses(call: Callable[[], object], *words: str) -> None:
-    """Assert that `call` raises a NanoinferError whose message is one line and contains all `words`."""
-    with pytest.raises(NanoinferError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message
-
-
 @pytest.fixture
 def tiny_folder(tmp_path: Path) -> Path:
     return make_folder(tmp_path / "tiny")
 
 
-def submit(core: Core, *arguments: Any, **options: Any) -> Request:
-    """Make a request (see `Core.make`), queue it and return it."""
-    request = core.make(*arguments, **options)
-    core.submit([request])
-    return request
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run the command line in this process: arguments -> exit code, stdout, stderr."""
+    from nanoinfer.cli import main  # only if a test needs it
+
+    def call(*arguments: object, stdin: bytes | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nanoinfer", *map(str, arguments)])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as e:
+            main()
+        out, err = capsys.readouterr()
+        return int(e.value.code or 0), out, err
+
+    return call

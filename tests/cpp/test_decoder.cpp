@@ -2,7 +2,7 @@
 //
 // A prompt in one step is the reference: token by token, in a batch, by two threads, after a fork and a truncation it
 // must give the same logits bit for bit, and every instruction set nearly those of `scalar`. That `scalar` is right
-// is shown elsewhere (tests/test_native_engine.py, against the PyTorch model); so its bits are written down, and a
+// is shown elsewhere (tests/native/test_native_engine.py, against the PyTorch model); so its bits are written down, and a
 // machine that cannot run those tests must have the same (make neon).
 #include <algorithm>
 #include <memory>

@@ -25,7 +25,8 @@ looked-up rows of `wte`; writes of m new keys and values (1/N of the reads in de
 the caches of a fused engine. `StepCost.activations` is the traffic of activations in an engine that fuses only
 attention. Attention is counted as fused: scores are not written to memory.
 
-tests/test_roofline.py compares these formulas with counts of the real model. docs/inference-math.md derives them.
+tests/roofline/test_roofline.py compares these formulas with counts of the real model. docs/inference-math.md derives
+them.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ one before, fills the multiprocessors and empties them. With programmatic launch
 `seconds_per_kernel` reads this term off a measurement, so that the estimate says which of its terms was wrong.
 
 KERNEL_SEC is an assumption: no GPU has been measured (docs/gpu-first-run.md). The numbers of kernels are counted by
-tests/test_triton_step.py and tests/test_static_shapes.py.
+tests/gpu/test_triton_step.py and tests/engines/test_static_shapes.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The native sampler (kernels/cpu/sampler.cpp): the reference's tokens without its sort.
 
 One call samples all rows, with float32 passes over the logits and float64 for the values that decide. `sample` has the
-signature, the results and the errors of the reference `sampler.sample`; tests/test_native_sampler.py compares the two.
+signature, the results and the errors of the reference `sampler.sample`; tests/sampling/test_native_sampler.py
+compares the two.
 
 Covered: float32 logits on the CPU, all sampling parameters. Not covered: other devices and dtypes, and installations
 without the native extension (NANOINFER_NO_NATIVE=1), for which choose.py returns another sampler.

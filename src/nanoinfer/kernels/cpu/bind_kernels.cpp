@@ -1,4 +1,4 @@
-// Python bindings of single kernels, for the tests only (tests/test_native_kernels.py).
+// Python bindings of single kernels, for the tests only (tests/native/test_native_kernels.py).
 //
 // Each function packs, prepares and computes with the decoder's code, but in separate buffers of exactly the size that
 // the kernels may access. AddressSanitizer (make asan) then detects a read past the end; in the decoder, all buffers are

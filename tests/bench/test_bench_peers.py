@@ -1,0 +1,171 @@
+"""Peers as backends: in float32 every one says what our static engine says, and gives exactly what was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from helpers.errors import refuses
+from helpers.models import make_folder
+from nanoinfer.bench.backends import PEERS, open_backend
+from nanoinfer.bench.case import Case, Requests
+from nanoinfer.bench.peers import require_module
+from nanoinfer.bench.stats import RunTimes
+from nanoinfer.config import ModelConfig
+
+SMALL = ModelConfig(vocab_size=96, block_size=64, n_layer=2, n_head=2, n_embd=64, eos_token_ids=(7,))
+ONE = Requests([[3, 1, 4, 1, 5]], [12])
+EQUAL = Requests([[3, 1, 4, 1], [2, 7, 1, 8]], [6, 6])
+RAGGED = Requests([[5, 7, 9], [1, 2, 3, 4, 5, 6, 7, 0, 0], [50, 60]], [4, 11, 7])
+MODULES = {
+    "transformers-dynamic": ("transformers",), "transformers-static": ("transformers",),
+    "ctranslate2": ("ctranslate2",), "llama.cpp": ("llama_cpp", "gguf"),
+}  # fmt: skip
+QUANTIZED = [("ctranslate2", "int8"), ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_0")]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("peers") / "small", SMALL, chars=None)
+
+
+def make_case(name: str, work: Requests = ONE, **fields: Any) -> Case:
+    """A case whose shape holds `work`; skips where the peer is not installed."""
+    for module in MODULES.get(name, ()):
+        pytest.importorskip(module, reason=f"{module} is an optional peer")
+    sizes = max(map(len, work.prompts)), max(work.output_tokens)
+    return Case(name, "small", batch=len(work.prompts), prompt_tokens=sizes[0], output_tokens=sizes[1], **fields)
+
+
+def run(case: Case, folder: Path, work: Requests) -> list[list[int]]:
+    """Run a case twice, check what holds for every backend, and return the tokens."""
+    backend = open_backend(case, folder)
+    tokens, _ = backend.run(work)
+    again, times = backend.run(work)
+    check_times(times, work)
+    assert [len(t) for t in tokens] == work.output_tokens
+    assert again == tokens
+    return tokens
+
+
+def check_times(times: RunTimes, work: Requests) -> None:
+    assert times.num_prompt_tokens == sum(map(len, work.prompts))
+    assert [len(a) for a in times.arrivals] == work.output_tokens
+    for arrivals in times.arrivals:
+        assert arrivals == sorted(arrivals)
+        assert arrivals[0] > 0
+    assert times.total_sec < 60
+
+
+@pytest.mark.parametrize("work", [ONE, EQUAL, RAGGED], ids=["one", "equal", "ragged"])
+@pytest.mark.parametrize("name", PEERS)
+def test_greedy_tokens_are_those_of_our_engine(small: Path, name: str, work: Requests) -> None:
+    ours = run(make_case("static", work), small, work)
+    assert len({t for row in ours for t in row}) > 2, "the model repeats itself: the test would prove little"
+    assert run(make_case(name, work), small, work) == ours
+
+
+def test_ctranslate2_runs_many_unequal_prompts_in_sorted_batches(small: Path) -> None:
+    work = Requests([[i % 90, *range(3, 5 + 7 * i % 20)] for i in range(40)], [3 + i % 5 for i in range(40)])
+    assert run(make_case("ctranslate2", work), small, work) == run(make_case("static", work), small, work)
+
+
+@pytest.mark.parametrize("name", [n for n in PEERS if n != "llama.cpp"])
+def test_exact_gelu_untied_head_and_epsilon(tmp_path: Path, name: str) -> None:
+    config = replace(SMALL, activation="gelu", tie_word_embeddings=False, norm_epsilon=3e-2, n_inner=96)
+    folder = make_folder(tmp_path / "other", config, seed=3, chars=None)
+    assert run(make_case(name), folder, ONE) == run(make_case("static"), folder, ONE)
+
+
+def test_llama_cpp_with_untied_head_and_epsilon(tmp_path: Path) -> None:
+    config = replace(SMALL, tie_word_embeddings=False, norm_epsilon=3e-2, n_inner=96)
+    folder = make_folder(tmp_path / "other", config, seed=3, chars=None)
+    assert run(make_case("llama.cpp"), folder, ONE) == run(make_case("static"), folder, ONE)
+
+
+@pytest.mark.parametrize("work", [ONE, RAGGED], ids=["one", "ragged"])
+@pytest.mark.parametrize("name, quantization", QUANTIZED)
+def test_quantized_weights_give_the_tokens_asked_for(small: Path, name: str, quantization: str, work: Requests) -> None:
+    tokens = run(make_case(name, work, quantization=quantization), small, work)
+    assert all(0 <= t < SMALL.vocab_size for row in tokens for t in row)
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "transformers-dynamic", "transformers-static", "llama.cpp"])
+def test_bfloat16_runs(small: Path, name: str) -> None:
+    run(make_case(name, RAGGED, dtype="bfloat16"), small, RAGGED)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_what_a_peer_cannot_do_is_one_clear_line(small: Path, name: str) -> None:
+    case = make_case(name)
+    refuses(lambda: open_backend(replace(case, quantization="int5"), small), name, "quantization='int5'")
+    refuses(lambda: open_backend(replace(case, device="tpu"), small), "device='tpu'")
+    refuses(lambda: open_backend(replace(case, sampler="sampled"), small), name, "sampler='greedy' only")
+    if name != "nanogpt":  # it crops
+        long = Requests([[1] * 60], [20])
+        refuses(lambda: open_backend(case, small).run(long), name, "80 tokens")
+
+
+def test_llama_cpp_refuses_float16(small: Path) -> None:
+    case = make_case("llama.cpp", dtype="float16")
+    refuses(lambda: open_backend(case, small), "llama.cpp", "dtype='float16'", "bfloat16")
+
+
+def test_llama_cpp_keeps_its_log_to_itself(small: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(make_case("llama.cpp", RAGGED, quantization="Q8_0"), small, RAGGED)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_ctranslate2_says_which_types_it_has_here(small: Path) -> None:
+    ctranslate2 = pytest.importorskip("ctranslate2", reason="ctranslate2 is an optional peer")
+    if "bfloat16" in ctranslate2.get_supported_compute_types("cpu"):
+        run(make_case("ctranslate2", dtype="bfloat16"), small, ONE)
+    else:
+        case = make_case("ctranslate2", dtype="bfloat16")
+        refuses(lambda: open_backend(case, small), "bfloat16", "float32", "int8")
+
+
+def test_nanogpt_slides_past_the_context_length(small: Path) -> None:
+    long = Requests([[1] * 60], [20])
+    run(make_case("nanogpt", long), small, long)
+
+
+def test_nanogpt_runs_the_whole_prefix_for_every_token(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanoinfer.models.gpt import GPT
+
+    shapes: list[tuple[int, ...]] = []
+    hidden = GPT.hidden
+
+    def counting(self: GPT, idx: Tensor, *args: Any) -> Tensor:
+        shapes.append(tuple(idx.shape))
+        return hidden(self, idx, *args)
+
+    monkeypatch.setattr(GPT, "hidden", counting)
+    open_backend(make_case("nanogpt", EQUAL), small).run(EQUAL)
+    assert shapes == [(2, 4 + t) for t in range(6)]
+    shapes.clear()
+    open_backend(make_case("nanogpt", RAGGED), small).run(RAGGED)
+    expected = zip(RAGGED.prompts, RAGGED.output_tokens, strict=True)
+    assert shapes == [(1, len(p) + t) for p, n in expected for t in range(n)]
+
+
+def test_helpers() -> None:
+    assert RAGGED.longest == 20
+    refuses(lambda: require_module("no_such_peer"), "no_such_peer", "pip install")
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_other_families_run_or_are_refused(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers", reason="transformers makes the model")
+    from helpers.families import make_folder as make_family
+
+    make_family("llama", tmp_path)
+    case = make_case(name)
+    if name == "ctranslate2":
+        refuses(lambda: open_backend(case, tmp_path), name, "GPT-2")
+    else:
+        assert run(case, tmp_path, ONE) == run(make_case("static"), tmp_path, ONE)

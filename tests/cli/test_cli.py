@@ -1,0 +1,367 @@
+"""The command line as a user meets it: output, exit codes, one line for every error, Ctrl-C, pipes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.cli import Run, command, one_thread
+from helpers.models import make_folder
+from nanoinfer import SamplingParams
+from nanoinfer.bench.run import Plan
+from nanoinfer.cli import app, help
+from nanoinfer.cli.decoding import StructuredFlags
+from nanoinfer.config import EngineConfig
+from nanoinfer.training.train_config import TrainConfig
+from nanoinfer.utils.field_docs import field_docs
+
+
+def test_generate_prints_the_text_and_nothing_else(run: Run, tiny_folder: Path) -> None:
+    code, out, err = run("generate", "Go", "-m", tiny_folder, "--max-tokens", 9, "--seed", 1)
+    assert (code, err) == (0, "")
+    assert len(out) == 10
+    code, echoed, _ = run("generate", "Go", "-m", tiny_folder, "--max-tokens", 9, "--seed", 1, "--echo")
+    assert (code, echoed) == (0, "Go" + out)
+
+
+def test_prompts_come_from_arguments_files_and_stdin(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Go")
+    flags = ("-m", tiny_folder, "--max-tokens", 9, "--temperature", 0)
+    _, text, _ = run("generate", "Go", *flags)
+    assert run("generate", "--file", prompt, *flags)[1] == text
+    assert run("generate", *flags, stdin=b"Go")[1] == text
+    ids = run("generate", "39 15", "--token-ids", *flags)
+    assert ids[0] == 0
+    assert len(ids[1]) == 10
+
+
+def test_several_prompts_and_samples_come_in_order(run: Run, tiny_folder: Path) -> None:
+    flags = ("-m", tiny_folder, "--max-tokens", 5, "--seed", 3)
+    _, out, _ = run("generate", "Go", "Ho", "--n", 2, *flags)
+    blocks = out.split("--- ")[1:]
+    assert [b.split("\n")[0] for b in blocks] == [
+        f"prompt {i} of 2, output {k} of 2: {p!r}" for i, p in ((1, "Go"), (2, "Ho")) for k in (1, 2)
+    ]
+    assert blocks[2].split("\n", 1)[1] == run("generate", "Ho", *flags)[1]
+
+
+def test_json_has_tokens_reasons_and_metrics(run: Run, tiny_folder: Path) -> None:
+    code, out, _ = run("generate", "Go", "Hi", "-m", tiny_folder, "--max-tokens", 5, "--json", "--logprobs", 1)
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [line["prompt"] for line in lines] == ["Go", "Hi"]
+    output = lines[0]["outputs"][0]
+    assert len(output["token_ids"]) == len(output["logprobs"]) == len(output["text"]) == 5
+    assert output["finish_reason"] == "length"
+    assert lines[0]["metrics"]["num_output_tokens"] == 5
+
+
+def test_best_of_prints_the_best_outputs(run: Run, tiny_folder: Path) -> None:
+    from nanoinfer import LLM, SamplingParams
+
+    flags = ["-m", tiny_folder, "--max-tokens", 5, "--seed", 1, "-n", 2, "--best-of", 4]
+    params = SamplingParams(max_tokens=5, seed=1, n=2, best_of=4, temperature=0.8, top_k=50)
+    expected = LLM(str(tiny_folder)).generate(["Go", "Hi"], params)
+    blocks = run("generate", "Go", "Hi", *flags)[1].split("--- ")[1:]
+    texts = [o.text for output in expected for o in output.outputs]
+    assert [b.split("\n", 1)[1] for b in blocks] == [f"{text}\n" for text in texts]
+    lines = [json.loads(line) for line in run("generate", "Go", "Hi", *flags, "--json")[1].splitlines()]
+    assert [[o["text"] for o in line["outputs"]] for line in lines] == [texts[:2], texts[2:]]
+    assert lines[0]["outputs"][0]["cumulative_logprob"] == expected[0].outputs[0].cumulative_logprob
+
+
+def test_beam_width_prints_the_best_outputs_of_a_beam_search(run: Run, tiny_folder: Path) -> None:
+    from nanoinfer import LLM, BeamSearchParams
+
+    flags = ["Go", "-m", tiny_folder, "--max-tokens", 5, "--beam-width", 3, "--length-penalty", 0.5]
+    params = BeamSearchParams(3, max_tokens=5, length_penalty=0.5, early_stopping="never")
+    (expected,) = LLM(str(tiny_folder)).beam_search("Go", params)
+    texts = [s.text for s in expected.sequences]
+    code, out, _ = run("generate", *flags, "--early-stopping", "never")
+    assert (code, out) == (0, f"{texts[0]}\n")
+    blocks = run("generate", *flags, "-n", 3)[1].split("--- ")[1:]
+    assert [b.split("\n", 1)[1] for b in blocks] == [f"{text}\n" for text in texts]
+    (line,) = run("generate", *flags, "-n", 2, "--json")[1].splitlines()
+    assert [o["text"] for o in json.loads(line)["outputs"]] == texts[:2]
+    for more, words in (
+        (["-n", 4], "n=4 is more than beam_width=3"),
+        (["--top-p", 0.5], "--top-p is not used with --beam-width"),
+        (["--best-of", 2], "--best-of is not used with --beam-width"),
+        (["--early-stopping", "maybe"], "--early-stopping 'maybe' is unknown"),
+        (["--length-penalty", 11], "length_penalty=11"),
+    ):
+        code, _, error = run("generate", *flags, *more)
+        assert code == 2
+        assert words in error
+    code, _, error = run("generate", "Go", "-m", tiny_folder, "--early-stopping", "true")
+    assert code == 2
+    assert "--early-stopping needs --beam-width" in error
+
+
+def test_eval_prints_what_score_says(run: Run, tiny_folder: Path, tmp_path: Path) -> None:
+    from nanoinfer import LLM
+
+    text = "To be, or not to be: that is. " * 3
+    (tmp_path / "t.txt").write_text(text)
+    code, out, _ = run("eval", tmp_path / "t.txt", "-m", tiny_folder, "--json")
+    (score,) = LLM(str(tiny_folder)).perplexity(text)
+    result = json.loads(out)
+    assert code == 0
+    assert result["perplexity"] == pytest.approx(score.perplexity)
+    assert result["num_tokens"] == len(text) - 1
+    assert result["bits_per_character"] == pytest.approx(-score.log_likelihood / math.log(2) / len(text))
+    assert f"perplexity {score.perplexity:.3f}" in run("eval", tmp_path / "t.txt", "-m", tiny_folder)[1]
+
+
+def test_engines_lists_every_rung(run: Run) -> None:
+    code, out, _ = run("engines", "--json")
+    rows = {row["name"]: row for row in json.loads(out)}
+    assert code == 0
+    assert list(rows) == ["recompute", "dynamic", "static", "paged", "compiled", "cuda_graph", "native", "triton"]
+    assert rows["static"]["available"] is True
+    assert "cpu" in rows["static"]["devices"]
+    assert rows["static"]["dtypes"] == ["float32", "bfloat16", "float16"]
+    code, table, _ = run("engines")
+    assert code == 0
+    assert all(name in table for name in rows)
+
+
+BAD = {
+    "unknown model": (["generate", "a", "-m", "no such model!"], "neither built in"),
+    "missing path": (["generate", "a", "-m", "./no/such/dir"], "no such file or folder"),
+    "missing preset": (["generate", "a", "-m", "random:gpt5"], "preset 'gpt5' is unknown"),
+    "NaN temperature": (["generate", "a", "--temperature", "nan"], "temperature=nan"),
+    "top_p of 2": (["generate", "a", "--top-p", "2"], "top_p=2.0 is not a finite number in (0, 1]"),
+    "negative max_tokens": (["generate", "a", "--max-tokens", "-1"], "max_tokens=-1 is not an integer >= 1"),
+    "no integer": (["generate", "a", "--max-tokens", "x"], "max-tokens"),
+    "no such device": (["generate", "a", "-m", "{tiny}", "--device", "cuda:42"], "device='cuda:42'"),
+    "no such engine": (["generate", "a", "-m", "{tiny}", "--engine", "warp"], "engine='warp' is unknown"),
+    "unknown flag": (["generate", "a", "--temprature", "1"], "--temprature"),
+    "abbreviated flag": (["generate", "a", "--temper", "1"], "--temper"),
+    "prompts twice": (["generate", "Go", "-p", "Ho"], "'Go' (an argument) and 'Ho' (--prompt)"),
+    "unknown command": (["generat"], "generat"),
+    "missing file": (["generate", "-f", "no.txt"], "no.txt cannot be read"),
+    "bad ids": (["generate", "1 x", "--token-ids"], "'1 x' is not a list of integers"),
+    "bad bias": (["generate", "a", "--logit-bias", "5"], "'5' is not TOKEN_ID=BIAS"),
+    "too long": (["generate", "a" * 33, "-m", "{tiny}"], "--overflow slide"),
+    "eval missing": (["eval", "no.txt"], "no.txt cannot be read"),
+    "eval short": (["eval", "{one}", "-m", "{tiny}"], "cannot be scored"),
+    "train no data": (["train", "--out", "{tmp}/o"], "--data"),
+    "train missing data": (["train", "--data", "no.txt", "--out", "{tmp}/o"], "no.txt cannot be read"),
+    "train short data": (["train", "--data", "{one}", "--out", "{tmp}/o"], "a window needs block_size + 1"),
+    "train bad lr": (["train", "--data", "{one}", "--out", "{tmp}/o", "--learning-rate", "inf"], "learning_rate=inf"),
+    "train distill nothing": (
+        ["train", "--data", "{text}", "--out", "{tmp}/o", "--distill", "{tiny}", "--distill-tokens", "0"],
+        "distill_tokens=0 is not an integer in [1, ",
+    ),
+    "train distill too far": (
+        ["train", "--data", "{text}", "--out", "{tmp}/o", "--distill", "{tiny}", "--block-size", "64"],
+        "block_size=64 is more than the 32 of distill=",
+    ),
+    "train unwritable": (["train", "--data", "{text}", "--out", "{one}/sub"], "cannot be written"),
+    "train over a model": (
+        ["train", "--data", "{text}", "--out", "{tiny}"],
+        "contains config.json, but no training state",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(run: Run, tiny_folder: Path, tmp_path: Path, case: str) -> None:
+    (tmp_path / "one.txt").write_text("a")
+    (tmp_path / "text.txt").write_text("To be, or not to be. " * 100)
+    names = {"tiny": tiny_folder, "tmp": tmp_path, "one": tmp_path / "one.txt", "text": tmp_path / "text.txt"}
+    before = sorted(tmp_path.rglob("*"))
+    arguments, message = BAD[case]
+    code, out, err = run(*[a.format(**names) for a in arguments])
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.startswith("nanoinfer: error: ")
+    assert err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before  # nothing half-written
+
+
+def test_help_names_every_field_with_its_line(run: Run) -> None:
+    for name, classes in (
+        ("generate", (SamplingParams, EngineConfig, StructuredFlags)),
+        ("train", (TrainConfig,)),
+        ("eval", (EngineConfig,)),
+        ("bench", (Plan,)),
+    ):
+        code, out, _ = run(name, "--help")
+        assert code == 0
+        words = " ".join(out.split())
+        for cls in classes:
+            docs = field_docs(cls)
+            for field in (f for f in dataclasses.fields(cls) if f.name != "structured_outputs"):
+                assert f"--{field.name.replace('_', '-')}" in out
+                assert docs[field.name].split(".")[0][:20] in words, field.name
+
+
+def test_help_has_topics_and_examples_in_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = {name: app.load_command(name) for name in app.COMMANDS}
+    assert commands.keys() >= help.TOPICS.keys()
+    for name, known in commands.items():
+        code, out, _ = run(name, "--help")
+        assert code == 0
+        assert all(len(line) <= 80 for line in out.splitlines()), name
+        assert "..." not in re.sub(r"\[PROMPT\]\.\.\.|FILE\.\.\.", "", out)  # nothing is cut
+        assert f"\n  Examples:\n    nanoinfer {name}" in out
+        topics = help.TOPICS.get(name, {})
+        titles = [line.removesuffix(":") for line in out.splitlines() if re.fullmatch(r"[A-Z].*:", line)]
+        assert [t for t in titles if t not in ("Arguments", "Options")] == list(topics)
+        listed = [option for names in topics.values() for option in names.split()]
+        assert len(listed) == len(set(listed))
+        assert {p.name for p in known.params} >= set(listed), name
+        assert len(known.params) - len(listed) <= 8, name
+    code, out, _ = run("--help")
+    assert "..." not in out.replace("[ARGS]...", "")
+
+
+def test_examples_are_command_lines_that_parse() -> None:
+    commands = {name: app.load_command(name) for name in app.COMMANDS}
+    for name, known in commands.items():
+        for line in known.epilog.splitlines()[2:]:
+            words = shlex.split(line.split("|")[-1 if "| nanoinfer" in line else 0], comments=True)
+            assert words[:2] == ["nanoinfer", name]
+            known.make_context(name, words[2:])
+
+
+def test_defaults_give_readable_text(run: Run, tiny_folder: Path) -> None:
+    from nanoinfer import LLM
+
+    llm, flags = LLM(str(tiny_folder)), ("-m", tiny_folder, "--max-tokens", 30)
+    assert (SamplingParams().temperature, SamplingParams().top_k) == (1.0, 0)  # vLLM's
+
+    def same(*more: object, **params: Any) -> bool:
+        (output,) = llm.generate("Go", SamplingParams(max_tokens=30, **params))
+        return run("generate", "Go", *flags, *more)[1] == output.outputs[0].text + "\n"
+
+    for seed in range(3):
+        assert same("--seed", seed, seed=seed, temperature=0.8, top_k=50)
+        assert same("--seed", seed, "--temp", 1, "--top-k", 0, seed=seed)
+    assert same("--temperature", 0, temperature=0)
+    assert same("--temp", 0, "--top-k", 1, temperature=0)
+
+
+def test_aliases(run: Run, tiny_folder: Path) -> None:
+    flags = ("-m", tiny_folder, "--max-tokens", 5, "--seed", 1)
+    expected = run("generate", "Go", "Ho", "--n", 2, "--temperature", 0.5, *flags)
+    assert expected[0] == 0
+    assert run("generate", "-p", "Go", "--prompt", "Ho", "-n", 2, "--temp", 0.5, *flags) == expected
+
+
+def test_version_and_no_arguments(run: Run) -> None:
+    assert run("--version")[:2] == (0, "0.1.0\n")
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    assert out == run("--help")[1]
+    assert out.startswith("Usage: nanoinfer ")
+
+
+def test_the_line_of_a_command_is_that_of_its_docstring() -> None:
+    for name, (_, line) in app.COMMANDS.items():
+        assert app.load_command(name).help.split("\n")[0] == line, name
+
+
+def test_help_is_instant_and_imports_nothing_but_typer() -> None:
+    code = (
+        "import sys; from nanoinfer.cli.app import run; run(['--help']); print(*sorted(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = set(done.stderr.split())
+    assert "typer" in modules
+    assert not modules & {
+        "torch",
+        "numpy",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "rich",
+        "importlib.metadata",
+    }
+    assert not modules & {f"nanoinfer.cli.{entry.partition(':')[0]}" for entry, _ in app.COMMANDS.values()}
+
+    def cpu_sec() -> float:
+        times = os.times()  # not wall time: other tests run at the same time
+        return times.children_user + times.children_system
+
+    def fastest(arguments: list[str]) -> float:
+        times = []
+        for _ in range(5):
+            start = cpu_sec()
+            subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL)
+            times.append(cpu_sec() - start)
+        return min(times)
+
+    assert fastest([sys.executable, "-c", "import nanoinfer"]) < 0.3
+    assert fastest(command("--help")) < 0.8
+
+
+def test_ctrl_c_leaves_the_text_and_exits_130(tiny_folder: Path) -> None:
+    arguments = ["-m", tiny_folder, "--max-tokens", 10**6, "--overflow", "slide", "--n", "2", "--seed", "1"]
+    child = subprocess.Popen(
+        command("generate", "Go", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=one_thread()
+    )
+    assert child.stdout is not None
+    first = b""
+    while len(first) < 100:  # both texts have begun
+        first += os.read(child.stdout.fileno(), 100)
+    child.send_signal(signal.SIGINT)
+    rest, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert err == b""
+    out = (first + rest).decode()
+    assert out.startswith("--- output 1 of 2: 'Go'\n")
+    assert len(out.split("--- output 2 of 2: 'Go'\n")[1]) > 1  # the second's text is not lost
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(tiny_folder: Path) -> None:
+    child = subprocess.Popen(
+        command("generate", "Go", "-m", tiny_folder, "--max-tokens", 10**6, "--overflow", "slide"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=one_thread(),
+    )  # fmt: skip
+    assert child.stdout is not None
+    os.read(child.stdout.fileno(), 10)
+    child.stdout.close()
+    assert child.wait(timeout=60) == 0
+    assert child.stderr is not None
+    assert child.stderr.read() == b""
+
+
+def test_characters_are_never_halved_on_a_pipe(run: Run, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "m", chars=None)
+    from nanoinfer.training.data import train_bpe
+
+    text = train_bpe(["\u00e9\u4e2d\U0001f600 "], 256)
+    from dataclasses import replace
+
+    from helpers.models import TINY
+
+    folder = make_folder(tmp_path / "bytes", replace(TINY, vocab_size=256), chars=None)
+    (folder / "tokenizer.json").write_text(text)
+    code, out, _ = run("generate", "\u4e2d", "-m", folder, "--max-tokens", 200, "--overflow", "slide", "--seed", 2)
+    assert code == 0
+    assert "\ufffd" in out  # random bytes: bad ones are shown as U+FFFD, and nothing raised
+
+
+def test_an_unencodable_terminal_does_not_crash(tiny_folder: Path) -> None:
+    env = one_thread() | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        command("generate", "Go", "-m", tiny_folder, "--max-tokens", 5), capture_output=True, env=env, check=False
+    )
+    assert done.returncode == 0

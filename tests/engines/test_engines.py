@@ -1,0 +1,481 @@
+"""The engine matrix: every engine, every batch, every decoding method says what the naive loop says.
+
+`naive_greedy` (helpers/engines.py) is the definition of correct: nanoGPT's loop, one sequence, the whole prefix run
+again for every token. Adding an engine to the registry adds it to every test here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import nanoinfer
+from helpers.engines import (
+    BATCHES,
+    BLOCKS,
+    DEVICES,
+    GREEDY,
+    V,
+    generate,
+    make_core,
+    make_engine,
+    naive_greedy,
+    nightly_if_interpreted,
+    prompt,
+    slow_if_interpreted,
+)
+from helpers.environment import INTERPRETED
+from helpers.errors import refuses
+from helpers.models import TINY, make_folder, make_limits, make_model, submit
+from nanoinfer import LLM, NanoinferError, SamplingParams
+from nanoinfer.config import EngineConfig
+from nanoinfer.engines import devices, registry, static_shapes, torch_engine
+from nanoinfer.engines.base import Engine, Handle, StepBatch
+from nanoinfer.engines.compiled import CompiledEngine
+from nanoinfer.engines.devices import resolve_dtype, supported_dtypes
+from nanoinfer.engines.registry import ENGINES
+from nanoinfer.engines.static_shapes import run_block
+from nanoinfer.models.attention import attention_backends
+
+CHOSEN = ("unequal lengths", 2048), ("twice the same", 5)
+"""Batches and chunks with which the greedy matrix of an interpreted engine is run in `make test-all`."""
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda b: b.replace(" ", "-"))
+@pytest.mark.parametrize("chunk", [2048, 5], ids=["whole", "chunked"])
+@pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
+@pytest.mark.nightly_if(lambda name, chunk, batch: name == "triton" and INTERPRETED and (batch, chunk) not in CHOSEN)
+def test_greedy_tokens_equal_the_naive_loop(name: str, chunk: int, batch: str, device: str) -> None:
+    gpt = make_model().to(device)
+    prompts = [prompt(n, i) for i, n in enumerate(BATCHES[batch])]
+    params = [replace(GREEDY, max_tokens=3 + 4 * i) for i in range(len(prompts))]
+    core = make_core(make_engine(name, gpt), max_num_batched_tokens=chunk)
+    expected = [[naive_greedy(gpt, p, q.max_tokens)] for p, q in zip(prompts, params, strict=True)]
+    assert generate(core, prompts, params) == expected
+    assert generate(core, prompts, params) == expected  # twice in a row: nothing is left behind
+
+
+@pytest.mark.parametrize("chunk", [2048, 7], ids=["whole", "chunked"])
+@pytest.mark.parametrize("stride", [1, 3, None, 32], ids=lambda s: f"stride-{s}")
+@pytest.mark.parametrize("name", ENGINES)
+@nightly_if_interpreted
+@pytest.mark.slow_if(
+    lambda name, stride, chunk: (
+        stride in (3, 32) or (name not in ("static", "native") and (stride == 1) == (chunk == 7))
+    )
+)
+def test_sliding_window_equals_crop_and_recompute(name: str, stride: int | None, chunk: int) -> None:
+    """At 3 times the block size; stride 1 is nanoGPT's own output. One prompt is longer than the context."""
+    gpt = make_model()
+    prompts = [prompt(4), prompt(30), prompt(50)]
+    params = replace(GREEDY, max_tokens=3 * TINY.block_size, overflow="slide", slide_stride=stride)
+    core = make_core(make_engine(name, gpt), max_num_batched_tokens=chunk)
+    expected = [[naive_greedy(gpt, p, params.max_tokens, stride or TINY.block_size // 2)] for p in prompts]
+    assert generate(core, prompts, [params] * 3) == expected
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
+def test_text_stops_when_the_context_is_full(name: str) -> None:
+    gpt = make_model()
+    long = replace(GREEDY, max_tokens=1000)
+    core = make_core(make_engine(name, gpt))
+    (tokens,), (last,) = generate(core, [prompt(6), prompt(32)], [long, long])
+    assert tokens == naive_greedy(gpt, prompt(6), 27)  # the 27th is drawn from a full window of 32
+    assert last == naive_greedy(gpt, prompt(32), 1)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted
+def test_samples_fork_and_equal_separate_requests(name: str) -> None:
+    """n texts of one request are what the sampler would draw for each sample index alone, in any batch."""
+    params = SamplingParams(max_tokens=10, temperature=0.9, top_k=20, n=3)
+    gpt = make_model()
+    core = make_core(make_engine(name, gpt))
+    together = generate(core, [prompt(9), prompt(2)], [params, replace(params, n=1)])
+    alone = generate(core, [prompt(9)], [params])
+    assert together[0] == alone[0]
+    assert len({tuple(t) for t in alone[0]}) == 3
+    assert generate(core, [prompt(9)], [replace(params, n=1)])[0][0] == alone[0][0]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_logits_equal_the_reference_model(name: str, device: str) -> None:
+    """Prefill, decode, several tokens with a past, truncate and fork, in one ragged batch, at every position."""
+    gpt = make_model().to(device)
+    engine = make_engine(name, gpt)
+    ids = prompt(20)
+    whole = gpt(torch.tensor([ids], device=device))[0]
+    other = gpt(torch.tensor([ids[:6] + ids[:4]], device=device))[0]
+    a, b = engine.open(), engine.open()
+    assert_extend(engine, [(a, ids[:6], 6), (b, ids[:1], 1)], [whole[:6], whole[:1]])
+    assert_extend(engine, [(b, ids[1:9], 3), (a, ids[6:7], 1)], [whole[6:9], whole[6:7]])
+    c = engine.fork(a)
+    assert_extend(engine, [(c, ids[7:12], 5), (a, ids[7:8], 0), (b, ids[9:10], 1)], [whole[7:12], whole[9:10]])
+    engine.truncate(c, 6)
+    assert_extend(engine, [(c, ids[:4], 4)], [other[6:10]])
+    engine.close(a)  # b and c go on, whatever was moved
+    assert_extend(engine, [(c, ids[:1], 0), (b, ids[10:11], 1)], [whole[10:11]])
+    engine.truncate(b, 0)
+    assert_extend(engine, [(b, ids, 20)], [whole])
+    assert (engine.length(b), engine.length(c)) == (20, 11)
+
+
+def assert_extend(engine: Engine, parts: list[tuple[Handle, list[int], int]], expected: list[torch.Tensor]) -> None:
+    batch = StepBatch()
+    for handle, ids, num_logits in parts:
+        batch.add(handle, ids, num_logits)
+    logits = torch.as_tensor(engine.extend(batch))
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, torch.cat(expected), atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 9)), max_size=25),
+    st.sampled_from(list(ENGINES)),
+)
+def test_any_order_of_operations(operations: list[tuple[int, int, int]], name: str) -> None:
+    """Random open, extend, truncate, fork and close: each sequence's logits are those of its tokens alone."""
+    gpt = make_model()
+    engine = make_engine(name, gpt)
+    texts: dict[Handle, list[int]] = {}
+    for kind, which, amount in operations:
+        handle = list(texts)[which % len(texts)] if texts else None
+        if kind == 0 and len(texts) < 4:
+            texts[engine.open()] = []
+        elif kind == 1 and texts:  # extend several, each by its own number
+            batch, wanted = StepBatch(), []
+            for i, h in enumerate(reversed(texts)):
+                new = prompt(1 + (amount + i * which) % 5, amount)
+                if len(texts[h]) + len(new) > TINY.block_size or (i + amount) % 4 == 3:
+                    continue
+                texts[h] = texts[h] + new
+                batch.add(h, new)
+                wanted.append(gpt(torch.tensor([texts[h]]))[0, -1])
+            logits = torch.as_tensor(engine.extend(batch))
+            torch.testing.assert_close(
+                logits, torch.stack(wanted) if wanted else torch.empty(0, V), atol=1e-4, rtol=1e-4
+            )
+        elif kind == 2 and handle is not None:
+            length = min(amount, len(texts[handle]))
+            engine.truncate(handle, length)
+            texts[handle] = texts[handle][:length]
+        elif kind == 3 and handle is not None and len(texts) < 4:
+            texts[engine.fork(handle)] = list(texts[handle])
+        elif kind == 4 and handle is not None:
+            engine.close(handle)
+            del texts[handle]
+        assert all(engine.length(h) == len(t) for h, t in texts.items())
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_bad_arguments_raise_and_change_nothing(name: str) -> None:
+    gpt = make_model()
+    engine = make_engine(name, gpt, max_num_seqs=2)
+    a, b = engine.open(), engine.open()
+    for _ in range(engine.limits.max_kept_seqs):
+        engine.open()
+    ids = prompt(10)
+    assert_extend(
+        engine,
+        [(a, ids[:5], 1), (b, ids[:3], 1)],
+        [gpt(torch.tensor([ids[:5]]))[0, -1:], gpt(torch.tensor([ids[:3]]))[0, -1:]],
+    )
+    bad = [
+        (StepBatch([Handle(9999)], [1], [1], [1]), "handle 9999"),
+        (StepBatch([a, a], [1, 1], [1, 1], [1, 1]), "each sequence once"),
+        (StepBatch([a], [1], [1], []), "num_logits"),
+        (StepBatch([a], [1, 2], [1], [1]), "adds up to 1"),
+        (StepBatch([a], [], [0], [0]), "num_new=0"),
+        (StepBatch([a], [1], [1], [2]), "num_logits=2"),
+        (StepBatch([a], [1], [1], [-1]), "num_logits=-1"),
+        (StepBatch([b, a], [1, V], [1, 1], [1, 1]), f"token id {V}"),
+        (StepBatch([a], [-1], [1], [1]), "token id -1"),
+        (StepBatch([b, a], [1, *prompt(28)], [1, 28], [1, 1]), "context length 32"),
+    ]
+    for batch, message in bad:
+        with pytest.raises(NanoinferError, match=message):
+            engine.extend(batch)
+    for call, message in (
+        (lambda: engine.open(), "max_num_seqs=2"),
+        (lambda: engine.fork(a), "max_num_seqs=2"),
+        (lambda: engine.truncate(a, 6), "has 5 tokens"),
+        (lambda: engine.truncate(a, -1), "truncate to -1"),
+        (lambda: engine.close(Handle(9999)), "handle 9999"),
+    ):
+        with pytest.raises(NanoinferError, match=message):
+            call()
+    assert (engine.length(a), engine.length(b)) == (5, 3)
+    assert_extend(
+        engine,
+        [(a, ids[5:], 1), (b, ids[3:4], 1)],
+        [gpt(torch.tensor([ids]))[0, -1:], gpt(torch.tensor([ids[:4]]))[0, -1:]],
+    )
+    engine.close(b)
+    with pytest.raises(NanoinferError, match=f"handle {b}"):
+        engine.close(b)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_empty_batch_gives_no_logits(name: str) -> None:
+    assert make_engine(name, make_model()).extend(StepBatch()).shape == (0, V)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_one_texts_nan_never_reaches_another(name: str) -> None:
+    """A token whose embedding is NaN poisons its own text only, also for later texts in the same memory."""
+    gpt = make_model(replace(TINY, tie_word_embeddings=False))
+    gpt.transformer["wte"].weight[5] = float("nan")
+    engine = make_engine(name, gpt)
+    clean = [t for t in prompt(24) if t != 5]
+    expected = gpt(torch.tensor([clean]))[0]
+    keep, poisoned = engine.open(), engine.open()
+    engine.extend(StepBatch([keep, poisoned], [*clean[:2], *[5] * 20], [2, 20], [0, 0]))
+    engine.truncate(poisoned, 10)
+    engine.close(keep)
+    engine.close(poisoned)
+    a, b = engine.open(), engine.open()
+    engine.extend(StepBatch([a, b], [*clean[:3], *clean[:15]], [3, 15], [0, 0]))
+    for i in range(3):
+        assert_extend(
+            engine,
+            [(a, clean[3 + i : 4 + i], 1), (b, clean[15 + i : 16 + i], 1)],
+            [expected[3 + i : 4 + i], expected[15 + i : 16 + i]],
+        )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ENGINES)
+@slow_if_interpreted  # tests/gpu/test_triton_engine.py has it at a smaller shape
+def test_reduced_precision_stays_near_float32(name: str, dtype: str, device: str) -> None:
+    if dtype not in supported_dtypes("cpu" if device == "cpu" else "cuda:0"):
+        pytest.skip(f"{dtype} is not supported on this {device} device")
+    gpt = make_model(std=0.1)
+    ids = prompt(20)
+    exact = gpt(torch.tensor([ids]))[0]
+    engine = make_engine(name, gpt.to(device, getattr(torch, dtype)))
+    handle = engine.open()
+    rows = [
+        torch.as_tensor(engine.extend(StepBatch([handle], ids[:8], [8], [8]))).clone()
+    ]  # its own until the next call only
+    rows += [torch.as_tensor(engine.extend(StepBatch([handle], [t], [1], [1]))).clone() for t in ids[8:]]
+    error = (torch.cat(rows).cpu() - exact).abs().max() / exact.abs().max()
+    assert error < (0.03 if dtype == "bfloat16" else 0.005)
+
+
+def test_auto_takes_the_fastest_that_fits(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "nanoinfer"):
+        spec = registry.resolve(EngineConfig(), "cpu", "float32")
+    assert spec.name == "native"
+    assert "engine=auto: using native" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "keywords, message",
+    [
+        ({"engine": "warp"}, "engine='warp' is unknown: use auto or one of recompute"),
+        ({"engine": "static", "quantization": "int8"}, "quantization='int8' is not supported"),
+        ({"quantization": "int3"}, "quantization='int3'"),
+        ({"device": "tpu"}, "device='tpu' is unknown"),
+        ({"device": "cuda:99"}, "device='cuda:99'"),
+        ({"dtype": "float64"}, "dtype='float64' is unknown"),
+        ({"max_num_seqs": 0}, "max_num_seqs=0"),
+        (
+            {"engine": "static", "max_num_seqs": 8, "kv_cache_memory": 1000},
+            "kv_cache_memory=1,000 bytes is too little for 8 sequences",
+        ),
+        ({"kv_cache_memory": 1000, "engine": "dynamic"}, "too little for 1 sequences"),
+        ({"kv_cache_memory": 1000, "engine": "native"}, "too little for 1 sequence of 32 tokens"),
+        ({"kv_cache_memory": 1000, "engine": "paged"}, r"too little for 1 sequence of 32 tokens \(8,192 bytes\)"),
+        ({"kv_cache_dtype": "float8"}, "kv_cache_dtype='float8' is unknown"),
+        ({"kv_cache_dtype": "int8", "engine": "static"}, "kv_cache_dtype='int8' is not supported"),
+        ({"threads": 0}, "threads=0"),
+        ({"graph_memory": -1}, "graph_memory=-1"),
+        ({"graph_memory": 5, "engine": "static"}, "graph_memory=5 is not supported"),
+        ({"graph_memory": 5, "engine": "compiled", "device": "cpu"}, "graph_memory=5 is not supported"),
+        ({"sampler": "fast"}, "sampler='fast' is unknown: use one of auto, reference, flashinfer"),
+        ({"sampler": "flashinfer", "device": "cpu"}, "sampler='flashinfer' cannot run: the logits are on cpu"),
+        ({"threads": 2, "engine": "static"}, "threads=2 is not supported"),
+    ],
+)
+def test_what_cannot_run_says_why(tiny_folder: Path, keywords: dict[str, object], message: str) -> None:
+    with pytest.raises(NanoinferError, match=message) as e:
+        LLM(str(tiny_folder), **keywords)
+    assert "\n" not in str(e.value)
+
+
+def test_limits_follow_the_memory_given(tmp_path: Path) -> None:
+    folder = str(make_folder(tmp_path / "m"))
+    text = 32 * TINY.kv_bytes_per_token(4)  # one full-length text
+    slots = LLM(folder, engine="static", kv_cache_memory=3 * text + 1).engine.limits
+    assert (slots.max_num_seqs, slots.max_num_cached_tokens) == (3, 96)
+    assert LLM(folder, engine="compiled", kv_cache_memory=3 * text + 1).engine.limits.max_num_seqs == 2  # and padding
+    shared = LLM(folder, engine="dynamic", max_num_seqs=10, kv_cache_memory=3 * text).engine.limits
+    assert (shared.max_num_seqs, shared.max_num_cached_tokens) == (10, 96)
+    paged = LLM(folder, engine="paged", max_num_seqs=2, kv_cache_memory=3 * text + text // 2 + 1).engine
+    assert (paged.limits.max_num_seqs, paged.limits.max_num_cached_tokens) == (2, 112)  # blocks of 16: half a text each
+    assert paged.num_free_blocks == 7
+    assert replace(make_limits(max_num_seqs=64), max_kept_seqs=1024) == LLM(folder, engine="recompute").engine.limits
+
+
+def test_a_chip_without_bfloat16_gets_float16_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    device = "cuda:0"
+    assert resolve_dtype("auto", device) == "float16"
+    with pytest.raises(NanoinferError, match="dtype='bfloat16' is not supported on cuda:0: use one of float32"):
+        resolve_dtype("bfloat16", device)
+
+
+def test_a_gpu_that_needs_pytorch_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(devices, "num_cuda_devices", lambda: 0)
+    monkeypatch.setattr(devices, "_has_cuda_driver", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert devices.resolve_device("auto") == "cpu"
+    assert "using the CPU and no GPU: torch is not installed: pip install '.[gpu]'" in caplog.text
+
+
+def test_auto_goes_down_where_a_rung_is_missing_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = ENGINES["cuda_graph"]
+    monkeypatch.setattr(registry, "num_cuda_devices", lambda: 1)
+    cuda = "cuda:0"
+    assert registry.resolve(EngineConfig(), cuda, "float16") is spec
+    missing = replace(spec, module="no_such_package")
+    monkeypatch.setitem(ENGINES, "cuda_graph", missing)
+    assert registry.resolve(EngineConfig(), cuda, "float16").name == "static"
+    assert "engine=auto: skipped cuda_graph: no_such_package is not installed: pip install '.[gpu]'" in caplog.text
+    find_spec = importlib.util.find_spec  # neither Triton nor the extension
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: find_spec(name) if name == "torch" else None)
+    with pytest.raises(NanoinferError, match="engine='triton' cannot run: triton is not installed"):
+        registry.resolve(EngineConfig(engine="triton"), cuda, "float16")
+    with pytest.raises(NanoinferError, match="no engine supports quantization='int8' with dtype=float16 on cuda:0"):
+        registry.resolve(EngineConfig(quantization="int8"), cuda, "float16")
+
+
+def test_attention_over_lengths_that_are_always_new_is_not_planned() -> None:
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    with attention_backends(torch.device("cuda")):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert torch.backends.cuda.math_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("name", [name for name, spec in ENGINES.items() if not spec.native])
+def test_attention_of_every_engine_runs_on_the_backends_that_are_chosen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen, calls, attend = [], [], F.scaled_dot_product_attention
+
+    @contextmanager
+    def choose(device: torch.device) -> Iterator[None]:
+        chosen.append(device)
+        yield
+        chosen.pop()
+
+    def attended(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(len(chosen))
+        return attend(*arguments, **options)
+
+    for module in (torch_engine, static_shapes):
+        monkeypatch.setattr(module, "attention_backends", choose)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attended)
+    monkeypatch.setattr(CompiledEngine, "_compile", lambda self: run_block)
+    monkeypatch.setitem(BLOCKS, "cpu", {})
+    engine = make_engine(name, make_model())
+    handles = [engine.open(), engine.open()]
+    engine.extend(StepBatch(handles, [*prompt(20), *prompt(3)], [20, 3], [1, 1]))
+    for _ in range(2):
+        engine.extend(StepBatch(handles, [1, 2], [1, 1], [1, 1]))
+    assert calls
+    assert set(calls) == {1}
+
+
+# Frames -----------------------------------------------------------------------------------------------------
+
+FRAMES = {
+    "recompute": 7, "dynamic": 7, "static": 7, "paged": 7, "compiled": 12, "cuda_graph": 6, "triton": 9, "native": 3,
+}  # fmt: skip
+"""Python frames of this package, from Core.step to what computes (LLM.generate is one more): a matrix product of
+PyTorch's, a compiled block, the replay of a graph, the launch of a kernel, the call into C++."""
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_few_frames_from_a_step_to_what_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, depths = str(Path(nanoinfer.__file__).parent), []
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            frame, depth = sys._getframe(1), 0
+            while frame is not None:
+                depth += package in frame.f_code.co_filename
+                frame = frame.f_back  # type: ignore[assignment]
+            depths.append(depth)
+            return call(*args, **kwargs)
+
+        return run
+
+    engine: Any = make_engine(name, make_model())
+    core = make_core(engine)
+    submit(core, None, [1, 2, 3], GREEDY, 0)
+    for _ in range(3):  # compiled, recorded
+        core.step()
+    if name == "compiled":
+        monkeypatch.setattr(engine, "_compiled", {key: counted(run) for key, run in engine._compiled.items()})
+    elif name == "cuda_graph":
+        recorded = {key: (counted(replay), out) for key, (replay, out) in engine.graphs._recorded.items()}
+        monkeypatch.setattr(engine.graphs, "_recorded", recorded)
+    elif name == "triton":
+        triton_engine = importlib.import_module("nanoinfer.engines.triton_engine")
+        monkeypatch.setattr(triton_engine, "product", counted(triton_engine.product))
+    elif name == "native":
+        decoder = engine._decoder
+        room = {"blocks_free": decoder.blocks_free, "open": decoder.open}
+        monkeypatch.setattr(engine, "_decoder", SimpleNamespace(extend=counted(decoder.extend), **room))
+    else:
+        monkeypatch.setattr(torch.nn.functional, "linear", counted(torch.nn.functional.linear))
+    core.step()
+    assert max(depths) == FRAMES[name]
+
+
+def test_an_engine_for_gpt2_refuses_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = replace(TINY, family="llama", norm="rms")
+    every = {name: replace(spec, gpt2_only=name != "dynamic") for name, spec in registry.ENGINES.items()}
+    monkeypatch.setattr(registry, "ENGINES", every)
+    options = EngineConfig(engine="static")
+    assert registry.resolve(options, "cpu", "float32", TINY).name == "static"
+    assert registry.resolve(options, "cpu", "float32").name == "static"
+    refuses(
+        lambda: registry.resolve(options, "cpu", "float32", llama),
+        "engine='static' cannot run: it runs only gpt2 models, and this is a llama model: use engine=dynamic",
+    )
+    assert registry.resolve(EngineConfig(), "cpu", "float32", llama).name == "dynamic"
+    refuses(
+        lambda: registry.resolve(EngineConfig(quantization="int8"), "cpu", "float32", llama),
+        "no engine supports a model of family llama and quantization='int8' with dtype=float32 on cpu",
+    )
+
+
+def test_only_triton_is_for_gpt2_alone() -> None:
+    assert [spec.name for spec in registry.ENGINES.values() if spec.gpt2_only] == ["triton"]

@@ -1,0 +1,255 @@
+"""The models of all families on the rungs: greedy tokens, samples, sliding, speculation, and formats of native."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from helpers import families
+from helpers.engines import generate, make_engine, naive_greedy
+from helpers.errors import refuses
+from helpers.families import CASES
+from helpers.models import make_limits
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.config import EngineConfig, SchedulerConfig
+from nanoinfer.core.core import Core
+from nanoinfer.engines import registry
+from nanoinfer.engines.base import Engine, StepBatch
+from nanoinfer.engines.compiled import CompiledEngine
+from nanoinfer.engines.registry import ENGINES
+from nanoinfer.models import draft_head
+from nanoinfer.models.checkpoints import packed
+from nanoinfer.models.checkpoints.huggingface import open_folder
+from nanoinfer.models.families import FAMILIES
+from nanoinfer.models.gpt import GPT
+from nanoinfer.models.gpt_loading import load_gpt, weights_of
+from nanoinfer.sampling.sampler import sample
+from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.utils.arrays import to_numpy
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+PROMPTS = [[5, 9, 11, 30, 7], [3], [8] * 23 + [1, 2, 3], list(range(17, 29))]
+REPEATING = [4, 8, 15, 16, 23, 42] * 6
+RUNGS = [spec.name for spec in ENGINES.values() if not spec.gpt2_only]
+FAST = [name for name in RUNGS if name not in ("compiled", "cuda_graph")]  # they trace each shape of each model
+FIRST = [case for case in CASES if "-" not in case]
+"""A case of each family, and llama3."""
+TRACED = ("llama3", "gemma3-scaled", "olmo2", "gpt_neox", "smollm3-windows")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a case, which is written once."""
+
+    @functools.cache
+    def make(case: str) -> Path:
+        folder = tmp_path_factory.mktemp("families") / case
+        families.make_folder(case, folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def gpt_of(folder_of: Callable[[str], Path]) -> Callable[[str], GPT]:
+    """Return the reference model of a case, which test_families.py compares with the one of transformers."""
+    return functools.cache(lambda case: load_gpt(open_folder(folder_of(case))))
+
+
+@pytest.fixture(scope="module")
+def greedy_of(gpt_of: Callable[[str], GPT]) -> Callable[[str], list[list[list[int]]]]:
+    """Return the greedy tokens of PROMPTS by the naive loop."""
+    return functools.cache(lambda case: [[naive_greedy(gpt_of(case), p, GREEDY.max_tokens)] for p in PROMPTS])
+
+
+def engine_of(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
+    if name == "compiled":  # test_engines shares what is compiled among models of one shape
+        return CompiledEngine(gpt, make_limits(gpt.config, max_num_seqs), backend="eager")
+    return make_engine(name, gpt, max_num_seqs)
+
+
+def make_core(engine: Engine, **options: int) -> Core:
+    return Core(engine, Scheduler(engine, SchedulerConfig(**options)), sample, None, engine.config.vocab_size)
+
+
+def tokens(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], replace(params, ignore_eos=True))
+    return [o.outputs[0].token_ids for o in outputs]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.slow_if(lambda name, case: case not in (CASES if name in ("static", "native") else TRACED[:2]))
+def test_greedy_tokens_equal_the_naive_loop(
+    name: str, case: str, gpt_of: Callable[[str], GPT], greedy_of: Callable[[str], list[list[list[int]]]]
+) -> None:
+    """Alone and in a ragged batch, with whole prompts and chunks of 5 tokens, twice on one engine."""
+    gpt, expected = gpt_of(case), greedy_of(case)
+    assert len({tuple(t) for (t,) in expected}) > 1
+    engine = engine_of(name, gpt)
+    for chunk in (2048, 5):
+        core = make_core(engine, max_num_batched_tokens=chunk)
+        assert generate(core, PROMPTS, [GREEDY] * len(PROMPTS)) == expected
+    assert generate(make_core(engine), PROMPTS[2:3], [GREEDY]) == expected[2:3]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU: install g++")
+@pytest.mark.parametrize("case", ["llama", pytest.param("gemma3", marks=pytest.mark.nightly)])
+def test_what_torch_compile_makes_on_a_cpu_gives_the_same_tokens(
+    case: str, folder_of: Callable[[str], Path], greedy_of: Callable[[str], list[list[list[int]]]]
+) -> None:
+    """The engine as users get it; the tests above trace with the backend eager. Rotation, grouped heads, gated MLP."""
+    llm = LLM(str(folder_of(case)), engine="compiled", device="cpu", dtype="float32", max_num_seqs=2)
+    assert llm.engine._backend == "inductor"
+    expected = [output for (output,) in greedy_of(case)]
+    assert tokens(llm, PROMPTS[:1], GREEDY) == expected[:1]
+    assert tokens(llm, PROMPTS[:2], GREEDY) == expected[:2]
+    assert llm.engine._compiled
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow_if(lambda case: case not in FIRST)
+def test_samples_and_sliding_are_the_same_on_every_rung(case: str, gpt_of: Callable[[str], GPT]) -> None:
+    """Two sampled outputs share the keys and values of their prompt; a full context slides, or ends the sequence."""
+    gpt = gpt_of(case)
+    two = SamplingParams(max_tokens=12, temperature=0.9, top_k=20, n=2)
+    slide, stop = (replace(GREEDY, max_tokens=20, overflow=o) for o in ("slide", "stop"))
+    long = [(7 * i * i + i) % 61 for i in range(90)]
+    expected = [naive_greedy(gpt, long, 20, stride=gpt.config.block_size // 2)], [naive_greedy(gpt, long, 20)]
+    assert [len(t) for (t,) in expected] == [20, 7]
+    found = {}
+    for name in FAST:
+        core = make_core(engine_of(name, gpt))
+        found[name], *ended = generate(core, [PROMPTS[0], long, long], [two, slide, stop])
+        assert tuple(ended) == expected, name
+    assert all(outputs == found["recompute"] for outputs in found.values())
+    assert found["native"][0] != found["native"][1]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("engine", ["native", "static"])
+@pytest.mark.slow_if(lambda engine, case: case not in (TRACED if engine == "native" else TRACED[:1]))
+def test_speculation_changes_no_token(engine: str, case: str, folder_of: Callable[[str], Path]) -> None:
+    """Drafts: repetition, the target itself in 8 bits or with fewer layers, and a model of another family."""
+    folder = str(folder_of(case))
+    other = str(folder_of("llama" if not case.startswith("llama") else "gpt_neox"))
+    prompts = [REPEATING, *PROMPTS]
+    plain = tokens(LLM(folder, engine=engine, dtype="float32"), prompts, GREEDY)
+    llm = LLM(folder, engine=engine, dtype="float32", max_num_seqs=5)
+    accepted = {}
+    for draft in ("prompt-lookup", "self:int8", "self:2", other):
+        llm.set_draft(draft, speculate_k=3)
+        assert tokens(llm, prompts, GREEDY) == plain, draft
+        output = llm.generate([{"prompt_token_ids": REPEATING}], replace(GREEDY, ignore_eos=True))[0]
+        assert output.metrics.speculation is not None
+        accepted[draft] = output.metrics.speculation.num_accepted
+    assert accepted["self:int8"] > 8, accepted
+
+
+@pytest.mark.parametrize("case", ["gemma3-scaled", "olmo2", "gpt_neox", "nanochat"])
+def test_a_draft_head_changes_no_token(case: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    """Targets with a scaled or normalised embedding, a soft cap of the logits, and an untied head."""
+    folder, random = folder_of(case), np.random.default_rng(0)
+    shape = open_folder(folder).config
+    config = draft_head.DraftHeadConfig(case, shape.vocab_size, shape.n_embd, n_hidden=8)
+    values = {n: random.standard_normal(s).astype(np.float32) * 0.1 for n, s in draft_head.shapes(config).items()}
+    draft_head.save(draft_head.DraftHead(config, values), tmp_path / "head")
+    for engine in ("native", "static"):
+        plain = tokens(LLM(str(folder), engine=engine, dtype="float32"), PROMPTS, GREEDY)
+        llm = LLM(str(folder), engine=engine, dtype="float32", draft=str(tmp_path / "head"), speculate_k=2)
+        assert tokens(llm, PROMPTS, GREEDY) == plain
+
+
+# Format of native -> the largest distance of its logits from those of the same rounded weights in float32: root mean
+# square, in standard deviations of the logits. With int8 and int4, activations are rounded to 8 bits.
+WEIGHTS = {"float32": 1e-5, "bfloat16": 0.03, "float16": 1e-5, "int8": 0.12, "int4": 0.12}
+CACHES = {"bfloat16": 0.03, "int8": 0.06}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_formats_of_native(case: str, gpt_of: Callable[[str], GPT]) -> None:
+    native = pytest.importorskip("nanoinfer._native")
+    weights, ids = weights_of(gpt_of(case)), [(7 * i * i + i) % 61 for i in range(40)]
+
+    def rounded(format: str) -> Any:
+        """Return the float32 logits of the weights that a format stores."""
+        gpt = copy.deepcopy(gpt_of(case))
+        with torch.inference_mode():
+            for p in gpt.parameters():
+                if p.dim() == 2:
+                    p.copy_(torch.from_numpy(native.unpack(weights=p.numpy(), format=format)))
+            return gpt(torch.tensor([ids]))[0].numpy()
+
+    def distance(expected: Any, dtype: str = "float32", **options: Any) -> float:
+        config = EngineConfig(max_num_seqs=1, threads=1, **options)
+        engine = registry.build(ENGINES["native"], replace(weights, dtype=dtype), config, "cpu")
+        found = to_numpy(engine.extend(StepBatch([engine.open()], ids, [len(ids)], [len(ids)])))
+        return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
+
+    for name, limit in WEIGHTS.items():
+        options = {"quantization": name} if name in ("int8", "int4") else {"dtype": name}
+        assert distance(rounded(name), kv_cache_dtype="float32", **options) < limit, name
+    for name, limit in CACHES.items():
+        assert distance(rounded("float32"), kv_cache_dtype=name) < limit, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_native_on_every_instruction_set(
+    case: str, gpt_of: Callable[[str], GPT], greedy_of: Callable[[str], list[list[list[int]]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    native = pytest.importorskip("nanoinfer._native")
+    for isa in [name for name, missing in native.instruction_sets() if not missing]:
+        monkeypatch.setenv("NANOINFER_ISA", isa)
+        core = make_core(make_engine("native", gpt_of(case)))
+        assert generate(core, PROMPTS, [GREEDY] * len(PROMPTS)) == greedy_of(case), isa
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow_if(lambda case: case not in FIRST)
+def test_packed_weights_are_the_same_model(case: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("nanoinfer._native")
+    folder = folder_of(case)
+    packed.write_folder(open_folder(folder), tmp_path / "packed", "int8", None, threads=1)
+    llm = LLM(str(tmp_path / "packed"))
+    assert llm.config == open_folder(folder).config
+    assert tokens(llm, PROMPTS, GREEDY) == tokens(LLM(str(folder), quantization="int8"), PROMPTS, GREEDY)
+
+
+def test_a_step_copies_nothing_from_the_host(gpt_of: Callable[[str], GPT], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph cannot capture such a copy: after the first step, frequencies are on the device."""
+    gpt = copy.deepcopy(gpt_of("gemma3"))
+    first = gpt(torch.tensor([[1, 2, 3]]))
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a copy from the host")
+
+    monkeypatch.setattr(torch, "from_numpy", fails)
+    assert torch.equal(gpt(torch.tensor([[1, 2, 3]])), first)
+
+
+def test_every_family_has_a_case(folder_of: Callable[[str], Path]) -> None:
+    found = {open_folder(folder_of(case)).config.family for case in CASES}
+    assert found == FAMILIES.keys() - {"gpt2"}  # the other tests are GPT-2's
+
+
+def test_an_engine_for_gpt2_names_the_family(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.ENGINES, "static", replace(ENGINES["static"], gpt2_only=True))
+    refuses(
+        lambda: LLM(str(folder_of("qwen3")), engine="static"),
+        "engine='static' cannot run: it runs only gpt2 models, and this is a qwen3 model: use engine=native",
+    )
+    monkeypatch.setitem(registry.ENGINES, "native", replace(ENGINES["native"], gpt2_only=True))
+    assert LLM(str(folder_of("qwen3")), dtype="float32").engine_name == "dynamic"

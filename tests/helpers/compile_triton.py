@@ -1,0 +1,160 @@
+"""Compile the Triton kernels for a GPU that is not here, through their own launchers, and say what came out.
+
+    python tests/helpers/compile_triton.py CAPABILITY FORMATS WIDTHS     e.g. 90 bfloat16,int4 768,1600
+
+It prints one JSON line a kernel. Every launch is turned into a compilation with the very specialisations of a real one.
+TRITON_INTERPRET must not be set.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from nanoinfer.kernels.triton import attention as attention_module
+from nanoinfer.kernels.triton import launch
+from nanoinfer.kernels.triton import products as products_module
+from nanoinfer.kernels.triton.attention import attention
+from nanoinfer.kernels.triton.products import GELU_TANH, Epilogue, Pages, product
+from nanoinfer.kernels.triton.quantize import Weight, dense
+from nanoinfer.kernels.triton.rows import Norm, layer_norm
+from nanoinfer.kernels.triton.step import begin
+
+OPERATIONS = r"\b((?:LDG|LDGSTS|STG|LDL|STL|ATOM|ATOMG|RED|CCTL|MEMBAR|HMMA|HGMMA)\.[\w.]+|BAR\.SYNC|ACQBULK|UBLKPF)"
+BRANCH = r"/\*(\w+)\*/[^/]*\bBRA\b[^/]* 0x(\w+)"
+BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+class Driver:
+    """Stands where Triton asks for a GPU."""
+
+    def __init__(self, capability: int) -> None:
+        self._target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """Collects what the launches inside `with` compile to."""
+
+    def __init__(self, capability: int) -> None:
+        triton.runtime.driver.set_active(Driver(capability))
+        launch.is_available = lambda device: capability >= 90
+        self.kernels: list[Any] = []
+
+    def __enter__(self) -> Compiled:
+        self._run = run = JITFunction.run
+
+        def compile_only(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            kernel = run(function, *args, grid=grid, warmup=True, **kwargs)
+            self.kernels.append((function.__name__, kernel))
+            return kernel
+
+        JITFunction.run = compile_only
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        JITFunction.run = self._run
+
+
+def describe(name: str, kernel: Any) -> dict[str, Any]:
+    """Return registers, spills, shared memory, loads and barriers, and the length of the longest loop of a kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(kernel.asm["cubin"])
+        f.flush()
+        usage = _tool("cuobjdump", "--dump-resource-usage", f.name)
+        sass = _tool("cuobjdump", "-sass", f.name)
+    order = re.findall(OPERATIONS, sass)
+    jumps = [(int(at, 16), int(to, 16)) for at, to in re.findall(BRANCH, sass)]
+    return {
+        "kernel": name,
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),  # type: ignore[index]
+        "local_bytes": int(re.search(r"LOCAL:(\d+)", usage)[1]),  # type: ignore[index]
+        "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),  # type: ignore[index]
+        "shared_bytes": kernel.metadata.shared,
+        "num_warps": kernel.metadata.num_warps,
+        "operations": dict(Counter(order)),
+        "order": order,
+        "loop": max((at - to) // 16 + 1 for at, to in [(-16, 0), *jumps]),  # instructions are 16 bytes
+    }
+
+
+def _tool(name: str, *args: str) -> str:
+    return subprocess.run([BIN / name, *args], check=True, capture_output=True, text=True).stdout
+
+
+# What to compile -----------------------------------------------------------------------------------------
+
+
+def weight(name: str, n: int, k: int) -> Weight:
+    """A weight whose values do not matter: formats of quantize.py, "int8" and "int4" with bfloat16 operands."""
+    if name == "int8":
+        return Weight(torch.empty(n, k, dtype=torch.int8), k, 8, torch.bfloat16, torch.empty(n))
+    if name == "int4":
+        scale = torch.empty(n, k // 64, dtype=torch.bfloat16)
+        zero = torch.empty(n, k // 64, dtype=torch.uint8)
+        return Weight(torch.empty(n, k // 2, dtype=torch.uint8), k, 4, torch.bfloat16, scale, zero, 64)
+    return dense(torch.empty(n, k, dtype=getattr(torch, name)))
+
+
+def compile_layer(name: str, C: int, rows: int) -> None:
+    """Launch everything of a step at the shapes of GPT-2 with n_embd C; a row is a text with one new token."""
+    H, D, context = C // 64, 64, 1024
+    dtype = weight(name, 1, 64).operand
+    x, q, h = torch.empty(rows, C), torch.empty(rows, C, dtype=dtype), torch.empty(rows, 4 * C, dtype=dtype)
+    keys = torch.empty(rows, H, 1040, D, dtype=dtype)
+    pos = torch.zeros(rows, 1, dtype=torch.int64)
+    pages = Pages(keys, keys, torch.zeros(rows, 1, dtype=torch.int64), pos)
+    norm = Norm(torch.empty(C, dtype=dtype), torch.empty(C, dtype=dtype), 1e-5)
+    bias = torch.empty(4 * C, dtype=dtype)
+    one = torch.zeros(rows, dtype=torch.int64)
+    begin(pos, one, one, one, one, torch.empty(9, C, dtype=dtype), torch.empty(9, C, dtype=dtype), 1024, pos, x)
+    product(x, weight(name, 3 * C, C), q, norm, Epilogue(bias, store=pages))
+    attention(q, pages, context, q)
+    product(q, weight(name, C, C), x, None, Epilogue(bias, residual=x))
+    product(x, weight(name, 4 * C, C), h, norm, Epilogue(bias, gelu=GELU_TANH))
+    product(h, weight(name, C, 4 * C), x, None, Epilogue(bias, residual=x))
+    layer_norm(x, norm, q)
+    product(q, weight(name, 50257, C), torch.empty(rows, 50257))
+    if rows > 1:  # one text that verifies its proposals
+        pages = Pages(keys[:1], keys[:1], pages.table[:1], pos.view(1, rows))
+        attention(q, pages, context, q)
+
+
+def main() -> None:
+    """Compile for one capability and print one JSON line a kernel: what was asked for, and what came out."""
+    capability, formats = int(sys.argv[1]), sys.argv[2].split(",")
+    seen = set()
+    for module in (products_module, attention_module):
+        module.multiprocessors = lambda device: 132  # type: ignore[attr-defined]
+    for name in formats:
+        for C in map(int, sys.argv[3].split(",")):
+            for rows in (1, 5, 48, 200) if C == 1600 else (1, 5):
+                with Compiled(capability) as compiled:
+                    compile_layer(name, C, rows)
+                for kernel_name, kernel in compiled.kernels:
+                    if kernel.hash not in seen:
+                        seen.add(kernel.hash)
+                        print(json.dumps({"format": name, "C": C, "rows": rows, **describe(kernel_name, kernel)}))
+
+
+if __name__ == "__main__":
+    main()

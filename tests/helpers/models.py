@@ -1,0 +1,80 @@
+"""Small models of the tests, made in the process: no network and no external files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoinfer.config import EngineLimits, ModelConfig
+from nanoinfer.models.checkpoints import huggingface
+from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.parameters import shapes
+from nanoinfer.models.tokenizers import char_to_json
+from nanoinfer.utils.arrays import HostTensor
+
+if TYPE_CHECKING:  # the core imports the extension, which conftest.py must choose before
+    from nanoinfer.core.core import Core
+    from nanoinfer.models.gpt import GPT
+    from nanoinfer.scheduling.sequence import Request
+
+CHARS = "\n !,.:?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+TINY = ModelConfig(vocab_size=len(CHARS), block_size=32, n_layer=2, n_head=2, n_embd=16, bos_token_id=0)
+
+
+def make_weights(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> Weights:
+    """Return random weights in float32. Weights and biases are large enough to produce different tokens."""
+    generator = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in shapes(config).items():
+        center = 1.0 if "ln_" in name and name.endswith("weight") else 0.0
+        tensors[name] = HostTensor(generator.normal(center, std, shape).astype(np.float32), "float32")
+    return Weights(config, "float32", lambda: iter(tensors.items()))
+
+
+def make_model(config: ModelConfig = TINY, seed: int = 0, std: float = 0.3) -> GPT:
+    """Return the reference model with `make_weights`' weights."""
+    return load_gpt(make_weights(config, seed, std))
+
+
+def load_gpt(weights: Weights) -> GPT:
+    from nanoinfer.models import gpt_loading  # only if a test needs the reference model: it imports torch
+
+    return gpt_loading.load_gpt(weights)
+
+
+def load_folder(folder: Path, dtype: str = "float32") -> tuple[GPT, ModelConfig]:
+    """Return the reference model of a Hugging Face folder, and its config."""
+    weights = huggingface.open_folder(folder, dtype)
+    return load_gpt(weights), weights.config
+
+
+def weights_of(gpt: GPT) -> Weights:
+    """Return a model's weights in the form that engines take."""
+    from nanoinfer.models import gpt_loading
+
+    return gpt_loading.weights_of(gpt)
+
+
+def make_limits(config: ModelConfig = TINY, max_num_seqs: int = 4) -> EngineLimits:
+    return EngineLimits(max_num_seqs, config.block_size, max_num_seqs * config.block_size)
+
+
+def make_folder(path: Path, config: ModelConfig = TINY, seed: int = 0, chars: str | None = CHARS) -> Path:
+    """Write a random model and a character-level tokenizer to a Hugging Face folder and return it."""
+    huggingface.save(make_weights(config, seed), path, char_to_json(chars) if chars else None)
+    return path
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def submit(core: Core, *arguments: Any, **options: Any) -> Request:
+    """Make a request (see `Core.make`), queue it and return it."""
+    request = core.make(*arguments, **options)
+    core.submit([request])
+    return request

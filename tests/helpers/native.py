@@ -1,0 +1,51 @@
+"""Native decoders of the tests."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.models import TINY, make_model
+
+_native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
+ISAS = [name for name, missing in _native.instruction_sets() if not missing]
+FORMATS = ["float32", "float16", "bfloat16", "int8", "int4"]
+V, BLOCK = TINY.vocab_size, TINY.block_size
+GOOD: dict[str, Any] = {
+    "vocab_size": V, "block_size": BLOCK, "n_layer": 2, "n_head": 2, "n_embd": 16, "mlp_dim": 64,
+    "activation": "gelu_new", "tie_word_embeddings": True, "norm_epsilon": 1e-5, "weights": "float32",
+    "cache": "float32", "max_num_cached_tokens": 20 * BLOCK, "threads": 1,
+}  # fmt: skip
+
+
+def new_decoder(**changes: Any) -> Any:
+    options = _native.DecoderOptions()
+    for name, value in (GOOD | changes).items():
+        setattr(options, name, value)
+    return _native.Decoder(options)
+
+
+def make_decoder(**changes: Any) -> Any:
+    decoder = new_decoder(**changes)
+    for name, tensor in make_model().named_parameters():
+        decoder.load(name, tensor.float().contiguous().numpy())
+    decoder.check_loaded()
+    return decoder
+
+
+def extend(decoder: Any, parts: list[tuple[int, list[int]]]) -> Any:
+    """Append tokens to sequences; return the logits of every new position, (tokens, V)."""
+    counts = [len(ids) for _, ids in parts]
+    logits = np.full((sum(counts), decoder.logits_stride), math.nan, np.float32)
+    tokens = [t for _, ids in parts for t in ids]
+    decoder.extend(handles=[h for h, _ in parts], token_ids=tokens, num_new=counts, num_logits=counts, logits=logits)
+    return logits[:, :V]
+
+
+def tokens(n: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(V) for _ in range(n)]

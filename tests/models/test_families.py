@@ -1,0 +1,60 @@
+"""Families against transformers: small random models of odd shapes, saved by transformers and read by this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from helpers.families import CASES, make_folder  # noqa: E402
+from nanoinfer.models.checkpoints.huggingface import open_folder, save  # noqa: E402
+from nanoinfer.models.families import FAMILIES  # noqa: E402
+from nanoinfer.models.gpt_loading import load_gpt  # noqa: E402
+from nanoinfer.models.parameters import shapes  # noqa: E402
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, Path]:
+    """A model of transformers, and the folder where it is saved."""
+    return make_folder(request.param, tmp_path / "model"), tmp_path / "model"
+
+
+@torch.inference_mode()
+def test_logits_equal_those_of_transformers(case: tuple[Any, Path]) -> None:
+    model, folder = case
+    gpt = load_gpt(open_folder(folder))
+    idx = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = model(idx).logits
+    torch.testing.assert_close(gpt(idx), expected, rtol=1e-4, atol=1e-4)
+    assert expected.std() > 0.5  # logits that hardly differ would show nothing
+
+
+@torch.inference_mode()
+def test_several_files_are_one_model(case: tuple[Any, Path], tmp_path: Path) -> None:
+    model, _ = case
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
+    idx = torch.arange(40)[None]
+    torch.testing.assert_close(load_gpt(open_folder(tmp_path / "shards"))(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_saved_model_is_the_same_to_transformers(case: tuple[Any, Path], tmp_path: Path) -> None:
+    model, folder = case
+    weights = open_folder(folder)
+    save(weights, tmp_path / "saved")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager").eval()
+    assert type(loaded).__name__ == FAMILIES[weights.config.family].architecture
+    idx = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loaded(idx).logits, model(idx).logits, rtol=1e-5, atol=1e-5)
+    assert open_folder(tmp_path / "saved").config == weights.config
+
+
+def test_the_parameters_of_the_reference_model_are_those_of_the_shapes(case: tuple[Any, Path]) -> None:
+    weights = open_folder(case[1])
+    found = {name: tuple(p.shape) for name, p in load_gpt(weights).named_parameters()}
+    assert found == shapes(weights.config)

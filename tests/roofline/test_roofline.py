@@ -1,0 +1,372 @@
+"""FLOPs and bytes against counts taken from the real model, and the times that follow from them.
+
+FLOPs come from torch's counter around a real step, bytes from a log of the tensors that the step's
+operations are given. The counter has no formula for the fused attention kernel of CPUs, so attention runs as
+its two matrix products (SDPBackend.MATH); both count the whole rectangle of scores, masked or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from helpers.errors import refuses
+from helpers.models import TINY, make_limits, make_model
+from nanoinfer.config import LayerKind, ModelConfig, Rotary
+from nanoinfer.engines.base import Handle, StepBatch
+from nanoinfer.engines.recompute import RecomputeEngine
+from nanoinfer.engines.static import StaticEngine
+from nanoinfer.models.gpt import GPT
+from nanoinfer.models.presets import PRESETS
+from nanoinfer.roofline.arithmetic import Poly, StepCost, decode, extend, kv_cache_layer, prefill
+from nanoinfer.roofline.ceilings import Ceiling
+from nanoinfer.roofline.devices import DEVICES
+from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.roofline.predict import generation, predict
+from nanoinfer.roofline.report import Question, answer
+
+FP32 = FORMATS["float32"]
+RMS = replace(TINY, bias=False, norm="rms", gated_mlp=True, activation="silu", learned_positions=False, n_inner=40)
+WIDE = 64  # a window that holds every sequence of these tests
+FAMILIES = {
+    "llama": replace(RMS, family="llama", num_kv_heads=1, head_size=6, layers=(LayerKind(None, Rotary(6)),) * 2),
+    "qwen3": replace(
+        RMS, family="qwen3", num_kv_heads=1, head_size=10, qk_norm="head", bias=("qkv",), tie_word_embeddings=False,
+        layers=(LayerKind(WIDE, Rotary(10)),) * 2,
+    ),
+    "gemma3": replace(
+        RMS, family="gemma3_text", qk_norm="head", norm_placement="both", norm_weight="one_plus", embedding_scale=4.0,
+        n_layer=3, layers=(LayerKind(WIDE, Rotary(8)), LayerKind(None, Rotary(8)), LayerKind(WIDE)),
+    ),
+    "olmo2": replace(RMS, family="olmo2", norm_placement="after", qk_norm="whole", num_kv_heads=1),
+    "gpt_neox": replace(
+        TINY, family="gpt_neox", learned_positions=False, parallel_residual=True, bias=("norm", "mlp"),
+        layers=(LayerKind(None, Rotary(2)),) * 2,
+    ),
+    "nanochat": replace(
+        RMS, family="nanochat", gated_mlp=False, norm_weight="none", embedding_norm=True, qk_norm="head",
+        logits_softcap=5.0, activation="relu2",
+    ),
+}  # fmt: skip
+CONFIGS = {
+    "plain": TINY,
+    "no bias, one head": replace(TINY, bias=False, n_head=1, n_layer=1),
+    "narrow MLP, untied head": replace(TINY, n_inner=24, tie_word_embeddings=False, n_layer=3),
+}
+SIZES = [(1, 1), (1, 9), (3, 2), (4, 32)]  # B, N
+GPT2 = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+ALL = CONFIGS | FAMILIES
+EVERY = pytest.mark.parametrize("config", ALL.values(), ids=ALL.keys())
+OTHERS = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES.keys())
+AT = pytest.mark.parametrize("B,N", SIZES)
+
+
+# The real model, instrumented ------------------------------------------------------------------------------
+
+
+class Engine:
+    """B sequences of an engine, all of the same length."""
+
+    def __init__(self, model: GPT, B: int, kind: type[StaticEngine] | type[RecomputeEngine] = StaticEngine) -> None:
+        self.engine = kind(model, make_limits(model.config))
+        self.handles = [self.engine.open() for _ in range(B)]
+
+    def step(self, num_new: int, num_logits: int = 1) -> None:
+        if num_new:
+            batch = StepBatch()
+            for handle in self.handles:
+                batch.add(Handle(handle), [1] * num_new, num_logits)
+            self.engine.extend(batch)
+
+
+@contextmanager
+def counting() -> Iterator[FlopCounterMode]:
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, depth=9) as counter:
+        yield counter
+
+
+class Touched(TorchDispatchMode):
+    """Logs which weights, cached tensors and activations the operations of a step are given, in bytes."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self._parameters = {p.data_ptr() for p in model.parameters()}
+        self.weights: dict[int, int] = {}
+        self.lookups: set[int] = set()
+        self.kv = self.activations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        if name == "embedding":
+            self.lookups.add(tensors[0].data_ptr())
+        elif name == "scaled_dot_product_attention":
+            q, k, v = tensors[:3]
+            self.kv += k.nbytes + v.nbytes
+            self.activations += q.nbytes + out.nbytes
+        elif name == "index_put_":  # new keys or values: read once, written once
+            self.activations += 2 * tensors[-1].nbytes if len(tensors) > 1 else 0
+        elif name in ("linear", "layer_norm", "rms_norm", "gelu") or (name == "add" and out.is_floating_point()):
+            for t in tensors:
+                if t.data_ptr() in self._parameters:
+                    self.weights[t.data_ptr()] = t.nbytes
+                else:
+                    self.activations += t.nbytes
+            self.activations += out.nbytes
+        return out
+
+
+def touched(model: GPT, B: int, before: int, num_new: int, num_logits: int) -> Touched:
+    engine = Engine(model, B)
+    engine.step(before)
+    with Touched(model) as log:
+        engine.step(num_new, num_logits)
+    return log
+
+
+# FLOPs -----------------------------------------------------------------------------------------------------
+
+
+def same_flops(cost: StepCost, counter: FlopCounterMode, config: ModelConfig, B: int, N: int) -> None:
+    """Assert that every part of the cost is what the counter saw in that part of the model."""
+    counts = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    L = config.n_layer
+    assert counts["Global"] == cost.model.flops(B, N)
+    assert counts["Block.attn"] == L * cost.attention.flops(B, N)
+    assert counts["Block.mlp"] == L * cost.mlp.flops(B, N)
+    assert counts["Block"] == L * cost.layer.flops(B, N)
+    assert counts["Global"] - counts["Block"] == cost.head.flops(B, N)
+
+
+@EVERY
+@AT
+def test_prefill_flops_are_what_torch_counts(config: ModelConfig, B: int, N: int) -> None:
+    engine = Engine(make_model(config), B)
+    with counting() as counter:
+        engine.step(N)
+    same_flops(prefill(config, FP32), counter, config, B, N)
+
+
+@EVERY
+@AT
+def test_decode_flops_are_what_torch_counts(config: ModelConfig, B: int, N: int) -> None:
+    engine = Engine(make_model(config), B)
+    engine.step(N - 1)
+    with counting() as counter:
+        engine.step(1)
+    same_flops(decode(config, FP32), counter, config, B, N)
+
+
+@EVERY
+@pytest.mark.parametrize("B,N,num_new", [(1, 9, 2), (2, 9, 5), (3, 32, 9)])
+def test_verifying_flops_are_what_torch_counts(config: ModelConfig, B: int, N: int, num_new: int) -> None:
+    engine = Engine(make_model(config), B)
+    engine.step(N - num_new)
+    with counting() as counter:
+        engine.step(num_new, num_logits=num_new)
+    same_flops(extend(config, FP32, num_new), counter, config, B, N)
+
+
+@EVERY
+@AT
+def test_forward_and_the_naive_step_are_counted_too(config: ModelConfig, B: int, N: int) -> None:
+    model = make_model(config)
+    with counting() as counter:
+        model(torch.zeros(B, N, dtype=torch.long))
+    assert counter.get_total_flops() == extend(config, FP32, N).model.flops(B, N)  # logits at all N positions
+    engine = Engine(model, B, RecomputeEngine)
+    engine.step(N - 1)
+    with counting() as counter:
+        engine.step(1)
+    assert counter.get_total_flops() == prefill(config, FP32).model.flops(B, N)
+
+
+@EVERY
+@pytest.mark.parametrize("num_new", [1, 3, 8])
+def test_causal_counts_what_decoding_token_by_token_does(config: ModelConfig, num_new: int) -> None:
+    """One query at a time never meets a masked score: its sum is the least that the mask leaves to do."""
+    B, N = 2, 8
+    engine = Engine(make_model(config), B)
+    engine.step(N - num_new)
+    with counting() as counter:
+        for _ in range(num_new):
+            engine.step(1)
+    assert counter.get_total_flops() == extend(config, FP32, num_new, causal=True).model.flops(B, N)
+    if num_new == N:
+        layers = sum(counter.get_flop_counts()["Block"].values())
+        assert layers == config.n_layer * prefill(config, FP32, causal=True).layer.flops(B, N)
+
+
+# Bytes -----------------------------------------------------------------------------------------------------
+
+
+@GPT2
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("B,before,num_new", [(1, 0, 1), (1, 8, 1), (3, 31, 1), (2, 0, 9), (2, 5, 4)])
+def test_bytes_are_those_of_the_tensors_that_a_step_reads(
+    config: ModelConfig, dtype: str, B: int, before: int, num_new: int
+) -> None:
+    model = make_model(config).to(getattr(torch, dtype))
+    fmt, N = FORMATS[dtype], before + num_new
+    whole = num_new > 1 and before == 0
+    cost = prefill(config, fmt) if whole else extend(config, fmt, num_new)
+    log = touched(model, B, before, num_new, num_logits=1 if whole else num_new)
+    assert sum(log.weights.values()) + log.kv == cost.model.bytes(B, N)
+    assert log.kv == (kv_cache_layer(config, fmt) * config.n_layer)(B, N)
+    assert log.activations == cost.activations(B, N)
+    # Everything was read but what is only looked up: wpe, and wte unless it is the output head.
+    unread = {p.data_ptr() for p in model.parameters()} - log.weights.keys()
+    assert unread <= log.lookups
+    assert len(unread) == (1 if config.tie_word_embeddings else 2)
+
+
+@OTHERS
+@pytest.mark.parametrize("B,before,num_new", [(1, 0, 1), (1, 8, 1), (3, 31, 1), (2, 0, 9), (2, 5, 4)])
+def test_bytes_of_other_families(config: ModelConfig, B: int, before: int, num_new: int) -> None:
+    """Heads that share keys and values read them once, and every weight of every norm is read."""
+    model, N = make_model(config), before + num_new
+    whole = num_new > 1 and before == 0
+    cost = prefill(config, FP32) if whole else extend(config, FP32, num_new)
+    log = touched(model, B, before, num_new, num_logits=1 if whole else num_new)
+    assert sum(log.weights.values()) + log.kv == cost.model.bytes(B, N)
+    assert log.kv == (kv_cache_layer(config, FP32) * config.n_layer)(B, N)
+    assert len({p.data_ptr() for p in model.parameters()} - log.weights.keys()) == (not config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("num_new", [1, 3, 8])
+def test_windows_bound_what_a_step_reads(num_new: int) -> None:
+    """Against a loop over the layers, the new tokens and the keys of each."""
+    windows = (4, None, 4, 9)
+    config = replace(FAMILIES["llama"], n_layer=4, layers=tuple(LayerKind(w, Rotary(6)) for w in windows))
+    full = replace(config, layers=())
+    for N in range(num_new, 30):
+        reads = [range(max(0, N - num_new + 1 - (w or N)), N) for w in windows]
+        pairs = [min(t + 1, w or N) for w in windows for t in range(N - num_new, N)]
+        cost, causal = extend(config, FP32, num_new), extend(config, FP32, num_new, causal=True)
+        outside = extend(full, FP32, num_new).model.flops(1, N) - num_new * 4 * N * 4 * config.attn_dim
+        assert cost.model.bytes(1, N) == cost.model.bytes(1, 0) + sum(map(len, reads)) * 2 * config.kv_dim * 4
+        assert cost.model.flops(1, N) == outside + sum(map(len, reads)) * num_new * 4 * config.attn_dim
+        assert causal.model.flops(1, N) == outside + sum(pairs) * 4 * config.attn_dim
+        if num_new == N:
+            layers = prefill(config, FP32, causal=True).model.flops(1, N) - prefill(full, FP32).model.flops(1, N)
+            assert layers == (sum(pairs) - 4 * N * N) * 4 * config.attn_dim
+        assert cost.attention.flops(1, N) == extend(full, FP32, num_new).attention.flops(1, N)  # the one without
+
+
+@EVERY
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_quantized_bytes_are_those_of_quantized_tensors(config: ModelConfig, name: str) -> None:
+    """Store every matrix that a step reads as the native engine does, the rest in float32, and weigh it."""
+    total = 0
+    for key, p in make_model(config).named_parameters():
+        if "wpe" in key or ("wte" in key and not config.tie_word_embeddings):
+            continue
+        if p.dim() < 2:
+            total += p.nbytes
+            continue
+        group = p.shape[1] if name == "int8" else 64
+        padded = torch.nn.functional.pad(p, (0, -p.shape[1] % group))
+        scales = padded.view(p.shape[0], -1, group).abs().amax(-1)
+        if name == "int8":
+            stored, grid = p.to(torch.int8), scales.nbytes
+        else:
+            nibbles = p.to(torch.int8) & 15
+            stored = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).to(torch.uint8)
+            zeros = torch.zeros(scales.shape, dtype=torch.uint8)
+            grid = scales.to(torch.bfloat16).nbytes + zeros.nbytes
+        total += stored.nbytes + grid
+    assert decode(config, FORMATS[name]).model.bytes(1, 0) == total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_held_is_the_model_and_the_engines_cache(tiny_folder: Path, dtype: str) -> None:
+    memory = answer(str(tiny_folder), Question(device="h100", dtype=dtype, batch=4))["memory"]
+    model = make_model().to(getattr(torch, dtype))
+    engine = StaticEngine(model, make_limits(max_num_seqs=4))
+    assert memory["weight_bytes"] == sum(p.nbytes for p in model.parameters())
+    assert memory["kv_cache_bytes"] == engine._cache.k.nbytes + engine._cache.v.nbytes
+    assert memory["kv_cache_layer_bytes"] == engine._cache.k[0].nbytes + engine._cache.v[0].nbytes
+    assert memory["fits"] is True
+    assert answer("gpt2-xl", Question(device="t4", batch=64))["memory"]["fits"] is False
+
+
+def test_published_numbers() -> None:
+    gpt2 = PRESETS["gpt2"]
+    for name, megabytes, tolerance in (
+        ("float32", 494, 0.01), ("bfloat16", 247, 0.01), ("int8", 124, 0.01), ("int4", 68, 0.01),
+    ):  # fmt: skip
+        assert decode(gpt2, FORMATS[name]).model.bytes(1, 1) == pytest.approx(megabytes * 1e6, rel=tolerance)
+    assert decode(gpt2, FP32).model.flops(1, 1) == pytest.approx(2 * 123.6e6, rel=0.01)  # 2 FLOPs a weight and token
+    assert kv_cache_layer(gpt2, FORMATS["bfloat16"])(1, 1000) * 12 == pytest.approx(37e6, rel=0.01)
+    assert kv_cache_layer(gpt2, FORMATS["int8"])(1, 1) == 2 * (768 + 12 * 4)  # bytes, and a scale a head
+
+
+# Polynomials and predictions -------------------------------------------------------------------------------
+
+
+def test_polynomials_print_as_formulas() -> None:
+    p = Poly.of({(1, 2): 4000, (1, 1): 1, (0, 0): -100})
+    assert str(p) == "4,000 B N^2 + 1 B N - 100"
+    assert str(p + p * -1) == "0"
+    assert str(Poly.of({(0, 0): -2})) == "-2"
+    assert p(3, 10) == 4000 * 300 + 30 - 100
+    some = Poly.of({(1, 1): 2, (0, 0): 1}, window=5) + Poly.of({(1, 1): 3})
+    assert str(some) == "3 B N + 2 B min(N, 5) + 1"
+    assert (some(2, 4), some(2, 9)) == (41, 75)
+    assert p + Poly() == p == Poly.of({(0, 0): -100, (1, 1): 1, (1, 2): 4000})
+
+
+@given(st.integers(1, 512), st.integers(1, 1023), st.sampled_from(sorted(FORMATS)), st.sampled_from(sorted(PRESETS)))
+@settings(max_examples=60, deadline=None)
+def test_more_work_never_takes_less(B: int, N: int, dtype: str, preset: str) -> None:
+    config, fmt, ceiling = PRESETS[preset], FORMATS[dtype], DEVICES["h100"]
+    for cost in (prefill(config, fmt), decode(config, fmt), extend(config, fmt, 4), prefill(config, fmt, causal=True)):
+        here, longer, wider = (predict(cost, ceiling, fmt, b, n) for b, n in ((B, N), (B, N + 1), (B + 1, N)))
+        for more in (longer, wider):
+            assert more.seconds >= here.seconds
+            assert more.flops > here.flops
+            assert more.bytes > here.bytes
+        assert here.seconds == max(here.memory_sec, here.compute_sec)
+        assert here.bound_ratio >= 1
+        assert (here.bound == "compute") == (here.intensity > ceiling.ridge(fmt, here.bytes))
+        assert wider.seconds / (B + 1) <= here.seconds / B * (1 + 1e-12)  # a token of a larger batch is no dearer
+    assert prefill(config, fmt, causal=True).model.flops(B, N) <= prefill(config, fmt).model.flops(B, N)
+    assert extend(config, fmt, 1) == decode(config, fmt)
+
+
+def test_a_step_has_new_tokens() -> None:
+    refuses(lambda: extend(TINY, FP32, 0), "num_new=0")
+
+
+@given(st.integers(1, 64), st.integers(1, 1024), st.data())
+@settings(max_examples=30, deadline=None)
+def test_a_cache_never_costs_time(B: int, N: int, data: st.DataObject) -> None:
+    whole = prefill(PRESETS["gpt2"], FP32)
+    num_new = data.draw(st.integers(1, min(N, 40)))
+    g = generation((whole, decode(PRESETS["gpt2"], FP32)), DEVICES["a100"], FP32, B, N, num_new)
+    assert g.num_prompt_tokens + num_new == N + 1
+    assert g.speedup >= 1
+    if num_new == 1:
+        assert (
+            g.cached_sec == g.naive_sec == predict(prefill(PRESETS["gpt2"], FP32), DEVICES["a100"], FP32, B, N).seconds
+        )
+
+
+def test_generation_adds_up_its_steps() -> None:
+    unit = Ceiling("unit", 1e30, {"float32": 1.0}, "compute takes 1 s a FLOP")
+    whole, one = prefill(TINY, FP32).model.flops, decode(TINY, FP32).model.flops
+    g = generation((prefill(TINY, FP32), decode(TINY, FP32)), unit, FP32, 2, 10, 3)
+    assert g.naive_sec == whole(2, 8) + whole(2, 9) + whole(2, 10)
+    assert g.cached_sec == whole(2, 8) + one(2, 9) + one(2, 10)

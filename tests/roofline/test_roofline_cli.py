@@ -1,0 +1,205 @@
+"""`nanoinfer roofline` as a user meets it, and every number of docs/inference-math.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.environment import ROOT
+from helpers.models import TINY, edit_config, make_model
+from nanoinfer.cli import main
+from nanoinfer.cli.roofline import si
+from nanoinfer.roofline.arithmetic import decode
+from nanoinfer.roofline.ceilings import Ceiling
+from nanoinfer.roofline.devices import DEVICES
+from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.roofline.report import Question, answer
+from nanoinfer.utils.field_docs import field_docs
+
+PAGE = (ROOT / "docs" / "inference-math.md").read_text()
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["nanoinfer", "roofline", *map(str, arguments)])
+        with pytest.raises(SystemExit) as e:
+            main()
+        out, err = capsys.readouterr()
+        return int(e.value.code or 0), out, err
+
+    return call
+
+
+BAD = {
+    "unknown model": (["gpt5", "--device", "t4"], "model 'gpt5' is unknown: use one of gpt2"),
+    "missing preset": (["random:gpt5"], "model 'random:gpt5' is unknown"),
+    "missing folder": (["./no/such"], "./no/such"),
+    "missing user": (["~no-such-user/model.gguf"], "model '~no-such-user/model.gguf' is unknown"),
+    "long name": (["a" * 5000 + ".gguf"], "is unknown: use one of gpt2"),
+    "null byte": (["a\0b.gguf"], "is unknown"),
+    "broken config": (["{broken}"], "n_embd=16 is not a multiple of n_head=3"),
+    "unknown device": (["gpt2", "--device", "t5"], "device='t5' is unknown: use one of t4, l40s"),
+    "batch 0": (["gpt2", "--batch", 0], "batch=0 is not an integer in [1,"),
+    "no number": (["gpt2", "--batch", "nan"], "--batch"),
+    "context 0": (["gpt2", "--context", 0], "context=0 is not an integer >= 1"),
+    "long context": (["gpt2", "--context", 1025], "block_size=1024: use at most 1024"),
+    "acceptance 1.5": (["gpt2", "--draft", "gpt2", "--acceptance", 1.5], "acceptance=1.5 is not a finite number in"),
+    "acceptance NaN": (["gpt2", "--draft", "gpt2", "--acceptance", "nan"], "acceptance=nan"),
+    "no draft": (["gpt2", "--acceptance", 0.5], "--draft"),
+    "unknown draft": (["gpt2", "--draft", "gpt5"], "model 'gpt5' is unknown"),
+    "short draft": (["gpt2", "--draft", "{tiny}", "--context", 33], "the draft"),
+    "other vocabulary": (["gpt2", "--draft", "{tiny}", "--context", 32], "vocabulary of 59"),
+    "unknown dtype": (["gpt2", "--dtype", "int3"], "dtype='int3' is unknown"),
+    "no bfloat16": (["gpt2", "--device", "t4", "--dtype", "bfloat16"], "no throughput on t4: use float32, float16"),
+    "many new tokens": (["gpt2", "--context", 9, "--new-tokens", 10], "new_tokens=10 is more than context=9"),
+    "no new tokens": (["gpt2", "--new-tokens", 0], "new_tokens=0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(run: Run, tiny_folder: Path, tmp_path: Path, case: str) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((tiny_folder / "config.json").read_text())
+    edit_config(broken, n_head=3)
+    arguments, message = BAD[case]
+    code, out, err = run(*[str(a).format(tiny=tiny_folder, broken=broken) for a in arguments])
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.startswith("nanoinfer: error: ")
+    assert err.count("\n") == 1
+
+
+def test_tables_fit_80_columns_and_the_json_says_the_same(run: Run) -> None:
+    flags = ("gpt2-xl", "--device", "H100", "--batch", 64, "--draft", "gpt2", "--acceptance", 0.8)
+    code, text, err = run(*flags)
+    assert (code, err) == (0, "")
+    assert max(map(len, text.splitlines())) <= 80
+    code, out, err = run(*flags, "--json")
+    r = json.loads(out)
+    assert (code, err) == (0, "")
+    assert (r["batch"], r["context_tokens"], r["dtype"]) == (64, 1024, "bfloat16")
+    for step in ("prefill", "decode"):
+        assert f"{r[step]['bound']}-bound, {r[step]['bound_ratio']:,.2f} times" in text
+        assert f"{si(r[step]['step_sec'], 's')} a step, {r[step]['tokens_per_sec']:,.0f} tokens/s" in text
+        assert r[step]["layer"]["flops_formula"] in text
+    (with_bonus, without) = r["speculation"]["best"]
+    assert with_bonus["speedup"] > without["speedup"] > 1
+    assert f"{with_bonus['speedup']:.2f}" in text
+
+
+def test_a_step_that_the_caches_hold_has_their_speed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_bytes = {1 << 27: 60e9, 1 << 30: 30e9}
+    ceiling = Ceiling("here", 30e9, {"float32": 3e11, "int8": 6e12}, "test", bandwidth_by_bytes=by_bytes)
+    monkeypatch.setattr("nanoinfer.roofline.report.find_device", lambda *args: ceiling)
+    arguments = ("gpt2", "--dtype", "int8", "--context", 32)
+    decoding = json.loads(run(*arguments, "--json")[1])["decode"]
+    assert decoding["bandwidth_bytes_per_sec"] == 60e9
+    assert decoding["ridge_flops_per_byte"] == 6e12 / 60e9
+    assert decoding["memory_sec"] == decoding["model"]["bytes"] / 60e9
+    assert decoding["tokens_per_sec"] == pytest.approx(60e9 / decoding["model"]["bytes"], rel=1e-12)
+    text = run(*arguments)[1]
+    assert "on here: 30 GB/s, 6 TFLOP/s in int8, ridge at 200.0 FLOP/B" in text
+    assert text.count("the caches hold some of the bytes: 60 GB/s, ridge at 100.0 FLOP/B") == 2
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_models_are_shapes_without_weights(run: Run, tiny_folder: Path) -> None:
+    (tiny_folder / "model.safetensors").unlink()  # only config.json is read
+    r = json.loads(run(tiny_folder, "--device", "t4", "--dtype", "float32", "--json")[1])
+    assert r["shape"]["n_embd"] == TINY.n_embd
+    assert r["decode"]["model"]["flops"] == decode(TINY, FORMATS["float32"]).model.flops(1, TINY.block_size)
+    assert json.loads(run("random:gpt2", "--device", "t4", "--json")[1])["shape"]["n_layer"] == 12
+    assert json.loads(run("gpt2", "--device", "t4", "--causal", "--json")[1])["causal"] is True
+
+
+def test_a_nanogpt_checkpoint_has_its_shape_inside(run: Run, tmp_path: Path) -> None:
+    config = replace(TINY, bias=False, activation="gelu")
+    names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
+    arguments = {n: getattr(config, n) for n in names} | {"dropout": 0.0}
+    torch.save({"model": make_model(config).state_dict(), "model_args": arguments}, tmp_path / "ckpt.pt")
+    r = json.loads(run(tmp_path / "ckpt.pt", "--device", "a100", "--json")[1])
+    assert r["decode"]["model"]["bytes"] == decode(config, FORMATS["bfloat16"]).model.bytes(1, 32)
+
+
+def test_a_pipe_without_unicode_gets_plain_characters() -> None:
+    command = [sys.executable, "-c", "from nanoinfer.cli import main; main()", "roofline", "gpt2", "--device", "t4"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "COLUMNS": "40"}
+    done = subprocess.run(command, capture_output=True, env=env, check=True)
+    assert done.stdout.isascii()
+    assert b"memory-bound" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_help_names_every_field_with_its_line(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    words = " ".join(out.split())
+    for name, doc in field_docs(Question).items():
+        assert f"--{name.replace('_', '-')}" in out
+        assert doc.split(".")[0][:20] in words
+
+
+def test_si() -> None:
+    assert [si(v, "s") for v in (0.00093, 999.96e-6, 1.5, 0)] == ["930 us", "1 ms", "1.5 s", "0 us"]
+    assert [si(v, "B") for v in (3115000000, 999, 12e18)] == ["3.115 GB", "999 B", "12,000 PB"]
+
+
+CONSOLE = re.findall(r"```console\n\$ nanoinfer roofline (.*?)\n(.*?)```", PAGE, re.S)
+
+
+@pytest.mark.parametrize("arguments,shown", CONSOLE, ids=[c[0] for c in CONSOLE])
+def test_the_page_shows_what_its_commands_print(run: Run, arguments: str, shown: str) -> None:
+    """Word by word: the lines of a table are drawn differently from version to version of rich."""
+
+    def words(text: str) -> list[str]:
+        return re.sub(r"[^\x00-\x7f]", " ", text).split()
+
+    code, out, _ = run(*arguments.split())
+    assert code == 0
+    assert words(shown) == words(out)
+
+
+WORKED = re.findall(r"^\| [^|]+ \| `(\.[\w.\[\]]+)` \|(.+)\|$", PAGE, re.M)
+COLUMNS = [(1, 32), (1, 1024), (64, 32), (64, 1024)]
+
+
+def test_the_worked_numbers_of_the_page_are_what_the_code_computes() -> None:
+    question = Question(device="h100", draft="gpt2")
+    answers = [answer("gpt2-xl", replace(question, batch=B, context=N)) for B, N in COLUMNS]
+    assert len(WORKED) >= 20
+    prefixes = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "m": 1e-3, "u": 1e-6}
+    for path, cells in WORKED:
+        for cell, r in zip(cells.split("|"), answers, strict=True):
+            value: Any = r
+            for key in path[1:].split("."):
+                value = value[key]
+            if isinstance(value, str):
+                assert cell.strip() == value, path
+                continue
+            match = re.fullmatch(r"([\d,.]+)(?: ([kMGTmu]?)(?:B|s|FLOP)?)?", cell.strip())
+            assert match, f"{path}: {cell}"
+            shown = float(match[1].replace(",", "")) * prefixes[match[2] or ""]
+            assert shown == pytest.approx(value, rel=6e-4, abs=0), f"{path}: {cell} is {value}"
+
+
+def test_the_pages_devices_are_the_table_in_the_code() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) \| ([\d.]+|-) \| ([\d.]+|-) \| ([\d.]+|-) \|", PAGE, re.M)
+    assert [row[0] for row in rows] == list(DEVICES)
+    for name, bandwidth, *rates in rows:
+        device = DEVICES[name]
+        assert float(bandwidth.replace(",", "")) * 1e9 == device.bandwidth_bytes_per_sec
+        for dtype, rate in zip(("float32", "bfloat16", "float16"), rates, strict=True):
+            assert device.flops_per_sec.get(dtype) == (None if rate == "-" else pytest.approx(float(rate) * 1e12))

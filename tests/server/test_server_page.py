@@ -1,0 +1,821 @@
+"""The page at / in headless Chromium, against a server whose answers the prompt chooses (page_stub.py)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import fields
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from helpers.environment import ROOT
+
+pytest.importorskip("starlette", reason="pip install '.[server]'")
+pytest.importorskip("uvicorn", reason="pip install '.[server]'")
+
+import nanoinfer
+from helpers import page_stub
+from nanoinfer import LLM, AsyncLLM, SamplingParams
+from nanoinfer.server import page_routes
+from nanoinfer.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, Page
+
+ARGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+        " --disable-component-update --disable-sync").split()  # fmt: skip
+DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
+TEXT = page_stub.TEXT
+IDLE = "#stop:disabled"
+SVG_NAMESPACE = "http://www.w3.org/2000/svg"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[BrowserContext]:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make test-clients")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium on PATH (Debian: apt install chromium)")
+    with tempfile.TemporaryDirectory() as folder, api.sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            folder, executable_path=chromium, headless=True, args=ARGS, viewport=DESKTOP
+        )
+        context.set_default_timeout(10_000)
+        yield context
+        context.close()
+
+
+@pytest.fixture(scope="module")
+def shared_stub() -> Iterator[page_stub.Stub]:
+    stub = page_stub.Stub()
+    with page_stub.serve(stub.app()) as stub.url:
+        yield stub
+
+
+@pytest.fixture
+def stub(shared_stub: page_stub.Stub) -> page_stub.Stub:
+    shared_stub.reset()
+    return shared_stub
+
+
+@pytest.fixture
+def page(browser: BrowserContext, stub: page_stub.Stub) -> Iterator[Page]:
+    """The loaded page. At the end, the console has no error but those of responses that the test asked for."""
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("console", lambda m: errors.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    open_page(page, stub.url)
+    yield page
+    page.evaluate("localStorage.clear()")
+    page.close()
+    assert [e for e in errors if not re.match("Failed to load resource: (the server responded with|net::ERR)", e)] == []
+
+
+def open_page(page: Page, url: str) -> None:
+    page.goto(url)
+    page.wait_for_selector("#c-temperature, #alert:not([hidden])", state="attached")
+
+
+def ask(page: Page, prompt: str, *, mode: str = "completion") -> None:
+    """Send a prompt and wait for the end of the answer."""
+    begin(page, prompt, mode=mode)
+    page.wait_for_selector(IDLE)
+
+
+def begin(page: Page, prompt: str, *, mode: str = "completion") -> None:
+    page.check(f"input[value={mode}]", force=True)
+    page.fill("#input", prompt)
+    page.press("#input", "Control+Enter")
+
+
+def tokens(page: Page) -> list[str]:
+    """Return the texts of the tokens of the last answer."""
+    last = "[...document.querySelectorAll('.tokens')].at(-1)"
+    found: list[str] = page.evaluate(f"[...{last}.children].map(e => e.textContent)")
+    return found
+
+
+def until(page: Page, condition: str) -> None:
+    """Wait for a condition. Page.wait_for_function evaluates it by eval, which the page's policy forbids."""
+    deadline = time.monotonic() + 10
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        page.wait_for_timeout(20)
+
+
+# The files ----------------------------------------------------------------------------------------------------
+
+
+def test_the_routes_send_the_files_with_security_headers() -> None:
+    from starlette.applications import Starlette
+    from starlette.testclient import TestClient
+
+    client = TestClient(Starlette(routes=page_routes.routes()))
+    names = {p.name for p in page_routes.FOLDER.iterdir()}
+    assert page_routes.paths() == {"/", *(f"/page/{name}" for name in names - {"index.html"})}
+    for path in page_routes.paths():
+        response = client.get(path)
+        name = path.removeprefix("/page/") if path != "/" else "index.html"
+        assert response.content == (page_routes.FOLDER / name).read_bytes()
+        kind = {"html": "text/html", "css": "text/css", "js": "text/javascript"}[name.rpartition(".")[2]]
+        assert response.headers["content-type"] == f"{kind}; charset=utf-8"
+        assert response.headers["content-security-policy"].startswith(
+            "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
+            " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        assert response.headers["cache-control"] == "no-cache"
+        again = client.get(path, headers={"If-None-Match": response.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert client.get(path, headers={"If-None-Match": '"other"'}).status_code == 200
+        assert client.head(path).headers["content-length"] == str(len(response.content))
+        assert client.post(path).status_code == 405
+    for path in ("/page/", "/page/../page_routes.py", "/page/%2e%2e/page_routes.py", "/index.html"):
+        assert client.get(path).status_code == 404
+
+
+def test_the_files_have_nothing_inline_and_no_external_resource() -> None:
+    files = {p.name: p.read_text() for p in page_routes.FOLDER.iterdir()}
+    page = files["index.html"]
+    assert re.findall(r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=", page) == []
+    for name, text in files.items():
+        urls = re.findall(r"""(?:(?:src|href)=["']|\burl\(|import\(|from ")(.*?)["')]|(https?://[^'"\s]+)""", text)
+        for url in (first or second for first, second in urls):
+            assert url.startswith(("page/", "./", "#", "data:image/svg+xml,", SVG_NAMESPACE)), (name, url)
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text), name
+        assert len(text.splitlines()) <= 400, name
+        assert [line for line in text.splitlines() if len(line) > 120 and "data:image" not in line] == [], name
+
+
+def test_the_wheel_has_the_files() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="tomllib is part of Python from 3.11 on")
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    assert build["wheel"]["packages"] == ["src/nanoinfer"]
+    for path in page_routes.FOLDER.iterdir():
+        assert not any(fnmatch(path.as_posix(), pattern) for pattern in build["wheel"]["exclude"]), path.name
+
+
+# Answers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion(page: Page, stub: page_stub.Stub) -> None:
+    ask(page, "O Romeo,")
+    assert tokens(page) == TEXT
+    assert page.inner_text("#completion .output").strip() == "O Romeo, to be,\n oré\nfinish_reason length"
+    display = {"logprobs": 5, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    assert stub.bodies == [
+        ("/v1/completions", {"model": "tiny", "prompt": "O Romeo,", "stream": True, **display}),
+    ]
+    assert page.input_value("#input") == "O Romeo,"
+    assert page.inner_text("#status") == "Finished: 6 tokens."
+
+
+def test_the_speed_stands_beside_the_limit_of_the_roofline(page: Page) -> None:
+    assert page.inner_text("#limit").strip() == "The roofline's limit for one sequence: 400 tokens per second"
+    ask(page, "x")
+    stats = dict(zip(page.locator("dt").all_inner_texts(), page.locator("dd").all_inner_texts(), strict=True))
+    assert stats.keys() == {"time to first token", "tokens", "accepted from the draft", "tokens per second"}
+    assert (stats["tokens"], stats["accepted from the draft"]) == ("6", "2")
+    assert 5 <= int(stats["time to first token"].removesuffix(" ms")) < 5000
+    speed = float(stats["tokens per second"])
+    assert 0 < speed < 200  # the stub waits 10 ms for each token; é is two
+    share = int(re.match(r"(\d+)% of the roofline's limit", page.inner_text("#limit"))[1])  # type: ignore[index]
+    assert share == pytest.approx(100 * speed / 400, abs=1)
+    assert page.evaluate("document.getElementById('meter').value") == pytest.approx(speed / 400, abs=0.01)
+
+
+def test_without_a_limit_and_a_draft(page: Page, stub: page_stub.Stub) -> None:
+    stub.info = {**stub.info, "roofline_tokens_per_sec": None, "speculation": False, "quantization": None}
+    stub.drafts = False
+    open_page(page, stub.url)
+    ask(page, "x")
+    assert page.inner_text("#limit") == "The roofline's limit is not measured: nanoinfer serve --measure-roofline"
+    assert page.is_hidden("#meter")
+    assert page.locator("dt").all_inner_texts() == ["time to first token", "tokens", "tokens per second"]
+    assert page.locator("#facts li").all_inner_texts() == ["tiny", "native", "context 512"]
+
+
+def test_a_chat_sends_the_conversation(page: Page, stub: page_stub.Stub) -> None:
+    assert page.is_checked("input[value=chat]")
+    page.click("text=System message")
+    page.fill("#system", "Be brief.")
+    ask(page, "one", mode="chat")
+    assert page.input_value("#input") == ""
+    ask(page, "two", mode="chat")
+    answer = {"role": "assistant", "content": "".join(TEXT)}
+    path, body = stub.bodies[1]
+    assert path == "/v1/chat/completions"
+    assert body["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one"},
+        answer,
+        {"role": "user", "content": "two"},
+    ]
+    assert (body["logprobs"], body["top_logprobs"]) == (True, 5)
+    assert tokens(page) == TEXT
+    page.click("#clear")
+    assert page.locator("#chat article").count() == 0
+    ask(page, "three", mode="chat")
+    assert stub.bodies[2][1]["messages"][1:] == [{"role": "user", "content": "three"}]
+
+
+def test_no_chat_without_a_chat_template(page: Page, stub: page_stub.Stub) -> None:
+    stub.info = {**stub.info, "has_chat_template": False}
+    open_page(page, stub.url)
+    assert page.is_disabled("input[value=chat]")
+    assert page.is_checked("input[value=completion]")
+    assert page.inner_text("#mode-note") == "No chat: this model has no chat template."
+
+
+def test_probabilities_and_alternatives_of_a_token(page: Page) -> None:
+    ask(page, "x")
+    page.hover(".token >> nth=1")
+    page.wait_for_selector("#tip")
+    assert page.locator("#tip p").all_inner_texts() == ['" be" token 11, accepted from the draft', "probability 60.7%"]
+    rows = [re.split(r"\s*\t\s*", row) for row in page.locator("#tip tr").all_inner_texts()]
+    assert [(row[0], row[-1]) for row in rows] == [('" be"', "60.7%"), ('" other"', "22.3%")]
+    page.hover("h1")
+    assert page.is_hidden("#tip")
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_tokens_by_keyboard(page: Page, mode: str) -> None:
+    ask(page, "x", mode=mode)
+    page.focus(".token >> nth=0")
+    for key, index in (("ArrowRight", 1), ("ArrowRight", 2), ("ArrowLeft", 1), ("End", 4), ("Home", 0)):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.textContent") == TEXT[index]
+        assert page.get_attribute(f".token >> nth={index}", "aria-describedby") == "tip"
+    assert page.inner_text("#tip p >> nth=0") == '" to" token 10'
+    assert page.evaluate("document.querySelectorAll('.token[tabindex=\"0\"]').length") == 1
+    page.keyboard.press("Escape")
+    assert page.is_hidden("#tip")
+
+
+BESIDE = """(element, height) => {
+    const token = element.getBoundingClientRect(), tip = document.getElementById('tip').getBoundingClientRect();
+    const gap = Math.max(tip.top - token.bottom, token.top - tip.bottom);
+    return token.top >= 0 && token.bottom <= height && gap >= 0 && gap < 8;
+}"""
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_the_tip_is_beside_a_token_that_was_out_of_view(page: Page, size: Any) -> None:
+    page.set_viewport_size(size)
+    begin(page, "long")
+    page.wait_for_selector(".token >> nth=400", timeout=60_000)  # 4 s at least
+    page.keyboard.press("Escape")
+    page.wait_for_selector(IDLE)
+    page.focus(".token >> nth=0")
+    for key, nth in (("End", -1), ("Home", 0)):
+        page.evaluate("document.getElementById('tip').style.left = '300px'")  # where one of a narrower tip may be
+        page.keyboard.press(key)
+        until(page, f"({BESIDE})([...document.querySelectorAll('.token')].at({nth}), {size['height']})")
+        row = page.locator("#tip tr >> nth=1").bounding_box()  # of one line, wherever the token is in its own
+        assert row is not None
+        assert row["height"] < 30
+
+
+def test_the_tip_does_not_cover_a_token_that_is_on_two_lines(page: Page) -> None:
+    """The space at a line's end, and the word on the next line."""
+    page.set_viewport_size(PHONE)
+    begin(page, "long")
+    page.wait_for_selector(".token >> nth=100", timeout=60_000)
+    page.keyboard.press("Escape")
+    page.wait_for_selector(IDLE)
+    found = "[...document.querySelectorAll('.token')].findIndex(token => token.getClientRects().length > 1)"
+    nth = page.evaluate(found)
+    assert nth >= 0
+    page.focus(f".token >> nth={nth}")
+    until(page, f"({BESIDE})(document.querySelectorAll('.token')[{nth}], {PHONE['height']})")
+
+
+def test_a_character_of_several_tokens_is_one_element(page: Page) -> None:
+    ask(page, "x")
+    page.hover(".token >> nth=4")
+    assert page.locator("#tip p").all_inner_texts()[::2] == ['"\ufffd" token 90', '"\ufffd" token 91']
+
+
+def test_accepted_draft_tokens_are_coloured(page: Page) -> None:
+    ask(page, "x")
+    assert page.locator(".token.accepted").all_inner_texts() == [" be", " or"]
+    color = "e => getComputedStyle(e).backgroundColor"
+    accepted, other = (page.eval_on_selector(f".token >> nth={i}", color) for i in (1, 2))
+    assert accepted == page.eval_on_selector("dt.accepted", color) != other
+
+
+def test_output_and_prompt_are_never_html(page: Page) -> None:
+    prompt = "<img src=x onerror=\"document.title='injected'\">"
+    for mode in ("completion", "chat"):
+        ask(page, prompt, mode=mode)
+        ask(page, "html", mode=mode)
+        assert tokens(page) == page_stub.HTML
+        page.hover(".tokens >> visible=true >> nth=-1 >> .token >> nth=1")
+        assert page.inner_text("#tip code >> nth=0") == json.dumps(page_stub.HTML[1])
+        assert page.inner_text(f"#{mode} .{'prompt' if mode == 'completion' else 'question'} >> nth=0") == prompt
+    page.click("#code summary")
+    assert page.evaluate("document.querySelectorAll('img, #transcript b, #tip b').length") == 0
+    assert page.title() == "tiny · nanoinfer"
+
+
+@pytest.mark.parametrize("by", ["key", "button"])
+def test_stop_in_the_middle(page: Page, stub: page_stub.Stub, by: str) -> None:
+    begin(page, "long")
+    page.wait_for_selector(".token >> nth=5")
+    assert page.get_attribute("#transcript", "aria-busy") == "true"
+    if by == "key":
+        page.keyboard.press("Escape")
+    else:
+        page.click("#stop")
+    page.wait_for_selector(IDLE)
+    shown = tokens(page)
+    assert 6 <= len(shown) < 1000
+    assert page.inner_text(".output small") == "stopped"
+    assert page.inner_text("#status") == f"Stopped after {len(shown)} tokens."
+    stub.wait_until_closed(1)
+    assert page.is_hidden("#alert")
+    ask(page, "x")
+    assert tokens(page) == TEXT
+
+
+def test_the_focus_is_not_lost_with_the_button_that_had_it(page: Page) -> None:
+    page.check("input[value=completion]", force=True)
+    page.fill("#input", "long")
+    page.focus("#send")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".token >> nth=2")
+    assert page.evaluate("document.activeElement.id") == "stop"
+    page.keyboard.press("Enter")
+    page.wait_for_selector(IDLE)
+    assert page.evaluate("document.activeElement.id") == "send"
+
+
+def test_the_end_of_the_transcript_is_followed_unless_one_scrolls_back(page: Page) -> None:
+    box = "document.getElementById('transcript')"
+    for _ in range(12):
+        ask(page, "x")
+    until(page, f"{box}.scrollTop > 0 && {box}.scrollHeight - {box}.scrollTop - {box}.clientHeight < 2")
+    begin(page, "long")
+    page.evaluate(f"{box}.scrollTop = 0")
+    page.wait_for_timeout(100)
+    assert page.evaluate(f"{box}.scrollTop") == 0
+    page.keyboard.press("Escape")
+    page.wait_for_selector(IDLE)
+
+
+def test_a_stopped_answer_is_part_of_the_conversation(page: Page, stub: page_stub.Stub) -> None:
+    begin(page, "long", mode="chat")
+    page.wait_for_selector(".token >> nth=5")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(IDLE)
+    text = "".join(tokens(page))
+    ask(page, "two", mode="chat")
+    assert [m["content"] for m in stub.bodies[1][1]["messages"]] == ["long", text, "two"]
+
+
+def test_a_screen_reader_is_not_told_of_every_token(page: Page) -> None:
+    page.evaluate(
+        "window.said = []; new MutationObserver(() => said.push(document.getElementById('status').textContent))"
+        ".observe(document.getElementById('status'), {childList: true})"
+    )
+    ask(page, "x")
+    assert page.evaluate("said") == ["Generating.", "Finished: 6 tokens."]
+    live = "[aria-live], [role=status], [role=alert], [role=log]"
+    assert page.evaluate(f"[...document.querySelectorAll('{live}')].map(e => e.id)") == ["alert", "status"]
+
+
+# Errors -------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_a_field_marks_its_control(page: Page, stub: page_stub.Stub) -> None:
+    page.fill("#c-temperature", "9")
+    ask(page, "x")
+    message = "temperature=9.0 is not in [0, 5]"
+    assert page.inner_text("#alert") == message
+    assert page.inner_text("#error-temperature") == message
+    assert page.get_attribute("#c-temperature", "aria-invalid") == "true"
+    assert page.evaluate("document.activeElement.id") == "c-temperature"
+    assert page.locator("#completion article").count() == 0  # the prompt is still in its field
+    assert page.input_value("#input") == "x"
+    page.click("text=Reset parameters")
+    ask(page, "x")
+    assert page.is_hidden("#alert")
+    assert page.get_attribute("#c-temperature", "aria-invalid") is None
+    assert "temperature" not in stub.bodies[1][1]
+
+
+def test_a_malformed_value_is_shown_and_not_sent(page: Page, stub: page_stub.Stub) -> None:
+    page.evaluate("document.querySelector('#controls details').open = true")
+    page.fill("#c-logit_bias", "{50: oops")
+    page.evaluate("document.querySelector('#controls details').open = false")
+    ask(page, "x")
+    assert page.inner_text("#alert") == "logit_bias is not valid: {50: oops"
+    assert page.evaluate("document.activeElement.id") == "c-logit_bias"  # its folded group was opened
+    page.fill("#c-logit_bias", "")
+    page.fill("#c-seed", "18446744073709551615")  # JavaScript would send another number
+    ask(page, "x")
+    assert page.inner_text("#alert").startswith("seed is not a number, or one of more digits")
+    assert stub.bodies == []
+
+
+@pytest.mark.parametrize(
+    "prompt, message, kept",
+    [
+        ("busy", "the queue is full Try again in 3 s.", None),
+        ("lost", "The connection to the server was lost: the answer is not complete.", TEXT[:2]),
+        ("fails", "logits are not finite", TEXT[:2]),
+        ("garbage", "The page has failed: SyntaxError: Expected property name or '}' in JSON", TEXT[:2]),
+    ],
+)
+def test_other_errors_are_shown(page: Page, prompt: str, message: str, kept: list[str] | None) -> None:
+    ask(page, prompt)
+    assert page.inner_text("#alert").startswith(message)
+    assert page.locator("#completion article").count() == (1 if kept else 0)
+    if kept:
+        assert tokens(page) == kept
+        assert page.inner_text(".output small") == "incomplete"
+    ask(page, "x")
+    assert page.is_hidden("#alert")
+
+
+def test_a_server_that_has_gone(page: Page) -> None:
+    with page_stub.serve(page_stub.Stub().app()) as url:
+        open_page(page, url)
+    ask(page, "x")
+    assert page.inner_text("#alert") == "The server cannot be reached: check that it runs, then try again."
+
+
+def test_the_api_key_is_asked_for_and_kept_for_the_session(page: Page, stub: page_stub.Stub) -> None:
+    stub.wants_key = True
+    open_page(page, stub.url)
+    assert page.inner_text("#alert") == "the API key is missing or wrong"
+    assert page.evaluate("document.activeElement.id") == "key"
+    for key in ("wrong", "\u00e9\u20ac", f" {page_stub.KEY}\u00e9"):
+        page.fill("#key", key)
+        page.press("#key", "Enter")
+        page.wait_for_selector("#c-temperature, #key-form:not([hidden])", state="attached")
+    page.wait_for_selector("#c-temperature")
+    assert page.is_hidden("#key-form")
+    ask(page, "x")
+    assert tokens(page) == TEXT
+    assert page.evaluate("[JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie]") == [
+        json.dumps({"nanoinfer.api_key": page_stub.KEY}, separators=(",", ":")), "{}", "",
+    ]  # fmt: skip
+    page.click("#code summary")
+    assert page_stub.KEY not in page.content()
+    assert '"Authorization: Bearer $NANOINFER_API_KEY"' in page.inner_text("#curl")
+    assert 'api_key=os.environ["NANOINFER_API_KEY"]' in page.inner_text("#python")
+
+
+# The real server ----------------------------------------------------------------------------------------------
+
+
+TEMPLATE = "{% for m in messages %}{{ m.role | upper }}:\n{{ m.content }}\n\n{% endfor %}ROMEO:\n"
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """The model shakespeare, with a chat template."""
+    folder = tmp_path_factory.mktemp("page") / "theatre"
+    shutil.copytree(Path(nanoinfer.__file__).parent / "models/builtin/shakespeare", folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return LLM(str(folder), engine="native", threads=1)
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[str]:
+    from nanoinfer.server.app import build_app
+
+    served = AsyncLLM.from_llm(llm)
+    with page_stub.serve(build_app(served, ServerConfig())) as url:
+        yield url
+    served.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_the_answer_is_that_of_the_library(page: Page, server: str, llm: LLM, mode: str) -> None:
+    open_page(page, server)
+    names = {f"c-{f.name}" for f in fields(SamplingParams)} - {"c-prompt_logprobs"}
+    assert set(page.evaluate("[...document.querySelectorAll('.control [id^=c-]')].map(e => e.id)")) == names
+    page.fill("#c-max_tokens", "40")
+    page.fill("#c-seed", "7")
+    page.fill("#c-stop", "zzz")
+    ask(page, "O Juliet,", mode=mode)
+    params = SamplingParams(max_tokens=40, seed=7, logprobs=5)
+    if mode == "chat":
+        (result,) = llm.chat([{"role": "user", "content": "O Juliet,"}], params)
+    else:
+        (result,) = llm.generate("O Juliet,", params)
+    (output,) = result.outputs
+    steps = [next(iter(step.values())) for step in output.logprobs or ()]
+    assert tokens(page) == [step.decoded_token for step in steps]
+    page.hover(f"#{mode} .token >> nth=3")
+    shown = page.locator("#tip p").all_inner_texts()
+    assert shown[0] == f"{json.dumps(steps[3].decoded_token)} token {output.token_ids[3]}"
+    assert float(re.findall(r"probability (.*)%", shown[1])[0]) == pytest.approx(
+        100 * math.exp(steps[3].logprob), rel=0.01, abs=0.005
+    )
+    assert page.locator("#tip tr").count() in (5, 6)  # with the token itself, if it is not among the most likely ones
+
+
+def test_the_tokens_that_a_draft_proposed(page: Page) -> None:
+    from nanoinfer.server.app import build_app
+
+    served = AsyncLLM("shakespeare", engine="native", threads=1, draft="shakespeare-draft", speculate_k=3)
+    with page_stub.serve(build_app(served, ServerConfig())) as url:
+        open_page(page, url)
+        page.fill("#c-max_tokens", "40")
+        page.fill("#c-temperature", "0")
+        with page.expect_response("**/v1/completions") as found:
+            ask(page, "ROMEO:")
+        chunks = [json.loads(event[6:]) for event in found.value.text().split("\n\n") if event.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    accepted = [flag for choice in choices for flag in choice.get("draft_accepted", ())]
+    coloured = "[...document.querySelectorAll('.token')].map(e => e.classList.contains('accepted'))"
+    assert page.evaluate(coloured) == accepted
+    assert 0 < sum(accepted) < len(accepted) == 40
+    assert page.inner_text("div:has(> dt.accepted) dd") == str(sum(accepted))
+    served.shutdown()
+
+
+def test_a_parameter_that_is_an_object(page: Page, server: str) -> None:
+    pytest.importorskip("llguidance", reason="pip install '.[structured]'")
+    open_page(page, server)
+    page.evaluate("document.querySelector('#controls details').open = true")
+    page.fill("#c-structured_outputs", '{"regex": "[a-d]{5}"}')
+    ask(page, "O Juliet,", mode="completion")
+    assert re.fullmatch("[a-d]{5}", "".join(tokens(page)))
+
+
+def test_an_error_of_the_server_marks_the_control(page: Page, server: str) -> None:
+    open_page(page, server)
+    page.fill("#c-top_p", "1.5")
+    ask(page, "x")
+    assert page.inner_text("#alert") == page.inner_text("#error-top_p") != ""
+    assert page.get_attribute("#c-top_p", "aria-invalid") == "true"
+
+
+def test_the_page_of_a_server_with_an_api_key(page: Page, llm: LLM) -> None:
+    from nanoinfer.server.app import build_app
+
+    served = AsyncLLM.from_llm(llm)
+    with page_stub.serve(build_app(served, ServerConfig(api_key=("first", "second")))) as url:
+        open_page(page, url)
+        assert page.is_visible("#key-form")
+        page.fill("#key", "second")
+        page.click("text=Use key")
+        page.wait_for_selector("#c-temperature")
+        ask(page, "O Romeo,")
+        assert len(tokens(page)) == 16
+        page.evaluate("sessionStorage.setItem('nanoinfer.api_key', 'third')")
+        ask(page, "O Romeo,")
+        assert page.inner_text("#alert").startswith("the API key is missing or wrong")
+        page.fill("#key", "first")
+        page.press("#key", "Enter")  # sends the request again
+        page.wait_for_selector(".answer >> nth=1")
+        page.wait_for_selector(IDLE)
+        assert len(tokens(page)) == 16
+    served.shutdown()
+
+
+# Parameters and code ------------------------------------------------------------------------------------------
+
+
+def test_controls_have_names_defaults_ranges_and_help_of_the_server(page: Page) -> None:
+    page.check("input[value=completion]", force=True)
+    read = """[...document.querySelectorAll('.control')].map(row => {
+        const input = row.querySelector('input, select, textarea');
+        const value = input.type == 'checkbox' ? input.checked : input.value;
+        return [row.querySelector('label').textContent, input.type, value];
+    })"""
+    assert page.evaluate(read) == [
+        ["max_tokens", "number", "16"],
+        ["temperature", "number", "1"],
+        ["top_k", "number", "0"],
+        ["seed", "number", ""],
+        ["stop", "textarea", ""],
+        ["logprobs", "number", "5"],
+        ["presence_penalty", "number", "0"],
+        ["stop_token_ids", "textarea", ""],
+        ["ignore_eos", "checkbox", False],
+        ["logit_bias", "textarea", ""],
+        ["overflow", "select-one", "stop"],
+    ]
+    assert page.get_attribute("#c-temperature", "min") == "0"
+    assert page.get_attribute("#c-temperature", "max") == "1000000"
+    page.focus("#c-temperature")
+    assert page.inner_text("#help") == "0 is greedy decoding. At least 0. At most 1000000."
+    page.check("input[value=chat]", force=True)  # whose default is another one
+    assert page.input_value("#c-max_tokens") == ""
+
+
+def test_changed_parameters_are_sent_and_kept_when_the_mode_changes(page: Page, stub: page_stub.Stub) -> None:
+    page.evaluate("document.querySelector('#controls details').open = true")
+    values = {"max_tokens": "7", "temperature": "0.85", "seed": "3", "stop": '\\n\\n\n"a', "logprobs": "2",
+              "stop_token_ids": "[5, 6]", "logit_bias": '{"50": -1.5}'}  # fmt: skip
+    for name, value in values.items():
+        page.fill(f"#c-{name}", value)
+    page.check("#c-ignore_eos")
+    page.select_option("#c-overflow", "slide")
+    changed = page.locator(".changed label").all_inner_texts()
+    assert set(changed) == {*values, "ignore_eos", "overflow"}
+    sent = {"max_tokens": 7, "temperature": 0.85, "seed": 3, "stop": ["\n\n", '"a'], "stop_token_ids": [5, 6],
+            "logit_bias": {"50": -1.5}, "ignore_eos": True, "overflow": "slide"}  # fmt: skip
+    for mode, logprobs in (("completion", {"logprobs": 2}), ("chat", {"logprobs": True, "top_logprobs": 2})):
+        ask(page, "x", mode=mode)
+        assert stub.bodies[-1][1].items() >= {**sent, **logprobs}.items()
+
+
+HARD = "it's \"quoted\" \\n $HOME `x` 'é\U0001f600\n</pre>"
+
+
+@pytest.mark.parametrize("mode", ["completion", "chat"])
+def test_the_request_as_curl_and_as_python(page: Page, stub: page_stub.Stub, mode: str) -> None:
+    pytest.importorskip("openai")
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    page.fill("#c-top_k", "40")
+    page.fill("#c-temperature", "0.5")
+    page.check(f"input[value={mode}]", force=True)
+    page.fill("#input", HARD)
+    page.click("#code summary")
+    curl, python = page.inner_text("#curl"), page.inner_text("#python")
+    page.press("#input", "Control+Enter")
+    page.wait_for_selector(IDLE)
+    path, body = stub.bodies.pop()
+    for name in ("logprobs", "top_logprobs", "return_token_ids", "stream_options"):  # for the display
+        body.pop(name, None)
+    done = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("data: [DONE]\n\n")
+    assert stub.bodies.pop() == (path, body)
+    done = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "".join(TEXT)
+    assert stub.bodies.pop() == (path, body)
+
+
+def test_copy_buttons(page: Page, stub: page_stub.Stub) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=stub.url)
+    page.fill("#input", HARD)
+    page.click("#code summary")
+    for what in ("curl", "python"):
+        page.click(f"[data-copy={what}]")
+        until(page, "document.getElementById('status').textContent == 'Copied.'")
+        assert page.evaluate("navigator.clipboard.readText()") == page.inner_text(f"#{what}")
+    page.context.clear_permissions()
+
+
+# Appearance and accessibility ---------------------------------------------------------------------------------
+
+NAMES = """[...document.querySelectorAll('input, select, textarea, button, meter, summary')].map(e => [
+    e.id || e.outerHTML,
+    (e.labels?.[0]?.textContent ?? e.ariaLabel ?? (e.matches('button, summary') ? e.textContent : '')).trim(),
+])"""
+CONTRAST = """() => {
+    const channels = (c) => { const x = c.match(/[\\d.]+/g).map(Number); return {rgb: x.slice(0, 3), a: x[3] ?? 1}; };
+    const light = (rgb) => rgb.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const back = (e) => {
+        const color = channels(getComputedStyle(e).backgroundColor);
+        return color.a || !e.parentElement ? color.rgb : back(e.parentElement);
+    };
+    const low = [];
+    let count = 0;
+    for (const e of document.querySelectorAll('body *')) {
+        const text = [...e.childNodes].some(n => n.nodeType == 3 && n.textContent.trim());
+        if (!text || !e.checkVisibility() || e.matches(':disabled, :disabled *, :disabled + *')) continue;
+        const [a, b] = [light(channels(getComputedStyle(e).color).rgb), light(back(e))].sort((x, y) => y - x);
+        count++;
+        if ((a + 0.05) / (b + 0.05) < 4.5) low.push([e.outerHTML.slice(0, 80), (a + 0.05) / (b + 0.05)]);
+    }
+    return {low, count};
+}"""
+
+
+def test_everything_has_a_name_and_a_place(page: Page) -> None:
+    ask(page, "x")
+    named = page.evaluate(NAMES)
+    assert len(named) > 20
+    assert [e for e, name in named if not name] == []
+    assert page.get_attribute("html", "lang") == "en"
+    for landmark in ("header", "main", "aside", "h1"):
+        assert page.locator(landmark).count() == 1
+    described = page.evaluate(
+        "[...document.querySelectorAll('[aria-describedby]')].map(e => e.getAttribute('aria-describedby')).join(' ')"
+    )
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(set(ids)) == len(ids)
+    assert set(described.split()) <= set(ids)
+    page.focus("body")
+    page.evaluate("document.activeElement.blur()")
+    page.reload()
+    page.keyboard.press("Escape")
+    assert page.evaluate("document.activeElement.id") == "input"  # where one begins
+
+
+def test_every_control_is_reached_by_the_tab_key_with_a_visible_focus(page: Page) -> None:
+    ask(page, "x")
+    page.evaluate("document.activeElement.blur()")
+    seen = []
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        focused = "e => [e.id || e.name || e.className || e.tagName, getComputedStyle(e).outlineStyle]"
+        found = page.evaluate(f"({focused})(document.activeElement)")
+        if found[0] in seen and found[0] in ("BODY", "theme"):
+            break
+        seen.append(found[0])
+        assert found[1] != "none" or found[0] in ("BODY", "mode"), found  # the label shows the focus of a mode
+    assert {"theme", "token", "mode", "input", "send", "clear", "c-temperature", "c-stop"} <= set(seen)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_themes_have_contrast(page: Page, theme: Any) -> None:
+    page.emulate_media(color_scheme=theme)
+    ask(page, "x", mode="chat")
+    page.click("#code summary")
+    page.fill("#c-temperature", "9")
+    ask(page, "x")
+    page.check("input[value=chat]", force=True)
+    page.hover(".token >> nth=1")
+    found = page.evaluate(CONTRAST)
+    assert found["low"] == []
+    assert found["count"] > 40
+    back = page.eval_on_selector("body", "e => getComputedStyle(e).backgroundColor")
+    assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 23, 27)"}[theme]
+
+
+def test_the_theme_is_kept(page: Page) -> None:
+    page.emulate_media(color_scheme="light")
+    page.select_option("#theme", "dark")
+    page.reload()
+    assert page.input_value("#theme") == "dark"
+    assert page.eval_on_selector("body", "e => getComputedStyle(e).backgroundColor") == "rgb(21, 23, 27)"
+
+
+@pytest.mark.parametrize("size", [PHONE, {"width": 320, "height": 560}, {"width": 800, "height": 360}, DESKTOP])
+def test_nothing_overflows(page: Page, stub: page_stub.Stub, size: Any) -> None:
+    page.set_viewport_size(size)
+    open_page(page, stub.url)
+    phone = size["width"] < 896
+    assert page.evaluate("document.getElementById('parameters').open") is not phone
+    ask(page, "W" * 200, mode="chat")
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    page.fill("#c-temperature", "9")
+    ask(page, "W" * 200, mode="completion")
+    page.check("input[value=chat]", force=True)
+    width = page.evaluate("document.documentElement.scrollWidth")
+    assert width == size["width"]
+    outside = "[...document.querySelectorAll('body *')].filter(e => e.checkVisibility() && !e.closest('pre')" \
+        f" && e.getBoundingClientRect().right > {width} + 1).map(e => e.outerHTML.slice(0, 80))"  # fmt: skip
+    assert page.evaluate(outside) == []
+    page.focus(".token >> nth=-1")
+    if phone:  # the help text is under its control
+        page.focus("#c-top_k")
+        help_box = page.locator("#help-top_k").bounding_box()
+        assert help_box is not None
+        assert help_box["height"] > 10
+        page.focus(".token >> nth=-1")
+    box = page.locator("#tip").bounding_box()
+    assert box is not None
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= size["width"]
+
+
+def test_nothing_moves(page: Page) -> None:
+    """No transition and no animation, so there is nothing to leave out with prefers-reduced-motion."""
+    ask(page, "x")
+    moving = "s => parseFloat(s.transitionDuration) || s.animationName != 'none' || s.scrollBehavior != 'auto'"
+    count = f"[...document.querySelectorAll('*')].map(e => getComputedStyle(e)).filter({moving}).length"
+    assert page.evaluate(count) == 0
+
+
+def test_the_policy_forbids_scripts_and_styles_of_others(browser: BrowserContext, stub: page_stub.Stub) -> None:
+    page = browser.new_page()
+    open_page(page, stub.url)
+    page.evaluate(
+        """() => {
+            window.violated = [];
+            document.addEventListener('securitypolicyviolation', e => violated.push(e.effectiveDirective));
+            const add = (name, values) => document.body.append(Object.assign(document.createElement(name), values));
+            add('img', {src: 'http://127.0.0.1:9/x.png'});
+            add('style', {textContent: 'body {color: red}'});
+            try { document.body.innerHTML = '<b>x</b>'; } catch { violated.push('innerHTML'); }
+            fetch('http://127.0.0.1:9/').catch(() => 0);
+        }"""
+    )
+    until(page, "violated.length >= 5")
+    assert set(page.evaluate("violated")) == {
+        "img-src", "style-src-elem", "innerHTML", "require-trusted-types-for", "connect-src",
+    }  # fmt: skip
+    page.close()
