@@ -30,13 +30,7 @@ struct Packed {  // a matrix in memory of its own, exactly as large as the kerne
     pack_blocks(type, blocks.data(), out, in, 0, m.panels, data.data());
   }
   Packed(WeightType type, std::int64_t out, std::int64_t in, const Floats& b) {
-    m.type = type;
-    m.out = out;
-    m.in = in;
-    m.depth = padded_depth(type, in);
-    m.panels = (out + kPanel - 1) / kPanel;
-    m.panel_bytes = panel_bytes(type, in);
-    m.prepared = prepared_bytes(type, in);
+    m = matrix_of(type, out, in);
     data.resize(m.panels * m.panel_bytes);
     scale.resize(m.panels * kPanel);
     bias.resize(m.panels * kPanel);

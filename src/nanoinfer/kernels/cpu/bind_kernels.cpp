@@ -55,15 +55,9 @@ struct Packed {
   std::vector<float> scale, bias;
 
   Packed(const Stored& weights, const std::optional<Floats1>& b, WeightType type) {
-    m.type = type;
-    m.out = weights.rows;
-    m.in = weights.columns;
-    require(m.out > 0 && m.in > 0, "weights must have at least one output and one input");
-    require(!b || size(*b, 0) == m.out, "bias must have one number for each output");
-    m.depth = padded_depth(type, m.in);
-    m.panels = (m.out + kPanel - 1) / kPanel;
-    m.panel_bytes = panel_bytes(type, m.in);
-    m.prepared = prepared_bytes(type, m.in);
+    require(weights.rows > 0 && weights.columns > 0, "weights must have at least one output and one input");
+    require(!b || size(*b, 0) == weights.rows, "bias must have one number for each output");
+    m = matrix_of(type, weights.rows, weights.columns);
     data.resize(m.panels * m.panel_bytes);
     scale.resize(m.panels * kPanel);
     bias.resize(m.panels * kPanel);

@@ -136,13 +136,7 @@ void Decoder::add_layer(const std::string& prefix, LayerWeights& layer) {
 
 void Decoder::add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias) {
   const auto format = formats_.find(name + ".weight");
-  m.type = format == formats_.end() ? model_.type : format->second;
-  m.out = out;
-  m.in = in;
-  m.depth = padded_depth(m.type, in);
-  m.panels = (out + kPanel - 1) / kPanel;
-  m.panel_bytes = panel_bytes(m.type, in);
-  m.prepared = prepared_bytes(m.type, in);
+  m = matrix_of(format == formats_.end() ? model_.type : format->second, out, in);
   panel_bytes_ += m.panels * m.panel_bytes;
   vector_floats_ += 2 * m.panels * kPanel;
   Slot& slot = slots_[name + ".weight"] = {.matrix = &m, .rows = out, .columns = in};

@@ -335,6 +335,16 @@ std::size_t prepared_bytes(WeightType type, std::int64_t in) {
   }
 }
 
+Matrix matrix_of(WeightType type, std::int64_t out, std::int64_t in) {
+  return {.type = type,
+          .out = out,
+          .in = in,
+          .depth = padded_depth(type, in),
+          .panels = (out + kPanel - 1) / kPanel,
+          .prepared = prepared_bytes(type, in),
+          .panel_bytes = panel_bytes(type, in)};
+}
+
 void read_rows(const Stored& from, std::int64_t begin, std::int64_t end, float* to) {
   switch (from.type) {
     case ValueType::f32: return read_rows_as<F32>(from, begin, end, to);

@@ -26,6 +26,9 @@ std::int64_t padded_depth(WeightType type, std::int64_t in);
 std::size_t panel_bytes(WeightType type, std::int64_t in);
 // Bytes of one prepared row of activations, a multiple of 64.
 std::size_t prepared_bytes(WeightType type, std::int64_t in);
+// A view of a matrix of this shape without its memory, which the owner sets: panels * panel_bytes bytes of data, and
+// panels * kPanel scales and biases.
+Matrix matrix_of(WeightType type, std::int64_t out, std::int64_t in);
 
 // A matrix, or a vector as one row, in the values and strides of a checkpoint. It is not owned and need not be aligned.
 enum class ValueType : int { f32, f16, bf16 };

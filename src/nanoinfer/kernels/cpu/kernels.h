@@ -40,7 +40,7 @@ enum class Norm : int { layer, rms };
 // add: to the output (the residual). multiply: with the output (gated MLPs). soft_cap: cap * tanh(y / cap).
 enum class Epilogue : int { store, gelu_tanh, gelu_erf, silu, relu2, add, multiply, soft_cap };
 
-// Packed weights of y = W x + b. W is (out, in). Outputs are padded with zeros to whole panels, and inputs to `depth`.
+// Packed weights of y = W x + b: a view, whose memory belongs to a Decoder or a test. W is (out, in). Outputs are padded with zeros to whole panels, and inputs to `depth`.
 // A thread reads its panels, and therefore memory, in order.
 struct Matrix {
   WeightType type;
@@ -49,9 +49,9 @@ struct Matrix {
   std::int64_t panels;       // ceil(out / kPanel)
   std::size_t prepared;      // bytes of one row of inputs in the form that the products take
   std::size_t panel_bytes;
-  const std::uint8_t* data;  // (panels, panel_bytes), 64-byte aligned
-  const float* scale;        // (panels * kPanel), scale of each int8 output; unused for other types
-  const float* bias;         // (panels * kPanel), zeros if the layer has no bias
+  const std::uint8_t* data = nullptr;  // (panels, panel_bytes), 64-byte aligned
+  const float* scale = nullptr;        // (panels * kPanel), scale of each int8 output; unused for other types
+  const float* bias = nullptr;         // (panels * kPanel), zeros if the layer has no bias
 };
 
 // Kernels may read, but do not use, prepared rows up to a multiple of 16.
