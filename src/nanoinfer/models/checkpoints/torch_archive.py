@@ -145,26 +145,14 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Sto
     return StoredTensor(storage.file, start, storage.type.dtype, tuple(shape), tuple(strides))
 
 
-def _parameter(tensor: Any, *_: Any) -> Any:
-    return tensor
-
-
-def _device(*_: Any) -> None:
-    return None
-
-
-def _ordered_dict() -> dict[str, Any]:
-    return {}
-
-
 _KNOWN: dict[str, Any] = {
     **{f"torch.{name}Storage": type for name, type in _STORAGES.items()},
     **{f"torch.{type.dtype}": type.dtype for type in _STORAGES.values()},
-    "collections.OrderedDict": _ordered_dict,
+    "collections.OrderedDict": lambda: {},
     "torch.Size": tuple,
-    "torch.device": _device,
+    "torch.device": lambda *_: None,
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
 }
 
 
