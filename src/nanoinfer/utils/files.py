@@ -69,6 +69,10 @@ class RegularFile:
         if self._fd >= 0:
             os.close(self._fd)
 
+    def fileno(self) -> int:
+        """Return the descriptor, which this object closes."""
+        return self._fd
+
     def read(self, start: int, num_bytes: int) -> bytes:
         """Return `num_bytes` bytes from offset `start`. The caller limits num_bytes.
 
