@@ -6,6 +6,9 @@ traceback and exits with code 2, or with 1 for a ResultError. Control characters
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def printable(text: str) -> str:
     """Escape control characters and newlines for a terminal: "\\x1b[31m" -> the eight characters \\x1b[31m."""
@@ -39,6 +42,15 @@ def too_long(num_tokens: str, block_size: int) -> NanoinferError:
         f"the prompt has {num_tokens} tokens, the context length is {block_size}: shorten it, or use"
         " overflow='slide' (--overflow slide), which keeps the last tokens"
     )
+
+
+@contextmanager
+def about(what: str) -> Iterator[None]:
+    """Begin the messages of the errors that the block raises with what they are about: a file, an option."""
+    try:
+        yield
+    except NanoinferError as e:
+        raise NanoinferError(str(e) if str(e).startswith(what) else f"{what}: {e}") from None
 
 
 def missing_extra(package: str, extra: str) -> str:

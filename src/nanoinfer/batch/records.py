@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from nanoinfer import openai_protocol as openai
 from nanoinfer.batch.lines import MAX_LINE_BYTES, Line, Place
@@ -22,28 +22,12 @@ from nanoinfer.openai_protocol import SAMPLING, GenerationRequest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import parse_json
+from nanoinfer.utils.files import decode_utf8, parse_json
 from nanoinfer.utils.json_pieces import plain
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 _OPENAI_KEYS = ("custom_id", "method", "url", "body")
 Record = dict[str, Any]
-
-
-class Form(Protocol):
-    """A line that is being processed: what it asks for, and how its record is written."""
-
-    def request(self, defaults: SamplingParams) -> GenerationRequest:
-        """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
-        ...
-
-    def record(self, outputs: Sequence[RequestOutput]) -> Record:
-        """Return the record of a line that succeeded."""
-        ...
-
-    def error(self, error: NanoinferError) -> Record:
-        """Return the record of a line that failed."""
-        ...
 
 
 def read_form(line: Line, model: str, decode: openai.Decode, several: bool) -> tuple[Form, NanoinferError | None]:
@@ -188,17 +172,17 @@ class OpenAIForm:
         return {"id": f"batch_req_{self._number}", "custom_id": self._id, "response": response, "error": None}
 
 
+Form = OwnForm | OpenAIForm
+"""A line that is being processed: what it asks for, and how its record is written."""
+
+
 def _read_object(line: Line) -> Mapping[str, Any]:
     """Return the JSON object of a line. Raises NanoinferError if it is too long, not UTF-8 or no object."""
     if line.content is None:
         raise NanoinferError(
             f"the line has {line.num_bytes} bytes; the limit is {MAX_LINE_BYTES}: split it, or shorten the prompt"
         )
-    try:
-        text = line.content.decode()
-    except UnicodeDecodeError as e:
-        raise NanoinferError(f"the line is not UTF-8 (byte {e.start}: {e.reason}): convert it") from None
-    found = parse_json(text, "the line is not JSON")
+    found = parse_json(decode_utf8(line.content, "the line"), "the line is not JSON")
     if not isinstance(found, dict):
         raise NanoinferError(f"the line {show(found)} is not a JSON object: write {{'prompt': ...}}")
     return found

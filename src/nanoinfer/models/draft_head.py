@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.config import DTYPES
+from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.checkpoints.load import BUILTIN
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
 from nanoinfer.utils.arrays import Array, HostTensor, to_numpy
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "draft_head.json", "draft_head.safetensors"
 MAX_CONFIG_BYTES = 1 << 16
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -226,10 +226,8 @@ def _read_config(path: Path) -> DraftHeadConfig:
     if not isinstance(raw, dict) or sorted(raw) != sorted(names):
         found = ", ".join(map(show, raw)) if isinstance(raw, dict) else f"a {type(raw).__name__}"
         raise NanoinferError(f"{path} holds {found[:200]}: a draft head's config holds {', '.join(names)}")
-    try:
+    with about(str(path)):
         return DraftHeadConfig(**raw)
-    except NanoinferError as e:
-        raise NanoinferError(f"{path}: {e}") from None
 
 
 def _check_shapes(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], path: Path) -> None:

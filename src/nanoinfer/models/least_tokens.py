@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.models.tokenizer_limits import steps
+from nanoinfer.models.tokenizer_limits import described, steps
 
 if TYPE_CHECKING:
     import tokenizers
@@ -42,16 +42,10 @@ class LongestToken:
         return -(-(len(text.encode(errors="replace")) if self.in_bytes else len(text)) // self.length)
 
 
-def longest_token(
-    core: tokenizers.Tokenizer, vocab: Mapping[str, int], alphabet: Mapping[str, int], parts: Mapping[str, Any]
-) -> LongestToken | None:
+def longest_token(core: tokenizers.Tokenizer, alphabet: Mapping[str, int]) -> LongestToken | None:
     """Return the longest token of a tokenizer; None if the number of tokens has no bound by it.
 
-    Args:
-        core: the tokenizer.
-        vocab: all of its tokens, added ones included.
-        alphabet: the characters that stand for bytes in byte-level tokens.
-        parts: its normalizer and pre_tokenizer, as its tokenizer.json describes them.
+    `alphabet`: the characters that stand for bytes in byte-level tokens.
     """
     model: Any = core.model
     if type(model).__name__ != "BPE" or model.continuing_subword_prefix or model.end_of_word_suffix:
@@ -59,14 +53,15 @@ def longest_token(
     added = core.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None
-    splits = list(steps(parts["pre_tokenizer"]))
+    splits = list(steps(described(core.pre_tokenizer)))
     if any(step["type"] not in _KEEP_ALL or step.get("behavior") == "Removed" for step in splits):
         return None
     in_bytes = any(step["type"] == "ByteLevel" for step in splits)
+    vocab = core.get_vocab(with_added_tokens=True)
     complete = alphabet if in_bytes else {f"<0x{byte:02X}>": byte for byte in range(256)}
     if not complete.keys() <= vocab.keys() or not (in_bytes or model.byte_fallback):
         return None
-    shrinks = [_shrinks(step, in_bytes) for step in steps(parts["normalizer"])]
+    shrinks = [_shrinks(step, in_bytes) for step in steps(described(core.normalizer))]
     if None in shrinks:
         return None
     texts = [core.normalizer.normalize_str(t.content) if t.normalized and core.normalizer else t.content for t in added]

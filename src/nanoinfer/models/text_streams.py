@@ -1,6 +1,7 @@
 """Incremental decoding: turn the output tokens of one sequence into text, token by token.
 
-There is one stream class for each kind of tokenizer (`models.tokenizers`). All emit whole characters only.
+There is one stream class for tokens that are bytes or characters, and one for all others. Both emit whole characters
+only.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nanoinfer.errors import NanoinferError
 
@@ -20,32 +21,17 @@ MISSING = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte token of a byte-fallback decoder
 
 
-def _no_text(token_id: int, vocab_size: int) -> NanoinferError:
+def no_text(token_id: int, vocab_size: int) -> NanoinferError:
+    """Return the error about an id that a tokenizer does not have."""
     return NanoinferError(f"token id {token_id} has no text: the tokenizer has {vocab_size} tokens")
 
 
 def spelled(core: tokenizers.Tokenizer, token_id: int, vocab_size: int) -> str | None:
     """Return the vocabulary's string for a token, None for an id in a gap: 262 -> 'Ġthe'."""
     if not 0 <= token_id < vocab_size:
-        raise _no_text(token_id, vocab_size)
+        raise no_text(token_id, vocab_size)
     token: str | None = core.id_to_token(token_id)
     return token
-
-
-class DecodeStream(Protocol):
-    """Decodes the tokens of one sequence incrementally."""
-
-    def push(self, token_id: int) -> str:
-        """Add a token; return the text that later tokens cannot change (whole characters, possibly empty).
-
-        Raises:
-            NanoinferError: the tokenizer has no token of this id.
-        """
-        ...
-
-    def flush(self) -> str:
-        """Return the remaining text at the end of the sequence; an incomplete character becomes U+FFFD."""
-        ...
 
 
 class Utf8Stream:
@@ -78,13 +64,17 @@ class Utf8Stream:
         self._shown = MISSING if self._inside else ""  # the prompt's text already shows U+FFFD for the tail
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the characters that it completes."""
+        """Add a token; return the characters that it completes, which later tokens cannot change.
+
+        Raises:
+            NanoinferError: the tokenizer has no token of this id.
+        """
         if not self._inside and (text := self._texts.get(token_id)) is not None:
             return text
         return self._decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
-        """Return an incomplete character as U+FFFD."""
+        """Return the remaining text at the end of the sequence: an incomplete character as U+FFFD."""
         return self._decode(b"", final=True)
 
     def _decode(self, data: bytes, final: bool = False) -> str:
@@ -93,23 +83,6 @@ class Utf8Stream:
             text, self._shown = text.removeprefix(self._shown), ""
         self._inside = bool(self._utf8.getstate()[0])
         return text
-
-
-class CharStream:
-    """Stream for tokens that are one character each."""
-
-    def __init__(self, chars: Sequence[str]) -> None:
-        self._chars = chars
-
-    def push(self, token_id: int) -> str:
-        """Return the token's character."""
-        if not 0 <= token_id < len(self._chars):
-            raise _no_text(token_id, len(self._chars))
-        return self._chars[token_id]
-
-    def flush(self) -> str:
-        """Return an empty string: every token is a complete character."""
-        return ""
 
 
 class SuffixStream:
@@ -162,7 +135,7 @@ class SuffixStream:
         return after[len(kept) :], before.endswith(MISSING)
 
     def push(self, token_id: int) -> str:
-        """Add a token; return the text that later tokens cannot change."""
+        """Add a token; return the text that later tokens cannot change (whole characters). Raises as `Utf8Stream`."""
         if spelled(self._core, token_id, self._vocab_size) is None:
             return self.flush() + MISSING
         self._ids.append(token_id)
@@ -179,3 +152,7 @@ class SuffixStream:
         text, _ = self._difference()
         self._ids, self._done = [], 0
         return text
+
+
+DecodeStream = Utf8Stream | SuffixStream
+"""Decodes the tokens of one sequence incrementally."""

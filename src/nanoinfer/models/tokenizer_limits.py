@@ -11,6 +11,7 @@ a second, and the text is refused.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +67,11 @@ def check_growth(spec: dict[str, Any]) -> None:
             raise ValueError(
                 f"{' and '.join(parts)} can make a text more than {MAX_GROWTH} times as long: shorten the inserted text"
             )
+
+
+def described(part: Any) -> Any:
+    """Return a part of a tokenizer (a normalizer, a model, ...) as its tokenizer.json describes it; None for none."""
+    return None if part is None else json.loads(part.__getstate__())
 
 
 def steps(part: Any) -> Iterator[dict[str, Any]]:

@@ -2,9 +2,9 @@
 
 Three classes implement the interface `Tokenizer`:
 
-- `ByteLevelTokenizer`: byte-level BPE, as in GPT-2 and the built-in models; uses the tokenizers library.
+- `GenericTokenizer`: any `tokenizer.json` (WordPiece, SentencePiece); decodes by re-decoding a suffix.
+- `ByteLevelTokenizer`: one with byte-level BPE, as in GPT-2 and the built-in models; decodes bytes.
 - `CharTokenizer`: one token per character, for nanoGPT's `meta.pkl` and `nanoinfer train --tokenizer char`.
-- `GenericTokenizer`: any other `tokenizer.json` (WordPiece, SentencePiece); decodes by re-decoding a suffix.
 
 Covered: any file that the tokenizers library loads. Not covered: SentencePiece `.model` files and tokenizers that are
 Python code.
@@ -12,16 +12,15 @@ Python code.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.least_tokens import LongestToken, longest_token
-from nanoinfer.models.text_streams import MISSING, CharStream, DecodeStream, SuffixStream, Utf8Stream, spelled
+from nanoinfer.models.least_tokens import longest_token
+from nanoinfer.models.text_streams import MISSING, DecodeStream, SuffixStream, Utf8Stream, no_text, spelled
 from nanoinfer.models.tokenizer_limits import (
     MAX_TOKENS,
     MAX_VOCAB_SIZE,
@@ -29,9 +28,10 @@ from nanoinfer.models.tokenizer_limits import (
     VALUES_PER_TOKEN,
     check_growth,
     check_size,
+    described,
 )
 from nanoinfer.utils import processes
-from nanoinfer.utils.files import escaped, parse_json, read_json, read_limited, reason
+from nanoinfer.utils.files import decode_utf8, escaped, parse_json, read_json, read_limited, reason
 
 if TYPE_CHECKING:
     import tokenizers
@@ -90,17 +90,13 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(moved)}
 
 
-class ByteLevelTokenizer:
-    """Byte-level BPE: every token is a byte string, and every text can be tokenized."""
+class GenericTokenizer:
+    """Any tokenizer that the tokenizers library loads."""
 
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         _bound_cache(core)
-        self.core, self._longest = core, _longest_token(core)
+        self.core, self._longest = core, longest_token(core, byte_alphabet())
         self.vocab_size, self.bos_token_id = _table_size(core), _start_token(core)
-        self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str] = {}  # of those that are whole characters
-        self._alphabet = byte_alphabet()
-        self._special = {i: t.content for i, t in core.get_added_tokens_decoder().items()}
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
@@ -109,6 +105,21 @@ class ByteLevelTokenizer:
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that `text` has at least; 0 if no bound is known."""
         return 0 if self._longest is None else self._longest.least_tokens(text)
+
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
+        """Return a new stream for the tokens that follow a prompt."""
+        return SuffixStream(self.core, self.vocab_size, prompt_token_ids)
+
+
+class ByteLevelTokenizer(GenericTokenizer):
+    """Byte-level BPE: every token is a byte string, and every text can be tokenized."""
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        super().__init__(core)
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}  # of those that are whole characters
+        self._alphabet = byte_alphabet()
+        self._special = {i: t.content for i, t in core.get_added_tokens_decoder().items()}
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token: 'Ġthe' -> b' the'; for an added token, its content."""
@@ -148,6 +159,7 @@ class CharTokenizer:
         self.vocab_size = len(self.chars)
         self.bos_token_id: int | None = None
         self._ids = {c: i for i, c in enumerate(self.chars)}
+        self._texts = dict(enumerate(self.chars))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
@@ -163,30 +175,15 @@ class CharTokenizer:
         """Return the number of tokens of `text`."""
         return len(text)
 
-    def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
-        """Return a new stream for the tokens that follow a prompt."""
-        return CharStream(self.chars)
-
-
-class GenericTokenizer:
-    """Any other tokenizer that the tokenizers library loads."""
-
-    def __init__(self, core: tokenizers.Tokenizer) -> None:
-        _bound_cache(core)
-        self.core, self._longest = core, _longest_token(core)
-        self.vocab_size, self.bos_token_id = _table_size(core), _start_token(core)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`."""
-        return _encode(self.core, text)
-
-    def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least; 0 if no bound is known."""
-        return 0 if self._longest is None else self._longest.least_tokens(text)
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token."""
+        if token_id not in self._texts:
+            raise no_text(token_id, self.vocab_size)
+        return self._texts[token_id].encode()
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> DecodeStream:
         """Return a new stream for the tokens that follow a prompt."""
-        return SuffixStream(self.core, self.vocab_size, prompt_token_ids)
+        return Utf8Stream(self.token_bytes, self._texts, self.vocab_size, prompt_token_ids)
 
 
 def _bound_cache(core: tokenizers.Tokenizer) -> None:
@@ -203,11 +200,6 @@ def _table_size(core: tokenizers.Tokenizer) -> int:
     if (size := 1 + max(ids)) > MAX_VOCAB_SIZE:
         raise NanoinferError(f"token id {size - 1} is too large: ids must be less than {MAX_VOCAB_SIZE}")
     return size
-
-
-def _longest_token(core: tokenizers.Tokenizer) -> LongestToken | None:
-    parts = {name: _spec(getattr(core, name)) for name in ("normalizer", "pre_tokenizer")}
-    return longest_token(core, core.get_vocab(with_added_tokens=True), byte_alphabet(), parts)
 
 
 def _start_token(core: tokenizers.Tokenizer) -> int | None:
@@ -277,7 +269,7 @@ def from_json(text: str, source: str) -> Tokenizer:
 
     with explained(f"{escaped(source)} is not a readable tokenizer.json"):
         core = tokenizers.Tokenizer.from_str(text)  # the vocabulary is parsed once, by the library
-        spec = {name: _spec(getattr(core, name)) for name in ("normalizer", "pre_tokenizer", "decoder")}
+        spec = {name: described(getattr(core, name)) for name in ("normalizer", "pre_tokenizer", "decoder")}
         check_growth(spec)
         core.no_truncation()
         core.no_padding()
@@ -286,23 +278,18 @@ def from_json(text: str, source: str) -> Tokenizer:
 
 def from_core(core: tokenizers.Tokenizer) -> Tokenizer:
     """Return the tokenizer around one of the tokenizers library, of the class that fits its decoder."""
-    decoder = (_spec(core.decoder) or {}).get("type")
+    decoder = (described(core.decoder) or {}).get("type")
     if decoder == "Fuse" and (chars := _chars(core)) is not None:
         return CharTokenizer(chars)
     return ByteLevelTokenizer(core) if decoder == "ByteLevel" else GenericTokenizer(core)
 
 
-def _spec(part: Any) -> Any:
-    """Return a part of a tokenizer (a normalizer, a model, ...) as its tokenizer.json describes it; None for none."""
-    return None if part is None else json.loads(part.__getstate__())
-
-
 def _chars(core: tokenizers.Tokenizer) -> list[str] | None:
     """Return the characters of a vocabulary that `char_to_json` wrote; None for any other tokenizer."""
-    model = _spec(core.model)
+    model = described(core.model)
     if model["type"] != "BPE" or model["merges"]:
         return None
-    return _in_order(core.get_vocab(with_added_tokens=False))  # not the model's, which lists one token for each id
+    return in_order(core.get_vocab(with_added_tokens=False))  # not the model's, which lists one token for each id
 
 
 def _read_table(path: Path, what: str, num_tokens: int) -> bytes:
@@ -318,19 +305,33 @@ def _read_table(path: Path, what: str, num_tokens: int) -> bytes:
 
 def from_file(path: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer:
     """Return the tokenizer in a tokenizer.json for a model of `num_tokens` tokens."""
-    raw = _read_table(path, "a tokenizer", num_tokens)
-    try:
-        return from_json(raw.decode(), str(path))
-    except UnicodeDecodeError as e:
-        raise NanoinferError(f"{escaped(path)} is not UTF-8 (byte {e.start}: {e.reason})") from None
+    return from_json(decode_utf8(_read_table(path, "a tokenizer", num_tokens), escaped(path)), str(path))
 
 
-def _in_order(vocab: dict[str, int]) -> list[str]:
-    """Return the characters in order of their ids: {"b": 1, "a": 0} -> ["a", "b"]. Raises ValueError on gaps."""
-    chars = {i: c for c, i in vocab.items()}
-    if sorted(chars) != list(range(len(vocab))):
-        raise ValueError("token ids are not 0, 1, 2, ... without gaps")
-    return [chars[i] for i in range(len(chars))]
+def in_order(ids: Mapping[Any, Any], first: int = 0, kind: type = str) -> list[Any]:
+    """Return tokens in order of their ids: {"b": 1, "a": 0} -> ["a", "b"]. Raises ValueError on gaps."""
+    tokens = {i: token for token, i in ids.items() if isinstance(token, kind) and token and type(i) is int}
+    if len(tokens) != len(ids) or sorted(tokens) != list(range(first, first + len(ids))):
+        raise ValueError(f"its tokens are not {kind.__name__} with the ids {first}, {first + 1}, ... without gaps")
+    return [tokens[first + i] for i in range(len(tokens))]
+
+
+def byte_level(model: tokenizers.models.Model, patterns: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """Return a byte-level tokenizer with a model of merges.
+
+    Args:
+        model: of characters that stand for bytes.
+        patterns: split text before it, each the pieces of the one before; none: GPT-2's.
+    """
+    import tokenizers
+    from tokenizers import decoders, pre_tokenizers
+
+    core = tokenizers.Tokenizer(model)
+    steps = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in patterns]
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)
+    core.pre_tokenizer = pre_tokenizers.Sequence([*steps, whole]) if patterns else whole
+    core.decoder = decoders.ByteLevel()
+    return core
 
 
 def from_folder(folder: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer | None:
@@ -343,8 +344,7 @@ def from_folder(folder: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer | None:
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if not (vocab.is_file() and merges.is_file()):
         return None
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import models
 
     complaint = f"{escaped(vocab)} and {escaped(merges)} are not BPE tables"
     raw = _read_table(merges, "a table of merges", num_tokens)
@@ -352,9 +352,7 @@ def from_folder(folder: Path, num_tokens: int = MAX_TOKENS) -> Tokenizer | None:
     with explained(complaint):
         lines = [line for line in raw.decode().split("\n") if line and not line.startswith("#version")]
         pairs = [(left, right) for left, right in (line.rstrip("\r").split(" ") for line in lines)]
-        core = tokenizers.Tokenizer(models.BPE(ids, pairs))
-        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        core.decoder = decoders.ByteLevel()
+        core = byte_level(models.BPE(ids, pairs))
         if (eot := core.token_to_id("<|endoftext|>")) is not None:
             core.add_special_tokens([core.id_to_token(eot)])
         if (bos := _configured_start(folder)) is not None and (token_id := core.token_to_id(bos)) is not None:
@@ -379,7 +377,7 @@ def to_json(tokenizer: Tokenizer) -> str:
     """Return the content of the tokenizer.json for a tokenizer."""
     if isinstance(tokenizer, CharTokenizer):
         return char_to_json(tokenizer.chars)
-    assert isinstance(tokenizer, (ByteLevelTokenizer, GenericTokenizer))
+    assert isinstance(tokenizer, GenericTokenizer)
     text: str = tokenizer.core.to_str()
     return text
 

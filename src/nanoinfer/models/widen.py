@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.weights import Weights
-from nanoinfer.models.parameters import shapes
+from nanoinfer.models.parameters import LAYER, shapes
 from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import require_int
 
@@ -78,26 +78,12 @@ def widen(weights: Weights, *, n_embd: int, n_layer: int) -> Weights:
 
     def read() -> Iterator[tuple[str, HostTensor]]:
         for name in shapes(config):
-            prefix, layer, rest = _split(name)
-            values = _copy(
-                name,
-                source[name if layer is None else f"{prefix}{layer % layers}{rest}"],
-                r,
-                tied=config.tie_word_embeddings,
-            )
-            added = layer is not None and layer >= layers
+            copied = LAYER.sub(lambda m: f"transformer.h.{int(m[1]) % layers}.", name)  # an added layer is a copy
+            values = _copy(name, source[copied], r, tied=config.tie_word_embeddings)
+            added = copied != name
             yield name, HostTensor(np.zeros_like(values) if added and ".c_proj." in name else values, "float32")
 
     return Weights(config, weights.dtype, read)
-
-
-def _split(name: str) -> tuple[str, int | None, str]:
-    """Split a name at its layer index: "transformer.h.3.ln_1.bias" -> ("transformer.h.", 3, ".ln_1.bias")."""
-    prefix = "transformer.h."
-    if not name.startswith(prefix):
-        return name, None, ""
-    layer, _, rest = name.removeprefix(prefix).partition(".")
-    return prefix, int(layer), f".{rest}"
 
 
 def _copy(name: str, w: NDArray[np.float32], r: int, *, tied: bool) -> NDArray[np.float32]:

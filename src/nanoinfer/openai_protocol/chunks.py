@@ -15,6 +15,7 @@ from nanoinfer.openai_protocol.responses import (
     PromptPart,
     chat_logprobs,
     completion_logprobs,
+    head,
     num_values,
     token_counts,
     token_fields,
@@ -39,13 +40,8 @@ class ChunkWriter:
         self, request: GenerationRequest, *, request_id: str, model: str, created: int, decode: Decode
     ) -> None:
         self._request, self._decode = request, decode
-        head = {
-            "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{request_id}",
-            "object": "chat.completion.chunk" if request.chat else "text_completion",
-            "created": created,
-            "model": model,
-        }
-        self._head = f'data: {encode(head)[:-1]},"choices":['
+        begin = encode(head(request, request_id, model, created, ".chunk"))
+        self._head = f'data: {begin[:-1]},"choices":['
         self._name = "delta" if request.chat else "text"
         self._end = ',"usage":null}\n\n' if request.include_usage else "}\n\n"  # of a chunk without token counts
         self._begins = request.chat or request.echo or request.return_token_ids
@@ -67,7 +63,7 @@ class ChunkWriter:
         Raises:
             ResultError: a log-probability is not finite.
         """
-        return "".join(self._chunks(found, _at_once)).encode(errors="backslashreplace")
+        return "".join(self._chunks(found, lambda document: (encode(document),))).encode(errors="backslashreplace")
 
     def strings(self, found: Outputs) -> Iterator[str]:
         """Yield the chunks of new outputs, which are large, in short strings. Raises as `write`."""
@@ -161,7 +157,3 @@ class ChunkWriter:
 
     def _counts(self) -> str:
         return encode(token_counts(*self.num_tokens))
-
-
-def _at_once(document: Any) -> Iterable[str]:
-    return (encode(document),)

@@ -40,17 +40,19 @@ def response_body(
     for output in outputs:
         prompt = PromptPart(request, output, decode)
         choices += [_choice(request, o, prompt) for o in output.outputs]
-    body: dict[str, Any] = {
-        "id": f"{'chatcmpl' if request.chat else 'cmpl'}-{request_id}",
-        "object": "chat.completion" if request.chat else "text_completion",
-        "created": created,
-        "model": model,
+    body = head(request, request_id, model, created) | {
         "choices": tuple({"index": i, **choice} for i, choice in enumerate(choices)),
         "usage": usage(outputs, request.prompt_only),
     }
     if request.chat and request.return_token_ids:
         body["prompt_token_ids"] = outputs[0].prompt_token_ids
     return body
+
+
+def head(request: GenerationRequest, request_id: str, model: str, created: int, suffix: str = "") -> dict[str, Any]:
+    """Return the fields that describe a response, or with `suffix` a chunk of a chat's. Args as for `response_body`."""
+    id_, kind = ("chatcmpl", f"chat.completion{suffix}") if request.chat else ("cmpl", "text_completion")
+    return {"id": f"{id_}-{request_id}", "object": kind, "created": created, "model": model}
 
 
 def num_values(

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.server import page_routes
 from nanoinfer.server.access_log import AccessLog, LogRequests
 from nanoinfer.server.auth import RequireKey
 from nanoinfer.server.config import ServerConfig
-from nanoinfer.server.http import App, Receive, Scope, Send
 from nanoinfer.server.limits import BoundRequests
 from nanoinfer.server.openapi import document
 from nanoinfer.server.origins import CheckOrigins
@@ -22,7 +22,7 @@ from nanoinfer.server.table import ROUTES, RouteSpec
 from nanoinfer.utils.json_pieces import json_bytes
 
 
-def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None = None) -> App:
+def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None = None) -> ASGIApp:
     """Return the ASGI application that serves a model.
 
     Args:
@@ -39,7 +39,7 @@ def build_app(llm: AsyncLLM, config: ServerConfig, access_log: AccessLog | None 
         await router(scope, receive, send)
 
     # Around the routes, the innermost first. BoundRequests answers their exceptions.
-    app: App = BoundRequests(routed, config)
+    app: ASGIApp = BoundRequests(routed, config)
     app = RequireKey(app, config.api_key)
     app = CheckOrigins(app, config.host, config.allowed_host, config.allowed_origin)
 

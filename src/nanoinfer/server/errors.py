@@ -12,6 +12,7 @@ from starlette.types import Scope, Send
 from nanoinfer import openai_protocol
 from nanoinfer.entrypoints.async_engine import CLOSED
 from nanoinfer.errors import NanoinferError, QueueFull
+from nanoinfer.server.http import respond
 
 log = logging.getLogger("nanoinfer.server")
 
@@ -53,11 +54,8 @@ class Refusal:
 
     async def send(self, send: Send) -> None:
         """Send it as the whole response."""
-        content = self.content
-        headers = [("content-type", "application/json"), ("content-length", str(len(content))), *self.headers]
-        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-        await send({"type": "http.response.start", "status": self.status, "headers": raw})
-        await send({"type": "http.response.body", "body": content})
+        raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers]
+        await respond(send, self.content, self.status, headers=raw)
 
 
 def too_many(message: str) -> Refusal:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
+
 from nanoinfer.entrypoints.async_streams import MergedStreams
 from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol import (
@@ -19,7 +21,7 @@ from nanoinfer.openai_protocol import (
 )
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.server.auth import combined_salt
-from nanoinfer.server.http import EVENTS, LARGE_VALUES, Receive, Scope, Send
+from nanoinfer.server.http import EVENTS, LARGE_VALUES
 from nanoinfer.server.limits import TokenBounds, check_request
 from nanoinfer.server.service import Service, new_id
 from nanoinfer.utils.json_pieces import json_bytes

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from starlette.types import Receive, Send
+
 from nanoinfer.errors import NanoinferError
-from nanoinfer.openai_protocol import FieldError
-from nanoinfer.server.limits import check_json
-from nanoinfer.utils.files import parse_json
+from nanoinfer.utils.files import decode_utf8, parse_json
 from nanoinfer.utils.json_pieces import json_bytes, json_pieces, json_strings
 from nanoinfer.utils.workers import Workers
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 T = TypeVar("T")
 
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 LARGE_BYTES = 1 << 16  # of a body that is read in a thread, because it takes more than a few milliseconds
 LARGE_VALUES = 1 << 12  # numbers and strings of a response that is written in a thread
+MAX_JSON_DEPTH = 64
+MAX_JSON_CONTAINERS = 1 << 16
+_PART_BYTES = 1 << 16  # that one call splits: each holds the interpreter's lock
+_NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
+_OPENS = bytes(c in b"[{" for c in range(256))
 
 
 class Bodies:
@@ -84,15 +84,36 @@ def _without_frames(call: Callable[[], T]) -> T:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
-    try:
-        text = body.decode()
-    except UnicodeDecodeError as e:
-        raise FieldError(f"the body is not UTF-8 (byte {e.start}: {e.reason}): convert it", None) from None
-    check_json(body)
+    text = decode_utf8(body, "the body")
+    _check_json(body)
     found = parse_json(text, "the body is not JSON")
     if not isinstance(found, dict):
-        raise FieldError("the body is not a JSON object: send {'model': ...}", None)
+        raise NanoinferError("the body is not a JSON object: send {'model': ...}")
     return found
+
+
+def _check_json(body: bytes) -> None:
+    """Check the lists and objects of JSON in UTF-8 before it is parsed. Brackets in strings do not count.
+
+    Raises:
+        NanoinferError: they nest deeper than MAX_JSON_DEPTH, or there are more than MAX_JSON_CONTAINERS.
+    """
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+        return
+    brackets, inside = bytearray(), 0
+    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    for at in range(0, len(body), _PART_BYTES):
+        parts = body[at : at + _PART_BYTES].split(b'"')
+        brackets += b"".join(parts[inside::2]).translate(None, _NOT_BRACKETS)
+        inside = (inside + len(parts) - 1) % 2
+    count = brackets.count(b"[") + brackets.count(b"{")
+    if count > MAX_JSON_CONTAINERS:
+        raise NanoinferError(f"the body has {count} lists and objects; the limit is {MAX_JSON_CONTAINERS}: send fewer")
+    depth = 0
+    for opens in brackets.translate(_OPENS):
+        depth += 1 if opens else -1
+        if depth > MAX_JSON_DEPTH:
+            raise NanoinferError(f"the body is not JSON of at most {MAX_JSON_DEPTH} levels: it nests deeper")
 
 
 async def respond(
@@ -101,17 +122,11 @@ async def respond(
     status: int = 200,
     *,
     content_type: bytes = JSON,
-    headers: tuple[tuple[bytes, bytes], ...] = (),
+    headers: Iterable[tuple[bytes, bytes]] = (),
 ) -> None:
     """Send a whole response."""
-    length = (b"content-length", str(len(body)).encode())
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [(b"content-type", content_type), length, *headers],
-        }
-    )
+    about_body = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": [*about_body, *headers]})
     await send({"type": "http.response.body", "body": body})
 
 

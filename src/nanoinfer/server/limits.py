@@ -21,42 +21,13 @@ from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.errors import Refusal, headers_too_large, internal_error, refusal_of, too_many, unexpected
 from nanoinfer.utils.files import escaped
 
-MAX_JSON_DEPTH = 64
-MAX_JSON_CONTAINERS = 1 << 16
 MAX_SLIDING_TOKENS = 1 << 20
 """Prompt tokens times n or best_of, where overflow=slide permits more than the context length: of all requests."""
 NUM_ENTRIES_IN_FLIGHT = 4
 """Times max_logprob_entries that all requests may hold."""
-_PART_BYTES = 1 << 16  # that one call splits: each holds the interpreter's lock
-_NOT_BRACKETS = bytes(c for c in range(256) if c not in b"[]{}")
-_OPENS = bytes(c in b"[{" for c in range(256))
 
 
 # For the routes ------------------------------------------------------------------------------------------
-
-
-def check_json(body: bytes) -> None:
-    """Check the lists and objects of JSON in UTF-8 before it is parsed. Brackets in strings do not count.
-
-    Raises:
-        NanoinferError: they nest deeper than MAX_JSON_DEPTH, or there are more than MAX_JSON_CONTAINERS.
-    """
-    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
-        return
-    brackets, inside = bytearray(), 0
-    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    for at in range(0, len(body), _PART_BYTES):
-        parts = body[at : at + _PART_BYTES].split(b'"')
-        brackets += b"".join(parts[inside::2]).translate(None, _NOT_BRACKETS)
-        inside = (inside + len(parts) - 1) % 2
-    count = brackets.count(b"[") + brackets.count(b"{")
-    if count > MAX_JSON_CONTAINERS:
-        raise NanoinferError(f"the body has {count} lists and objects; the limit is {MAX_JSON_CONTAINERS}: send fewer")
-    depth = 0
-    for opens in brackets.translate(_OPENS):
-        depth += 1 if opens else -1
-        if depth > MAX_JSON_DEPTH:
-            raise NanoinferError(f"the body is not JSON of at most {MAX_JSON_DEPTH} levels: it nests deeper")
 
 
 def check_request(request: GenerationRequest, config: ServerConfig, block_size: int) -> None:

@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError, ResultError
-from nanoinfer.outputs import RequestOutput
+from nanoinfer.outputs import RequestMetrics, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server.access_log import count_tokens
 
@@ -28,22 +28,28 @@ PREFIX = "nanoinfer:"
 _SHORT_SEC = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG_SEC = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKENS = tuple(m * 10**e for e in range(5) for m in (1, 2, 5))
-_HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
-    "time_to_first_token_seconds": ("Time from a request's arrival to its first token.", _LONG_SEC),
+_Value = Callable[[RequestMetrics, SamplingParams], float | None]
+_HISTOGRAMS: dict[str, tuple[str, Sequence[float], _Value | None]] = {
+    "time_to_first_token_seconds": (
+        "Time from a request's arrival to its first token.", _LONG_SEC, lambda m, p: m.ttft_sec),
     "inter_token_latency_seconds": (
-        "Time between two outputs of a stream, as the event loop receives them.",
-        _SHORT_SEC,
-    ),
-    "request_time_per_output_token_seconds": ("Mean time of a request's tokens after the first.", _SHORT_SEC),
-    "e2e_request_latency_seconds": ("Time from a request's arrival to its last token.", _LONG_SEC),
-    "request_queue_time_seconds": ("Time from a request's arrival to its first step.", _LONG_SEC),
-    "request_prefill_time_seconds": ("Time from a request's first step to its first token.", _LONG_SEC),
-    "request_decode_time_seconds": ("Time from a request's first token to its last.", _LONG_SEC),
-    "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
-    "request_generation_tokens": ("Generated tokens of a request.", _TOKENS),
-    "request_params_n": ("Outputs that a request asks for.", (1, 2, 5, 10, 20, 50, 100)),
-    "request_params_max_tokens": ("max_tokens of a request, if it is given.", _TOKENS),
-}
+        "Time between two outputs of a stream, as the event loop receives them.", _SHORT_SEC, None),
+    "request_time_per_output_token_seconds": (
+        "Mean time of a request's tokens after the first.", _SHORT_SEC, lambda m, p: m.tpot_sec),
+    "e2e_request_latency_seconds": (
+        "Time from a request's arrival to its last token.", _LONG_SEC, lambda m, p: m.total_sec),
+    "request_queue_time_seconds": (
+        "Time from a request's arrival to its first step.", _LONG_SEC, lambda m, p: m.queue_sec),
+    "request_prefill_time_seconds": (
+        "Time from a request's first step to its first token.", _LONG_SEC, lambda m, p: m.ttft_sec - m.queue_sec),
+    "request_decode_time_seconds": (
+        "Time from a request's first token to its last.", _LONG_SEC, lambda m, p: m.total_sec - m.ttft_sec),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS, lambda m, p: m.num_prompt_tokens),
+    "request_generation_tokens": ("Generated tokens of a request.", _TOKENS, lambda m, p: m.num_output_tokens),
+    "request_params_n": ("Outputs that a request asks for.", (1, 2, 5, 10, 20, 50, 100), lambda m, p: p.n),
+    "request_params_max_tokens": ("max_tokens of a request, if it is given.", _TOKENS, lambda m, p: p.max_tokens),
+}  # fmt: skip
+"""Name -> help text, buckets, and the value of a request that has ended, if it has one."""
 _SPECULATION = {
     "spec_decode_num_drafts": "Steps that verified a draft.",
     "spec_decode_num_draft_tokens": "Proposed tokens that were verified.",
@@ -71,7 +77,7 @@ class Metrics:
             return made if labels else made.labels(model_name)
 
         self._histograms = {
-            name: make(Histogram, name, doc, buckets=buckets) for name, (doc, buckets) in _HISTOGRAMS.items()
+            name: make(Histogram, name, doc, buckets=buckets) for name, (doc, buckets, _) in _HISTOGRAMS.items()
         }
         self._speculation = {name: make(Counter, name, doc) for name, doc in _SPECULATION.items()}
         finished = make(Counter, "request_success", "Requests that have ended, by finish reason.", ("finished_reason",))
@@ -117,18 +123,9 @@ class Metrics:
         """Observe the last output of a request."""
         metrics = output.metrics
         self._finished[_finish_reason(output)].inc()
-        self.observe("time_to_first_token_seconds", metrics.ttft_sec)
-        if metrics.tpot_sec is not None:
-            self.observe("request_time_per_output_token_seconds", metrics.tpot_sec)
-        self.observe("e2e_request_latency_seconds", metrics.total_sec)
-        self.observe("request_queue_time_seconds", metrics.queue_sec)
-        self.observe("request_prefill_time_seconds", metrics.ttft_sec - metrics.queue_sec)
-        self.observe("request_decode_time_seconds", metrics.total_sec - metrics.ttft_sec)
-        self.observe("request_prompt_tokens", metrics.num_prompt_tokens)
-        self.observe("request_generation_tokens", metrics.num_output_tokens)
-        self.observe("request_params_n", params.n)
-        if params.max_tokens is not None:
-            self.observe("request_params_max_tokens", params.max_tokens)
+        for name, (_, _, read) in _HISTOGRAMS.items():
+            if read is not None and (value := read(metrics, params)) is not None:
+                self.observe(name, value)
         if (found := metrics.speculation) is not None:
             counts = (found.num_verify_steps, found.num_proposed, found.num_accepted)
             for name, count in zip(_SPECULATION, counts, strict=True):

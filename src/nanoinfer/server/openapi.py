@@ -24,20 +24,11 @@ _FORMS: dict[str, dict[str, Any]] = {
     "overflow": {"type": "string", "enum": list(OVERFLOWS)},
 }
 """Schemas of fields of SamplingParams whose types do not say what JSON may have."""
+_TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+_INNER = {"message": _TEXT, "type": _TEXT, "param": _TEXT_OR_NULL, "code": _TEXT_OR_NULL}
 _ERROR = {
     "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
+    "properties": {"error": {"type": "object", "properties": _INNER, "required": [*_INNER]}},
     "required": ["error"],
 }
 

@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from starlette.types import Receive, Scope, Send
+
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, error_object
 from nanoinfer.openai_protocol.tokens import parse_detokenize, parse_tokenize
-from nanoinfer.server.http import Receive, Scope, Send, respond, respond_json
+from nanoinfer.server.http import respond, respond_json
 from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE
 from nanoinfer.server.service import Service
 

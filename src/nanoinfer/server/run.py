@@ -15,6 +15,7 @@ from types import FrameType
 
 import anyio
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError, printable
@@ -24,7 +25,7 @@ from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.connections import BoundedServer, uvicorn_options
 from nanoinfer.server.descriptors import with_max_connections
-from nanoinfer.server.http import App, Message, Receive, Scope, Send, respond_json
+from nanoinfer.server.http import respond_json
 from nanoinfer.server.service import names_of
 from nanoinfer.utils.files import escaped, reason
 
@@ -104,7 +105,7 @@ async def _import_all() -> None:
 class _Server(BoundedServer):
     """uvicorn's server, without its log and with exit code 0 after a signal."""
 
-    def __init__(self, app: App, config: ServerConfig, ready: str) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, ready: str) -> None:
         self._ready = ready
         self.num_cut = 0
         """Number of requests that did not end within the time limit of the shutdown."""
@@ -117,7 +118,7 @@ class _Server(BoundedServer):
             )
         )
 
-    def _until_the_end(self, app: App) -> App:
+    def _until_the_end(self, app: ASGIApp) -> ASGIApp:
         """Return an application that answers 503 to the requests that the shutdown's time limit has cancelled."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:

@@ -81,30 +81,14 @@ class Service:
             check: is called with the number of tokens of each prompt, as in `AsyncLLM.generate`.
         """
         kind = "delta" if request.stream else "final_only"
+        options: dict[str, Any] = {"priority": request.priority, "output_kind": kind, "check": check}
         if request.chat:
-            return [
-                self.llm.chat(
-                    request.messages,
-                    request.params,
-                    request_id,
-                    add_generation_prompt=request.add_generation_prompt,
-                    chat_template_kwargs=request.chat_template_kwargs,
-                    cache_salt=salt,
-                    priority=request.priority,
-                    output_kind=kind,
-                    check=check,
-                )
-            ]
+            options |= {"chat_template_kwargs": request.chat_template_kwargs, "cache_salt": salt}
+            options["add_generation_prompt"] = request.add_generation_prompt
+            return [self.llm.chat(request.messages, request.params, request_id, **options)]
         salted = {} if salt is None else {"cache_salt": salt}
         return [
-            self.llm.generate(
-                {**prompt, **salted},
-                request.params,
-                f"{request_id}-{i}",
-                priority=request.priority,
-                output_kind=kind,
-                check=check,
-            )
+            self.llm.generate({**prompt, **salted}, request.params, f"{request_id}-{i}", **options)
             for i, prompt in enumerate(request.prompts)
         ]
 

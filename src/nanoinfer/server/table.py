@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from starlette.types import Receive, Scope, Send
+
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS
 from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE
 from nanoinfer.server import generation, routes
-from nanoinfer.server.http import Receive, Scope, Send
 from nanoinfer.server.service import Service
 
 Handler = Callable[[Service, Scope, Receive, Send], Awaitable[None]]

@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoinfer.errors import NanoinferError, missing_extra, one_line
+from nanoinfer.errors import NanoinferError, about, missing_extra, one_line
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling_params import StructuredOutputsParams
 from nanoinfer.structured import schemas
@@ -67,9 +67,9 @@ class Grammars:
 
     def _start(self) -> None:
         self._generation = processes.generation()
-        self._lock = threading.Lock()
+        self._lock, self._making = threading.Lock(), threading.Lock()
         self._cached: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
-        self._vocabulary: Future[llguidance.LLTokenizer] | None = None
+        self._vocabulary: llguidance.LLTokenizer | None = None
         self._workers = Workers("nanoinfer-masks", 1, around=processes.computing)
         self._freed = FreedMemory(self._workers)
 
@@ -125,10 +125,8 @@ class Grammars:
             raise NanoinferError(f"{name}: {explain(answer['error'])}")
         num_bytes = answer["num_bytes"] or UNMEASURED_BYTES
         grammar = Grammar(answer["lark"], vocabulary, self._model.vocab_size, num_bytes, self._workers, self._freed)
-        try:
+        with about(name):
             first_mask = grammar.lexer().first_mask
-        except NanoinferError as e:
-            raise NanoinferError(f"{name}: {e}") from None
         if not first_mask[: self._model.vocab_size].any():
             raise NanoinferError(
                 f"{name}: only the empty output matches it, or no token of the model begins one that does: change it"
@@ -142,19 +140,10 @@ class Grammars:
         tokenizer = self._model.tokenizer
         if tokenizer is None:
             raise NanoinferError(f"structured_outputs requires a tokenizer: {self._model.no_tokenizer_reason}")
-        with self._lock:
+        with self._making:
             if self._vocabulary is None:
-                self._vocabulary, is_new = Future(), True
-            else:
-                is_new = False
-            made = self._vocabulary
-        if is_new:
-            try:
-                made.set_result(vocabulary.build(tokenizer, self._model.vocab_size, self._model.end_token_ids))
-            except BaseException as e:
-                self._vocabulary = None
-                made.set_exception(e)
-        return made.result()
+                self._vocabulary = vocabulary.build(tokenizer, self._model.vocab_size, self._model.end_token_ids)
+            return self._vocabulary
 
 
 def to_text(wanted: StructuredOutputsParams) -> str:

@@ -212,7 +212,8 @@ class MaskedRows:
         """Sequences for which there is no mask, with the reason."""
         self._num_masked: dict[object, int] = {}
         self._raw: dict[object, NDArray[Any]] = {}
-        self.logits = _writable(logits)
+        in_place = isinstance(logits, np.ndarray) and logits.flags.writeable
+        self.logits: Any = logits if in_place else _clone(logits)
         at = 0
         for row, proposal in groups:
             count = 1 + (len(proposal.token_ids) if proposal is not None else 0)
@@ -241,11 +242,6 @@ class MaskedRows:
                 some = add_logprobs(raw, [found.token_id for found in some], [row] * len(some))
             finished.append(some)
         return finished
-
-
-def _writable(logits: Array) -> Any:
-    """Return the logits where they can be changed: themselves, or a copy of a tensor."""
-    return logits if isinstance(logits, np.ndarray) and logits.flags.writeable else _clone(logits)
 
 
 def _clone(array: Any) -> Any:

@@ -49,7 +49,7 @@ class _Table:
 def _special(tokenizer: Tokenizer, vocab_size: int) -> set[int]:
     if isinstance(tokenizer, CharTokenizer):
         return set()
-    assert isinstance(tokenizer, (ByteLevelTokenizer, GenericTokenizer))
+    assert isinstance(tokenizer, GenericTokenizer)
     added: dict[int, Any] = tokenizer.core.get_added_tokens_decoder()
     return {i for i, token in added.items() if token.special and i < vocab_size}
 
@@ -58,7 +58,7 @@ def _bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     """Return the bytes that each token adds to a text; none for an id in a gap of the vocabulary."""
     if isinstance(tokenizer, CharTokenizer):
         return [c.encode() for c in tokenizer.chars[:vocab_size]]
-    assert isinstance(tokenizer, (ByteLevelTokenizer, GenericTokenizer))
+    assert isinstance(tokenizer, GenericTokenizer)
     spelled = [tokenizer.core.id_to_token(i) for i in range(vocab_size)]
     if isinstance(tokenizer, ByteLevelTokenizer):
         return [b"" if token is None else tokenizer.token_bytes(i) for i, token in enumerate(spelled)]

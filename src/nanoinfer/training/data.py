@@ -38,12 +38,9 @@ def split_texts(texts: Sequence[str], val_fraction: float) -> tuple[list[str], l
 
 def train_bpe(texts: Sequence[str], vocab_size: int) -> str:
     """Return the tokenizer.json of a byte-level BPE trained on `texts`. It can encode any UTF-8 text."""
-    import tokenizers as hf
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import models, pre_tokenizers, trainers
 
-    core = hf.Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
+    core = tokenizers.byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )

@@ -69,6 +69,10 @@ class RegularFile:
         if self._fd >= 0:
             os.close(self._fd)
 
+    def fileno(self) -> int:
+        """Return the descriptor, which this object closes."""
+        return self._fd
+
     def read(self, start: int, num_bytes: int) -> bytes:
         """Return `num_bytes` bytes from offset `start`. The caller limits num_bytes.
 
@@ -135,10 +139,15 @@ def read_text(path: Path, what: str = "a text") -> str:
     Raises:
         NanoinferError: as `read_limited`, or the content is not UTF-8.
     """
+    return decode_utf8(read_limited(path, MAX_TEXT_BYTES, what), escaped(path))
+
+
+def decode_utf8(content: bytes, what: str) -> str:
+    """Return the text of bytes; `what` names them in the error. Raises NanoinferError if they are not UTF-8."""
     try:
-        return read_limited(path, MAX_TEXT_BYTES, what).decode()
+        return content.decode()
     except UnicodeDecodeError as e:
-        raise NanoinferError(f"{escaped(path)} is not UTF-8 (byte {e.start}: {e.reason}): convert it") from None
+        raise NanoinferError(f"{what} is not UTF-8 (byte {e.start}: {e.reason}): convert it") from None
 
 
 def read_json(path: Path, limit: int, what: str) -> Any:
@@ -149,6 +158,14 @@ def read_json(path: Path, limit: int, what: str) -> Any:
             of more than MAX_JSON_DIGITS characters.
     """
     return parse_json(read_limited(path, limit, what), f"{escaped(path)} cannot be read as {what}")
+
+
+def read_object(path: Path, limit: int, what: str) -> dict[str, Any]:
+    """Return the content of a JSON file that is an object. Raises NanoinferError as `read_json`, or if it is none."""
+    found = read_json(path, limit, what)
+    if not isinstance(found, dict):
+        raise NanoinferError(f"{escaped(path)} contains a {type(found).__name__}: it is not a JSON object")
+    return found
 
 
 def parse_json(text: str | bytes, complaint: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.chat_template import MAX_TEMPLATE
-from nanoinfer.utils.files import escaped, parse_json, read_limited
+from nanoinfer.utils.files import decode_utf8, escaped, read_limited, read_object
 
 FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json", "special_tokens_map.json")
 GENERATION_CONFIG = "generation_config.json"
@@ -33,11 +33,7 @@ def read(folder: Path) -> tuple[str | None, dict[str, str]]:
     tokenizer, special = _read_object(folder / FILES[1]), _read_object(folder / FILES[3])
     tokens = {name: text for name in SPECIAL_TOKENS if (text := _text(tokenizer.get(name, special.get(name))))}
     if (path := folder / FILES[0]).is_file():
-        raw = read_limited(path, 4 * MAX_TEMPLATE, "a chat template")
-        try:
-            return raw.decode(), tokens
-        except UnicodeDecodeError as e:
-            raise NanoinferError(f"{escaped(path)} is not UTF-8 (byte {e.start}: {e.reason})") from None
+        return decode_utf8(read_limited(path, 4 * MAX_TEMPLATE, "a chat template"), escaped(path)), tokens
     for path, found in ((folder / FILES[1], tokenizer), (folder / FILES[2], _read_object(folder / FILES[2]))):
         if (template := found.get("chat_template")) is not None:
             return _default(template, path), tokens
@@ -66,12 +62,7 @@ def to_files(
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    found = parse_json(read_limited(path, MAX_BYTES, "a JSON file"), f"{escaped(path)} cannot be read")
-    if not isinstance(found, dict):
-        raise NanoinferError(f"{escaped(path)} is not a JSON object")
-    return found
+    return read_object(path, MAX_BYTES, "a JSON file") if path.is_file() else {}
 
 
 def _text(token: Any) -> str | None:

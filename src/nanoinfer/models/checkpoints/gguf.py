@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.checkpoints.gguf_file import GGUFFile, Value, read_gguf
 from nanoinfer.models.checkpoints.gguf_tokenizer import check_counts, end_tokens, read_tokenizer
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
-from nanoinfer.models.families.base import Family
+from nanoinfer.models.families.base import Family, within_heads
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.models.tokenizers import Tokenizer
@@ -83,8 +83,7 @@ class _Metadata(Fields):
         """Return a key of this architecture: "block_count" -> "llama.block_count"."""
         return f"{self.arch}.{name}"
 
-    def has(self, name: str) -> bool:
-        """Return whether a key of this architecture is there."""
+    def __contains__(self, name: str) -> bool:
         return self.key(name) in self.raw
 
     def int_(self, name: str, default: int | None = None) -> int:
@@ -155,31 +154,22 @@ def _scaling(m: _Metadata) -> dict[str, Any] | None:
     return {"rope_type": "linear", "factor": factor} if kind == "linear" or factor != 1.0 else None
 
 
-def _whole_heads(m: _Metadata, shape: dict[str, Any]) -> None:
-    """Check that all dimensions of a head are rotated."""
+def _plain(m: _Metadata) -> dict[str, Any]:
+    """Return the fields of a family that rotates all dimensions of a head."""
+    shape = _shape(m)
     m.only(m.key("rope.dimension_count"), shape["head_dim"])
+    return shape
 
 
 def _llama(m: _Metadata) -> dict[str, Any]:
     for name in ("expert_count", "expert_used_count"):
         m.only(m.key(name), 0)
     m.get(m.key("tensor_data_layout"))  # older converters wrote whose layout they had read
-    shape = _shape(m)
-    _whole_heads(m, shape)
     biased = {part: f"blk.0.{name}.bias" in m.tensors for part, name in (("attention", "attn_q"), ("mlp", "ffn_up"))}
-    return shape | {f"{part}_bias": found for part, found in biased.items()} | _window(m)
-
-
-def _window(m: _Metadata) -> dict[str, Any]:
-    """Return the window of all layers, which makes a Llama a Mistral."""
-    name = "attention.sliding_window"
-    return {"model_type": "mistral", "sliding_window": m.int_(name)} if m.has(name) else {}
-
-
-def _plain(m: _Metadata) -> dict[str, Any]:
-    shape = _shape(m)
-    _whole_heads(m, shape)
-    return shape
+    fields = _plain(m) | {f"{part}_bias": found for part, found in biased.items()}
+    if (window := "attention.sliding_window") in m:
+        fields |= {"model_type": "mistral", "sliding_window": m.int_(window)}  # a Llama with a window in all layers
+    return fields
 
 
 def _gemma3(m: _Metadata) -> dict[str, Any]:
@@ -261,15 +251,13 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer in a GGUF file. Raises NanoinferError as `open_file`, or if there is none."""
     file, where = read_gguf(path), escaped(path)
     embedding = file.tensors.get("token_embd.weight")
-    try:
+    with about(where):
         check_counts(file.metadata, None if embedding is None else embedding.shape[0])
-    except NanoinferError as e:
-        raise NanoinferError(f"{where}: {e}") from None
     return read_tokenizer(file.metadata, where)
 
 
 def _read_config(file: GGUFFile, where: str, arch: str, layout: Architecture) -> ModelConfig:
-    try:
+    with about(where):
         m = _Metadata(file.metadata, arch, file.tensors)
         fields = {"model_type": layout.family} | layout.fields(m)
         m.only(m.key("attention.causal"), True)
@@ -281,8 +269,6 @@ def _read_config(file: GGUFFile, where: str, arch: str, layout: Architecture) ->
         check_counts(file.metadata, config.vocab_size)
         bos, ends = end_tokens(file.metadata, config.vocab_size)
         return replace(config, bos_token_id=bos, eos_token_ids=ends)
-    except NanoinferError as e:
-        raise NanoinferError(str(e) if str(e).startswith(where) else f"{where}: {e}") from None
 
 
 def _with_frequencies(config: ModelConfig, stored: StoredTensor) -> ModelConfig:
@@ -334,19 +320,12 @@ def stored_family(config: ModelConfig, layout: Architecture) -> Family:
     family, names = FAMILIES[config.family], _TOP | _LAYER
     if layout.joined:
         names = names | {"attn.c_attn": "attn_qkv"}
-    order = _interleaved if layout.interleaved else _in_order
+    order = _interleaved if layout.interleaved else lambda config, part: None
     return replace(family, names=names, layer="blk.{}.", order=order, transposed=frozenset(), ignored=())
-
-
-def _in_order(config: ModelConfig, part: str) -> None:
-    return None
 
 
 def _interleaved(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
     """Undo the converter's order of rows: it stores dimensions i and i + D / 2 of a head at 2 i and 2 i + 1."""
     if part != "attn.c_attn":
         return None
-    rows = np.arange(config.attn_dim + 2 * config.kv_dim)
-    turned = config.attn_dim + config.kv_dim
-    heads = rows[:turned].reshape(-1, config.head_dim // 2, 2)
-    return np.concatenate((heads.swapaxes(1, 2).reshape(-1), rows[turned:]))
+    return within_heads(config, np.arange(config.head_dim).reshape(-1, 2).T.reshape(-1))

@@ -67,34 +67,10 @@ def _grouped(scales: Floats, values: NDArray[np.generic]) -> Floats:
     return products
 
 
-def _q4_0(b: Bytes) -> Floats:
-    return _half(b[:, :2]) * (_bits(b[:, 2:], 4, 16).astype(np.float32) - 8)
-
-
-def _q4_1(b: Bytes) -> Floats:
-    return _half(b[:, :2]) * _bits(b[:, 4:], 4, 16).astype(np.float32) + _half(b[:, 2:4])
-
-
 def _five_bits(high: Bytes, low: Bytes) -> Floats:
     """Return integers of 5 bits: the fifth bits are those of `high`, in order."""
     values: Bytes = _bits(low, 4, 16) | np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
     return values.astype(np.float32)
-
-
-def _q5_0(b: Bytes) -> Floats:
-    return _half(b[:, :2]) * (_five_bits(b[:, 2:6], b[:, 6:]) - 16)
-
-
-def _q5_1(b: Bytes) -> Floats:
-    return _half(b[:, :2]) * _five_bits(b[:, 4:8], b[:, 8:]) + _half(b[:, 2:4])
-
-
-def _q8_0(b: Bytes) -> Floats:
-    return _half(b[:, :2]) * b[:, 2:].view(np.int8).astype(np.float32)
-
-
-def _iq4_nl(b: Bytes) -> Floats:
-    return _half(b[:, :2]) * _IQ4_NL[_bits(b[:, 2:], 4, 16)]
 
 
 def _q2_k(b: Bytes) -> Floats:
@@ -142,17 +118,17 @@ def _q6_k(b: Bytes) -> Floats:
 FORMATS: dict[int, Format] = {
     0: Format("F32", 1, 4),
     1: Format("F16", 1, 2),
-    2: Format("Q4_0", 32, 18, _q4_0),
-    3: Format("Q4_1", 32, 20, _q4_1),
-    6: Format("Q5_0", 32, 22, _q5_0),
-    7: Format("Q5_1", 32, 24, _q5_1),
-    8: Format("Q8_0", 32, 34, _q8_0),
+    2: Format("Q4_0", 32, 18, lambda b: _half(b[:, :2]) * (_bits(b[:, 2:], 4, 16).astype(np.float32) - 8)),
+    3: Format("Q4_1", 32, 20, lambda b: _half(b[:, :2]) * _bits(b[:, 4:], 4, 16).astype(np.float32) + _half(b[:, 2:4])),
+    6: Format("Q5_0", 32, 22, lambda b: _half(b[:, :2]) * (_five_bits(b[:, 2:6], b[:, 6:]) - 16)),
+    7: Format("Q5_1", 32, 24, lambda b: _half(b[:, :2]) * _five_bits(b[:, 4:8], b[:, 8:]) + _half(b[:, 2:4])),
+    8: Format("Q8_0", 32, 34, lambda b: _half(b[:, :2]) * b[:, 2:].view(np.int8).astype(np.float32)),
     10: Format("Q2_K", _K, 84, _q2_k),
     11: Format("Q3_K", _K, 110, _q3_k),
     12: Format("Q4_K", _K, 144, _q4_k),
     13: Format("Q5_K", _K, 176, _q5_k),
     14: Format("Q6_K", _K, 210, _q6_k),
-    20: Format("IQ4_NL", 32, 18, _iq4_nl),
+    20: Format("IQ4_NL", 32, 18, lambda b: _half(b[:, :2]) * _IQ4_NL[_bits(b[:, 2:], 4, 16)]),
     28: Format("F64", 1, 8),
     30: Format("BF16", 1, 2),
 }

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK, MAX_TOKENS, MERGES_PER_TOKEN
-from nanoinfer.models.tokenizers import Tokenizer, explained, from_core, prepend
+from nanoinfer.models.tokenizers import Tokenizer, byte_level, explained, from_core, prepend
 from nanoinfer.utils.checks import as_int, require_int, show
 
 log = logging.getLogger("nanoinfer")
@@ -80,19 +81,9 @@ class _Vocabulary:
     tokens: list[str]
     kinds: list[int]
 
-    def text(self, name: str, default: str | None = None) -> str:
-        """Return a string of the metadata."""
-        value = self.metadata.get(_PREFIX + name, default)
-        if not isinstance(value, str):
-            raise NanoinferError(f"{_PREFIX}{name}={show(value)} is not a string")
-        return value
-
     def flag(self, name: str, default: bool) -> bool:
         """Return a bool of the metadata."""
-        value = self.metadata.get(_PREFIX + name, default)
-        if not isinstance(value, bool):
-            raise NanoinferError(f"{_PREFIX}{name}={show(value)} is neither true nor false")
-        return value
+        return Fields(self.metadata).flag(_PREFIX + name, default)
 
     def special(self, name: str, default: int | None = None) -> int | None:
         """Return the id of a special token."""
@@ -208,21 +199,16 @@ def _read_vocabulary(metadata: Mapping[str, Value]) -> _Vocabulary:
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """Return a byte-level BPE, and whether its kind begins prompts with the start token."""
-    import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
+    from tokenizers import models, normalizers
 
-    name = vocabulary.text("pre", "default")
-    if (split := _SPLITS.get(_SAME.get(name, name))) is None:
+    name = vocabulary.metadata.get(f"{_PREFIX}pre", "default")
+    if not isinstance(name, str) or (split := _SPLITS.get(_SAME.get(name, name))) is None:
         known = ", ".join(_SPLITS)
         raise NanoinferError(f"{_PREFIX}pre={show(name)} is not supported: only {known} are")
-    core = tokenizers.Tokenizer(
-        models.BPE(_ids(vocabulary), _merges(vocabulary), ignore_merges=split.whole_words, fuse_unk=False)
-    )
+    merges = models.BPE(_ids(vocabulary), _merges(vocabulary), ignore_merges=split.whole_words, fuse_unk=False)
+    core = byte_level(merges, split.patterns)
     if split.compose:
         core.normalizer = normalizers.NFC()
-    steps = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in split.patterns]
-    core.pre_tokenizer = pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(False, use_regex=False)])
-    core.decoder = decoders.ByteLevel()
     return core, split.add_bos
 
 

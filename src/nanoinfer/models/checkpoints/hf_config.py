@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.utils.checks import require_int, show
-from nanoinfer.utils.files import escaped, read_json
+from nanoinfer.utils.files import escaped, read_object
 
 log = logging.getLogger("nanoinfer")
 
@@ -30,14 +30,14 @@ def read(path: Path) -> ModelConfig:
         NanoinferError: the file is missing or not a JSON object, or a field has an unsupported value; or the
             generation_config.json in the same folder is malformed.
     """
-    raw, where = _object(path, "a config"), escaped(path)
+    raw, where = read_object(path, MAX_CONFIG_BYTES, "a config"), escaped(path)
     known = ", ".join(FAMILIES)
     if "model_type" not in raw:
         raise NanoinferError(f"{where} has no model_type: add it, one of {known}")
     if not isinstance(raw["model_type"], str) or (family := FAMILIES.get(raw["model_type"])) is None:
         raise NanoinferError(f"{where}: model_type={show(raw['model_type'])} is not supported: only {known} are")
     fields = Fields(raw)
-    try:
+    with about(where):
         fields.only("is_encoder_decoder", False, None)
         fields.only("quantization_config", None)
         config = family.read(fields)
@@ -46,8 +46,6 @@ def read(path: Path) -> ModelConfig:
             "eos_token_ids": _end_tokens(raw, path.with_name("generation_config.json")),
         }
         config = replace(config, **tokens)
-    except NanoinferError as e:
-        raise NanoinferError(f"{where}: {e}") from None
     if unknown := sorted(raw.keys() - fields.known):
         log.warning("%s: unknown fields are ignored: %s", where, escaped(", ".join(unknown)))
     return config
@@ -58,23 +56,15 @@ def _special(raw: dict[str, Any], name: str) -> Any:
     return raw.get(name, 50256 if raw["model_type"] == "gpt2" else None)
 
 
-def _object(path: Path, what: str) -> dict[str, Any]:
-    raw = read_json(path, MAX_CONFIG_BYTES, what)
-    if not isinstance(raw, dict):
-        raise NanoinferError(f"{escaped(path)} contains a {type(raw).__name__}, not a JSON object")
-    return raw
-
-
 def _end_tokens(raw: dict[str, Any], beside: Path) -> tuple[int, ...]:
     """Return the end-of-text tokens of generation_config.json if it has any, else those of config.json.
 
     transformers and vLLM stop at the tokens of generation_config.json. Chat models list several there.
     """
-    if beside.is_file() and (value := _object(beside, "a generation config").get("eos_token_id")) is not None:
-        try:
+    found = read_object(beside, MAX_CONFIG_BYTES, "a generation config") if beside.is_file() else {}
+    if (value := found.get("eos_token_id")) is not None:
+        with about(escaped(beside)):
             return _token_ids("eos_token_id", value, raw)
-        except NanoinferError as e:
-            raise NanoinferError(f"{escaped(beside)}: {e}") from None
     return _token_ids("eos_token_id", _special(raw, "eos_token_id"), raw)
 
 

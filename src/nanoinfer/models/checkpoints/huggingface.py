@@ -25,7 +25,7 @@ from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.parameters import shapes
 from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped, read_json, write_folder
+from nanoinfer.utils.files import escaped, read_object, write_folder
 
 log = logging.getLogger("nanoinfer")
 
@@ -97,8 +97,8 @@ def refuse_adapter(folder: Path) -> None:
     if (folder / "config.json").is_file() and any((folder / name).is_file() for name in _WEIGHTS):
         log.warning("%s is ignored: the adapter is not applied", escaped(path))
         return
-    raw = read_json(path, hf_config.MAX_CONFIG_BYTES, "the config of an adapter")
-    kind, base = (raw.get(k) if isinstance(raw, dict) else None for k in ("peft_type", "base_model_name_or_path"))
+    raw = read_object(path, hf_config.MAX_CONFIG_BYTES, "the config of an adapter")
+    kind, base = raw.get("peft_type"), raw.get("base_model_name_or_path")
     into = show(base) if isinstance(base, str) else "its base model"
     raise NanoinferError(
         f"{escaped(folder)} is an adapter ({escaped(kind or 'LORA', 40)}), not a model: merge it into {into}"
@@ -131,8 +131,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _indexed(index: Path) -> list[Path]:
     """Return the files that a sharded index lists."""
-    raw, where = read_json(index, MAX_INDEX_BYTES, "an index of weights"), escaped(index)
-    names = raw.get("weight_map") if isinstance(raw, dict) else None
+    names, where = read_object(index, MAX_INDEX_BYTES, "an index of weights").get("weight_map"), escaped(index)
     if not isinstance(names, dict) or not names:
         raise NanoinferError(f"{where} is not an index of weights: it has no weight_map of names to files")
     there, files = {p.name for p in index.parent.iterdir() if p.is_file()}, []

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import EngineConfig, ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models import tokenizers
 from nanoinfer.models.checkpoints import chat_files, gguf, gguf_tokenizer, huggingface, nanochat, nanogpt, packed
 from nanoinfer.models.checkpoints.gguf_file import MAGIC
@@ -246,10 +246,8 @@ def _widened(name: str, dtype: str, seed: int, tokenizer: str | None, max_model_
 
     source, shape = split_wide(name)
     loaded = load_model(source, dtype=dtype, seed=seed, tokenizer=tokenizer, max_model_len=max_model_len)
-    try:
+    with about(f"model {show(name)}"):
         weights = widen(loaded.take(), n_embd=shape.n_embd, n_layer=shape.n_layer)
-    except NanoinferError as e:
-        raise NanoinferError(f"model {show(name)}: {e}") from None
     loaded.name, loaded.weights, loaded.config = name, weights, weights.config
     return loaded
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.checkpoints.plain_pickle import PlainUnpickler
 from nanoinfer.models.checkpoints.stored import StoredTensor
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
@@ -26,8 +26,8 @@ from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.fields import Fields
 from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK
-from nanoinfer.models.tokenizers import Tokenizer, byte_alphabet, explained, from_core, prepend
-from nanoinfer.utils.files import escaped, read_json, read_limited, reason
+from nanoinfer.models.tokenizers import Tokenizer, byte_alphabet, byte_level, explained, from_core, in_order, prepend
+from nanoinfer.utils.files import escaped, read_limited, read_object, reason
 
 MAX_META_BYTES = 1 << 20  # nanochat's meta has 3 KB
 MAX_TOKENIZER_BYTES = 8 << 20  # with 65,536 tokens, nanochat's has 0.9 MB
@@ -108,15 +108,13 @@ def open_checkpoint(path: Path, dtype: str = "float32") -> Weights:
 
 def _config(path: Path) -> ModelConfig:
     """Return the config in a meta_<step>.json."""
-    meta, where = read_json(path, MAX_META_BYTES, "the config of a nanochat checkpoint"), escaped(path)
-    found = meta.get("model_config") if isinstance(meta, dict) else None
+    where = escaped(path)
+    found = read_object(path, MAX_META_BYTES, "the config of a nanochat checkpoint").get("model_config")
     if not isinstance(found, dict):
         raise NanoinferError(f"{where} has no model_config: nanochat writes it beside each checkpoint")
     fields = Fields(found)
-    try:
+    with about(f"{where}: model_config"):
         config = _LAYOUT.read(fields)
-    except NanoinferError as e:
-        raise NanoinferError(f"{where}: model_config: {e}") from None
     if unknown := sorted(found.keys() - fields.known):
         names = escaped(", ".join(unknown))
         raise NanoinferError(f"{where}: model_config has {names}, which is not supported: a later version of nanochat")
@@ -168,8 +166,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         state = _EncodingUnpickler(raw).load().state
         ranks, special, pattern = state["mergeable_ranks"], state["special_tokens"], state["pat_str"]
-        tokens = _in_order(ranks, 0, bytes)
-        names = _in_order(special, len(tokens), str)
+        tokens = in_order(ranks, 0, bytes)
+        names = in_order(special, len(tokens))
     except Exception as e:  # a hostile pickle can raise any exception
         why = f"{type(e).__name__}: {reason(e)}"
         raise NanoinferError(f"{where} is not a tokenizer of tiktoken, as nanochat writes it ({why})") from None
@@ -179,18 +177,9 @@ def load_tokenizer(path: Path) -> Tokenizer:
         return _build(tokens, names, pattern)
 
 
-def _in_order(ids: Any, first: int, kind: type) -> list[Any]:
-    """Return tokens in order of their ids: {b"b": 1, b"a": 0} -> [b"a", b"b"]. Raises ValueError on gaps."""
-    tokens = {i: token for token, i in ids.items() if isinstance(token, kind) and token and type(i) is int}
-    if len(tokens) != len(ids) or sorted(tokens) != list(range(first, first + len(ids))):
-        raise ValueError(f"its tokens are not {kind.__name__} with the ids {first}, {first + 1}, ... without gaps")
-    return [tokens[first + i] for i in range(len(tokens))]
-
-
 def _build(tokens: list[bytes], names: list[str], pattern: str) -> Tokenizer:
     """Return the tokenizer with these tokens, in order of their ranks, and these special tokens after them."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
+    from tokenizers import models
 
     if sum(len(token) ** 2 for token in tokens) > MAX_MERGE_WORK:
         raise ValueError("it has tokens that are too long to find their merges")
@@ -205,14 +194,7 @@ def _build(tokens: list[bytes], names: list[str], pattern: str) -> Tokenizer:
         pairs = sorted((p for p in pairs if p[0] in ids and p[1] in ids), key=lambda p: (ids[p[0]], ids[p[1]]))
         merges += [(spelled[left], spelled[right]) for left, right in pairs]
     vocabulary = {spelled[token]: i for token, i in ids.items()}
-    core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"),
-            pre_tokenizers.ByteLevel(False, use_regex=False),
-        ]
-    )
-    core.decoder = decoders.ByteLevel()
+    core = byte_level(models.BPE(vocabulary, merges, ignore_merges=True), (pattern,))
     core.add_special_tokens(names)
     if wrong := [name for i, name in enumerate(names) if core.token_to_id(name) != len(tokens) + i]:
         raise ValueError(f"its special token {wrong[0]!r} is also a token of text")

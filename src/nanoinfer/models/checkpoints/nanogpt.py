@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.config import ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.checkpoints.plain_pickle import PlainUnpickler
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
@@ -74,7 +74,7 @@ def _config(args: Any, where: str) -> ModelConfig:
         if not isinstance(args.get(name, True), (int, float, str)):  # a tensor has no truth value and no one-line text
             raise NanoinferError(f"{where}: model_args: {name} is a {type(args[name]).__name__}, not a number")
     eot = (50256,) if args["vocab_size"] in (50257, 50304) else ()
-    try:
+    with about(f"{where}: model_args"):
         return ModelConfig(
             **{name: args[name] for name in fields},
             bias=args.get("bias", True),
@@ -82,8 +82,6 @@ def _config(args: Any, where: str) -> ModelConfig:
             bos_token_id=eot[0] if eot else None,
             eos_token_ids=eot,
         )
-    except NanoinferError as e:
-        raise NanoinferError(f"{where}: model_args: {e}") from None
 
 
 def load_meta(path: Path) -> CharTokenizer:
@@ -103,10 +101,8 @@ def load_meta(path: Path) -> CharTokenizer:
     plain = all(isinstance(c, str) and c for c in chars)
     if not plain or not isinstance(stoi, dict) or stoi != {c: i for i, c in enumerate(chars)}:
         raise NanoinferError(f"{where}: stoi is not the inverse of itos over the ids 0, 1, 2, ...")
-    try:
+    with about(where):
         return CharTokenizer(chars)
-    except NanoinferError as e:
-        raise NanoinferError(f"{where}: {e}") from None
 
 
 def find_meta(checkpoint: Path, dataset: str | None) -> Path | None:

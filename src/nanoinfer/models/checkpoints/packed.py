@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, make_header, read_with_metadata
 from nanoinfer.models.checkpoints.weights import POSITIONS, Weights
@@ -162,10 +162,8 @@ def open_folder(folder: Path) -> PackedWeights:
         raise NanoinferError(f"{where}: n_layer={config.n_layer}, but the file has {len(layers)} layers")
     if (size := metadata.get("vocab_size")) != str(config.vocab_size):  # panels are padded to multiples of 32 outputs
         raise NanoinferError(f"{where}: vocab_size={config.vocab_size}, but the file has {show(size)}")
-    try:
+    with about(where):
         wanted = pieces(config, format)
-    except NanoinferError as e:
-        raise NanoinferError(f"{where}: {e}") from None
     for name, piece in wanted.items():
         if (found := stored.get(name)) is None:
             raise NanoinferError(f"{where}: {name} is missing")

@@ -98,10 +98,6 @@ def _set_item(unpickler: Any) -> None:
     _set_items(unpickler, [key, value])
 
 
-def _set_many(unpickler: Any) -> None:
-    _set_items(unpickler, unpickler.pop_mark())
-
-
 def _dict(unpickler: Any) -> None:
     items = unpickler.pop_mark()
     unpickler.append({})
@@ -116,7 +112,7 @@ def _build(unpickler: Any) -> None:
 _load = pickle._Unpickler.dispatch
 _CHECKED: dict[int, Callable[[Any], None]] = {
     pickle.SETITEM[0]: _set_item,
-    pickle.SETITEMS[0]: _set_many,
+    pickle.SETITEMS[0]: lambda unpickler: _set_items(unpickler, unpickler.pop_mark()),
     pickle.DICT[0]: _dict,
     pickle.BUILD[0]: _build,
     **{op[0]: _integer(_load[op[0]]) for op in (pickle.INT, pickle.LONG, pickle.LONG1)},

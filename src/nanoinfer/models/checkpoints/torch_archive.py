@@ -11,6 +11,7 @@ Not covered: the older format, compressed records, sparse and quantized tensors.
 from __future__ import annotations
 
 import io
+import os
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,33 +48,20 @@ _STORAGES = {
 }  # fmt: skip
 
 
-class _Contents(io.RawIOBase):
+class _Contents(io.FileIO):
     """File object from which `zipfile` reads the table of contents; the size of a read is limited."""
 
     def __init__(self, file: RegularFile) -> None:
-        self._file, self._at = file, 0
+        super().__init__(os.dup(file.fileno()))
+        self.size = file.size
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
-        if at < 0:
-            raise OSError("a position before the beginning")
-        self._at = at
-        return at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._file.size - self._at)
-        size = left if size < 0 else min(size, left)
+    def read(self, size: int | None = -1) -> bytes:
+        """Return the next bytes; all that are left without a size."""
+        left = max(0, self.size - self.tell())
+        size = left if size is None or size < 0 else min(size, left)
         if size > MAX_CONTENTS_BYTES:
             raise zipfile.BadZipFile(f"a table of contents of {size} bytes; the limit is {MAX_CONTENTS_BYTES}")
-        content = self._file.read(self._at, size)
-        self._at += size
-        return content
+        return super().read(size)
 
 
 class _Archive:
@@ -81,7 +69,7 @@ class _Archive:
 
     def __init__(self, file: RegularFile) -> None:
         self._file = file
-        with zipfile.ZipFile(_Contents(file)) as archive:
+        with _Contents(file) as contents, zipfile.ZipFile(contents) as archive:
             entries = archive.infolist()
         roots = [name.removesuffix("data.pkl") for e in entries if (name := e.filename).endswith("/data.pkl")]
         if len(roots) != 1:
@@ -145,26 +133,14 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Sto
     return StoredTensor(storage.file, start, storage.type.dtype, tuple(shape), tuple(strides))
 
 
-def _parameter(tensor: Any, *_: Any) -> Any:
-    return tensor
-
-
-def _device(*_: Any) -> None:
-    return None
-
-
-def _ordered_dict() -> dict[str, Any]:
-    return {}
-
-
 _KNOWN: dict[str, Any] = {
     **{f"torch.{name}Storage": type for name, type in _STORAGES.items()},
     **{f"torch.{type.dtype}": type.dtype for type in _STORAGES.values()},
-    "collections.OrderedDict": _ordered_dict,
+    "collections.OrderedDict": lambda: {},
     "torch.Size": tuple,
-    "torch.device": _device,
+    "torch.device": lambda *_: None,
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
 }
 
 

@@ -138,6 +138,13 @@ class Family:
         )
 
 
+def within_heads(config: ModelConfig, dims: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Return the order of the rows of c_attn in which dimension i of each head of queries and keys is dims[i]."""
+    turned = config.attn_dim + config.kv_dim
+    rows = np.arange(turned + config.kv_dim)
+    return np.concatenate((rows[:turned].reshape(-1, config.head_dim)[:, dims].reshape(-1), rows[turned:]))
+
+
 _NAME = re.compile(r"(?:transformer\.h\.(\d{1,9})\.)?(?:transformer\.)?(.*)(\.weight|\.bias)")
 
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from nanoinfer.config import BIASES, ModelConfig
+from nanoinfer.config import BIASES
 from nanoinfer.models.families.base import Family
 
 _PARTS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
-
-
-def _write_layers(config: ModelConfig) -> dict[str, Any]:
-    return {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_ctx": config.block_size}
 
 
 FAMILY = Family(
@@ -45,7 +39,7 @@ FAMILY = Family(
         "summary_proj_to_labels", "summary_type", "summary_use_proj",
     ),
     read_layers=lambda f, config: {},
-    write_layers=_write_layers,
+    write_layers=lambda config: {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_ctx": config.block_size},
     layer="transformer.h.{}.",
     transposed=frozenset(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")),
     ignored=(".attn.bias", ".attn.masked_bias"),

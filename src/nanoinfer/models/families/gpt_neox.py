@@ -5,18 +5,22 @@ Queries, keys and values of one head are adjacent rows of one matrix. Source: tr
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.config import ModelConfig
+from nanoinfer.models.families import llama
 from nanoinfer.models.families.base import Family
-from nanoinfer.models.families.fields import Fields, rope_fields, rotated
+from nanoinfer.models.families.fields import rope_fields, rotated
 
-
-def _read_layers(f: Fields, config: ModelConfig) -> dict[str, Any]:
-    return rotated(f, config, share=("rotary_pct", 0.25), theta_field="rotary_emb_base")
+_FIELDS = {
+    theirs: ours
+    for theirs, ours in llama.FIELDS.items()
+    if theirs not in ("num_key_value_heads", "head_dim", "rms_norm_eps")
+}
 
 
 def _write_layers(config: ModelConfig) -> dict[str, Any]:
@@ -40,16 +44,10 @@ def _order(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
 FAMILY = Family(
     "gpt_neox",
     "GPTNeoXForCausalLM",
-    {
-        "vocab_size": "vocab_size",
-        "max_position_embeddings": "block_size",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "hidden_size": "n_embd",
-        "intermediate_size": "n_inner",
+    _FIELDS
+    | {
         "hidden_act": ("activation", "gelu"),
         "layer_norm_eps": ("norm_epsilon", 1e-5),
-        "tie_word_embeddings": ("tie_word_embeddings", False),
         "use_parallel_residual": ("parallel_residual", True),
     },
     {
@@ -67,7 +65,7 @@ FAMILY = Family(
     biased=("norm", "mlp"),
     biases={"attention_bias": (("qkv", "proj"), True)},
     harmless=("hidden_dropout", "classifier_dropout"),
-    read_layers=_read_layers,
+    read_layers=partial(rotated, share=("rotary_pct", 0.25), theta_field="rotary_emb_base"),
     write_layers=_write_layers,
     layer="gpt_neox.layers.{}.",
     order=_order,

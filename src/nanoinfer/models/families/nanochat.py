@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.models.families import llama
-from nanoinfer.models.families.base import Family
+from nanoinfer.models.families.base import Family, within_heads
 
 _FIELDS = {theirs: ours for theirs, ours in llama.FIELDS.items() if theirs != "head_dim"}
 _NAMES = {ours: theirs for ours, theirs in llama.NAMES.items() if not ours.startswith("mlp.")}
@@ -20,11 +20,7 @@ _NAMES = {ours: theirs for ours, theirs in llama.NAMES.items() if not ours.start
 def _order(config: ModelConfig, part: str) -> NDArray[np.intp] | None:
     if part != "attn.c_attn":
         return None
-    half = config.head_dim // 2
-    rows = np.arange(config.attn_dim + 2 * config.kv_dim)
-    turned = config.attn_dim + config.kv_dim
-    heads = rows[:turned].reshape(-1, 2, half)
-    return np.concatenate((heads[:, ::-1].reshape(-1), rows[turned:]))
+    return within_heads(config, np.roll(np.arange(config.head_dim), config.head_dim // 2))
 
 
 FAMILY = Family(
