@@ -8,17 +8,17 @@ Examples:
 from __future__ import annotations
 
 import textwrap
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import json_flag
 from nanoinfer.cli.terminal import print_json
 from nanoinfer.utils import environment
 
 
-def engines(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> None:
+@command("engines")
+@json_flag("Print one JSON document.")
+def engines(as_json: bool) -> None:
     """List the engines and what each supports on this machine."""
     from nanoinfer.bench.machine import describe_versions
     from nanoinfer.engines.devices import num_cuda_devices, supported_dtypes

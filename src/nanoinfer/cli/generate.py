@@ -15,12 +15,13 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
 from nanoinfer.cli import decoding
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import complain, print_json
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, ResultError
@@ -28,60 +29,49 @@ from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.files import read_text
 
-ModelFlag = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        metavar="NAME",
-        help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET, wide:MODEL:PRESET.",
-    ),
-]
-TokenizerFlag = Annotated[
-    str | None,
-    typer.Option("--tokenizer", metavar="NAME", help="Model whose tokenizer to use, instead of the model's own."),
-]
-ChatTemplateFlag = Annotated[
-    Path | None,
-    typer.Option("--chat-template", metavar="FILE", help="Jinja template to use instead of the model's own."),
-]
 # Python's SamplingParams keep vLLM's defaults (1.0, off); these give readable text from small models.
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 
 
-@flags(EngineConfig, "engine_config")
-@flags(SpeculationConfig, "speculation")
-@flags(decoding.BeamFlags, "beam_flags")
-@flags(decoding.StructuredFlags, "structured_flags")
+@command("generate")
+@click.argument(
+    "prompts",
+    metavar="[PROMPT]...",
+    nargs=-1,
+    help="Prompts. Without one, and without --file, stdin is read as one prompt.",
+)
+@click.option("--prompt", "-p", metavar="TEXT", multiple=True, help="Prompt, instead of an argument. May be repeated.")
+@model_flag
+@tokenizer_flag
+@click.option(
+    "--file", "-f", metavar="PATH", type=PATH, multiple=True, help="UTF-8 file to read as one prompt. May be repeated."
+)
+@click.option("--lines", is_flag=True, help="Read each line of the files or of stdin as a prompt, empty lines too.")
+@click.option("--token-ids", is_flag=True, help="Prompts are token ids: '15496 11 995'.")
+@click.option(
+    "--logit-bias",
+    metavar="ID=BIAS",
+    multiple=True,
+    help="Values to add to the logits of these token ids. May be repeated.",
+)
+@click.option("--echo", is_flag=True, help="Print each prompt before its output.")
+@json_flag("Print one JSON object per prompt and line, with token ids and metrics.")
 @flags(SamplingParams, "params", skip=("logit_bias", "structured_outputs"), defaults=DEFAULTS)
+@flags(decoding.StructuredFlags, "structured_flags")
+@flags(decoding.BeamFlags, "beam_flags")
+@flags(SpeculationConfig, "speculation")
+@flags(EngineConfig, "engine_config")
 def generate(
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROMPT", help="Prompts. Without one, and without --file, stdin is read as one prompt."),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt, instead of an argument. May be repeated."),
-    ] = None,
-    model: ModelFlag = "shakespeare",
-    tokenizer: TokenizerFlag = None,
-    file: Annotated[
-        list[Path] | None,
-        typer.Option("--file", "-f", metavar="PATH", help="UTF-8 file to read as one prompt. May be repeated."),
-    ] = None,
-    lines: Annotated[
-        bool, typer.Option("--lines", help="Read each line of the files or of stdin as a prompt, empty lines too.")
-    ] = False,
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="Prompts are token ids: '15496 11 995'.")] = False,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ID=BIAS", help="Values to add to the logits of these token ids. May be repeated."),
-    ] = None,
-    echo: Annotated[bool, typer.Option("--echo", help="Print each prompt before its output.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per prompt and line, with token ids and metrics.")
-    ] = False,
-    *,
+    prompts: tuple[str, ...],
+    prompt: tuple[str, ...],
+    model: str,
+    tokenizer: str | None,
+    file: tuple[Path, ...],
+    lines: bool,
+    token_ids: bool,
+    logit_bias: tuple[str, ...],
+    echo: bool,
+    as_json: bool,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
@@ -93,8 +83,8 @@ def generate(
         raise NanoinferError(
             f"the prompts {prompts[0]!r:.40} (an argument) and {prompt[0]!r:.40} (--prompt): give arguments or --prompt"
         )
-    texts = _read_prompts(prompts or prompt or [], file or [], lines)
-    bias, structured = _parse_bias(logit_bias or []), structured_flags.params()
+    texts = _read_prompts(list(prompts or prompt), file, lines)
+    bias, structured = _parse_bias(logit_bias), structured_flags.params()
     params = dataclasses.replace(params, logit_bias=bias, structured_outputs=structured)
     beams = beam_flags.search(params, SamplingParams(**DEFAULTS))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
@@ -116,7 +106,7 @@ def generate(
     errors.report()
 
 
-def _read_prompts(arguments: list[str], files: list[Path], lines: bool) -> list[str]:
+def _read_prompts(arguments: list[str], files: tuple[Path, ...], lines: bool) -> list[str]:
     """Return the prompts: arguments, then files; stdin when there is neither."""
     texts = [read_text(path, "a prompt") for path in files]
     if lines and arguments and not files:
@@ -165,8 +155,8 @@ def _parse_ids(text: str) -> list[int]:
         raise NanoinferError(f"--token-ids: {text[:60]!r} is not a list of integers") from None
 
 
-def _parse_bias(entries: list[str]) -> dict[int, float] | None:
-    """["50256=-100"] -> {50256: -100.0}; [] -> None."""
+def _parse_bias(entries: tuple[str, ...]) -> dict[int, float] | None:
+    """("50256=-100",) -> {50256: -100.0}; () -> None."""
     bias = {}
     for entry in entries:
         token, _, value = entry.partition("=")
@@ -222,7 +212,7 @@ class _Errors:
                 complain(f"prompt {i + 1} of {len(self._ids)}: {message}" if len(self._ids) > 1 else message)
             said.add((i, message))
         if self._messages:
-            raise typer.Exit(1)
+            raise click.exceptions.Exit(1)
 
 
 class _InOrder:

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
@@ -37,25 +37,33 @@ MAX_WAITED = 0.1
 _ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "structured_outputs")
 
 
-@flags(EngineConfig, "engine_config")
+@command("profile")
+@click.argument("prompt", metavar="[PROMPT]", required=False, help="Prompt; without one, random tokens.")
+@model_flag
+@tokenizer_flag
+@click.option(
+    "--max-tokens", metavar="INT", default=32, show_default=True, help="Tokens to generate, end-of-text tokens or not."
+)
+@click.option(
+    "--prompt-tokens",
+    metavar="INT",
+    type=int,
+    help=f"Random tokens to use as a prompt, where none is given.  [default: {PROMPT_TOKENS}]",
+)
+@click.option("--decode-only", is_flag=True, help="Begin after the first token.")
+@click.option("--trace", metavar="PATH", type=PATH, help="Write a Chrome trace of the profiled run to this file.")
+@json_flag("Print one JSON object, with every operator.")
 @flags(SamplingParams, "params", skip=("best_of", *_ENDINGS))
+@flags(EngineConfig, "engine_config")
 def profile(
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Prompt; without one, random tokens.")] = None,
-    model: ModelFlag = "shakespeare",
-    tokenizer: TokenizerFlag = None,
-    max_tokens: Annotated[int, typer.Option(metavar="INT", help="Tokens to generate, end-of-text tokens or not.")] = 32,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="INT", help=f"Random tokens to use as a prompt, where none is given.  [default: {PROMPT_TOKENS}]"
-        ),
-    ] = None,
-    decode_only: Annotated[bool, typer.Option("--decode-only", help="Begin after the first token.")] = False,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write a Chrome trace of the profiled run to this file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every operator.")] = False,
-    *,
+    prompt: str | None,
+    model: str,
+    tokenizer: str | None,
+    max_tokens: int,
+    prompt_tokens: int | None,
+    decode_only: bool,
+    trace: Path | None,
+    as_json: bool,
     engine_config: EngineConfig,
     params: SamplingParams,
 ) -> None:
