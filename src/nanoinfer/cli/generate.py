@@ -13,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -95,15 +96,31 @@ def generate(
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises an error: there is no text to print
     ids, stream = decoding.start(llm, given, params, beams)
-    errors = _Errors(ids)
-    if as_json:
-        for output in stream:
-            if isinstance(output, RequestOutput):
-                _print_output(output, errors)
-    else:
-        headings = partial(_heading, texts, params.n, echo)
-        _InOrder(ids, params.n, headings).run(errors.watch(stream))
-    errors.report()
+    shown = None if as_json else _InOrder(ids, params.n, partial(_heading, texts, params.n, echo))
+    if failures := _print_stream(ids, stream, shown):
+        for i, message in dict.fromkeys(failures):
+            complain(f"prompt {i + 1} of {len(ids)}: {message}" if len(ids) > 1 else message)
+        raise click.exceptions.Exit(1)
+
+
+def _print_stream(
+    ids: list[int], stream: Iterator[Delta | RequestOutput], shown: _InOrder | None
+) -> list[tuple[int, str]]:
+    """Print what is generated, as text, or without `shown` as JSON; return what failed: numbers of prompts, and why."""
+    failures: list[tuple[int, str]] = []
+    with shown or nullcontext():
+        for item in stream:
+            if isinstance(item, RequestOutput):
+                messages = [o.error for o in item.outputs if o.error is not None]
+                if shown is None:
+                    try:
+                        print_json(dataclasses.asdict(item))
+                    except ResultError as e:
+                        messages = messages or [str(e)]
+                failures += [(ids.index(cast(int, item.request_id)), message) for message in messages]
+            elif shown is not None:
+                shown.add(item)
+    return sorted(failures, key=lambda failure: failure[0])
 
 
 def _read_prompts(arguments: list[str], files: tuple[Path, ...], lines: bool) -> list[str]:
@@ -175,46 +192,6 @@ def _heading(prompts: list[str], n: int, echo: bool, i: int, k: int) -> str:
     return line + (prompts[i] if echo else "")
 
 
-def _print_output(output: RequestOutput, errors: _Errors) -> None:
-    """Print one request's output as JSON, unless a number in it is not finite; note what failed."""
-    for completion in output.outputs:
-        if completion.error is not None:
-            errors.add(output.request_id, completion.index, completion.error)
-    try:
-        print_json(dataclasses.asdict(output))
-    except ResultError as e:
-        errors.add(output.request_id, 0, str(e))
-
-
-class _Errors:
-    """The requests that failed, reported when the others have been printed."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self._ids: list[int | str] = [*ids]
-        self._messages: dict[tuple[int, int], str] = {}
-
-    def add(self, request_id: int | str, index: int, message: str) -> None:
-        """Record the error of an output."""
-        self._messages.setdefault((self._ids.index(request_id), index), message)
-
-    def watch(self, stream: Iterator[Delta | RequestOutput]) -> Iterator[Delta | RequestOutput]:
-        """Yield from a stream, noting the failures in it."""
-        for item in stream:
-            if isinstance(item, Delta) and item.error is not None:
-                self.add(item.request_id, item.index, item.error)
-            yield item
-
-    def report(self) -> None:
-        """Print a line for each request that failed, and end with exit code 1 if one did."""
-        said: set[tuple[int, str]] = set()
-        for (i, _), message in sorted(self._messages.items()):
-            if (i, message) not in said:
-                complain(f"prompt {i + 1} of {len(self._ids)}: {message}" if len(self._ids) > 1 else message)
-            said.add((i, message))
-        if self._messages:
-            raise click.exceptions.Exit(1)
-
-
 class _InOrder:
     """Prints the outputs one after the other, in order.
 
@@ -230,19 +207,21 @@ class _InOrder:
         self._turn = 0
         self._begun = False
 
-    def run(self, stream: Iterator[Delta | RequestOutput]) -> None:
-        try:
-            for item in stream:
-                if isinstance(item, Delta):
-                    key = (item.request_id, item.index)
-                    self._made[key] += item.text
-                    if item.finish_reason is not None:
-                        self._ended.add(key)
-                    self._show()
-        except BaseException:
+    def __enter__(self) -> _InOrder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
             self._ended.update(self._order)
             self._show()
-            raise
+
+    def add(self, delta: Delta) -> None:
+        """Add what was generated, and print what is its turn."""
+        key = (delta.request_id, delta.index)
+        self._made[key] += delta.text
+        if delta.finish_reason is not None:
+            self._ended.add(key)
+        self._show()
 
     def _show(self) -> None:
         """Print what is new in the current output; continue with the next when it has ended."""

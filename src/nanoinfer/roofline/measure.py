@@ -1,4 +1,4 @@
-"""Measure the ceilings of this machine: memory bandwidth and FLOP/s of matrix products (docs/inference-math.md, part 5).
+"""Measure the ceilings of this machine, memory bandwidth and FLOP/s of arithmetic (docs/inference-math.md, part 5).
 
 Bandwidth, CPU: all threads read a buffer on huge pages: first 1 GiB, much more than the caches, then half as much, and
 so on to 1 MiB. A decode step reads the same weights as the step before, so a model that fits in the caches is read at

@@ -57,11 +57,11 @@ def _lines(panel: panels.Panel, measure: panels.Measure, rows: Sequence[Row]) ->
     places = sorted({record["x"] for record in records})
     scale = {"type": "log", "domain": [places[0], places[-1]], "nice": False, "padding": 8}
     axis = {"values": places, "title": panels.AXES[panel.axis], "format": ",~r", "labelOverlap": False}
-    others = {"ceilings": limits, "names": _ceiling_names(limits)}
+    named = {"ceilings": limits, "names": _ceiling_names(limits)}
     seen = {row.case.label for row, _ in shown}
     styles = look([row for row in panel.rows if row.case.label in seen])
     styles |= {"x": {"scale": scale, "axis": axis}, "y": y_axis(measure, [*records, *limits])}
-    yield _figure(measure, panel.rows, rows, panel.axis, chart("lines", records, others, **styles))
+    yield _figure(measure, panel.rows, rows, panel.axis, chart("lines", records, more=named, **styles))
 
 
 def _ceilings(panel: panels.Panel) -> list[Record]:
