@@ -30,18 +30,11 @@ def engines(as_json: bool) -> None:
         reason = spec.unavailable()
         usable = [d for d in spec.devices if d in devices] if reason is None else []
         here = {t for d in usable for t in supported_dtypes(devices[d])}
-        rows.append(
-            {
-                "name": spec.name,
-                "idea": spec.idea,
-                "available": reason is None,
-                "why_not": reason,
-                "devices": usable,
-                "missing_devices": [d for d in spec.devices if d not in usable],
-                "dtypes": [t for t in spec.dtypes if t in here],
-                "quantizations": list(spec.quantizations),
-            }
-        )
+        rows.append({
+            "name": spec.name, "idea": spec.idea, "available": reason is None, "why_not": reason, "devices": usable,
+            "missing_devices": [d for d in spec.devices if d not in usable],
+            "dtypes": [t for t in spec.dtypes if t in here], "quantizations": list(spec.quantizations),
+        })  # fmt: skip
     if as_json:
         print_json(rows, indent=2)
         return
