@@ -23,7 +23,7 @@ import click
 from nanoinfer.cli import decoding
 from nanoinfer.cli.help import command
 from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
-from nanoinfer.cli.terminal import complain, print_json
+from nanoinfer.cli.terminal import complain, print_json, reading_stdin
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import Delta, RequestOutput
@@ -141,14 +141,8 @@ def _read_prompts(arguments: list[str], files: tuple[Path, ...], lines: bool) ->
 def _read_stdin() -> str:
     if sys.stdin.isatty():
         raise NanoinferError("no prompt: give one as an argument, with --file, or on stdin")
-    try:
+    with reading_stdin(": give a prompt as an argument or with --file"):
         return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise NanoinferError(f"stdin is not UTF-8 text: {e}") from None
-    except OSError as e:
-        raise NanoinferError(
-            f"stdin cannot be read: {e.strerror}: give a prompt as an argument or with --file"
-        ) from None
 
 
 def _without_newline(text: str) -> str:

@@ -17,7 +17,7 @@ _ENGINE = (
     "engine device dtype quantization threads max_model_len max_num_seqs kv_cache_memory kv_cache_dtype graph_memory"
 )
 _LENGTH = "max_tokens min_tokens stop stop_token_ids ignore_eos overflow slide_stride"
-_SPECULATION = "draft speculate_k speculate_rule"
+_RUNNING = {"Speculative decoding": "draft speculate_k speculate_rule", "Engine and memory": _ENGINE}
 # Sub-command -> topic -> names of its parameters. What is in no topic stands under "Options", before the topics.
 TOPICS: dict[str, dict[str, str]] = {
     "generate": {
@@ -26,20 +26,17 @@ TOPICS: dict[str, dict[str, str]] = {
         "Sampling": _SAMPLING + " best_of logit_bias",
         "Structured outputs": "json_schema json_object regex choice grammar",
         "Beam search": "beam_width length_penalty early_stopping",
-        "Speculative decoding": _SPECULATION,
-        "Engine and memory": _ENGINE,
+        **_RUNNING,
     },
     "chat": {
         "Output length": _LENGTH,
         "Sampling": _SAMPLING.replace(" n ", " "),  # one answer
-        "Speculative decoding": _SPECULATION,
-        "Engine and memory": _ENGINE,
+        **_RUNNING,
     },
     "batch": {
         "Output length": _LENGTH,
         "Sampling": _SAMPLING + " logprobs prompt_logprobs",
-        "Speculative decoding": _SPECULATION,
-        "Engine and memory": _ENGINE,
+        **_RUNNING,
     },
     "serve": {
         "Access and logs": "api_key api_key_file allowed_host allowed_origin access_log log_level",
@@ -47,7 +44,7 @@ TOPICS: dict[str, dict[str, str]] = {
         " max_stop_chars max_token_entries",
         "Limits of number and time": "max_connections max_requests_in_flight header_timeout_sec body_timeout_sec"
         " send_timeout_sec request_timeout_sec keep_alive_sec",
-        "Speculative decoding": _SPECULATION,
+        "Speculative decoding": _RUNNING["Speculative decoding"],
         "Scheduling": "max_num_batched_tokens max_num_queued enable_prefix_caching",
         "Engine and memory": _ENGINE + " sampler",
     },
