@@ -106,7 +106,7 @@ def run_script(args: argparse.Namespace, part: str, deadline: float) -> str | No
 
 
 def run_bench(args: argparse.Namespace, part: str, deadline: float) -> str | None:
-    """Run the remaining cases of suite gpu, without the command line, which needs typer and rich."""
+    """Run the remaining cases of suite gpu, without the command line, which needs click and rich."""
     path = args.output / BENCH
     if not cases_left(args, part, args.retry):
         return None

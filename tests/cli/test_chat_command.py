@@ -138,7 +138,7 @@ def test_what_fails_is_one_line_and_the_conversation_goes_on(
         (("--chat-template", "/dev/null"), {}, "is a pipe or a device"),
         ((), {"stdin": b"\xff\n"}, "stdin is not UTF-8 text"),
         (("--overflow", "slide", "--slide-stride", "0"), {}, "slide_stride"),
-        (("--n", "2"), {}, "No such option: --n"),
+        (("--n", "2"), {}, "No such option '--n'"),
     ],
 )
 def test_errors_before_the_first_answer(call: Call, arguments: Any, options: Any, message: str) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 import torch
-import typer
 
 from helpers.cli import Run
 from helpers.models import CHARS, TINY, make_folder, make_model, weights_of
@@ -79,7 +79,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "1 apple", "1G", "1e9", "nan", "1.0000001kB", "\u0661MB", "9" * 5000])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="is not a"):
+    with pytest.raises(click.BadParameter, match="is not a"):
         parse_size(text)
 
 
@@ -97,7 +97,7 @@ def test_escapes() -> None:
     assert unescape(r"\n\r\t\\n\x41\u4e2d") == "\n\r\t\\nA\u4e2d"
     assert unescape("plain") == "plain"
     for bad in (r"\d", r"\x4", r"\u12", "end\\"):
-        with pytest.raises(typer.BadParameter, match="a backslash begins"):
+        with pytest.raises(click.BadParameter, match="a backslash begins"):
             unescape(bad)
 
 

@@ -172,7 +172,7 @@ def test_malformed_files_end_chat_alone(tmp_path: Path, name: str, content: byte
 
 
 def test_a_packed_folder_keeps_the_template_and_the_sampling_parameters(tmp_path: Path) -> None:
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     from nanoinfer.cli import app
 

@@ -244,7 +244,7 @@ def test_what_was_cut_off_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_the_tests_of_a_gpu_are_collected_where_only_torch_and_triton_are_installed() -> None:
-    absent = ["vl_convert", "nanoinfer._native", "flashinfer", "rich", "typer", "jinja2", "tokenizers", "transformers"]
+    absent = ["vl_convert", "nanoinfer._native", "flashinfer", "rich", "click", "jinja2", "tokenizers", "transformers"]
     script = (
         f"import sys, pytest; sys.modules.update(dict.fromkeys({absent}));"
         "sys.exit(pytest.main(['-m', 'gpu', '--collect-only', '-qq', '-p', 'no:cacheprovider', *sys.argv[1:]]))"

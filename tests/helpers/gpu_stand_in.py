@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 ABSENT = (
-    "nanoinfer._native", "tokenizers", "huggingface_hub", "safetensors", "typer", "rich", "jinja2", "transformers",
+    "nanoinfer._native", "tokenizers", "huggingface_hub", "safetensors", "click", "rich", "jinja2", "transformers",
     "flashinfer", "hypothesis", "scipy", "llguidance", "vl_convert", "xdist",
 )  # fmt: skip
 

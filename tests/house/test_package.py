@@ -18,7 +18,7 @@ from helpers.environment import ROOT
 from nanoinfer.errors import missing_extra
 
 PACKAGE = Path(nanoinfer.__file__).parent
-HEAVY = {"torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "typer", "rich", "importlib.metadata"}
+HEAVY = {"torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "click", "rich", "importlib.metadata"}
 OUTPUT_TYPES = (
     "CompletionOutput", "Delta", "Logprob", "LoglikelihoodOutput", "PerplexityOutput", "RequestMetrics",
     "RequestOutput", "SpeculationMetrics",
@@ -104,10 +104,22 @@ def test_a_missing_compiler_names_the_way_without_one(tmp_path: Path) -> None:
 
 
 def test_shell_completion() -> None:
-    asked = os.environ | {"_NANOINFER_COMPLETE": "complete_bash", "COMP_WORDS": "nanoinfer ge", "COMP_CWORD": "1"}
+    asked = os.environ | {"_NANOINFER_COMPLETE": "bash_complete", "COMP_WORDS": "nanoinfer ge", "COMP_CWORD": "1"}
     command = [sys.executable, "-m", "nanoinfer"]
     done = subprocess.run(command, env=asked, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["generate"]
-    asked = os.environ | {"_NANOINFER_COMPLETE": "source_bash"}
+    assert done.stdout.split() == ["plain,generate"]
+    asked = os.environ | {"_NANOINFER_COMPLETE": "bash_source"}
     done = subprocess.run(command, env=asked, capture_output=True, text=True, check=True)
-    assert "_NANOINFER_COMPLETE=complete_bash" in done.stdout
+    assert "_NANOINFER_COMPLETE=bash_complete" in done.stdout
+
+
+@pytest.mark.parametrize("shell, file", [("bash", ".bashrc"), ("zsh", ".zshrc"), ("fish", ".config/fish/config.fish")])
+def test_shell_completion_is_installed_once(tmp_path: Path, shell: str, file: str) -> None:
+    env = os.environ | {"HOME": str(tmp_path), "SHELL": f"/usr/bin/{shell}"}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-m", "nanoinfer", "--install-completion"], env=env, check=True)
+    assert (tmp_path / file).read_text().count(f"_NANOINFER_COMPLETE={shell}_source nanoinfer") == 1
+    done = subprocess.run(
+        [sys.executable, "-m", "nanoinfer", "--show-completion"], env=env, capture_output=True, text=True
+    )
+    assert f"_NANOINFER_COMPLETE={shell}_complete" in done.stdout

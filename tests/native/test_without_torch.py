@@ -105,15 +105,15 @@ def test_the_command_line_imports_no_torch(case: str, tmp_path: Path) -> None:
 
 def test_importing_and_generating_imports_no_torch(tmp_path: Path) -> None:
     code = f"from nanoinfer import LLM; print(LLM({str(make_folder(tmp_path / 'tiny'))!r}).generate('Go'))"
-    assert imported_by("import nanoinfer") & {*BLOCKED, "numpy", "typer"} == set()
+    assert imported_by("import nanoinfer") & {*BLOCKED, "numpy", "click"} == set()
     modules = imported_by(code)
     assert "nanoinfer._native" in modules
-    assert modules & {*BLOCKED, "huggingface_hub", "rich", "typer"} == set()
+    assert modules & {*BLOCKED, "huggingface_hub", "rich", "click"} == set()
 
 
 def test_a_suite_runs_where_only_numpy_and_torch_are_installed(tmp_path: Path) -> None:
     """As on a machine of a first run (docs/gpu-first-run.md). GPT-2's vocabulary has a tokenizer on the Hub."""
-    absent = ("tokenizers", "huggingface_hub", "typer", "rich", "jinja2", "safetensors", "scipy", "transformers")
+    absent = ("tokenizers", "huggingface_hub", "click", "rich", "jinja2", "safetensors", "scipy", "transformers")
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE.replace(str(BLOCKED), str(absent)))
     config = replace(TINY, vocab_size=50257, n_embd=4, n_layer=1, eos_token_ids=(50256,))
     folder = make_folder(tmp_path / "tiny", config, chars=None)

@@ -8,17 +8,16 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
-import typer
-import typer.core
+import click
+from click.exceptions import Exit
+from click.shell_completion import get_completion_class
 
 import nanoinfer
-from nanoinfer.cli import help, terminal
+from nanoinfer.cli import terminal
 from nanoinfer.errors import NanoinferError, ResultError
-
-# typer carries its own copy of click from 0.20 on: name the base class through typer, whichever it is.
-_ClickException: Any = typer.BadParameter.__mro__[2]
 
 # Sub-command -> its function, and the first line of the function's docstring.
 COMMANDS = {
@@ -34,57 +33,74 @@ COMMANDS = {
     "roofline": ("roofline:roofline", "Print the FLOPs, bytes and time limits of a model on a device."),
     "train": ("train:train", "Train a model, a draft model or a draft head."),
 }
+COMPLETE = "_NANOINFER_COMPLETE"  # variable in which a shell asks for completions
+# Shell -> the file that it reads when it starts, and the line there that gets the completions.
+SHELLS = {
+    "bash": ("~/.bashrc", f'eval "$({COMPLETE}=bash_source nanoinfer)"'),
+    "zsh": ("~/.zshrc", f'eval "$({COMPLETE}=zsh_source nanoinfer)"'),
+    "fish": ("~/.config/fish/config.fish", f"{COMPLETE}=fish_source nanoinfer | source"),
+}
 
 
-class _Commands(typer.core.TyperGroup):
+class _Commands(click.Group):
     """The sub-commands, each imported when it is asked for."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the table."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import and return a sub-command; None if there is none of this name."""
         return load_command(cmd_name) if cmd_name in COMMANDS else None
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the names and what each does, from the table."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-def load_command(name: str) -> Any:
-    """Import a sub-command's module and return the command, as click has it."""
+def load_command(name: str) -> click.Command:
+    """Import a sub-command's module and return the command."""
     module, _, function = COMMANDS[name][0].partition(":")
-    imported = import_module(f"nanoinfer.cli.{module}")
-    alone = typer.Typer(rich_markup_mode=None, add_completion=False)
-    alone.command(name, cls=help.Command, epilog=help.examples(imported))(getattr(imported, function))
-    return typer.main.get_command(alone)
+    command: click.Command = getattr(import_module(f"nanoinfer.cli.{module}"), function)
+    return command
 
 
-app = typer.Typer(
-    name="nanoinfer",
+def _answer(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    """Do what a flag asks for in the place of a sub-command: print the version, print or install completions."""
+    if not wanted:
+        return
+    shell = Path(os.environ.get("SHELL", "bash")).name
+    if parameter.name == "version":
+        print(nanoinfer.__version__)
+    elif shell not in SHELLS or (completion := get_completion_class(shell)) is None:
+        raise NanoinferError(f"SHELL={shell} has no completions: use one of {', '.join(SHELLS)}")
+    elif parameter.name == "show_completion":
+        print(completion(app, {}, "nanoinfer", COMPLETE).source())
+    else:
+        path, line = Path(SHELLS[shell][0]).expanduser(), SHELLS[shell][1]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+", encoding="utf-8") as file:
+            file.seek(0)
+            if line not in file.read().splitlines():
+                file.write(f"\n{line}\n")
+        print(f"{path}: {shell} completes nanoinfer's options from its next start on")
+    raise Exit
+
+
+_FLAG: dict[str, Any] = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _answer}
+
+
+@click.group(
     cls=_Commands,
-    help="Text from small language models, on every rung of the optimisation ladder.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(nanoinfer.__version__)
-        raise typer.Exit
-
-
-@app.callback(invoke_without_command=True)
-def root(
-    context: typer.Context,
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
-    ] = False,
-) -> None:
+@click.option("--version", **_FLAG, help="Print the version.")
+@click.option("--install-completion", **_FLAG, help="Install completion for the current shell.")
+@click.option("--show-completion", **_FLAG, help="Show completion for the current shell, to copy it or customize it.")
+@click.pass_context
+def app(context: click.Context) -> None:
     """Text from small language models, on every rung of the optimisation ladder."""
     if context.invoked_subcommand is None:
         print(context.get_help())
@@ -109,18 +125,17 @@ def run(arguments: list[str]) -> int:
 
 def _invoke(arguments: list[str]) -> int:
     """Run a sub-command; turn its errors into one line and an exit code."""
-    command: Any = typer.main.get_command(app)
-    if os.environ.get("_NANOINFER_COMPLETE"):  # the shell asks for completions: typer prints them and exits
-        command.main(arguments, "nanoinfer")
+    if os.environ.get(COMPLETE):  # the shell asks for completions: click prints them and exits
+        app.main(arguments, "nanoinfer")
     try:  # not app(): it would turn a closed pipe and Ctrl-C into exit codes of its own
-        with command.make_context("nanoinfer", arguments) as context:
-            command.invoke(context)
-    except typer.Exit as e:
-        return int(e.exit_code)
-    except _ClickException as e:
+        with app.make_context("nanoinfer", arguments) as context:
+            app.invoke(context)
+    except Exit as e:
+        return e.exit_code
+    except click.ClickException as e:
         message, code = e.format_message(), e.exit_code
-        if (context := getattr(e, "ctx", None)) is not None:
-            message = f"{message.rstrip('.')} (see `{context.command_path} --help`)"
+        if (where := getattr(e, "ctx", None)) is not None:
+            message = f"{message.rstrip('.')} (see `{where.command_path} --help`)"
     except ResultError as e:
         message, code = str(e), 1
     except NanoinferError as e:
@@ -132,4 +147,4 @@ def _invoke(arguments: list[str]) -> int:
     else:
         return 0
     terminal.complain(message)
-    return int(code)
+    return code

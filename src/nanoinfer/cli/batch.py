@@ -13,12 +13,13 @@ import hashlib
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from nanoinfer.cli.generate import DEFAULTS, ChatTemplateFlag, ModelFlag, TokenizerFlag
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.generate import DEFAULTS
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import chat_template_flag, flags, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError
@@ -38,31 +39,34 @@ _CAPACITY = (
 """Options that may change when a batch is continued: they do not determine what is generated."""
 
 
-@flags(EngineConfig, "engine_config")
-@flags(SpeculationConfig, "speculation")
+@command("batch")
+@click.argument(
+    "files", metavar="FILE...", nargs=-1, required=True,
+    help="Input and output; with --output, any number of inputs. - is stdin or stdout.",
+)  # fmt: skip
+@click.option("--output", "-o", metavar="PATH", help="File of the records, instead of a second argument.")
+@click.option("--overwrite", is_flag=True, help="Start again, and replace the output if it exists.")
+@model_flag
+@tokenizer_flag
+@chat_template_flag
+@click.option(
+    "--seed",
+    metavar="INT",
+    default=0,
+    show_default=True,
+    help="Lines without a seed get one from this and their number.",
+)
 @flags(SamplingParams, "params", skip=("seed", "logit_bias", "structured_outputs"), defaults=DEFAULTS)
+@flags(SpeculationConfig, "speculation")
+@flags(EngineConfig, "engine_config")
 def batch(
-    files: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE", help="Input and output; with --output, any number of inputs. - is stdin or stdout."
-        ),
-    ],
-    output: Annotated[
-        str | None,
-        typer.Option("--output", "-o", metavar="PATH", help="File of the records, instead of a second argument."),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start again, and replace the output if it exists.")
-    ] = False,
-    model: ModelFlag = "shakespeare",
-    tokenizer: TokenizerFlag = None,
-    chat_template: ChatTemplateFlag = None,
-    seed: Annotated[
-        int,
-        typer.Option("--seed", metavar="INT", help="Lines without a seed get one from this and their number."),
-    ] = 0,
-    *,
+    files: tuple[str, ...],
+    output: str | None,
+    overwrite: bool,
+    model: str,
+    tokenizer: str | None,
+    chat_template: Path | None,
+    seed: int,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
@@ -99,17 +103,17 @@ def batch(
     if failed := records.done.num_errors:
         first = records.done.first_error
         complain(f"{failed:,} of {records.done.num_records:,} lines failed: see error in their records; first {first}")
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
-def _split(files: list[str], output: str | None) -> tuple[list[str], str]:
+def _split(files: tuple[str, ...], output: str | None) -> tuple[list[str], str]:
     """Return the inputs and the output."""
     if output is not None:
-        return files, output
+        return list(files), output
     if len(files) != 2:
         given = "1 file is" if len(files) == 1 else f"{len(files)} files are"
         raise NanoinferError(f"{given} given: give one input and one output, or any number of inputs and --output")
-    return files[:1], files[1]
+    return [files[0]], files[1]
 
 
 def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: FileOutput | StreamOutput) -> None:

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated
 
-import typer
+import click
 
 from nanoinfer.bench.results import to_json
 from nanoinfer.bench.run import Plan, run
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import flags, json_flag
 from nanoinfer.cli.terminal import finite_json
 
 
+@command("bench")
+@json_flag("Print the JSON documents instead of tables.")
+@click.option("--all-columns", is_flag=True, help="Show columns that do not fit.")
 @flags(Plan, "plan")
-def bench(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON documents instead of tables.")] = False,
-    all_columns: Annotated[bool, typer.Option("--all-columns", help="Show columns that do not fit.")] = False,
-    *,
-    plan: Plan,
-) -> None:
+def bench(as_json: bool, all_columns: bool, plan: Plan) -> None:
     """Measure engines and peers, next to the limits of the hardware."""
     results, interrupted = run(plan, command="nanoinfer " + " ".join(sys.argv[1:]))
     text = finite_json([json.loads(to_json(r)) for r in results])
@@ -45,4 +43,4 @@ def bench(
     if interrupted:
         raise KeyboardInterrupt
     if any(r.failed for r in results):
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)

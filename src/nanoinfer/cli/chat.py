@@ -10,12 +10,13 @@ Examples:
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from pathlib import Path
 
-import typer
+import click
 
-from nanoinfer.cli.generate import DEFAULTS, ChatTemplateFlag, TokenizerFlag
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.generate import DEFAULTS
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import chat_template_flag, flags, tokenizer_flag
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.files import escaped, read_text
@@ -23,15 +24,19 @@ from nanoinfer.utils.files import escaped, read_text
 _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
 
 
-@flags(EngineConfig, "engine_config")
-@flags(SpeculationConfig, "speculation")
+@command("chat")
+@click.argument("model", metavar="MODEL", help="A model with a chat template: as for `generate`.")
+@tokenizer_flag
+@click.option("--system", metavar="TEXT", help="System message.")
+@chat_template_flag
 @flags(SamplingParams, "params", skip=_SKIPPED, defaults={**DEFAULTS, "max_tokens": 1024})
+@flags(SpeculationConfig, "speculation")
+@flags(EngineConfig, "engine_config")
 def chat(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model with a chat template: as for `generate`.")],
-    tokenizer: TokenizerFlag = None,
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message.")] = None,
-    chat_template: ChatTemplateFlag = None,
-    *,
+    model: str,
+    tokenizer: str | None,
+    system: str | None,
+    chat_template: Path | None,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
@@ -51,7 +56,7 @@ def chat(
             file=sys.stderr,
         )
     if not session.run():
-        raise typer.Exit(1)
+        raise click.exceptions.Exit(1)
 
 
 def _bound(params: SamplingParams, block_size: int) -> str:

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from nanoinfer.cli.terminal import drop
-from nanoinfer.errors import NanoinferError
+from nanoinfer.cli.terminal import drop, reading_stdin
 
 QUOTES = '"""'
 _MARKS = {True: "> ", False: "... "}  # before the first and the further lines of a message
@@ -57,12 +56,8 @@ def reader() -> Callable[[bool], str]:
 
 
 def _read_pipe(first: bool) -> str:
-    try:
+    with reading_stdin():
         line = sys.stdin.buffer.readline().decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise NanoinferError(f"stdin is not UTF-8 text: {e}") from None
-    except OSError as e:
-        raise NanoinferError(f"stdin cannot be read: {e.strerror}") from None
     if not line:
         raise EOFError
     return line.removesuffix("\n").removesuffix("\r")
@@ -77,9 +72,8 @@ class _Terminal:
     def __call__(self, first: bool) -> str:
         while True:
             try:
-                line = self._input(_MARKS[first])
-            except UnicodeDecodeError as e:
-                raise NanoinferError(f"stdin is not UTF-8 text: {e}") from None
+                with reading_stdin():
+                    line = self._input(_MARKS[first])
             except EOFError:
                 print(file=sys.stderr)
                 raise

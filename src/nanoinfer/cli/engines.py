@@ -8,17 +8,17 @@ Examples:
 from __future__ import annotations
 
 import textwrap
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import json_flag
 from nanoinfer.cli.terminal import print_json
 from nanoinfer.utils import environment
 
 
-def engines(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-) -> None:
+@command("engines")
+@json_flag("Print one JSON document.")
+def engines(as_json: bool) -> None:
     """List the engines and what each supports on this machine."""
     from nanoinfer.bench.machine import describe_versions
     from nanoinfer.engines.devices import num_cuda_devices, supported_dtypes
@@ -30,18 +30,11 @@ def engines(
         reason = spec.unavailable()
         usable = [d for d in spec.devices if d in devices] if reason is None else []
         here = {t for d in usable for t in supported_dtypes(devices[d])}
-        rows.append(
-            {
-                "name": spec.name,
-                "idea": spec.idea,
-                "available": reason is None,
-                "why_not": reason,
-                "devices": usable,
-                "missing_devices": [d for d in spec.devices if d not in usable],
-                "dtypes": [t for t in spec.dtypes if t in here],
-                "quantizations": list(spec.quantizations),
-            }
-        )
+        rows.append({
+            "name": spec.name, "idea": spec.idea, "available": reason is None, "why_not": reason, "devices": usable,
+            "missing_devices": [d for d in spec.devices if d not in usable],
+            "dtypes": [t for t in spec.dtypes if t in here], "quantizations": list(spec.quantizations),
+        })  # fmt: skip
     if as_json:
         print_json(rows, indent=2)
         return

@@ -11,12 +11,11 @@ import dataclasses
 import math
 import time
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import print_json
 from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
@@ -24,22 +23,21 @@ from nanoinfer.utils.files import read_text
 from nanoinfer.utils.progress import ProgressBar
 
 
+@command("eval")
+@click.argument("file", metavar="FILE", type=PATH, help="Text file, UTF-8.")
+@model_flag
+@tokenizer_flag
+@click.option(
+    "--stride",
+    metavar="INT",
+    type=int,
+    help="Tokens by which the window advances; each token is predicted from at least block_size - stride tokens"
+    " (default: half of block_size).",
+)
+@json_flag("Print one JSON object.")
 @flags(EngineConfig, "engine_config")
 def evaluate(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Text file, UTF-8.")],
-    model: ModelFlag = "shakespeare",
-    tokenizer: TokenizerFlag = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            metavar="INT",
-            help="Tokens by which the window advances; each token is predicted from at least block_size - stride tokens"
-            " (default: half of block_size).",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    *,
-    engine_config: EngineConfig,
+    file: Path, model: str, tokenizer: str | None, stride: int | None, as_json: bool, engine_config: EngineConfig
 ) -> None:
     """Print the perplexity of a text file, and bits per character."""
     text = read_text(file)

@@ -13,75 +13,66 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, cast
 
-import typer
+import click
 
 from nanoinfer.cli import decoding
-from nanoinfer.cli.options import flags
-from nanoinfer.cli.terminal import complain, print_json
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
+from nanoinfer.cli.terminal import complain, print_json, reading_stdin
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.files import read_text
 
-ModelFlag = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        metavar="NAME",
-        help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET, wide:MODEL:PRESET.",
-    ),
-]
-TokenizerFlag = Annotated[
-    str | None,
-    typer.Option("--tokenizer", metavar="NAME", help="Model whose tokenizer to use, instead of the model's own."),
-]
-ChatTemplateFlag = Annotated[
-    Path | None,
-    typer.Option("--chat-template", metavar="FILE", help="Jinja template to use instead of the model's own."),
-]
 # Python's SamplingParams keep vLLM's defaults (1.0, off); these give readable text from small models.
 DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 
 
-@flags(EngineConfig, "engine_config")
-@flags(SpeculationConfig, "speculation")
-@flags(decoding.BeamFlags, "beam_flags")
-@flags(decoding.StructuredFlags, "structured_flags")
+@command("generate")
+@click.argument(
+    "prompts",
+    metavar="[PROMPT]...",
+    nargs=-1,
+    help="Prompts. Without one, and without --file, stdin is read as one prompt.",
+)
+@click.option("--prompt", "-p", metavar="TEXT", multiple=True, help="Prompt, instead of an argument. May be repeated.")
+@model_flag
+@tokenizer_flag
+@click.option(
+    "--file", "-f", metavar="PATH", type=PATH, multiple=True, help="UTF-8 file to read as one prompt. May be repeated."
+)
+@click.option("--lines", is_flag=True, help="Read each line of the files or of stdin as a prompt, empty lines too.")
+@click.option("--token-ids", is_flag=True, help="Prompts are token ids: '15496 11 995'.")
+@click.option(
+    "--logit-bias",
+    metavar="ID=BIAS",
+    multiple=True,
+    help="Values to add to the logits of these token ids. May be repeated.",
+)
+@click.option("--echo", is_flag=True, help="Print each prompt before its output.")
+@json_flag("Print one JSON object per prompt and line, with token ids and metrics.")
 @flags(SamplingParams, "params", skip=("logit_bias", "structured_outputs"), defaults=DEFAULTS)
+@flags(decoding.StructuredFlags, "structured_flags")
+@flags(decoding.BeamFlags, "beam_flags")
+@flags(SpeculationConfig, "speculation")
+@flags(EngineConfig, "engine_config")
 def generate(
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROMPT", help="Prompts. Without one, and without --file, stdin is read as one prompt."),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="Prompt, instead of an argument. May be repeated."),
-    ] = None,
-    model: ModelFlag = "shakespeare",
-    tokenizer: TokenizerFlag = None,
-    file: Annotated[
-        list[Path] | None,
-        typer.Option("--file", "-f", metavar="PATH", help="UTF-8 file to read as one prompt. May be repeated."),
-    ] = None,
-    lines: Annotated[
-        bool, typer.Option("--lines", help="Read each line of the files or of stdin as a prompt, empty lines too.")
-    ] = False,
-    token_ids: Annotated[bool, typer.Option("--token-ids", help="Prompts are token ids: '15496 11 995'.")] = False,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ID=BIAS", help="Values to add to the logits of these token ids. May be repeated."),
-    ] = None,
-    echo: Annotated[bool, typer.Option("--echo", help="Print each prompt before its output.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per prompt and line, with token ids and metrics.")
-    ] = False,
-    *,
+    prompts: tuple[str, ...],
+    prompt: tuple[str, ...],
+    model: str,
+    tokenizer: str | None,
+    file: tuple[Path, ...],
+    lines: bool,
+    token_ids: bool,
+    logit_bias: tuple[str, ...],
+    echo: bool,
+    as_json: bool,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
@@ -93,8 +84,8 @@ def generate(
         raise NanoinferError(
             f"the prompts {prompts[0]!r:.40} (an argument) and {prompt[0]!r:.40} (--prompt): give arguments or --prompt"
         )
-    texts = _read_prompts(prompts or prompt or [], file or [], lines)
-    bias, structured = _parse_bias(logit_bias or []), structured_flags.params()
+    texts = _read_prompts(list(prompts or prompt), file, lines)
+    bias, structured = _parse_bias(logit_bias), structured_flags.params()
     params = dataclasses.replace(params, logit_bias=bias, structured_outputs=structured)
     beams = beam_flags.search(params, SamplingParams(**DEFAULTS))
     given: list[Any] = [_parse_ids(t) for t in texts] if token_ids else list(texts)
@@ -105,18 +96,34 @@ def generate(
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises an error: there is no text to print
     ids, stream = decoding.start(llm, given, params, beams)
-    errors = _Errors(ids)
-    if as_json:
-        for output in stream:
-            if isinstance(output, RequestOutput):
-                _print_output(output, errors)
-    else:
-        headings = partial(_heading, texts, params.n, echo)
-        _InOrder(ids, params.n, headings).run(errors.watch(stream))
-    errors.report()
+    shown = None if as_json else _InOrder(ids, params.n, partial(_heading, texts, params.n, echo))
+    if failures := _print_stream(ids, stream, shown):
+        for i, message in dict.fromkeys(failures):
+            complain(f"prompt {i + 1} of {len(ids)}: {message}" if len(ids) > 1 else message)
+        raise click.exceptions.Exit(1)
 
 
-def _read_prompts(arguments: list[str], files: list[Path], lines: bool) -> list[str]:
+def _print_stream(
+    ids: list[int], stream: Iterator[Delta | RequestOutput], shown: _InOrder | None
+) -> list[tuple[int, str]]:
+    """Print what is generated, as text, or without `shown` as JSON; return what failed: numbers of prompts, and why."""
+    failures: list[tuple[int, str]] = []
+    with shown or nullcontext():
+        for item in stream:
+            if isinstance(item, RequestOutput):
+                messages = [o.error for o in item.outputs if o.error is not None]
+                if shown is None:
+                    try:
+                        print_json(dataclasses.asdict(item))
+                    except ResultError as e:
+                        messages = messages or [str(e)]
+                failures += [(ids.index(cast(int, item.request_id)), message) for message in messages]
+            elif shown is not None:
+                shown.add(item)
+    return sorted(failures, key=lambda failure: failure[0])
+
+
+def _read_prompts(arguments: list[str], files: tuple[Path, ...], lines: bool) -> list[str]:
     """Return the prompts: arguments, then files; stdin when there is neither."""
     texts = [read_text(path, "a prompt") for path in files]
     if lines and arguments and not files:
@@ -134,14 +141,8 @@ def _read_prompts(arguments: list[str], files: list[Path], lines: bool) -> list[
 def _read_stdin() -> str:
     if sys.stdin.isatty():
         raise NanoinferError("no prompt: give one as an argument, with --file, or on stdin")
-    try:
+    with reading_stdin(": give a prompt as an argument or with --file"):
         return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise NanoinferError(f"stdin is not UTF-8 text: {e}") from None
-    except OSError as e:
-        raise NanoinferError(
-            f"stdin cannot be read: {e.strerror}: give a prompt as an argument or with --file"
-        ) from None
 
 
 def _without_newline(text: str) -> str:
@@ -165,8 +166,8 @@ def _parse_ids(text: str) -> list[int]:
         raise NanoinferError(f"--token-ids: {text[:60]!r} is not a list of integers") from None
 
 
-def _parse_bias(entries: list[str]) -> dict[int, float] | None:
-    """["50256=-100"] -> {50256: -100.0}; [] -> None."""
+def _parse_bias(entries: tuple[str, ...]) -> dict[int, float] | None:
+    """("50256=-100",) -> {50256: -100.0}; () -> None."""
     bias = {}
     for entry in entries:
         token, _, value = entry.partition("=")
@@ -185,46 +186,6 @@ def _heading(prompts: list[str], n: int, echo: bool, i: int, k: int) -> str:
     return line + (prompts[i] if echo else "")
 
 
-def _print_output(output: RequestOutput, errors: _Errors) -> None:
-    """Print one request's output as JSON, unless a number in it is not finite; note what failed."""
-    for completion in output.outputs:
-        if completion.error is not None:
-            errors.add(output.request_id, completion.index, completion.error)
-    try:
-        print_json(dataclasses.asdict(output))
-    except ResultError as e:
-        errors.add(output.request_id, 0, str(e))
-
-
-class _Errors:
-    """The requests that failed, reported when the others have been printed."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self._ids: list[int | str] = [*ids]
-        self._messages: dict[tuple[int, int], str] = {}
-
-    def add(self, request_id: int | str, index: int, message: str) -> None:
-        """Record the error of an output."""
-        self._messages.setdefault((self._ids.index(request_id), index), message)
-
-    def watch(self, stream: Iterator[Delta | RequestOutput]) -> Iterator[Delta | RequestOutput]:
-        """Yield from a stream, noting the failures in it."""
-        for item in stream:
-            if isinstance(item, Delta) and item.error is not None:
-                self.add(item.request_id, item.index, item.error)
-            yield item
-
-    def report(self) -> None:
-        """Print a line for each request that failed, and end with exit code 1 if one did."""
-        said: set[tuple[int, str]] = set()
-        for (i, _), message in sorted(self._messages.items()):
-            if (i, message) not in said:
-                complain(f"prompt {i + 1} of {len(self._ids)}: {message}" if len(self._ids) > 1 else message)
-            said.add((i, message))
-        if self._messages:
-            raise typer.Exit(1)
-
-
 class _InOrder:
     """Prints the outputs one after the other, in order.
 
@@ -240,19 +201,21 @@ class _InOrder:
         self._turn = 0
         self._begun = False
 
-    def run(self, stream: Iterator[Delta | RequestOutput]) -> None:
-        try:
-            for item in stream:
-                if isinstance(item, Delta):
-                    key = (item.request_id, item.index)
-                    self._made[key] += item.text
-                    if item.finish_reason is not None:
-                        self._ended.add(key)
-                    self._show()
-        except BaseException:
+    def __enter__(self) -> _InOrder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
             self._ended.update(self._order)
             self._show()
-            raise
+
+    def add(self, delta: Delta) -> None:
+        """Add what was generated, and print what is its turn."""
+        key = (delta.request_id, delta.index)
+        self._made[key] += delta.text
+        if delta.finish_reason is not None:
+            self._ended.add(key)
+        self._show()
 
     def _show(self) -> None:
         """Print what is new in the current output; continue with the next when it has ended."""

@@ -1,16 +1,14 @@
-"""Help of a sub-command: options grouped by topic, then the examples of its module, in 80 columns.
-
-typer's own groups (rich_help_panel) are drawn by rich, which cuts long option names at 80 columns and takes 0.1 s to
-import.
-"""
+"""Help of a sub-command: options grouped by topic, then the examples of its module, in 80 columns."""
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
+from collections.abc import Callable
 from typing import Any
 
-import typer.core
+import click
 
 NAME_WIDTH = 28  # of the column of options; a longer name has a line of its own
 
@@ -19,7 +17,7 @@ _ENGINE = (
     "engine device dtype quantization threads max_model_len max_num_seqs kv_cache_memory kv_cache_dtype graph_memory"
 )
 _LENGTH = "max_tokens min_tokens stop stop_token_ids ignore_eos overflow slide_stride"
-_SPECULATION = "draft speculate_k speculate_rule"
+_RUNNING = {"Speculative decoding": "draft speculate_k speculate_rule", "Engine and memory": _ENGINE}
 # Sub-command -> topic -> names of its parameters. What is in no topic stands under "Options", before the topics.
 TOPICS: dict[str, dict[str, str]] = {
     "generate": {
@@ -28,20 +26,17 @@ TOPICS: dict[str, dict[str, str]] = {
         "Sampling": _SAMPLING + " best_of logit_bias",
         "Structured outputs": "json_schema json_object regex choice grammar",
         "Beam search": "beam_width length_penalty early_stopping",
-        "Speculative decoding": _SPECULATION,
-        "Engine and memory": _ENGINE,
+        **_RUNNING,
     },
     "chat": {
         "Output length": _LENGTH,
         "Sampling": _SAMPLING.replace(" n ", " "),  # one answer
-        "Speculative decoding": _SPECULATION,
-        "Engine and memory": _ENGINE,
+        **_RUNNING,
     },
     "batch": {
         "Output length": _LENGTH,
         "Sampling": _SAMPLING + " logprobs prompt_logprobs",
-        "Speculative decoding": _SPECULATION,
-        "Engine and memory": _ENGINE,
+        **_RUNNING,
     },
     "serve": {
         "Access and logs": "api_key api_key_file allowed_host allowed_origin access_log log_level",
@@ -49,7 +44,7 @@ TOPICS: dict[str, dict[str, str]] = {
         " max_stop_chars max_token_entries",
         "Limits of number and time": "max_connections max_requests_in_flight header_timeout_sec body_timeout_sec"
         " send_timeout_sec request_timeout_sec keep_alive_sec",
-        "Speculative decoding": _SPECULATION,
+        "Speculative decoding": _RUNNING["Speculative decoding"],
         "Scheduling": "max_num_batched_tokens max_num_queued enable_prefix_caching",
         "Engine and memory": _ENGINE + " sampler",
     },
@@ -76,31 +71,27 @@ TOPICS: dict[str, dict[str, str]] = {
 }
 
 
-class Command(typer.core.TyperCommand):
+class Command(click.Command):
     """A sub-command whose help has topics."""
 
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the parts of the usage line: FILE, not {FILE}."""
-        return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and options, a section for each topic."""
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, a section for each topic."""
         topic_of = {name: topic for topic, names in TOPICS.get(self.name or "", {}).items() for name in names.split()}
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        sections |= {topic: [] for topic in topic_of.values()}
+        sections: dict[str, list[tuple[str, str]]] = {topic: [] for topic in ("Options", *topic_of.values())}
         for parameter in self.get_params(ctx):
-            if record := parameter.get_help_record(ctx):
-                name, text = record
-                if parameter.param_type_name == "argument":
-                    sections["Arguments"].append((name.partition(" ")[0], text))  # without its type
-                else:
-                    sections[topic_of.get(parameter.name or "", "Options")].append((name, text))
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)):
+                sections[topic_of.get(parameter.name, "Options")].append(record)
         names = [name for rows in sections.values() for name, _ in rows if len(name) <= NAME_WIDTH]
         width = max(map(len, names), default=0)  # the same in all sections
         for title, rows in sections.items():
             if rows:
                 with formatter.section(title):
                     formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=width)
+
+
+def command(name: str) -> Callable[[Callable[..., Any]], Command]:
+    """Return the decorator that makes a function a sub-command; its help is the function's docstring."""
+    return lambda function: click.command(name, Command, epilog=examples(sys.modules[function.__module__]))(function)
 
 
 def examples(module: Any) -> str:

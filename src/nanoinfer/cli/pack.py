@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from nanoinfer.cli.generate import TokenizerFlag
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import PATH, flags, tokenizer_flag
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig
 from nanoinfer.errors import NanoinferError
@@ -28,18 +27,14 @@ from nanoinfer.utils.progress import ProgressBar
 _FLAGS = ("dtype", "quantization", "threads")
 
 
+@command("pack")
+@click.argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed already.")
+@click.option(
+    "--output", "-o", metavar="FOLDER", type=PATH, required=True, help="Folder to write; must be empty or not exist."
+)
+@tokenizer_flag
 @flags(EngineConfig, "options", skip=tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in _FLAGS))
-def pack(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Any model that `generate` loads, unless it is packed already.")
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="Folder to write; must be empty or not exist.")
-    ],
-    tokenizer: TokenizerFlag = None,
-    *,
-    options: EngineConfig,
-) -> None:
+def pack(model: str, output: Path, tokenizer: str | None, options: EngineConfig) -> None:
     """Pack weights into a folder that engine native maps into memory."""
     from nanoinfer.models import tokenizers
     from nanoinfer.models.checkpoints import chat_files, packed

@@ -12,15 +12,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from nanoinfer.cli.generate import ModelFlag, TokenizerFlag
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
@@ -37,25 +37,33 @@ MAX_WAITED = 0.1
 _ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "structured_outputs")
 
 
-@flags(EngineConfig, "engine_config")
+@command("profile")
+@click.argument("prompt", metavar="[PROMPT]", required=False, help="Prompt; without one, random tokens.")
+@model_flag
+@tokenizer_flag
+@click.option(
+    "--max-tokens", metavar="INT", default=32, show_default=True, help="Tokens to generate, end-of-text tokens or not."
+)
+@click.option(
+    "--prompt-tokens",
+    metavar="INT",
+    type=int,
+    help=f"Random tokens to use as a prompt, where none is given.  [default: {PROMPT_TOKENS}]",
+)
+@click.option("--decode-only", is_flag=True, help="Begin after the first token.")
+@click.option("--trace", metavar="PATH", type=PATH, help="Write a Chrome trace of the profiled run to this file.")
+@json_flag("Print one JSON object, with every operator.")
 @flags(SamplingParams, "params", skip=("best_of", *_ENDINGS))
+@flags(EngineConfig, "engine_config")
 def profile(
-    prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="Prompt; without one, random tokens.")] = None,
-    model: ModelFlag = "shakespeare",
-    tokenizer: TokenizerFlag = None,
-    max_tokens: Annotated[int, typer.Option(metavar="INT", help="Tokens to generate, end-of-text tokens or not.")] = 32,
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="INT", help=f"Random tokens to use as a prompt, where none is given.  [default: {PROMPT_TOKENS}]"
-        ),
-    ] = None,
-    decode_only: Annotated[bool, typer.Option("--decode-only", help="Begin after the first token.")] = False,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="Write a Chrome trace of the profiled run to this file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, with every operator.")] = False,
-    *,
+    prompt: str | None,
+    model: str,
+    tokenizer: str | None,
+    max_tokens: int,
+    prompt_tokens: int | None,
+    decode_only: bool,
+    trace: Path | None,
+    as_json: bool,
     engine_config: EngineConfig,
     params: SamplingParams,
 ) -> None:
@@ -89,36 +97,23 @@ def _new_file(path: Path) -> Iterator[Path]:
     Raises:
         NanoinferError: nothing can be written there (before the block), or the disk is full (after it).
     """
-    with ExitStack() as stack:
-        with _refusing(path):
-            if path.is_dir():
-                raise IsADirectoryError(0, "it is a folder")
-            # A folder: torch leaves files of its own beside a trace that it could not finish.
-            folder = stack.enter_context(TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent))
-        partial = Path(folder) / "trace.json"
-        yield partial
-        with _refusing(path):
-            if not _is_whole(partial):  # torch raises no error when the disk is full
-                raise OSError(0, "it was cut short, the disk may be full")
-            os.replace(partial, path)
-
-
-def _is_whole(trace: Path) -> bool:
-    """Return whether a JSON document is there and ends as one."""
-    if not trace.exists():
-        return False
-    with open(trace, "rb") as f:
-        f.seek(max(0, trace.stat().st_size - 8))
-        return f.read().rstrip().endswith(b"}")
-
-
-@contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Turn an error of the file system into one line."""
     try:
-        yield
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        # A folder: torch leaves files of its own beside a trace that it could not finish.
+        folder = TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
     except OSError as e:
-        raise NanoinferError(f"trace={path} cannot be written: {e.strerror}: choose another place") from None
+        raise _not_writable(path, e.strerror) from None
+    with folder as name:
+        partial = Path(name) / "trace.json"
+        yield partial
+        if not partial.exists() or not partial.read_bytes().rstrip().endswith(b"}"):  # torch raises no error
+            raise _not_writable(path, "it was cut short, the disk may be full")
+        os.replace(partial, path)
+
+
+def _not_writable(path: Path, reason: str | None) -> NanoinferError:
+    return NanoinferError(f"trace={path} cannot be written: {reason}: choose another place")
 
 
 def _show(p: Profile) -> None:
@@ -148,10 +143,18 @@ def _show(p: Profile) -> None:
 def _show_operators(console: Any, p: Profile) -> None:
     """Print the second table, and the counts of calls and launches."""
     console.print(f"\nby operator, of {_times(p.profiled_sec, p)} under torch's profiler")
+    launches, every = p.kernel_launches_per_token, _summed("", p.operators)
+    without_operator = dataclasses.replace(
+        every,
+        name="none: Python, the profiler" if launches is None else "none: the GPU waits",
+        calls=0,
+        self_sec=max(0.0, p.profiled_sec - every.self_sec),
+        share_percent=max(0.0, 100 - every.share_percent),
+    )
     first, rest = p.operators[:NUM_OPERATORS], p.operators[NUM_OPERATORS:]
-    console.print(_table("operator", [*first, *([_summed(rest)] if rest else []), _no_operator(p)], p))
+    rows = [*first, *([_summed(f"{len(rest)} more", rest)] if rest else []), without_operator]
+    console.print(_table("operator", rows, p))
     console.print(f"\n{p.operator_calls_per_token:,.1f} operator calls a token, inner ones included", end="")
-    launches = p.kernel_launches_per_token
     console.print("" if launches is None else f"; {launches:,.1f} kernel launches a token")
     if (made := p.launches) is not None:
         console.print(
@@ -165,21 +168,11 @@ def _times(seconds: float, p: Profile) -> str:
     return f"{1e3 * seconds:,.1f} ms, {1e3 * seconds / p.num_tokens:,.3f} ms a token"
 
 
-def _summed(rows: list[ProfileRow]) -> ProfileRow:
+def _summed(name: str, rows: list[ProfileRow]) -> ProfileRow:
     """Return one row for several."""
     from nanoinfer.profiling.profiler import ProfileRow
 
-    calls, seconds, share = (sum(getattr(r, f) for r in rows) for f in ("calls", "self_sec", "share_percent"))
-    return ProfileRow(f"{len(rows)} more", calls, seconds, share)
-
-
-def _no_operator(p: Profile) -> ProfileRow:
-    """Return the row of the time in which no operator ran, or on a GPU no kernel."""
-    from nanoinfer.profiling.profiler import ProfileRow
-
-    total = _summed(p.operators)
-    name = "none: Python, the profiler" if p.kernel_launches_per_token is None else "none: the GPU waits"
-    return ProfileRow(name, 0, max(0.0, p.profiled_sec - total.self_sec), max(0.0, 100 - total.share_percent))
+    return ProfileRow(name, *(sum(getattr(r, f) for r in rows) for f in ("calls", "self_sec", "share_percent")))
 
 
 def _table(title: str, rows: list[ProfileRow], p: Profile) -> Any:

@@ -10,11 +10,12 @@ Examples:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import flags, json_flag
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.roofline.devices import DEVICES
 from nanoinfer.roofline.report import Question, answer
@@ -33,16 +34,11 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0,
 _STEPS = {"prefill": "prefill: N tokens of each sequence", "decode": "cached decoding: 1 token of each sequence"}
 
 
+@command("roofline")
+@click.argument("model", metavar="MODEL", help="A preset (gpt2-xl), a built-in model, a folder, or a checkpoint file.")
+@json_flag("Print one JSON document; keys name the units.")
 @flags(Question, "question")
-def roofline(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="A preset (gpt2-xl), a built-in model, a folder, or a checkpoint file."),
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document; keys name the units.")] = False,
-    *,
-    question: Question,
-) -> None:
+def roofline(model: str, as_json: bool, question: Question) -> None:
     """Print the FLOPs, bytes and time limits of a model on a device."""
     from nanoinfer.engines.devices import resolve_device
 

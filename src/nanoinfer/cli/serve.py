@@ -7,30 +7,29 @@ Examples:
 
 from __future__ import annotations
 
-from typing import Annotated
+import click
 
-import typer
-
-from nanoinfer.cli.generate import TokenizerFlag
-from nanoinfer.cli.options import flags
+from nanoinfer.cli.help import command
+from nanoinfer.cli.options import flags, tokenizer_flag
 from nanoinfer.config import EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.server.config import ServerConfig
 
 
-@flags(EngineConfig, "engine_config")
-@flags(SpeculationConfig, "speculation")
-@flags(SchedulerConfig, "scheduler")
+@command("serve")
+@click.argument(
+    "model",
+    metavar="MODEL",
+    help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET.",
+)
+@tokenizer_flag
 @flags(ServerConfig, "server")
+@flags(SchedulerConfig, "scheduler")
+@flags(SpeculationConfig, "speculation")
+@flags(EngineConfig, "engine_config")
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET."
-        ),
-    ],
-    tokenizer: TokenizerFlag = None,
-    *,
+    model: str,
+    tokenizer: str | None,
     server: ServerConfig,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,

@@ -14,10 +14,11 @@ import os
 import sys
 import unicodedata
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from nanoinfer.errors import ResultError, printable
+from nanoinfer.errors import NanoinferError, ResultError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,6 +55,17 @@ class _OneLine(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
+
+
+@contextmanager
+def reading_stdin(remedy: str = "") -> Iterator[None]:
+    """Turn errors of reading standard input as UTF-8 into one line, of which `remedy` is the end."""
+    try:
+        yield
+    except UnicodeDecodeError as e:
+        raise NanoinferError(f"stdin is not UTF-8 text: {e}") from None
+    except OSError as e:
+        raise NanoinferError(f"stdin cannot be read: {e.strerror}{remedy}") from None
 
 
 def visible(text: str) -> str:

@@ -14,10 +14,11 @@ import importlib.util
 import math
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
+from nanoinfer.cli.help import command
 from nanoinfer.cli.options import flags
 from nanoinfer.errors import NanoinferError, ResultError, missing_extra
 from nanoinfer.training.train_config import TrainConfig
@@ -30,12 +31,10 @@ if TYPE_CHECKING:
     from nanoinfer.training.run import TrainRun
 
 
+@command("train")
+@click.option("--resume", is_flag=True, help="Continue from the last state saved in --out.")
 @flags(TrainConfig, "config")
-def train(
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the last state saved in --out.")] = False,
-    *,
-    config: TrainConfig,
-) -> None:
+def train(resume: bool, config: TrainConfig) -> None:
     """Train a model, a draft model or a draft head."""
     if importlib.util.find_spec("torch") is None:
         raise NanoinferError(f"training cannot run: {missing_extra('torch', 'torch')}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-import typer
+import click
 
 from nanoinfer.utils.checks import show
 
@@ -23,10 +23,10 @@ def parse_size(text: str) -> int:
     """ "1GiB" -> 1073741824; "1.5 kB" -> 1500; a plain number is bytes."""
     found = re.fullmatch(r"(-?\d{1,30}(?:\.\d{1,9})?) *([a-zA-Z]*)", text.strip(), re.ASCII)
     if found is None or (unit := UNITS.get(found[2].lower())) is None:
-        raise typer.BadParameter(f"{show(text)} is not a size: give bytes, or a number with {size_units()}")
+        raise click.BadParameter(f"{show(text)} is not a size: give bytes, or a number with {size_units()}")
     size = Fraction(found[1]) * unit
     if size.denominator != 1:
-        raise typer.BadParameter(f"{show(text)} is not a whole number of bytes")
+        raise click.BadParameter(f"{show(text)} is not a whole number of bytes")
     return int(size)
 
 
@@ -42,7 +42,7 @@ def unescape(text: str) -> str:
         if code := found[1] or found[2]:
             return chr(int(code, 16))
         if found[3] is None:
-            raise typer.BadParameter(
+            raise click.BadParameter(
                 rf"{show(text)}: a backslash begins \n, \r, \t, \\, \xNN or \uNNNN; write \\ for itself"
             )
         return _CONTROLS[found[3]]

@@ -1,8 +1,8 @@
 """Profile a generation by operator and by part of the model (docs/profile.md).
 
-The same generation runs three times: a warm-up of a few tokens, a timed run, and a run under torch's profiler. The
-profiler adds about half a microsecond to each operator, which would count as time of the Python code around the
-operators. So the parts are measured without it:
+The same generation runs three times: a warm-up of a few tokens, a timed run, and a run under torch's profiler, unless
+no operator of PyTorch runs (engine native). The profiler adds about half a microsecond to each operator, which would
+count as time of the Python code around the operators. So the parts are measured without it:
 
     on a CPU    wall time between the spans of `profiling/spans.py` in the timed run
     on a GPU    time of the kernels launched inside each span, from the profiler; "Python and host" is the rest of the
@@ -106,28 +106,25 @@ def profile(
     job.warm_up()
     on_cpu = llm.device == "cpu"
     clock, plain = job.clocked() if on_cpu else (None, job.run(None, None))
-    ranges: sp.Spans
-    if on_cpu and llm.engine.model is None and trace is None:  # no operator of PyTorch runs
-        ranges, events = sp.Spans(), []
-        run = job.run(ranges, None).require_tokens()
+    spans: sp.Spans
+    if clock is not None and llm.engine.model is None and trace is None:  # no operator of PyTorch runs
+        spans, run, events = clock, plain, []
     else:
-        recorder, ranges, run = job.recorded()
+        recorder, spans, run = job.recorded()
         if trace is not None:
             recorder.export_chrome_trace(str(trace))
         events = list(recorder.events())
     seconds = clock.seconds if clock else _kernel_seconds(events, plain.seconds)
     wall_sec = sum(seconds.values())
     operators = _operators(events, run.seconds, on_cpu)
-    calls = {part: 0 if part == sp.HOST else ranges.calls[part] for part in sp.PARTS}
-    made = None if on_cpu else count(events, ranges.calls[sp.ENGINE], llm.config.n_layer)
-    launches = sum(map(is_launch, events))
+    calls = {part: 0 if part == sp.HOST else spans.calls[part] for part in sp.PARTS}
     return Profile(
         model=llm.model_name,
         engine=llm.engine_name,
         device=llm.device,
         dtype=llm.dtype,
         decode_only=decode_only,
-        num_steps=ranges.calls[sp.ENGINE],
+        num_steps=spans.calls[sp.ENGINE],
         num_tokens=run.num_tokens,
         token_ids=run.token_ids,
         wall_sec=wall_sec,
@@ -135,9 +132,9 @@ def profile(
         parts=[ProfileRow(p, calls[p], seconds[p], 100 * seconds[p] / wall_sec) for p in sp.PARTS],
         operators=operators,
         operator_calls_per_token=sum(row.calls for row in operators) / run.num_tokens,
-        kernel_launches_per_token=None if on_cpu else launches / run.num_tokens,
-        launches=made,
-        tells_apart=sp.tells_apart(ranges, llm.config),
+        kernel_launches_per_token=None if on_cpu else sum(map(is_launch, events)) / run.num_tokens,
+        launches=None if on_cpu else count(events, spans.calls[sp.ENGINE], llm.config.n_layer),
+        tells_apart=sp.tells_apart(spans, llm.config),
         waited_sec=plain.waited_sec,
     )
 

@@ -16,6 +16,7 @@ from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.inputs.prompts import Prompt
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.profiling import spans as sp
+from nanoinfer.profiling.verify_cost import synchronize
 from nanoinfer.sampling_params import SamplingParams
 
 WARMUP_TOKENS = 4
@@ -47,15 +48,6 @@ class Measured:
     waited_sec: float | None
     """Time that the threads waited for a core in that part, in total; None: not known."""
 
-    def require_tokens(self) -> Measured:
-        """Return this object. Raises NanoinferError if no token was generated in the measured part."""
-        if not self.num_tokens:
-            raise NanoinferError(
-                "no token was generated in the profiled part because all outputs had ended: use a shorter prompt, or"
-                " ignore_eos=True"
-            )
-        return self
-
 
 @dataclass(frozen=True)
 class Job:
@@ -74,6 +66,9 @@ class Job:
         Args:
             spans: attached to the parts of the model during the measurement.
             recorder: torch's profiler; entered before the clock starts.
+
+        Raises:
+            NanoinferError: no token was generated in the measured part.
         """
         start, num_tokens, outputs = 0.0, 0, dict[int | str, RequestOutput]()
         before = waited_seconds()
@@ -93,6 +88,11 @@ class Job:
                 else:
                     num_tokens += item.num_tokens
             seconds, after = self._now() - start, waited_seconds()
+        if not num_tokens:
+            raise NanoinferError(
+                "no token was generated in the profiled part because all outputs had ended: use a shorter prompt, or"
+                " ignore_eos=True"
+            )
         token_ids = [completion.token_ids for i in ids for completion in outputs[i].outputs]
         waited = None if before is None or after is None else after - before
         return Measured(seconds, num_tokens, token_ids, waited)
@@ -125,10 +125,7 @@ class Job:
 
     def _now(self) -> float:
         """Return the time after synchronizing with the GPU, if there is one."""
-        if self.llm.device != "cpu":
-            import torch
-
-            torch.cuda.synchronize(self.llm.device)
+        synchronize(self.llm.device)
         return time.perf_counter()
 
     def warm_up(self) -> None:
@@ -139,16 +136,14 @@ class Job:
         if self.llm.device != "cpu":
             self.run(None, None)
             return
-        short = replace(
-            self.params, max_tokens=min(self.params.max_tokens or WARMUP_TOKENS, WARMUP_TOKENS), min_tokens=0
-        )
-        for output in self.llm.generate(self.prompts, short):
+        num_tokens = min(self.params.max_tokens or WARMUP_TOKENS, WARMUP_TOKENS)
+        for output in self.llm.generate(self.prompts, replace(self.params, max_tokens=num_tokens, min_tokens=0)):
             output.check()
 
     def clocked(self) -> tuple[sp.Clock, Measured]:
         """Generate once and measure the wall time of the spans; for a CPU, where calls are synchronous."""
         clock = sp.Clock()
-        return clock, self.run(clock, None).require_tokens()
+        return clock, self.run(clock, None)
 
     def recorded(self) -> tuple[Any, sp.Ranges, Measured]:
         """Generate once under torch's profiler; return the profiler, its ranges and the run.
@@ -164,7 +159,7 @@ class Job:
         if self.llm.device != "cpu":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         recorder, ranges = torch.profiler.profile(activities=activities), sp.Ranges()
-        return recorder, ranges, self.run(ranges, recorder).require_tokens()
+        return recorder, ranges, self.run(ranges, recorder)
 
 
 def new_job(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingParams, decode_only: bool) -> Job:
@@ -176,7 +171,5 @@ def new_job(llm: LLM, prompts: Prompt | Sequence[Prompt], params: SamplingParams
 
 def random_prompts(llm: LLM, batch: int, prompt_tokens: int) -> list[list[int]]:
     """Return prompts of random tokens from a fixed seed."""
-    prompts: list[list[int]] = (
-        np.random.default_rng(0).integers(llm.config.vocab_size, size=(batch, prompt_tokens)).tolist()
-    )
-    return prompts
+    tokens = np.random.default_rng(0).integers(llm.config.vocab_size, size=(batch, prompt_tokens))
+    return cast(list[list[int]], tokens.tolist())

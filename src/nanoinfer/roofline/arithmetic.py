@@ -14,19 +14,11 @@ Every step is the same operation, extend by m tokens, so one count covers all of
 
 In GPT-2, A = K = C and G = 2. With a window, the new tokens of a step read the keys of min(N, w + m - 1) tokens.
 
-FLOPs include matrix products with 2 FLOPs per multiply-add, as torch's FLOP counter does. They exclude biases, norms,
-softmax, activations, rotations, gates and residuals, whose cost is hidden behind memory traffic. Attention scores are
-counted as the whole rectangle of the new tokens and the keys that they read, which an engine with a mask computes;
-`causal=True` counts only the scores that the mask keeps, the minimum for a kernel that skips masked blocks.
-
-Bytes include the reads of a step: all weights once, a tied output head once, and the keys and values that the new
-tokens attend to in their stored format; heads of queries that share keys read them once. They exclude `wpe` and the
-looked-up rows of `wte`; writes of m new keys and values (1/N of the reads in decoding); and activations, which stay in
-the caches of a fused engine. `StepCost.activations` is the traffic of activations in an engine that fuses only
-attention. Attention is counted as fused: scores are not written to memory.
-
-tests/roofline/test_roofline.py compares these formulas with counts of the real model. docs/inference-math.md derives
-them.
+FLOPs are those of matrix products, 2 per multiply-add, as torch's FLOP counter counts them. Attention scores are
+counted as the whole rectangle of the new tokens and the keys that they read; with `causal=True`, only those that the
+mask keeps. Bytes are what a step reads: all weights once, a tied output head once, and the keys and values that the new
+tokens attend to, in their stored format. docs/inference-math.md derives both and says what is left out;
+tests/roofline/test_roofline.py compares them with counts of the real model.
 """
 
 from __future__ import annotations

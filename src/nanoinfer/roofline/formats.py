@@ -1,18 +1,8 @@
-"""Weight formats: bytes of a matrix, of a vector, and of a value in the KV cache.
-
-    float32                4 bytes per value, including the KV cache
-    bfloat16, float16      2 bytes per value, including the KV cache
-    int8                   rows * columns + 4 * rows                        a 32-bit scale per output row
-    int4                   rows * (ceil(columns / 2) + 3 * ceil(columns / 64))    a 16-bit scale and an 8-bit zero point
-                           per group of 64 weights in a row: 4.4 bits per weight
-
-    Q8_0                   rows * columns / 32 * 34        a 16-bit scale per block of 32 weights in a row
-    Q4_0                   rows * columns / 32 * 18        the same: 4.5 bits per weight
-    Q4_1                   rows * columns / 32 * 20        a 16-bit scale and a 16-bit minimum: 5 bits per weight
+"""Weight formats: bytes of a matrix, of a vector, and of a value in the KV cache (docs/inference-math.md, part 3).
 
 int8 and int4 are the formats of the native engine; Q8_0, Q4_0 and Q4_1 are those of GGUF files that it computes with as
 they are. They include the output head; a GGUF file has a format for each matrix (`mixed`). Biases and layer norms, a
-thousandth of the model, are stored in float32. The KV cache then has 1 byte per value and a 32-bit scale per token,
+thousandth of the model, are then stored in float32, and the KV cache has 1 byte per value and a 32-bit scale per token,
 head, and key or value.
 """
 

@@ -1,26 +1,16 @@
-"""Measure the ceilings of this machine: memory bandwidth and FLOP/s of matrix products.
+"""Measure the ceilings of this machine, memory bandwidth and FLOP/s of arithmetic (docs/inference-math.md, part 5).
 
-Bandwidth, CPU: all threads read a buffer on huge pages, by wide loads with software prefetch: first 1 GiB, much more
-than the caches, then half as much, and so on to 1 MiB. A decode step reads the same weights as the step before, so a
-model that fits in the caches is read at their speed, which the smaller buffers have. They are read several times in a
-round and stay cached between rounds. A speed is the best of several rounds, because interference only makes a round
-slower; for the same reason a buffer is not slower than a larger one. Without the native extension, each thread computes
-the maximum of its part of the buffer with NumPy. On a machine that shares its memory bandwidth and its last-level cache
-with others the ceiling varies over time, so a benchmark run at another time can exceed 100%.
+Bandwidth, CPU: all threads read a buffer on huge pages: first 1 GiB, much more than the caches, then half as much, and
+so on to 1 MiB. A decode step reads the same weights as the step before, so a model that fits in the caches is read at
+their speed. A speed is the best of several rounds, because interference only makes a round slower; for the same reason
+a buffer is not slower than a larger one. GPU: copies of 1 GiB, at least twenty times the L2 cache; the median round, at
+the GPU's sustained clock, in which the time for launches and synchronization is negligible.
 
-Bandwidth, GPU: copy 1 GiB, at least twenty times the L2 cache, and count the bytes read and written. (An H100 copies at
-about 3.0 TB/s of the 3.35 on its data sheet, an H200 at 4.3 of 4.8.) A round has many copies between two
-synchronizations, so the time for launches and synchronization, about 10 us, is negligible. The result is the median
-round, at the GPU's sustained clock. It holds for all sizes: models that fit in the L2 cache (50 MiB) are not covered.
+Arithmetic, CPU: multiplications and additions in registers, with the instructions of the native kernels
+(kernels/cpu/peak.h). If NumPy's float32 product is faster, the result is NumPy's. GPU: matrix products of random
+numbers; those of ones or zeros use less power, which allows a higher clock and measures up to a tenth too fast.
 
-Arithmetic, CPU: all threads multiply and add in registers, with the instructions of the native kernels for float32,
-bfloat16 and 8-bit weights (kernels/cpu/peak.h), which are those of AMX for bfloat16 and 8 bits where the CPU has it. No
-matrix product with these instructions is faster; one with others can exceed 100% (NANOINFER_ISA selects an older
-instruction set). If NumPy's float32 product is faster, the result is NumPy's. Without the native extension only float32
-is measured, by NumPy's product.
-
-Arithmetic, GPU: square matrix products of random numbers in torch. Products of ones or zeros use less power, which
-allows a higher clock and measures up to a tenth too fast.
+Without the native extension NumPy reads and multiplies, in float32 only.
 """
 
 from __future__ import annotations

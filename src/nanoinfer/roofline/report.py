@@ -184,14 +184,7 @@ def _generation(setting: Setting, num_new: int) -> dict[str, Any]:
     costs = (setting.prefill, setting.decode)
     g = generation(costs, setting.ceiling, setting.fmt, setting.B, setting.N, num_new)
     naive, cached = (setting.predict(cost).seconds for cost in costs)
-    return {
-        "num_prompt_tokens": g.num_prompt_tokens,
-        "num_new_tokens": g.num_new_tokens,
-        "cached_sec": g.cached_sec,
-        "naive_sec": g.naive_sec,
-        "cached_over_naive": g.speedup,
-        "cached_over_naive_last_step": naive / cached,
-    }
+    return asdict(g) | {"cached_over_naive": g.speedup, "cached_over_naive_last_step": naive / cached}
 
 
 def _speculation(

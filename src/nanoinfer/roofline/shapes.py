@@ -20,20 +20,13 @@ from nanoinfer.roofline.formats import WeightFormat, mixed
 from nanoinfer.utils.checks import show
 
 
+def find_shape(name: str) -> ModelConfig:
+    """Return the config of a model. Args and Raises: as `find_model`."""
+    return find_model(name)[0]
+
+
 def find_model(name: str) -> tuple[ModelConfig, WeightFormat | None]:
     """Return the config of a model, and its format in engine `native` if it is a GGUF file with matrices in blocks.
-
-    Args and Raises: as `find_shape`.
-    """
-    path = _path(name)
-    if path is None or not is_gguf(path):
-        return find_shape(name), None
-    weights = gguf.open_file(path)[0]
-    return weights.config, mixed(weights.config, weights.block_formats, weights.stored_dtype)
-
-
-def find_shape(name: str) -> ModelConfig:
-    """Return the config of a model.
 
     Args:
         name: a built-in model, a preset, random:<preset>, wide:<model>:<preset>, a folder with a config.json, a
@@ -45,23 +38,24 @@ def find_shape(name: str) -> ModelConfig:
     if name.startswith("wide:"):
         source, preset_shape = split_wide(name)
         try:
-            return widened(find_shape(source), n_embd=preset_shape.n_embd, n_layer=preset_shape.n_layer)
+            return widened(find_shape(source), n_embd=preset_shape.n_embd, n_layer=preset_shape.n_layer), None
         except NanoinferError as e:
             raise NanoinferError(f"model {name!r}: {e}") from None
     if name in builtin_names():
-        return hf_config.read(BUILTIN / name / "config.json")
+        return hf_config.read(BUILTIN / name / "config.json"), None
     preset = name.removeprefix("random:")
     if preset in PRESETS:
-        return PRESETS[preset]
+        return PRESETS[preset], None
     if preset == name and (path := _path(name)) is not None:
         if is_gguf(path):
-            return find_model(name)[0]
+            weights = gguf.open_file(path)[0]
+            return weights.config, mixed(weights.config, weights.block_formats, weights.stored_dtype)
         if (checkpoint := nanochat.find(path)) is not None:
-            return nanochat.open_checkpoint(checkpoint).config
+            return nanochat.open_checkpoint(checkpoint).config, None
         if path.is_file():
-            return nanogpt.open_checkpoint(path)[0].config
+            return nanogpt.open_checkpoint(path)[0].config, None
         if path.is_dir():
-            return hf_config.read(path / "config.json")
+            return hf_config.read(path / "config.json"), None
     raise NanoinferError(
         f"model {show(name)} is unknown: use one of {', '.join([*PRESETS, *builtin_names()])}, or an existing folder,"
         " ckpt.pt or GGUF file (for a model on the Hub, a folder with its config.json is enough)"

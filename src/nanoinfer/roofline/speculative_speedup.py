@@ -1,33 +1,15 @@
-"""Expected speed-up of speculative decoding, and the best number of proposed tokens k.
+"""Expected speed-up of speculative decoding, and the best number of proposed tokens k (docs/inference-math.md, part 8).
 
-In a round, the draft model proposes k tokens one by one, the target verifies them in one step, and the longest accepted
-prefix is kept. The acceptance rate a is the probability that a proposal is accepted, given that all proposals before it
-were accepted; it is assumed constant and independent of the other proposals.
+A round proposes k tokens with a draft, and the target verifies them in one step. The acceptance rate a is the
+probability that a proposal is accepted, given that those before it were; it is assumed constant. Without the bonus
+token, a round in which all are accepted has k tokens; with it (Leviathan et al. 2023, equation 1; Chen et al. 2023,
+algorithm 2), k + 1:
 
-Without the bonus token: if i < k proposals are accepted, the target's token replaces the first rejected proposal, and
-the round has i + 1 tokens. If all k are accepted, the round has k tokens. The target computes k positions. Token
-j = 1..k of the round exists if the j - 1 proposals before it were accepted, with probability a^(j-1), so
+    E = 1 + a + ... + a^(k-1)       or, with the bonus token,       E = 1 + a + ... + a^k
 
-    E = 1 + a + ... + a^(k-1) = (1 - a^k) / (1 - a)                             1 <= E <= k
-
-With the bonus token (Leviathan et al. 2023, equation 1; Chen et al. 2023, algorithm 2), the target computes k + 1
-positions; if all k proposals are accepted, it samples one more token from the last position:
-
-    E = 1 + a + ... + a^k = (1 - a^(k+1)) / (1 - a)                             1 <= E <= k + 1
-
-At a = 1, E is the number of terms. Let c = time of a draft step / time of a target step, and v = time of the verifying
-step / time of a target step. A round takes k c + v target steps, and plain decoding takes E:
+Let c be the time of a draft step and v that of the verifying step, in steps of the target:
 
     speed-up(k) = E / (k c + v)                                 (Leviathan et al., theorem 3.8, has v = 1)
-
-The formulas hold for greedy decoding and for sampling; only a differs. Greedy (temperature 0): a proposal is accepted
-if it is the target's most likely token, and a is the rate of agreement. Sampling: a proposal x is accepted with
-probability min(1, p(x) / q(x)), with p the target's and q the draft's distribution; a rejected proposal is replaced by
-a sample from max(p - q, 0), normalized; then a = sum over x of min(p(x), q(x)). Greedy output is token-identical to the
-target's, and sampled output has the target's distribution.
-
-Covered: one draft model, a chain of proposals, a constant a. Not covered: trees of proposals, an acceptance rate that
-depends on the position, and the second token that the draft must process after a round in which all were accepted.
 """
 
 from __future__ import annotations

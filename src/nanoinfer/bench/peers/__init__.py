@@ -13,8 +13,6 @@ from typing import Any
 
 from nanoinfer.bench.case import Case
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints.huggingface import open_folder
-from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.utils.files import reason
 
 FOLDER = "exports"  # inside the weights folder
@@ -54,14 +52,6 @@ def require_room(name: str, num_tokens: int, limit: int) -> None:
     """Raise NanoinferError if a sequence of prompt and output would be longer than a backend holds."""
     if num_tokens > limit:
         raise NanoinferError(f"{name}: {num_tokens} tokens of prompt and output are more than the {limit} it holds")
-
-
-def open_gpt2(weights: Path, name: str) -> Weights:
-    """Return the folder of a GPT-2. Raises NanoinferError for another family: `name` has no exporter for it."""
-    opened = open_folder(weights)
-    if not opened.config.is_gpt2:
-        raise NanoinferError(f"{name} cannot run this model here: only GPT-2 is exported to its file format")
-    return opened
 
 
 def export_once(target: Path, write: Callable[[Path], None]) -> Path:

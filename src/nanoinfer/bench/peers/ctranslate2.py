@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from nanoinfer.bench.case import Case, Requests
-from nanoinfer.bench.peers import FOLDER, export_once, open_gpt2, require_case, require_module, require_room
+from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.config import DTYPES
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.utils.environment import num_cpus
 from nanoinfer.utils.files import reason
 
@@ -95,8 +96,10 @@ class CTranslate2:
 
 def _spec(weights: Path) -> Any:
     """Return CTranslate2's description of the model in a folder, which holds its weights."""
-    opened, specs = open_gpt2(weights, "ctranslate2"), require_module("ctranslate2").specs
+    opened, specs = open_folder(weights), require_module("ctranslate2").specs
     config = opened.config
+    if not config.is_gpt2:
+        raise NanoinferError("ctranslate2 cannot run this model here: only GPT-2 is exported to its file format")
     tensors = {name: np.ascontiguousarray(tensor.float32()) for name, tensor in opened.read()}
     activation = specs.Activation.GELUTanh if config.activation == "gelu_new" else specs.Activation.GELU
     spec = specs.TransformerDecoderModelSpec.from_config(

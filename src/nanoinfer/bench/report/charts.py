@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.derived_metrics import NAIVE
-from nanoinfer.bench.formatting import digits, number, positive
+from nanoinfer.bench.formatting import digits
 from nanoinfer.bench.report import panels
 from nanoinfer.bench.report.marks import COLORS, GREY, Figure, Record, bar_chart, bits, chart, look, record_of, y_axis
 from nanoinfer.bench.results import Results
@@ -57,11 +57,11 @@ def _lines(panel: panels.Panel, measure: panels.Measure, rows: Sequence[Row]) ->
     places = sorted({record["x"] for record in records})
     scale = {"type": "log", "domain": [places[0], places[-1]], "nice": False, "padding": 8}
     axis = {"values": places, "title": panels.AXES[panel.axis], "format": ",~r", "labelOverlap": False}
-    others = {"ceilings": limits, "names": _ceiling_names(limits)}
+    named = {"ceilings": limits, "names": _ceiling_names(limits)}
     seen = {row.case.label for row, _ in shown}
     styles = look([row for row in panel.rows if row.case.label in seen])
     styles |= {"x": {"scale": scale, "axis": axis}, "y": y_axis(measure, [*records, *limits])}
-    yield _figure(measure, panel.rows, rows, panel.axis, chart("lines", records, others, **styles))
+    yield _figure(measure, panel.rows, rows, panel.axis, chart("lines", records, more=named, **styles))
 
 
 def _ceilings(panel: panels.Panel) -> list[Record]:
@@ -102,18 +102,13 @@ def _bars(panel: panels.Panel, rows: Sequence[Row]) -> Iterator[Figure]:
 
 def _positions(panel: panels.Panel, rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield the time of each token against its position, at the largest size that was swept."""
-    timed = [row for row in panel.rows if len(_points(row)) >= MIN_POSITIONS]
+    timed = [row for row in panel.rows if len(row.per_position_sec or ()) >= MIN_POSITIONS]
     timed = [row for row in timed if getattr(row.case, panel.axis) == max(getattr(r.case, panel.axis) for r in timed)]
-    if timed:
-        records = [record_of(row, panels.TIME, 1e3 * sec, x=place) for row in timed for place, sec in _points(row)]
+    points = [(row, at, sec) for row in timed for at, sec in row.per_position_sec or () if sec > 0]  # the axis is a log
+    if points:
+        records = [record_of(row, panels.TIME, 1e3 * sec, x=at) for row, at, sec in points]
         spec = chart("positions", records, y=y_axis(panels.TIME, records), **look(timed))
         yield _figure(panels.TIME, timed, rows, panel.axis, spec)
-
-
-def _points(row: Row) -> list[tuple[float, float]]:
-    """Return (position, seconds) of a row, without what no axis can show."""
-    found = [(number(place), positive(sec)) for place, sec in row.per_position_sec or ()]
-    return [(place, sec) for place, sec in found if place is not None and sec is not None]
 
 
 def _breakdown(rows: Sequence[Row], axis: str) -> Iterator[Figure]:
@@ -130,8 +125,7 @@ def _breakdown(rows: Sequence[Row], axis: str) -> Iterator[Figure]:
             "value": f"{part} {digits(share)}%",
         }
         for row, place in ends
-        for part, percent in (row.breakdown_percent or {}).items()
-        if (share := number(percent)) is not None
+        for part, share in (row.breakdown_percent or {}).items()
     ]  # fmt: skip
     if records:
         names = list(dict.fromkeys(record["backend"] for record in records))

@@ -61,30 +61,22 @@ class Figure:
 
 
 def chart(
-    kind: str, records: Sequence[Record], others: Mapping[str, Sequence[Record]] | None = None, **channels: Channel
+    kind: str, records: Sequence[Record], *, more: Mapping[str, Sequence[Record]] | None = None, **channels: Channel
 ) -> dict[str, Any]:
-    """Return a template of charts.json with its data: `records` in unnamed layers, `others` in named ones.
+    """Return a template of charts.json with its data: `records`, and those of `more`, which other layers draw.
 
-    A named layer without records is left out. `channels` are added to the encoding wherever the template has them.
+    A layer without records is left out. `channels` are added to the encoding wherever the template has them.
     """
-    spec = copy.deepcopy(_TEMPLATES[kind])
+    spec: dict[str, Any] = copy.deepcopy(_TEMPLATES[kind])
     spec |= {"$schema": f"https://vega.github.io/schema/vega-lite/v{VEGA_LITE}.json", "config": _TEMPLATES["config"]}
-    spec["data"] = {"values": list(records)}
+    spec["datasets"] = {name: list(found) for name, found in {"records": records, **(more or {})}.items() if found}
     if "layer" in spec:
-        spec["layer"] = [x for x in spec["layer"] if "name" not in x or (others or {}).get(x["name"])]
-    for part in (spec, *spec.get("layer", ())):
-        if values := (others or {}).get(part.pop("name", "")):
-            part["data"] = {"values": list(values)}
-        encoding = part["encoding"]
-        if encoding.get("tooltip") == []:
-            names = _TEMPLATES["tooltip"]
-            encoding["tooltip"] = [{"field": name, "type": "nominal", "title": name} for name in names]
+        spec["layer"] = [layer for layer in spec["layer"] if layer["data"]["name"] in spec["datasets"]]
+    for encoding in (part["encoding"] for part in (spec, *spec.get("layer", ()))):
         for name, added in channels.items():
-            for key, value in added.items() if encoding.get(name) else ():
-                own = encoding[name].get(key)
-                encoding[name][key] = own | value if isinstance(own, dict) else value
-    made: dict[str, Any] = spec
-    return made
+            if own := encoding.get(name):
+                encoding[name] = own | {k: own[k] | v if isinstance(own.get(k), dict) else v for k, v in added.items()}
+    return spec
 
 
 def bits(case: Case) -> int:
@@ -139,4 +131,4 @@ def bar_chart(
     most = 1.2 * max(record["y"] for record in (*records, *others.get("ceilings", ())))  # room for the values
     x = {"scale": {"domain": [0, most]}, "axis": {"title": title}}
     scale = {"scale": {"domain": names, "range": list(colors)}}
-    return chart("bars", records, others, x=x, y={"sort": names}, color=scale)
+    return chart("bars", records, more=others, x=x, y={"sort": names}, color=scale)
