@@ -20,7 +20,7 @@ from helpers import families
 from helpers.engines import generate, make_engine, naive_greedy
 from helpers.errors import refuses
 from helpers.families import CASES
-from helpers.models import make_limits
+from helpers.models import TINY, make_limits, make_weights
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.config import EngineConfig, SchedulerConfig
 from nanoinfer.core.core import Core
@@ -77,6 +77,23 @@ def engine_of(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
     if name == "compiled":  # test_engines shares what is compiled among models of one shape
         return CompiledEngine(gpt, make_limits(gpt.config, max_num_seqs), backend="eager")
     return make_engine(name, gpt, max_num_seqs)
+
+
+@pytest.mark.parametrize("norm_weight", ["none", "one_plus"])
+def test_layer_norms_have_no_weight_or_one_that_is_added_to_1(norm_weight: str) -> None:
+    plain = make_weights(TINY)
+    gpt, changed = load_gpt(plain), replace(TINY, norm_weight=norm_weight)
+    scaled = {name: t for name, t in gpt.state_dict().items() if "ln_" in name and name.endswith("weight")}
+    for tensor in scaled.values():
+        tensor.fill_(1.0 if norm_weight == "none" else 1.5)
+    given = {name: t for name, t in gpt.state_dict().items() if norm_weight != "none" or name not in scaled}
+    same = GPT(changed).eval()
+    same.load_state_dict({name: t - 1.0 if name in scaled else t for name, t in given.items()})
+    expected = [[naive_greedy(gpt, prompt, 6)] for prompt in PROMPTS[:3]]
+    assert [[naive_greedy(same, prompt, 6)] for prompt in PROMPTS[:3]] == expected
+    for name in ("static", "native"):
+        found = generate(make_core(engine_of(name, same)), PROMPTS[:3], [replace(GREEDY, max_tokens=6)] * 3)
+        assert found == expected, name
 
 
 def make_core(engine: Engine, **options: int) -> Core:

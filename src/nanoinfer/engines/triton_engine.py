@@ -135,6 +135,7 @@ class TritonEngine(CudaGraphEngine):
 def norm_of(module: nn.Module) -> Norm:
     """Return a layer norm's parameters in the form that the kernels take."""
     assert isinstance(module, LayerNorm)
+    assert module.weight is not None
     return Norm(module.weight, module.bias, module.eps)
 
 

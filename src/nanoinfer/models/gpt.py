@@ -41,17 +41,19 @@ LayerAttend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class LayerNorm(nn.Module):
-    """Layer norm with an optional bias."""
+    """Layer norm with an optional bias. Arguments: see `RMSNorm`."""
 
     def __init__(self, config: ModelConfig, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(width)) if config.norm_weight != "none" else None
+        self.offset = 1.0 if config.norm_weight == "one_plus" else 0.0
         self.bias = nn.Parameter(torch.zeros(width)) if "norm" in config.biases else None
         self.eps = config.norm_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x, (..., C), over its last dimension."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        weight = self.weight if self.weight is None or not self.offset else self.weight + self.offset
+        return F.layer_norm(x, x.shape[-1:], weight, self.bias, self.eps)
 
 
 def make_norm(config: ModelConfig, width: int | None = None) -> nn.Module:

@@ -84,9 +84,9 @@ class TritonSampler:
         """Return why the fused sampler does not support a row, or None."""
         if row.params.num_logprobs is not None:
             return f"logprobs={row.params.num_logprobs}: the fused sampler does not compute log-probabilities"
-        return self._why_not_by_kernels(row)
+        return self.why_not_by_kernels(row)
 
-    def _why_not_by_kernels(self, row: SamplerRow) -> str | None:
+    def why_not_by_kernels(self, row: SamplerRow) -> str | None:
         """Return why the kernels cannot sample the row's tokens, or None; log-probabilities are not considered."""
         p, bias, ends = row.params, row.params.logit_bias or {}, row.end_token_ids if row.params.min_tokens else ()
         max_bias, max_ends = self._kernels.MAX_BIAS.value, self._kernels.MAX_ENDS.value
@@ -263,7 +263,7 @@ class Sample:
         assert isinstance(logits, Tensor)
         B, V = logits.shape
         fused = self._fused_for(B, V, logits.device)
-        by_reference = [i for i, row in enumerate(rows) if fused._why_not_by_kernels(row)]
+        by_reference = [i for i, row in enumerate(rows) if fused.why_not_by_kernels(row)]
         by_kernels = [i for i in range(B) if i not in {*by_reference}]
 
         def sample_part(part: Tensor, some: Sequence[SamplerRow]) -> list[int]:

@@ -238,6 +238,7 @@ void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row) {
   if constexpr (type == WeightType::q8_0) tile_q8_0<M>(t, acc);
   if constexpr (type == WeightType::q4_0) tile_q4<M, false>(t, acc);
   if constexpr (type == WeightType::q4_1) tile_q4<M, true>(t, acc);
+  static_assert(type <= WeightType::q4_1, "a format without a tile");
   NI_HALVES {
     const std::int64_t column = panel * kPanel + 16 * h;
     const f32x16 bias = load(w.bias + column);

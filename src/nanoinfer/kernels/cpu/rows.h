@@ -53,8 +53,13 @@ NI_INLINE std::uint32_t shift_of(WeightType type, std::int32_t sum) {
     case WeightType::i4: return bits<std::uint32_t>(-(float)sum);
     case WeightType::q4_1: return bits<std::uint32_t>((float)sum);
     case WeightType::q4_0: return (std::uint32_t)(-8 * sum);
-    default: return (std::uint32_t)(-128 * sum);
+    case WeightType::i8:
+    case WeightType::q8_0: return (std::uint32_t)(-128 * sum);
+    case WeightType::f32:
+    case WeightType::f16:
+    case WeightType::bf16: break;  // their rows are not quantized
   }
+  __builtin_unreachable();
 }
 
 // Write a row as int8 units, then its scales and shifts (Int8Units in products.h).
