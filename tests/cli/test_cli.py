@@ -223,7 +223,7 @@ def test_help_has_topics_and_examples_in_80_columns(run: Run, monkeypatch: pytes
         assert f"\n  Examples:\n    nanoinfer {name}" in out
         topics = help.TOPICS.get(name, {})
         titles = [line.removesuffix(":") for line in out.splitlines() if re.fullmatch(r"[A-Z].*:", line)]
-        assert [t for t in titles if t not in ("Positional arguments", "Options")] == list(topics)
+        assert [t for t in titles if t not in ("Arguments", "Options")] == list(topics)
         listed = [option for names in topics.values() for option in names.split()]
         assert len(listed) == len(set(listed))
         assert {p.name for p in known.params} >= set(listed), name

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nanoinfer.cli.generate import DEFAULTS
-from nanoinfer.cli.help import command
+from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import chat_template_flag, flags, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
@@ -40,7 +40,7 @@ _CAPACITY = (
 
 
 @command("batch")
-@click.argument(
+@argument(
     "files", metavar="FILE...", nargs=-1, required=True,
     help="Input and output; with --output, any number of inputs. - is stdin or stdout.",
 )  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from nanoinfer.cli.generate import DEFAULTS
-from nanoinfer.cli.help import command
+from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import chat_template_flag, flags, tokenizer_flag
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "logit_bias", "struct
 
 
 @command("chat")
-@click.argument("model", metavar="MODEL", help="A model with a chat template: as for `generate`.")
+@argument("model", metavar="MODEL", help="A model with a chat template: as for `generate`.")
 @tokenizer_flag
 @click.option("--system", metavar="TEXT", help="System message.")
 @chat_template_flag

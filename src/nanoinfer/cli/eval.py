@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from nanoinfer.cli.help import command
+from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import print_json
 from nanoinfer.config import EngineConfig, LLMConfig
@@ -24,7 +24,7 @@ from nanoinfer.utils.progress import ProgressBar
 
 
 @command("eval")
-@click.argument("file", metavar="FILE", type=PATH, help="Text file, UTF-8.")
+@argument("file", metavar="FILE", type=PATH, help="Text file, UTF-8.")
 @model_flag
 @tokenizer_flag
 @click.option(

@@ -21,7 +21,7 @@ from typing import Any, cast
 import click
 
 from nanoinfer.cli import decoding
-from nanoinfer.cli.help import command
+from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import complain, print_json, reading_stdin
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 
 
 @command("generate")
-@click.argument(
+@argument(
     "prompts",
     metavar="[PROMPT]...",
     nargs=-1,

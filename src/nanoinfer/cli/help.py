@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import click
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 NAME_WIDTH = 28  # of the column of options; a longer name has a line of its own
 
 _SAMPLING = "temperature top_k top_p min_p presence_penalty frequency_penalty repetition_penalty seed n sampler"
@@ -71,16 +72,32 @@ TOPICS: dict[str, dict[str, str]] = {
 }
 
 
+class _Argument(click.Argument):
+    """A positional argument with a help text; click's own has one from 8.5 on."""
+
+    def __init__(self, names: Sequence[str], *, text: str, **options: Any) -> None:
+        super().__init__(names, **options)
+        self.text = text
+
+
+def argument(name: str, *, help: str, metavar: str, **options: Any) -> Callable[[_Function], _Function]:
+    """Return the decorator that adds a positional argument."""
+    return click.argument(name, cls=_Argument, text=help, metavar=metavar, **options)
+
+
 class Command(click.Command):
     """A sub-command whose help has topics."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, a section for each topic."""
         topic_of = {name: topic for topic, names in TOPICS.get(self.name or "", {}).items() for name in names.split()}
-        sections: dict[str, list[tuple[str, str]]] = {topic: [] for topic in ("Options", *topic_of.values())}
+        topics = ("Arguments", "Options", *topic_of.values())
+        sections: dict[str, list[tuple[str, str]]] = {topic: [] for topic in topics}
         for parameter in self.get_params(ctx):
-            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)):
-                sections[topic_of.get(parameter.name, "Options")].append(record)
+            if isinstance(parameter, _Argument):
+                sections["Arguments"].append((parameter.metavar or "", parameter.text))
+            elif record := parameter.get_help_record(ctx):
+                sections[topic_of.get(parameter.name or "", "Options")].append(record)
         names = [name for rows in sections.values() for name, _ in rows if len(name) <= NAME_WIDTH]
         width = max(map(len, names), default=0)  # the same in all sections
         for title, rows in sections.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from nanoinfer.cli.help import command
+from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import PATH, flags, tokenizer_flag
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig
@@ -28,7 +28,7 @@ _FLAGS = ("dtype", "quantization", "threads")
 
 
 @command("pack")
-@click.argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed already.")
+@argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed already.")
 @click.option(
     "--output", "-o", metavar="FOLDER", type=PATH, required=True, help="Folder to write; must be empty or not exist."
 )

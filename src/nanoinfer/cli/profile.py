@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nanoinfer.cli.help import command
+from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.config import EngineConfig, LLMConfig
@@ -38,7 +38,7 @@ _ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", 
 
 
 @command("profile")
-@click.argument("prompt", metavar="[PROMPT]", required=False, help="Prompt; without one, random tokens.")
+@argument("prompt", metavar="[PROMPT]", required=False, help="Prompt; without one, random tokens.")
 @model_flag
 @tokenizer_flag
 @click.option(

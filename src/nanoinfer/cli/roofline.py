@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from nanoinfer.cli.help import command
+from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import flags, json_flag
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.roofline.devices import DEVICES
@@ -35,7 +33,7 @@ _STEPS = {"prefill": "prefill: N tokens of each sequence", "decode": "cached dec
 
 
 @command("roofline")
-@click.argument("model", metavar="MODEL", help="A preset (gpt2-xl), a built-in model, a folder, or a checkpoint file.")
+@argument("model", metavar="MODEL", help="A preset (gpt2-xl), a built-in model, a folder, or a checkpoint file.")
 @json_flag("Print one JSON document; keys name the units.")
 @flags(Question, "question")
 def roofline(model: str, as_json: bool, question: Question) -> None:

@@ -7,9 +7,7 @@ Examples:
 
 from __future__ import annotations
 
-import click
-
-from nanoinfer.cli.help import command
+from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import flags, tokenizer_flag
 from nanoinfer.config import EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, missing_extra
@@ -17,7 +15,7 @@ from nanoinfer.server.config import ServerConfig
 
 
 @command("serve")
-@click.argument(
+@argument(
     "model",
     metavar="MODEL",
     help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET.",
