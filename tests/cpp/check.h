@@ -21,10 +21,15 @@ using Floats = std::vector<float>;
 constexpr WeightType kTypes[] = {WeightType::f32, WeightType::f16, WeightType::bf16,
                                  WeightType::i8,  WeightType::i4,  WeightType::q8_0};
 constexpr CacheType kCaches[] = {CacheType::f32, CacheType::bf16, CacheType::i8};
+#define NI_NAME(name) #name,
 inline const char* name_of(WeightType t) {
-  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "int8", "int4", "q8_0", "q4_0", "q4_1"};
+  constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "int8", "int4", NI_BLOCK_FORMATS(NI_NAME)};
   return kNames[static_cast<int>(t)];
 }
+#undef NI_NAME
+#define NI_TYPE(name) WeightType::name,
+constexpr WeightType kBlockTypes[] = {NI_BLOCK_FORMATS(NI_TYPE)};
+#undef NI_TYPE
 inline const char* name_of(CacheType t) {
   constexpr const char* kNames[] = {"float32", "bfloat16", "int8"};
   return kNames[static_cast<int>(t)];
@@ -98,12 +103,21 @@ inline bool is_near(double got, double expected, double atol, double rtol) {  //
   return std::fabs(got - expected) <= atol + rtol * std::fabs(expected);
 }
 
+}  // namespace nanoinfer::test
+#if defined(NANOINFER_AMX_EMULATED)
+namespace nanoinfer::amx_emulated { extern const Kernels kKernels; }
+#endif
+namespace nanoinfer::test {
+
 // What can be tested here; the others are named.
 inline std::vector<const Kernels*> kernels_here() {
   std::vector<const Kernels*> all;
   for (const IsaInfo& isa : instruction_sets())
     if (isa.missing.empty()) all.push_back(&kernels_for(isa.name));
     else std::printf("not tested: %s, this CPU has no %s\n", isa.name.c_str(), isa.missing.c_str());
+#if defined(NANOINFER_AMX_EMULATED)
+  if (std::string(all.back()->name) == "avx512_vnni") all.push_back(&amx_emulated::kKernels);
+#endif
   return all;
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "check.h"
+#include "layout.h"
 
 using namespace nanoinfer;
 using namespace nanoinfer::test;
@@ -108,44 +109,46 @@ void test_products(Test& t, const Kernels& k, WeightType type) {
     }
 }
 
-// Blocks of a GGUF file: scale, for q4_1 a minimum (both float16), and 32 numbers.
-void test_blocks(Test& t, const Kernels& k, WeightType type) {
-  const std::int64_t out = 70, in = 96, header = type == WeightType::q4_1 ? 4 : 2;
-  const std::int64_t numbers = type == WeightType::q8_0 ? 32 : 16, count = out * in / kSmallGroup;
+// Blocks of a GGUF file: random codes and group scales, and scales of a usual size.
+std::vector<std::uint8_t> random_blocks(WeightType type, std::int64_t count) {
+  const BlockFormat f(type);
   const std::uint16_t halves[] = {0x2800, 0xa400, 0x2c66, 0x0000};  // 2^-5, -2^-6, 0.0687, 0
-  const double values[] = {0x1p-5, -0x1p-6, 0.06872558593750, 0};
   std::mt19937 random_bytes(13);
-  std::vector<std::uint8_t> blocks(count * (header + numbers));
+  std::vector<std::uint8_t> blocks(count * f.block);
   for (std::uint8_t& byte : blocks) byte = static_cast<std::uint8_t>(random_bytes());
-  for (std::int64_t b = 0; b < count; ++b)
-    for (std::int64_t i = 0; i < header / 2; ++i)
-      std::memcpy(&blocks[b * (header + numbers) + 2 * i], &halves[(b + i) % 4], 2);
-  const Packed w(type, blocks, out, in);
   for (std::int64_t b = 0; b < count; ++b) {
-    const std::uint8_t* q = &blocks[b * (header + numbers) + header];
-    const Floats got = w.row(b * kSmallGroup / in);
-    for (std::int64_t i = 0; i < kSmallGroup; ++i) {
-      const int half = i < 16 ? q[i % 16] & 15 : q[i % 16] >> 4;
-      const double level = type == WeightType::q8_0   ? static_cast<std::int8_t>(q[i])
-                           : type == WeightType::q4_0 ? half - 8
-                                                      : half;
-      const double expected = values[b % 4] * level + (header == 4 ? values[(b + 1) % 4] : 0);
-      t.check(is_near(got[b * kSmallGroup % in + i], expected, 1e-6, 0), "%s: number %lld of block %lld is %g, not %g",
-              name_of(type), (long long)i, (long long)b, got[b * kSmallGroup % in + i], expected);
-    }
+    std::uint8_t* block = &blocks[b * f.block];
+    if (f.exponent) block[f.at_scale] = static_cast<std::uint8_t>(120 + b % 9);
+    else std::memcpy(block + f.at_scale, &halves[b % 4], 2);
+    if (f.minimum) std::memcpy(block + f.at_minimum, &halves[(b + 1) % 4], 2);
   }
-  const Floats x = random(kMaxRows * in, 14), all = multiply(k, w, x.data(), kMaxRows);
-  for (std::int64_t r = 0; r < kMaxRows; ++r) {
-    const Floats alone = multiply(k, w, &x[r * in], 1);
-    check_row(t, k, w, &x[r * in], alone.data());
-    t.check(same_bits(alone.data(), &all[r * w.stride()], w.stride()), "%s %s: row %lld of many is not what it is alone",
-            k.name, name_of(type), (long long)r);
+  return blocks;
+}
+
+// A row alone is right, and it is the same among few and many others. tests/native compares unpacked blocks with ggml's values.
+void test_blocks(Test& t, const Kernels& k, WeightType type) {
+  constexpr std::int64_t kRows = 41;
+  const BlockFormat f(type);
+  for (const std::int64_t in : {f.inputs, 3 * f.inputs, 10 * f.inputs}) {
+    const Packed w(type, random_blocks(type, 70 * in / f.inputs), 70, in);
+    const Floats x = random(kRows * in, 14), all = multiply(k, w, x.data(), kRows);
+    for (std::int64_t r = 0; r < kRows; r += 3) {
+      const Floats alone = multiply(k, w, &x[r * in], 1);
+      check_row(t, k, w, &x[r * in], alone.data());
+      t.check(same_bits(alone.data(), &all[r * w.stride()], w.stride()),
+              "%s %s: row %lld of many is not what it is alone", k.name, name_of(type), (long long)r);
+    }
+    for (const std::int64_t rows : {2, 5, 7, 13}) {
+      const Floats few = multiply(k, w, x.data(), rows);
+      t.check(same_bits(few.data(), all.data(), rows * w.stride()), "%s %s: %lld rows are not what each is among others",
+              k.name, name_of(type), (long long)rows);
+    }
   }
 }
 
 // So many prepared rows that they are worked on in several parts.
 void test_many_rows(Test& t, const Kernels& k, WeightType type) {
-  const std::int64_t rows = 90, in = 4096;
+  const std::int64_t rows = 110, in = 4096;
   const Packed w(type, random(33 * in, 4, 0.1f), in);
   const Floats x = random(rows * in, 5), y = multiply(k, w, x.data(), rows);
   for (std::int64_t r = 0; r < rows; r += 11)
@@ -252,6 +255,11 @@ void test_packing(Test& t, WeightType type) {
 int main(int argc, char** argv) {
   Test t("products", argc, argv);
   for (const WeightType type : kTypes) test_packing(t, type);
+  for (const WeightType type : kBlockTypes) {
+    const BlockFormat f(type);
+    const Packed w(type, random_blocks(type, 70 * 3), 70, 3 * f.inputs);
+    t.bits(std::string("blocks ") + name_of(type), w.data.data(), w.data.size());
+  }
   for (const Kernels* k : kernels_here()) {
     for (const WeightType type : kTypes) {
       test_products(t, *k, type);
@@ -259,7 +267,7 @@ int main(int argc, char** argv) {
       test_epilogues(t, *k, type);
       test_nan_and_infinity(t, *k, type);
     }
-    for (const WeightType type : {WeightType::q8_0, WeightType::q4_0, WeightType::q4_1}) test_blocks(t, *k, type);
+    for (const WeightType type : kBlockTypes) test_blocks(t, *k, type);
     test_gelu_range(t, *k);
     test_fused(t, *k);
     std::printf("products on %s\n", k->name);

@@ -138,9 +138,10 @@ DIGESTS = {
     "Q4_0": "7a39e7e97e387d59", "Q4_1": "c60e8bfb88636f15", "Q5_0": "e3f3db838cda23b7", "Q5_1": "75f2b9ba3e1f6a14",
     "Q8_0": "f9eb333c064e213c", "Q2_K": "4aa5161533d7463c", "Q3_K": "244a127a7e648354", "Q4_K": "32575d58f6fd62c6",
     "Q5_K": "d3e2457817598d6c", "Q6_K": "baff438ee46773d2", "IQ4_NL": "0b7ecdac4aca0f17",
+    "IQ4_XS": "6ec773cbdae4ef77", "MXFP4": "2ca8fb7b8615d458",
 }  # fmt: skip
 SCALES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108],
-          "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0]}  # fmt: skip
+          "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []}  # fmt: skip
 QUANTIZED = {kind: f for kind, f in FORMATS.items() if f.compute is not None}
 
 
@@ -150,6 +151,8 @@ def random_blocks(kind: int, count: int = 64) -> np.ndarray:
     numbers = np.arange(count * format.block_bytes, dtype=np.uint64) + np.uint64(1 + 1000 * kind)
     mixed = (numbers * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)
     blocks = (mixed & np.uint64(255)).astype(np.uint8).reshape(count, -1)
+    if format.name == "MXFP4":
+        blocks[:, 0] &= 0xBF  # 2^63 at most
     for at in SCALES[format.name]:
         blocks[:, at + 1] &= 0xBB  # an exponent of at most 14 of 31
     return blocks

@@ -87,7 +87,7 @@ CASES: dict[str, tuple[bytes, list[str]]] = {
     "an offset that is not aligned": (tensors(entry("t", (4,), offset=8)), ["offset 8", "multiple of 32"]),
     "overlapping tensors": (tensors(entry("t", (9,)), entry("u", (4,), offset=32)), ["'u' overlaps 't'"]),
     "one tensor in another": (tensors(entry("t", (60,)), entry("u", (4,), offset=64)), ["'u' overlaps 't'"]),
-    "IQ4_XS": (tensors(entry("t", (256,), 23)), ["'t' has the format IQ4_XS", "Q4_0"]),
+    "IQ1_M": (tensors(entry("t", (256,), 29)), ["'t' has the format IQ1_M", "Q4_0"]),
     "a type of no format": (tensors(entry("t", (256,), 4)), ["'t' has the format 4"]),
     "an alignment of 0": (gguf_bytes({"general.alignment": 0}, {}), ["general.alignment=0"]),
     "an alignment of 24": (gguf_bytes({"general.alignment": 24}, {}), ["general.alignment=24"]),

@@ -95,13 +95,15 @@ def test_one_format_is_that_of_the_table(tmp_path: Path, kind: int, name: str) -
     assert answer(str(path), Question("t4"))["memory"]["weight_bytes"] == num_bytes
 
 
-def test_formats_that_native_has_not_are_counted_as_it_stores_them(tmp_path: Path) -> None:
+def test_each_matrix_is_counted_in_its_own_format(tmp_path: Path) -> None:
     rounded = {"token_embd": Q6_K, "blk.0.attn_v": Q8_0, "blk.2.ffn_up": F32, "blk.2.ffn_gate": F32}
     path, _ = make_file(tmp_path / "k.gguf", rounded, Q4_0, embedding_length=256)
     config, fmt = find_model(str(path))
     assert fmt is not None
-    assert fmt.of("transformer.wte.weight").name == "Q8_0"
-    assert fmt.of("transformer.h.0.attn.c_attn.weight").name == "Q8_0"  # queries, keys and values are one matrix
+    assert fmt.of("transformer.wte.weight").name == "Q6_K"
+    joined = fmt.of("transformer.h.0.attn.c_attn.weight")  # queries, keys and values are one matrix
+    assert joined.name == "Q4_0 + Q8_0"
+    assert joined.matrix_bytes(4 * D, 256) == 3 * D * 256 // 32 * 18 + D * 256 // 32 * 34
     assert fmt.of("transformer.h.1.attn.c_attn.weight").name == "Q4_0"
     assert fmt.of("transformer.h.2.mlp.c_fc.weight").name == "float32"
     up = [mlp.bytes(0, 0) for _, mlp, _ in decode(config, fmt).layers]

@@ -72,7 +72,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
         sampling_defaults=loaded.sampling_defaults,
     )
     if options.dtype == "auto" and options.quantization is None:
-        if formats := Counter(model.block_formats.values()):
+        if formats := Counter(name for parts in model.block_formats.values() for name, _ in parts):
             named = ", ".join(f"{count} in {name}" for name, count in formats.most_common())
             log.info("dtype=auto: computing with the file's own blocks (matrices: %s)", named)
         else:

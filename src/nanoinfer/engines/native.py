@@ -26,6 +26,7 @@ from nanoinfer.models.checkpoints.packed import PackedWeights
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.utils import environment
+from nanoinfer.utils.arrays import BlockFormats, JoinedBlocks
 
 SHAPE = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "mlp_dim", "activation",
@@ -66,7 +67,7 @@ class NativeEngine(Sequences):
         self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
         self._num_logits = 0  # of the last step
 
-    def _load(self, weights: Weights, formats: Mapping[str, str]) -> None:
+    def _load(self, weights: Weights, formats: Mapping[str, BlockFormats]) -> None:
         if isinstance(weights, PackedWeights):
             for name, panels, scales in weights.matrices():
                 self._decoder.load_packed(name, panels, scales)
@@ -74,11 +75,14 @@ class NativeEngine(Sequences):
                 self._decoder.load(name, values)
         else:
             for name, tensor in weights.read():
-                if tensor.dtype == formats.get(name):
-                    self._decoder.load_blocks(name, tensor.values)
-                else:
-                    dense = tensor.dense()
-                    self._decoder.load(name, dense.values, dense.dtype)
+                parts = tensor.parts if isinstance(tensor, JoinedBlocks) else (tensor,)
+                for i, part in enumerate(parts):
+                    place = f"{name}:{i}" if i else name
+                    if name in formats and part.dtype == formats[name][i][0]:
+                        self._decoder.load_blocks(place, part.values)
+                    else:
+                        dense = part.dense()
+                        self._decoder.load(place, dense.values, dense.dtype)
         self._decoder.check_loaded()
 
     @property
@@ -152,11 +156,11 @@ class NativeEngine(Sequences):
         self._handles.clear()
 
 
-def _same_activations(formats: Mapping[str, str]) -> dict[str, str]:
+def _same_activations(formats: Mapping[str, BlockFormats], mlp_dim: int) -> dict[str, BlockFormats]:
     """Return the formats with both of c_gate and c_fc, which share their inputs, in blocks if one of them is."""
     other = {"c_gate": "c_fc", "c_fc": "c_gate"}
     pairs = [re.sub("c_gate|c_fc", lambda m: other[m[0]], name) for name in formats if ".mlp.c_" in name]
-    return dict.fromkeys(pairs, "q8_0") | dict(formats)
+    return dict.fromkeys(pairs, (("q8_0", mlp_dim),)) | dict(formats)
 
 
 def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig) -> Any:
@@ -184,7 +188,7 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
         quantization, options.packed = weights.quantization, True
     options.weights = quantization or dtype
     if quantization is None:
-        options.formats = _same_activations(weights.block_formats)
+        options.formats = _same_activations(weights.block_formats, model.mlp_dim)
     options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     options.max_num_cached_tokens = limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()

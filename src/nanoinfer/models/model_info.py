@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.arrays import BlockFormats
 
 if TYPE_CHECKING:
     from nanoinfer.models.tokenizers import Tokenizer
@@ -36,7 +37,7 @@ class ModelInfo:
     """Seed of random weights."""
     quantization: str | None = None
     """"int8" or "int4"; None: the dtype, or `block_formats`."""
-    block_formats: Mapping[str, str] = field(default_factory=dict)
+    block_formats: Mapping[str, BlockFormats] = field(default_factory=dict)
     """Matrices of a GGUF file that are computed with in their own blocks -> q8_0, q4_0 or q4_1."""
     chat_template: str | None = None
     """The model's own Jinja template."""

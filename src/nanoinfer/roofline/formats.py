@@ -1,9 +1,8 @@
 """Weight formats: bytes of a matrix, of a vector, and of a value in the KV cache (docs/inference-math.md, part 3).
 
-int8 and int4 are the formats of the native engine; Q8_0, Q4_0 and Q4_1 are those of GGUF files that it computes with as
-they are. They include the output head; a GGUF file has a format for each matrix (`mixed`). Biases and layer norms, a
-thousandth of the model, are then stored in float32, and the KV cache has 1 byte per value and a 32-bit scale per token,
-head, and key or value.
+int8 and int4 are the formats of the native engine, which computes with those of GGUF files as they are. They include
+the output head; a GGUF file has a format for each matrix (`mixed`). Biases and layer norms, a thousandth of the model,
+are then stored in float32, and the KV cache has 1 byte per value and a 32-bit scale per token, head, and key or value.
 """
 
 from __future__ import annotations
@@ -13,7 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from nanoinfer.config import ModelConfig
+from nanoinfer.models.checkpoints.gguf_formats import FORMATS as GGUF_FORMATS
+from nanoinfer.models.checkpoints.gguf_formats import Format
 from nanoinfer.models.parameters import shapes
+from nanoinfer.utils.arrays import BlockFormats
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class WeightFormat:
     """Bytes of a value in the KV cache; None: vector_bytes."""
     cache_scale_bytes: int = 0
     """Bytes of the scale of one head's key, or value, of one token."""
+    parts: tuple[tuple[WeightFormat, int], ...] = ()
+    """The formats of a matrix whose rows are stored in several, and the number of rows in each."""
     matrices: Mapping[str, WeightFormat] = field(default_factory=dict, hash=False)
     """Formats of the matrices that have another one, by the names of `parameters.shapes`."""
 
@@ -49,6 +53,8 @@ class WeightFormat:
 
         FORMATS["int4"].matrix_bytes(1, 128)  ->  70   (64 bytes of weights, 2 groups of 3 bytes)
         """
+        if self.parts:
+            return sum(part.matrix_bytes(count, columns) for part, count in self.parts)
         data = rows * -(-columns * self.bits // 8)
         if self.group_size is None:
             return data
@@ -66,6 +72,12 @@ def _quantized(name: str, bits: int, group_size: int, group_bytes: int) -> Weigh
     return WeightFormat(name, bits, 4, group_size, group_bytes, cache_bytes=1, cache_scale_bytes=4)
 
 
+def _blocks(format: Format) -> WeightFormat:
+    """Return a format of GGUF files. The first digit of its name is the number of bits: Q4_K, IQ4_NL, MXFP4."""
+    bits = int(next(c for c in format.name if c.isdigit()))
+    return _quantized(format.name, bits, format.block_size, format.block_bytes - format.block_size * bits // 8)
+
+
 FORMATS: dict[str, WeightFormat] = {
     f.name: f
     for f in (
@@ -74,25 +86,30 @@ FORMATS: dict[str, WeightFormat] = {
         WeightFormat("float16", 16, 2),
         _quantized("int8", 8, 0, 4),
         _quantized("int4", 4, 64, 3),
-        _quantized("Q8_0", 8, 32, 2),
-        _quantized("Q4_0", 4, 32, 2),
-        _quantized("Q4_1", 4, 32, 4),
+        *(_blocks(f) for f in GGUF_FORMATS.values() if f.compute is not None),
     )
 }
 
 
-def mixed(config: ModelConfig, block_formats: Mapping[str, str], dtype: str) -> WeightFormat | None:
+def mixed(config: ModelConfig, block_formats: Mapping[str, BlockFormats], dtype: str) -> WeightFormat | None:
     """Return the formats of a model whose matrices in blocks engine `native` takes as they are; None without any.
 
     Args:
         config: the model's shape.
-        block_formats: matrices in blocks -> "q8_0", "q4_0" or "q4_1" (`Weights.block_formats`).
+        block_formats: matrices in blocks -> their formats (`Weights.block_formats`).
         dtype: format of the other matrices.
     """
     if not block_formats:
         return None
     names = [name for name, shape in shapes(config).items() if len(shape) == 2]
-    matrices = {name: FORMATS[block_formats[name].upper() if name in block_formats else dtype] for name in names}
-    blocks = Counter(matrices[name].name for name in names if name in block_formats)
+    matrices = {name: _joined(block_formats[name]) if name in block_formats else FORMATS[dtype] for name in names}
+    blocks = Counter(format.upper() for parts in block_formats.values() for format, _ in parts)
     kinds = [name for name, _ in blocks.most_common()]
     return replace(FORMATS[kinds[0]], name=" + ".join(kinds), matrices=matrices)
+
+
+def _joined(formats: BlockFormats) -> WeightFormat:
+    """Return the format of a matrix."""
+    parts = tuple((FORMATS[name.upper()], rows) for name, rows in formats)
+    first = parts[0][0]
+    return first if len(parts) == 1 else replace(first, name=" + ".join(f.name for f, _ in parts), parts=parts)

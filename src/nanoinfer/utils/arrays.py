@@ -74,13 +74,13 @@ class HostTensor:
             return HostTensor(values.astype(dtype), dtype)
 
 
-BLOCK_FORMATS = ("q8_0", "q4_0", "q4_1")
-"""Formats of GGUF files that engine `native` computes with as they are."""
+BlockFormats = tuple[tuple[str, int], ...]
+"""Formats of the parts of a matrix, and how many rows each part has: (("q4_k", 3072), ("q6_k", 1024))."""
 
 
 @dataclass(frozen=True)
 class BlockMatrix(HostTensor):
-    """A matrix whose rows are blocks of quantized values, as in a GGUF file. Its dtype is one of BLOCK_FORMATS."""
+    """A matrix whose rows are blocks of quantized values, as in a GGUF file. Its dtype is the format: "q4_k"."""
 
     columns: int
     dequantize: Callable[[NDArray[np.uint8]], NDArray[np.float32]]
@@ -106,6 +106,34 @@ class BlockMatrix(HostTensor):
     def to(self, dtype: str) -> HostTensor:
         """Return the matrix in another dtype, rounded to nearest; the matrix itself if it has the dtype."""
         return self if dtype == self.dtype else self.dense().to(dtype)
+
+
+@dataclass(frozen=True)
+class JoinedBlocks(HostTensor):
+    """Matrices of blocks in several formats, one below the other. Its dtype is "blocks", and `values` is empty."""
+
+    parts: tuple[HostTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return (sum(part.shape[0] for part in self.parts), self.parts[0].shape[1])
+
+    def dense(self) -> HostTensor:
+        """Return the values in float32."""
+        return HostTensor(self.float32(), "float32")
+
+    def t(self) -> HostTensor:
+        """Return the transpose, in float32."""
+        return self.dense().t()
+
+    def float32(self) -> NDArray[np.float32]:
+        """Return the values as float32."""
+        return np.concatenate([part.float32() for part in self.parts])
+
+    def to(self, dtype: str) -> HostTensor:
+        """Return the values in a dtype, rounded to nearest."""
+        return self.dense().to(dtype)
 
 
 def _bfloat16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:

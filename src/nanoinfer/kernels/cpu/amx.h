@@ -13,7 +13,7 @@
 // order of its own. Products of int8 are exact, so few rows take the faster path of products.h, with the same result.
 #pragma once
 
-#include "products.h"
+#include "blocks.h"
 
 constexpr std::int64_t kTileRows = 16, kTileBytes = kTileRows * 64;
 // As kRowBlockBytes: CPUs with AMX have 2 MiB of second-level cache. Each block reads the weights again.
@@ -119,41 +119,34 @@ inline void amx_bf16(const MatmulTask& task, std::int64_t part, std::int64_t par
   }
 }
 
-// Weights of 16 outputs and up to kChunk inputs: signed bytes, tile after tile, and what the groups are multiplied with.
+// Weights in i8 or i4 of 16 outputs and up to kChunk inputs: signed bytes, tile after tile, and what the groups are
+// multiplied with.
 constexpr std::int64_t kChunk = 1024;  // 16 KiB of weights, which stay in the first-level cache
 struct alignas(64) AmxWeights {
   std::uint8_t tiles[kChunk * 16];
-  float scale[kChunk / kSmallGroup][16];    // i8 has one for all groups, which the epilogue multiplies with
-  float minimum[kChunk / kSmallGroup][16];  // q4_1; the zero points of i4
+  float scale[kChunk / kGroup][16];  // i8 has one for all groups, which the epilogue multiplies with
+  float zero[kChunk / kGroup][16];
 };
 
 // Unpack the groups [from, from + count) of half a panel.
 template <WeightType type>
 inline void unpack_amx(const Matrix& m, std::int64_t panel, int half, std::int64_t from, std::int64_t count, AmxWeights& to) {
-  constexpr bool kNibbles = has_nibbles(type);
-  constexpr std::int64_t kInputs = group_of(type), kBytes = kInputs * kPanel / (kNibbles ? 2 : 1);  // of a group
-  constexpr std::int64_t kMeta = kInputs == kSmallGroup ? BlockFormat(type).record_header() : 0;  // in front of it
+  constexpr bool kNibbles = type == WeightType::i4;
+  constexpr std::int64_t kBytes = kGroup * kPanel / (kNibbles ? 2 : 1);  // of a group
   const std::uint8_t* data = m.data + panel * m.panel_bytes;
-  const std::uint8_t *meta = data + from * (type == WeightType::i4 ? kInt4Group : kBytes + kMeta), *w = meta;
-  if (type == WeightType::i4) w = data + int4_numbers(m.depth) + from * kBytes;
+  const std::uint8_t *meta = data + from * kInt4Group, *w = data + (kNibbles ? int4_numbers(m.depth) : 0) + from * kBytes;
   std::uint8_t* tile = to.tiles;
-  for (std::int64_t g = 0; g < count; ++g, tile += kInputs * 16) {
-    if constexpr (type == WeightType::i4) {
+  for (std::int64_t g = 0; g < count; ++g, tile += kGroup * 16, meta += kInt4Group) {
+    if constexpr (kNibbles) {
       store(to.scale[g], load_bf16((const std::uint16_t*)meta + 16 * half));
-      store(to.minimum[g], load_u8(meta + kInt4Zeros + 16 * half));
-      meta += kInt4Group;
-    } else if constexpr (kMeta) {
-      store(to.scale[g], load_f16((const std::uint16_t*)w + 16 * half));
-      if (type == WeightType::q4_1) store(to.minimum[g], load_f16((const std::uint16_t*)w + kRecordMinimums / 2 + 16 * half));
-      w += kMeta;
+      store(to.zero[g], load_u8(meta + kInt4Zeros + 16 * half));
     }
     for (std::int64_t line = 0; line < kBytes / kLine; ++line, w += kLine) {
       const __m512i q = _mm512_loadu_si512(w + 64 * half);
       if constexpr (kNibbles) {  // the high halves are inputs of the second half of the group
-        const __m512i mask = _mm512_set1_epi8(15), middle = _mm512_set1_epi8(type == WeightType::q4_0 ? 8 : 0);
-        const __m512i low = _mm512_and_si512(q, mask), high = _mm512_and_si512(_mm512_srli_epi16(q, 4), mask);
-        _mm512_store_si512(tile + 64 * line, _mm512_sub_epi8(low, middle));
-        _mm512_store_si512(tile + kInputs * 8 + 64 * line, _mm512_sub_epi8(high, middle));
+        const __m512i mask = _mm512_set1_epi8(15);
+        _mm512_store_si512(tile + 64 * line, _mm512_and_si512(q, mask));
+        _mm512_store_si512(tile + kGroup * 8 + 64 * line, _mm512_and_si512(_mm512_srli_epi16(q, 4), mask));
       } else {
         _mm512_store_si512(tile + 64 * line, _mm512_xor_si512(q, _mm512_set1_epi8(-128)));
       }
@@ -161,24 +154,53 @@ inline void unpack_amx(const Matrix& m, std::int64_t panel, int half, std::int64
   }
 }
 
+// Call add(g, dot) for tiles 0 <= g < count of 16 rows times 16 outputs, which load(g) loads into the registers 4 and 6.
+template <class Load, class Add>
+NI_INLINE void amx_dots(std::int64_t count, Load load, Add add) {
+  // A tile is read only after those that follow it were stored: a load of what was just stored waits until the store has
+  // left the core's queue.
+  constexpr std::int64_t kAhead = 4;
+  alignas(64) std::int32_t dots[kAhead][kTileRows][16];
+  const auto multiply = [&](std::int64_t g) __attribute__((always_inline)) {
+    _tile_zero(0);
+    load(g);
+    _tile_dpbssd(0, 4, 6);
+    _tile_stored(0, dots[g % kAhead], 64);
+  };
+  for (std::int64_t g = 0; g < kAhead - 1 && g < count; ++g) multiply(g);
+  for (std::int64_t g = 0; g < count; ++g) {
+    if (g + kAhead - 1 < count) multiply(g + kAhead - 1);
+    add(g, dots[g % kAhead]);
+  }
+}
+
+// Prefetches the next panel while a panel is multiplied, the same number of lines in each of `steps` steps.
+struct NextPanel {
+  const std::uint8_t *at, *end;
+  std::int64_t share;
+
+  NextPanel(const std::uint8_t* begin, std::int64_t bytes, std::int64_t steps)
+      : at(begin), end(begin + bytes), share((bytes / steps + 64) / 64 * 64) {}
+  __attribute__((always_inline)) void step() {
+    for (std::int64_t i = 0; i < share && at < end; i += 64, at += 64) prefetch_l2(at);
+  }
+};
+
+#define NI_TILE_ROWS _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r)
+
 // Rows [top, bottom), at most kRowsAtOnce, times half a panel. A group of inputs is one tile; its exact sums are scaled
 // and added to a vector for each row, as in products.h.
 constexpr std::int64_t kRowsAtOnce = 256;
 template <WeightType type>
 inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::int64_t top, std::int64_t bottom) {
-  constexpr std::int64_t kInputs = group_of(type), kGroups = kChunk / kInputs;
+  constexpr std::int64_t kGroups = kChunk / kGroup;
   const Matrix& m = *task.w;
-  const std::int64_t groups = m.depth / kInputs, column = panel * kPanel + 16 * half;
+  const std::int64_t groups = m.depth / kGroup, column = panel * kPanel + 16 * half;
   const std::int64_t tiles = (bottom - top + kTileRows - 1) / kTileRows;
-  // The next panel is prefetched, the same number of lines with each tile.
-  const std::uint8_t *next = m.data + (panel + 1) * m.panel_bytes + half * m.panel_bytes / 2, *next_end = next + m.panel_bytes / 2;
-  const std::int64_t share = (m.panel_bytes / 2 / (tiles * groups) + 64) / 64 * 64;
+  const std::int64_t bytes = m.panel_bytes / 2;
+  NextPanel next(m.data + (panel + 1) * m.panel_bytes + half * bytes, bytes, tiles * groups);
   AmxWeights weights;
   alignas(64) float sums[kRowsAtOnce][16];  // of the inputs before this chunk
-  // A tile is read only after those that follow it were stored: a load of what was just stored waits until the store has
-  // left the core's queue.
-  constexpr std::int64_t kAhead = 4;
-  alignas(64) std::int32_t dots[kAhead][kTileRows][16];
   for (std::int64_t from = 0; from < groups; from += kGroups) {
     const std::int64_t count = groups - from < kGroups ? groups - from : kGroups;
     unpack_amx<type>(m, panel, half, from, count, weights);
@@ -187,40 +209,29 @@ inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::i
       const float* scales = (const float*)(x + m.depth) + from;  // of the first row; its shifts follow
       const std::int64_t stride = task.x_stride / sizeof(float);
       f32x16 acc[kTileRows];
-      _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r)
-        acc[r] = from ? load(sums[row - top + r]) : broadcast(0.0f);
-      const auto multiply = [&](std::int64_t g) __attribute__((always_inline)) {
-        for (std::int64_t at = 0; at < share && next < next_end; at += 64, next += 64) prefetch_l2(next);
-        _tile_zero(0);
-        _tile_loadd(4, x + (from + g) * kInputs, task.x_stride);
-        _tile_loadd(6, weights.tiles + g * kInputs * 16, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_stored(0, dots[g % kAhead], 64);
-      };
-      for (std::int64_t g = 0; g < kAhead - 1 && g < count; ++g) multiply(g);
-      for (std::int64_t g = 0; g < count; ++g) {
-        if (g + kAhead - 1 < count) multiply(g + kAhead - 1);
-        const std::int32_t(&dot)[kTileRows][16] = dots[g % kAhead];
-        const f32x16 scale = load(weights.scale[g]), minimum = load(weights.minimum[g]);
-        _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) {
-          const float* of_row = scales + r * stride + g;
-          const f32x16 own = broadcast(*of_row), shift = broadcast(of_row[groups]), sum = to_float(load_ints(dot[r]));
-          switch (type) {
-            case WeightType::i8: acc[r] = fma(sum, own, acc[r]); break;
-            case WeightType::q8_0: acc[r] = fma(sum, scale * own, acc[r]); break;
-            case WeightType::i4: acc[r] = fma(fma(minimum, shift, sum), scale * own, acc[r]); break;
-            case WeightType::q4_0: acc[r] = fma(sum * scale, own, acc[r]); break;
-            case WeightType::q4_1: acc[r] = fma(fma(minimum, shift, sum * scale), own, acc[r]); break;
-            default: __builtin_unreachable();  // rows_amx_int8 is not called for it
-          }
-        }
-      }
+      NI_TILE_ROWS acc[r] = from ? load(sums[row - top + r]) : broadcast(0.0f);
+      amx_dots(
+          count,
+          [&](std::int64_t g) __attribute__((always_inline)) {
+            next.step();
+            _tile_loadd(4, x + (from + g) * kGroup, task.x_stride);
+            _tile_loadd(6, weights.tiles + g * kGroup * 16, 64);
+          },
+          [&](std::int64_t g, const std::int32_t(*dot)[16]) __attribute__((always_inline)) {
+            const f32x16 scale = load(weights.scale[g]), zero = load(weights.zero[g]);
+            NI_TILE_ROWS {
+              const float* of_row = scales + r * stride + g;
+              const f32x16 own = broadcast(*of_row), shift = broadcast(of_row[groups]), sum = to_float(load_ints(dot[r]));
+              if (type == WeightType::i8) acc[r] = fma(sum, own, acc[r]);
+              else acc[r] = fma(fma(zero, shift, sum), scale * own, acc[r]);
+            }
+          });
       if (from + count < groups) {
-        _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) store(sums[row - top + r], acc[r]);
+        NI_TILE_ROWS store(sums[row - top + r], acc[r]);
         continue;
       }
       const f32x16 bias = load(m.bias + column), scale = load(m.scale + column);
-      _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r) {
+      NI_TILE_ROWS {
         if (row + r >= bottom) break;
         float* y = task.y + (row + r) * task.y_stride + column;
         const f32x16 sum = type == WeightType::i8 ? fma(acc[r], scale, bias) : acc[r] + bias;
@@ -230,13 +241,80 @@ inline void amx_int(const MatmulTask& task, std::int64_t panel, int half, std::i
   }
 }
 
+// The same for a panel in a format of GGUF files (blocks.h). A tile has the 16 or 32 inputs that share a scale.
+template <WeightType type>
+inline void amx_blocks(const MatmulTask& task, std::int64_t panel, std::int64_t top, std::int64_t bottom) {
+  using C = ChunkOf<type>;
+  constexpr int kInputs = 32 / C::kScales, kQuads = kInputs / 4;
+  const Matrix& m = *task.w;
+  const std::int64_t groups = m.depth / 32, tiles = (bottom - top + kTileRows - 1) / kTileRows;
+  NextPanel next(m.data + (panel + 1) * m.panel_bytes, m.panel_bytes, 2 * tiles * groups * C::kScales);
+  C chunk;
+  alignas(64) float sums[kRowsAtOnce][kPanel];
+  for (std::int64_t from = 0; from < groups; from += kChunkGroups) {
+    const int count = (int)(groups - from < kChunkGroups ? groups - from : kChunkGroups);
+    unpack_chunk<type>(m.data + panel * m.panel_bytes, from, count, chunk);
+    if constexpr (!C::kMinimum) {  // the instruction takes signed bytes
+      const __m512i offset = _mm512_set1_epi8((char)BlockFormat(type).offset);
+      for (int i = 0; i < count * 16; ++i) {
+        std::int32_t* codes = chunk.codes[i / 16][i / 2 % 8][i % 2];
+        _mm512_store_si512(codes, _mm512_sub_epi8(_mm512_load_si512(codes), offset));
+      }
+    }
+    for (int half = 0; half < 2; ++half)
+      for (std::int64_t row = top; row < bottom; row += kTileRows) {
+        const std::uint8_t* x = task.x + row * task.x_stride;
+        const float* scales = (const float*)(x + m.depth) + from;  // of the first row
+        const std::int32_t* minus = (const std::int32_t*)(x + m.depth) + groups + 2 * from;
+        const std::int64_t stride = task.x_stride / sizeof(float);
+        f32x16 acc[kTileRows];
+        NI_TILE_ROWS acc[r] = from ? load(sums[row - top + r] + 16 * half) : broadcast(0.0f);
+        amx_dots(
+            count * C::kScales,
+            [&](std::int64_t t) __attribute__((always_inline)) {
+              next.step();
+              _tile_loadd(4, x + from * 32 + t * kInputs, task.x_stride);
+              _tile_loadd(6, chunk.codes[t / C::kScales][t % C::kScales * kQuads][half], sizeof chunk.codes[0][0]);
+            },
+            [&](std::int64_t t, const std::int32_t(*dot)[16]) __attribute__((always_inline)) {
+              const std::int64_t g = t / C::kScales, s = t % C::kScales;
+              const f32x16 scale = C::scale(chunk, g, s, half);
+              f32x16 minimum;
+              if constexpr (C::kMinimum) minimum = C::minimum(chunk, g, s, half);
+              NI_TILE_ROWS {
+                f32x16 product = to_float(load_ints(dot[r])) * scale;
+                if constexpr (C::kMinimum) {
+                  const std::int32_t* of_row = minus + r * stride + 2 * g;
+                  const std::int32_t sum = C::kScales == 1 ? of_row[0] + of_row[1] : of_row[s];
+                  product = fma(minimum, broadcast((float)sum), product);
+                }
+                acc[r] = fma(product, broadcast(scales[r * stride + g]), acc[r]);
+              }
+            });
+        if (from + count < groups) {
+          NI_TILE_ROWS store(sums[row - top + r] + 16 * half, acc[r]);
+          continue;
+        }
+        const std::int64_t column = panel * kPanel + 16 * half;
+        const f32x16 bias = load(m.bias + column);
+        NI_TILE_ROWS {
+          if (row + r >= bottom) break;
+          float* y = task.y + (row + r) * task.y_stride + column;
+          store(y, finish(task, acc[r] + bias, y));
+        }
+      }
+  }
+}
+
 template <WeightType type>
 void matmul_amx_int(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  const TileRegisters registers(group_of(type));
+  const TileRegisters registers(has_blocks(type) ? BlockFormat(type).group : kGroup);
   for (std::int64_t top = 0; top < task.rows; top += kRowsAtOnce) {
     const std::int64_t bottom = top + kRowsAtOnce < task.rows ? top + kRowsAtOnce : task.rows;
     for (std::int64_t panel = begin; panel < end; ++panel)
-      for (int half = 0; half < 2; ++half) amx_int<type>(task, panel, half, top, bottom);
+      if constexpr (has_blocks(type)) amx_blocks<type>(task, panel, top, bottom);
+      else
+        for (int half = 0; half < 2; ++half) amx_int<type>(task, panel, half, top, bottom);
   }
 }
 
@@ -265,9 +343,10 @@ void matmul_amx(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
   switch (task.w->type) {
     case WeightType::i8: return matmul_amx_int<WeightType::i8>(task, begin, end);
     case WeightType::i4: return matmul_amx_int<WeightType::i4>(task, begin, end);
-    case WeightType::q8_0: return matmul_amx_int<WeightType::q8_0>(task, begin, end);
-    case WeightType::q4_0: return matmul_amx_int<WeightType::q4_0>(task, begin, end);
-    case WeightType::q4_1: return matmul_amx_int<WeightType::q4_1>(task, begin, end);
+#define NI_PRODUCT(name) \
+  case WeightType::name: return matmul_amx_int<WeightType::name>(task, begin, end);
+    NI_BLOCK_FORMATS(NI_PRODUCT)
+#undef NI_PRODUCT
     default: return matmul_amx_bf16(task, begin, end);
   }
 }

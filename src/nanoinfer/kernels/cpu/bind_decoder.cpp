@@ -2,6 +2,7 @@
 // the values.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unordered_map.h>
 #include <nanobind/stl/vector.h>
@@ -36,7 +37,7 @@ using Writable = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 struct Settings : DecoderShape, DecoderOptions {
   std::string activation = "gelu_new", norm_name = "layer", norm_weight_name = "plain", norm_placement = "before";
   std::string qk_norm = "none", weights_name, cache_name;
-  std::unordered_map<std::string, std::string> format_names;
+  std::unordered_map<std::string, std::vector<std::pair<std::string, std::int64_t>>> format_names;
 };
 
 // Set the fields of a shape whose values have names in nanoinfer.config.ModelConfig.
@@ -126,6 +127,7 @@ PackedSize packed_size(const std::string& format, std::int64_t out, std::int64_t
     throw std::invalid_argument("a matrix must have 1 to 2**26 outputs and inputs, not (" + std::to_string(out) + ", " +
                                 std::to_string(in) + ")");
   const WeightType type = weight_type(format);
+  if (type > WeightType::i4) throw std::invalid_argument("format '" + format + "' is packed from blocks only");
   const std::size_t panels = (out + kPanel - 1) / kPanel;
   return {panels * panel_bytes(type, in), type == WeightType::i8 ? panels * kPanel : 0};
 }
@@ -220,7 +222,9 @@ void bind_decoder(nb::module_& m) {
             read_names(given, shape);
             options.weights = weight_type(given.weights_name);
             options.cache = cache_type(given.cache_name);
-            for (const auto& [name, format] : given.format_names) options.formats[name] = weight_type(format);
+            for (const auto& [name, parts] : given.format_names)
+              for (const auto& [format, rows] : parts)
+                options.formats[name].emplace_back(weight_type(format), rows);
             const ReleasedGil nogil;
             new (self) Guarded(shape, options);
           },

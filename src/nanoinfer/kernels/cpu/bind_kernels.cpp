@@ -54,16 +54,30 @@ struct Packed {
   std::vector<std::uint8_t> data;
   std::vector<float> scale, bias;
 
-  Packed(const Stored& weights, const std::optional<Floats1>& b, WeightType type) {
-    require(weights.rows > 0 && weights.columns > 0, "weights must have at least one output and one input");
-    require(!b || size(*b, 0) == weights.rows, "bias must have one number for each output");
-    m = matrix_of(type, weights.rows, weights.columns);
+  // weights: (out, in), or for a format of GGUF files also its blocks, (out, bytes of a row) uint8.
+  Packed(const Tensor& weights, const std::string& dtype, const std::optional<Floats1>& b, WeightType type) {
+    const bool blocks = has_blocks(type) && weights.dtype() == nb::dtype<std::uint8_t>() && weights.ndim() == 2;
+    require(blocks || type <= WeightType::q8_0, "weights of this format must be given as blocks");
+    const std::int64_t block = blocks ? row_bytes(type, padded_depth(type, 1)) : 1;
+    require(!blocks || (weights.shape(1) % block == 0 && weights.stride(1) == 1 &&
+                        weights.stride(0) == static_cast<std::int64_t>(weights.shape(1))),
+            "rows must have whole blocks, one after the other");
+    const Stored values = blocks ? Stored{weights.data(), ValueType::f32, size(weights, 0),
+                                          size(weights, 1) / block * padded_depth(type, 1), 0, 0}
+                                 : stored(weights, dtype);
+    require(values.rows > 0 && values.columns > 0, "weights must have at least one output and one input");
+    require(!b || size(*b, 0) == values.rows, "bias must have one number for each output");
+    m = matrix_of(type, values.rows, values.columns);
     data.resize(m.panels * m.panel_bytes);
     scale.resize(m.panels * kPanel);
     bias.resize(m.panels * kPanel);
     if (b) std::copy_n(b->data(), m.out, bias.data());
-    std::vector<float> scratch(kPanel * m.in);
-    pack_panels(type, weights, 0, m.panels, data.data(), scale.data(), scratch.data());
+    if (blocks) {
+      pack_blocks(type, static_cast<const std::uint8_t*>(values.data), m.out, m.in, 0, m.panels, data.data());
+    } else {
+      std::vector<float> scratch(kPanel * m.in);
+      pack_panels(type, values, 0, m.panels, data.data(), scale.data(), scratch.data());
+    }
     m.data = data.data();
     m.scale = scale.data();
     m.bias = bias.data();
@@ -72,7 +86,7 @@ struct Packed {
 
 Array2 multiply(const Tensor& weights, std::optional<Floats1> bias, Floats2 x, std::optional<Floats2> y,
                 const std::string& format, const std::string& epilogue, const std::string& isa) {
-  const Packed w(stored(weights, "float32"), bias, weight_type(format));
+  const Packed w(weights, "float32", bias, weight_type(format));
   const Kernels& kernels = kernels_for(isa);
   const Epilogue last = by_name<Epilogue>("epilogue", epilogue,
                                           {{"store", Epilogue::store},
@@ -98,7 +112,7 @@ Array2 multiply(const Tensor& weights, std::optional<Floats1> bias, Floats2 x, s
 }
 
 Array2 unpack(const Tensor& weights, const std::string& dtype, const std::string& format) {
-  const Packed w(stored(weights, dtype), std::nullopt, weight_type(format));
+  const Packed w(weights, dtype, std::nullopt, weight_type(format));
   std::vector<float> to(w.m.out * w.m.in);
   for (std::int64_t o = 0; o < w.m.out; ++o) unpack_row(w.m, o, to.data() + o * w.m.in);
   return to_numpy(to, w.m.out, w.m.in, w.m.in);
@@ -169,7 +183,8 @@ Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std:
 void bind_kernels(nb::module_& m) {
   m.def("multiply", &multiply, nb::kw_only(), "weights"_a, "bias"_a.none(), "x"_a, "y"_a.none() = nb::none(),
         "format"_a, "epilogue"_a = "store", "isa"_a = "",
-        "For tests: epilogue(x W^T + bias), weights (out, in) packed in `format`; `add` adds to y (rows, out).");
+        "For tests: epilogue(x W^T + bias), weights (out, in) packed in `format`, or blocks of a GGUF file (out, bytes)"
+        " uint8; `add` adds to y (rows, out).");
   m.def("unpack", &unpack, nb::kw_only(), "weights"_a, "dtype"_a = "float32", "format"_a,
         "For tests: weights (out, in) after packing and unpacking.");
   m.def("norm", &norm, nb::kw_only(), "kind"_a = "layer", "x"_a, "weight"_a, "bias"_a, "eps"_a, "isa"_a = "",

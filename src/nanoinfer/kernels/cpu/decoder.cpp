@@ -26,6 +26,9 @@ void check_float(const char* name, float value, float low, float high) {
   require(value >= low && value <= high, std::string(name) + " is out of range: " + std::to_string(value));
 }
 
+// Bytes of a matrix among others: each begins at a multiple of 64.
+std::int64_t padded_bytes(const Matrix& m) { return (m.panels * m.panel_bytes + 63) / 64 * 64; }
+
 // Fill in the fields that follow from others (DecoderShape).
 void resolve(DecoderShape& s) {
   check_size("n_layer", s.n_layer);
@@ -108,8 +111,8 @@ Decoder::Decoder(const DecoderShape& given, const DecoderOptions& options)
   if (!shape.tied) add_matrix("lm_head", model_.lm_head, shape.vocab_size, C, /*with_bias=*/false);
   if (!options.packed) panels_ = Buffer(panel_bytes_, options.huge_pages);
   vectors_ = Buffer(vector_floats_ * sizeof(float), options.huge_pages);
-  panel_bytes_ = vector_floats_ = 0;
-  for (Slot* slot : matrices_) place(*slot);
+  std::int64_t panel_bytes = 0, outputs = 0;
+  for (Slot* slot : matrices_) place(*slot, panel_bytes, outputs);
   if (shape.tied) model_.lm_head = model_.wte;
 }
 
@@ -117,7 +120,7 @@ void Decoder::add_layer(const std::string& prefix, LayerWeights& layer) {
   const DecoderShape& s = model_.shape;
   const std::int64_t C = s.n_embd, q = s.attn_dim(), kv = s.kv_dim();
   if (s.norm_before) add_norm(prefix + "ln_1", layer.ln_1, C);
-  add_matrix(prefix + "attn.c_attn", layer.c_attn, q + 2 * kv, C, /*with_bias=*/true);
+  add_parts(prefix + "attn.c_attn", layer.c_attn, q + 2 * kv, C);
   add_matrix(prefix + "attn.c_proj", layer.c_proj, C, q, /*with_bias=*/true);
   if (s.head_norm || s.whole_norm) {
     add_norm(prefix + "attn.q_norm", layer.q_norm, s.head_norm ? s.head_dim : q);
@@ -128,20 +131,49 @@ void Decoder::add_layer(const std::string& prefix, LayerWeights& layer) {
   if (s.gated_mlp) add_matrix(prefix + "mlp.c_gate", layer.c_gate, s.mlp_dim, C, /*with_bias=*/true);
   add_matrix(prefix + "mlp.c_fc", layer.c_fc, s.mlp_dim, C, /*with_bias=*/true);
   const WeightType gate = layer.c_gate.type, fc = layer.c_fc.type;
-  require(!s.gated_mlp || gate == fc || (group_of(gate) && group_of(gate) == group_of(fc)),
+  require(!s.gated_mlp || gate == fc || (has_blocks(gate) && has_blocks(fc)),
           prefix + "mlp.c_gate and c_fc share their inputs: their formats must take the same activations");
   add_matrix(prefix + "mlp.c_proj", layer.mlp_proj, C, s.mlp_dim, /*with_bias=*/true);
   if (s.norm_after) add_norm(prefix + "post_2", layer.post_2, C);
 }
 
 void Decoder::add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias) {
-  const auto format = formats_.find(name + ".weight");
-  m = matrix_of(format == formats_.end() ? model_.type : format->second, out, in);
-  panel_bytes_ += m.panels * m.panel_bytes;
+  const auto found = formats_.find(name + ".weight");
+  const bool given = found != formats_.end();
+  require(!given || found->second.size() == 1, "tensor '" + name + ".weight' must be in one format");
+  add_part(name + ".weight", m, given ? found->second[0].first : model_.type, out, in);
+  if (with_bias) slots_[name + ".weight"].bias = &(slots_[name + ".bias"] = {.columns = out, .optional = true});
+}
+
+void Decoder::add_part(const std::string& name, Matrix& m, WeightType type, std::int64_t out, std::int64_t in) {
+  m = matrix_of(type, out, in);
+  require(!has_blocks(type) || type == WeightType::q8_0 || m.depth == in,
+          "tensor '" + name + "' has " + str(in) + " columns, which are not whole blocks");
+  panel_bytes_ += padded_bytes(m);
   vector_floats_ += 2 * m.panels * kPanel;
-  Slot& slot = slots_[name + ".weight"] = {.matrix = &m, .rows = out, .columns = in};
+  Slot& slot = slots_[name] = {.matrix = &m, .rows = out, .columns = in};
   matrices_.push_back(&slot);
-  if (with_bias) slot.bias = &(slots_[name + ".bias"] = {.columns = out, .optional = true});
+}
+
+// A matrix of parts with the same inputs, whose outputs follow each other.
+void Decoder::add_parts(const std::string& name, std::vector<Matrix>& parts, std::int64_t out, std::int64_t in) {
+  const auto found = formats_.find(name + ".weight");
+  if (found == formats_.end() || found->second.size() == 1) {
+    parts.resize(1);
+    return add_matrix(name, parts[0], out, in, /*with_bias=*/true);
+  }
+  const auto& formats = found->second;
+  parts.resize(formats.size());
+  std::int64_t first = 0;
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    const auto& [type, rows] = formats[i];
+    require(has_blocks(type) && rows > 0 && rows <= out - first && first % kPanel == 0,
+            "tensor '" + name + ".weight': its parts must be in blocks, and begin at multiples of " + str(kPanel));
+    add_part(name + (i ? ".weight:" + str(i) : ".weight"), parts[i], type, rows, in);
+    first += rows;
+  }
+  require(first == out, "tensor '" + name + ".weight' has parts of " + str(first) + " rows, must have " + str(out));
+  slots_[name + ".weight"].bias = &(slots_[name + ".bias"] = {.columns = out, .optional = true});
 }
 
 // Without a weight, a norm multiplies by 1.
@@ -155,16 +187,16 @@ void Decoder::add_norm(const std::string& name, NormWeights& norm, std::int64_t 
   slots_[name + ".bias"] = {.vector = norm.bias.data(), .columns = width, .optional = true};
 }
 
-void Decoder::place(Slot& slot) {
+// The biases of consecutive matrices follow each other, so those of a matrix of parts are one vector.
+void Decoder::place(Slot& slot, std::int64_t& panel_bytes, std::int64_t& outputs) {
   Matrix& m = *slot.matrix;
-  const std::int64_t padded = m.panels * kPanel;
-  float* vectors = reinterpret_cast<float*>(vectors_.data()) + vector_floats_;
-  m.bias = vectors;
-  if (slot.bias) slot.bias->vector = vectors;
-  m.scale = slot.scale = vectors + padded;
-  vector_floats_ += 2 * padded;
-  if (panels_.size()) m.data = slot.panels = panels_.data() + panel_bytes_;
-  panel_bytes_ += m.panels * m.panel_bytes;
+  float* biases = reinterpret_cast<float*>(vectors_.data());
+  m.bias = biases + outputs;
+  if (slot.bias) slot.bias->vector = biases + outputs;
+  m.scale = slot.scale = biases + vector_floats_ / 2 + outputs;
+  outputs += m.panels * kPanel;
+  if (panels_.size()) m.data = slot.panels = panels_.data() + panel_bytes;
+  panel_bytes += padded_bytes(m);
 }
 
 Decoder::Slot& Decoder::find(const std::string& name) {
@@ -184,7 +216,7 @@ void Decoder::load(const std::string& name, const Stored& values) {
       for (std::int64_t i = 0; i < values.columns; ++i) slot.vector[i] += slot.offset;
   } else if (panels_.size()) {
     Matrix& m = *slot.matrix;
-    require(m.type != WeightType::q4_0 && m.type != WeightType::q4_1, "tensor '" + name + "' must be given as blocks");
+    require(m.type <= WeightType::q8_0, "tensor '" + name + "' must be given as blocks");
     pack(ThreadPool::current(threads_), m.type, values, slot.panels, slot.scale);
   } else {
     throw std::invalid_argument("tensor '" + name + "' must be packed already: use load_packed");
@@ -194,8 +226,8 @@ void Decoder::load(const std::string& name, const Stored& values) {
 
 void Decoder::load_blocks(const std::string& name, const std::uint8_t* blocks, std::int64_t rows, std::size_t bytes) {
   Slot& slot = find(name);
-  const bool fits = slot.matrix && panels_.size() && group_of(slot.matrix->type) == kSmallGroup &&
-                    slot.columns % kSmallGroup == 0;
+  const bool fits = slot.matrix && panels_.size() && has_blocks(slot.matrix->type) &&
+                    slot.matrix->depth == slot.columns;
   require(fits, "tensor '" + name + "' cannot be given as blocks");
   Matrix& m = *slot.matrix;
   require(rows == slot.rows && bytes == row_bytes(m.type, slot.columns),

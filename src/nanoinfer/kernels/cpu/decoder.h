@@ -24,7 +24,8 @@ struct DecoderOptions {
   std::string isa;          // "": the fastest supported one
   bool huge_pages = true;
   bool packed = false;      // panels are not packed here: `load_packed` refers to them
-  std::unordered_map<std::string, WeightType> formats;  // of matrices that are not in `weights`, by their names
+  // Of matrices that are not in `weights`, by their names: the format of each part and its number of rows.
+  std::unordered_map<std::string, std::vector<std::pair<WeightType, std::int64_t>>> formats;
 };
 
 // New tokens for some sequences: nanoinfer.engines.base.StepBatch.
@@ -38,11 +39,11 @@ class Decoder {
   // created.
   Decoder(const DecoderShape& given, const DecoderOptions& options);
 
-  // Load one tensor by its name in the checkpoint ("transformer.h.0.attn.c_attn.weight"); a matrix is (out, in). It is
-  // packed immediately, on all threads, and not kept. Throws std::invalid_argument if the name is unknown, the shape is
+  // Load one tensor by its name in the checkpoint ("transformer.h.0.attn.c_attn.weight"); a matrix is (out, in). Parts of a
+  // matrix after the first have names with their numbers ("...c_attn.weight:1"). A matrix is packed immediately, on all threads, and not kept. Throws std::invalid_argument if the name is unknown, the shape is
   // wrong, or the tensor is a matrix that must be packed already.
   void load(const std::string& name, const Stored& values);
-  // Load rows of blocks of a GGUF file, (out, row_bytes), into a matrix whose format is q8_0, q4_0 or q4_1. Throws
+  // Load rows of blocks of a GGUF file, (out, row_bytes), into a matrix in a format of these files. Throws
   // std::invalid_argument as `load`.
   void load_blocks(const std::string& name, const std::uint8_t* blocks, std::int64_t rows, std::size_t bytes);
   // Use a matrix that is packed: all its panels, which are not copied and must outlive the decoder, and for int8 its
@@ -82,19 +83,21 @@ class Decoder {
     float offset = 0;                // added to the values
   };
   void add_matrix(const std::string& name, Matrix& m, std::int64_t out, std::int64_t in, bool with_bias);
+  void add_part(const std::string& name, Matrix& m, WeightType type, std::int64_t out, std::int64_t in);
+  void add_parts(const std::string& name, std::vector<Matrix>& parts, std::int64_t out, std::int64_t in);
   void add_norm(const std::string& name, NormWeights& norm, std::int64_t width);
   void add_layer(const std::string& prefix, LayerWeights& layer);
-  void place(Slot& slot);
+  void place(Slot& slot, std::int64_t& panel_bytes, std::int64_t& outputs);
   Slot& find(const std::string& name);
 
-  std::unordered_map<std::string, WeightType> formats_;
+  decltype(DecoderOptions::formats) formats_;
   ModelWeights model_;
   const Kernels& kernels_;
   std::unordered_map<std::string, Slot> slots_;
   std::vector<Slot*> matrices_;  // in the order in which a step reads them
   Buffer panels_;   // none if they are packed already
   Buffer vectors_;  // biases and scales
-  std::size_t panel_bytes_ = 0, vector_floats_ = 0;
+  std::size_t panel_bytes_ = 0, vector_floats_ = 0;  // vectors_: the biases of all matrices, then the scales
   Cache cache_;
   std::shared_ptr<ThreadPool> threads_;
   ForwardPass pass_;

@@ -249,18 +249,132 @@ void pack8(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* pane
   }
 }
 
-void pack_block(WeightType type, const std::uint8_t* block, std::int64_t o, std::uint8_t* record) {
-  const BlockFormat f(type);
-  std::memcpy(record + 2 * o, block, 2);
-  if (f.header == 4) std::memcpy(record + kRecordMinimums + 2 * o, block + 2, 2);
-  const std::uint8_t flip = type == WeightType::q8_0 ? 128 : 0;  // signed bytes become unsigned
-  for (std::int64_t j = 0; j < f.numbers; ++j)
-    record[f.record_header() + j / 4 * kLine + o * 4 + j % 4] = block[f.header + j] ^ flip;
+// Call f<type>() for a format of GGUF files.
+template <class F>
+void with_format(WeightType type, F&& f) {
+  switch (type) {
+#define NI_CALL(name) \
+  case WeightType::name: return f.template operator()<WeightType::name>();
+    NI_BLOCK_FORMATS(NI_CALL)
+#undef NI_CALL
+    default: return;
+  }
+}
+
+// Integers of `width` bits: the lowest bits of `span` bytes, then their next bits, and so on. They are moved to bit `to`.
+template <int width, int span, int to, int count>
+void add_fields(const std::uint8_t* from, std::uint8_t* codes) {
+  constexpr int kFields = 8 / width;
+  for (int at = 0; at < count; at += span * kFields)
+    for (int field = 0; field < kFields; ++field)
+      for (int i = 0; i < span; ++i)
+        codes[at + field * span + i] |= (from[at / kFields + i] >> (field * width) & ((1 << width) - 1)) << to;
+}
+
+// The group scales of a block, then its group minimums.
+template <WeightType type>
+void read_values(const std::uint8_t* block, std::uint8_t* v) {
+  constexpr BlockFormat f(type);
+  const std::uint8_t* s = block + f.at_scales;
+  if constexpr (type == WeightType::q4_k || type == WeightType::q5_k)
+    for (int i = 0; i < 4; ++i) {  // the high bits of the last four lie above the first four
+      v[i] = s[i] & 63, v[i + 4] = (s[i + 8] & 15) | (s[i] >> 6 << 4);
+      v[i + 8] = s[i + 4] & 63, v[i + 12] = (s[i + 8] >> 4) | (s[i + 4] >> 6 << 4);
+    }
+  else if constexpr (type == WeightType::iq4_xs)
+    for (int i = 0; i < 8; ++i)
+      v[i] = (s[2 + i / 2] >> (i % 2 * 4) & 15) | ((s[i / 4] >> (i % 4 * 2) & 3) << 4);
+  else if constexpr (type == WeightType::q3_k)
+    for (int i = 0; i < 16; ++i)
+      v[i] = (s[i % 8] >> (i / 8 * 4) & 15) | ((s[8 + i % 4] >> (i / 4 * 2) & 3) << 4);
+  else if constexpr (type == WeightType::q2_k)
+    for (int i = 0; i < 16; ++i) v[i] = s[i] & 15, v[i + 16] = s[i] >> 4;
+  else
+    std::memcpy(v, s, f.num_values());
+}
+
+// `width` lines of a group of 32 inputs: bits [from, from + width) of their codes (layout.h).
+template <int width, int from>
+void write_lines(const std::uint8_t* codes, std::int64_t o, std::uint8_t* lines) {
+  constexpr int kFields = 8 / width;
+  std::uint8_t bytes[4 * width] = {};
+  for (int field = 0; field < kFields; ++field)
+    for (int i = 0; i < 4 * width; ++i)
+      bytes[i] |= (codes[field * 4 * width + i] >> from & ((1 << width) - 1)) << (field * width);
+  for (int line = 0; line < width; ++line) std::memcpy(lines + line * kLine + 4 * o, bytes + 4 * line, 4);
+}
+
+// Write the block of output o of a panel to its record.
+template <WeightType type>
+void pack_block(const std::uint8_t* block, std::int64_t o, std::uint8_t* record) {
+  constexpr BlockFormat f(type);
+  constexpr int n = f.num_values();
+  std::memcpy(record + f.scale_bytes() * o, block + f.at_scale, f.scale_bytes());
+  if constexpr (f.minimum) std::memcpy(record + f.minimums() + 2 * o, block + f.at_minimum, 2);
+  if constexpr (n > 0) {
+    std::uint8_t v[n], *rows = record + f.values() + o;
+    read_values<type>(block, v);
+    if constexpr (f.scale_bits == 8)
+      for (int i = 0; i < n; ++i) rows[i * kPanel] = v[i];
+    else
+      for (int i = 0; i < n / 2; ++i) rows[i * kPanel] = (v[i] & 15) | (v[i + n / 2] << 4);
+    if constexpr (f.scale_bits == 6)
+      for (int i = 0; i < n / 4; ++i)
+        rows[(n / 2 + i) * kPanel] =
+            v[i] >> 4 | v[i + n / 4] >> 4 << 2 | v[i + n / 2] >> 4 << 4 | v[i + 3 * n / 4] >> 4 << 6;
+  }
+  std::uint8_t codes[f.inputs] = {};
+  add_fields<f.bits, f.low_span, 0, f.inputs>(block + f.at_low, codes);
+  if constexpr (f.more > 0) add_fields<f.more, f.high_span, f.bits, f.inputs>(block + f.at_high, codes);
+  if constexpr (type == WeightType::q8_0)
+    for (std::uint8_t& code : codes) code ^= 128;  // signed bytes become unsigned
+  for (int g = 0; g < f.inputs / 32; ++g) {
+    std::uint8_t* lines = record + f.codes() + g * f.lines() * kLine;
+    write_lines<f.bits, 0>(codes + 32 * g, o, lines);
+    if constexpr (f.more > 0) write_lines<f.more, f.bits>(codes + 32 * g, o, lines + f.bits * kLine);
+  }
+}
+
+template <WeightType type>
+void unpack_blocks(const Matrix& w, const std::uint8_t* panel, std::int64_t o, float* to) {
+  constexpr BlockFormat f(type);
+  constexpr int n = f.num_values();
+  const auto half = [](const std::uint8_t* p) {
+    std::uint16_t h;
+    std::memcpy(&h, p, 2);
+    return from_f16(h);
+  };
+  for (std::int64_t at = 0; at < w.in; at += f.inputs, panel += f.record()) {
+    const float scale = f.exponent ? std::ldexp(1.0f, panel[o] - 128) : half(panel + 2 * o);
+    const float minimum = f.minimum ? half(panel + f.minimums() + 2 * o) : 0.0f;
+    std::uint8_t v[n ? n : 1];
+    const std::uint8_t* rows = panel + f.values() + o;
+    for (int i = 0; i < n; ++i) {
+      if constexpr (f.scale_bits == 8) v[i] = rows[i * kPanel];
+      else v[i] = rows[i % (n / 2) * kPanel] >> (i / (n / 2) * 4) & 15;
+      if constexpr (f.scale_bits == 6) v[i] |= (rows[(n / 2 + i % (n / 4)) * kPanel] >> (i / (n / 4) * 2) & 3) << 4;
+    }
+    const std::int64_t count = std::min<std::int64_t>(f.inputs, w.in - at);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t j = i % 32, group = i / f.group;
+      const std::uint8_t* lines = panel + f.codes() + i / 32 * f.lines() * kLine + 4 * o + j % 4;
+      int code = lines[j / 4 % f.bits * kLine] >> (j / 4 / f.bits * f.bits) & ((1 << f.bits) - 1);
+      if constexpr (f.more > 0)
+        code |= (lines[(f.bits + j / 4 % f.more) * kLine] >> (j / 4 / f.more * f.more) & ((1 << f.more) - 1)) << f.bits;
+      if constexpr (f.table != nullptr) code = f.table[code];
+      float own = scale, least = f.minimum && !n ? -minimum : 0.0f;
+      if constexpr (n > 0)
+        own *= f.scale_bits == 8 ? static_cast<float>(static_cast<std::int8_t>(v[group]))
+                                 : static_cast<float>(v[group] - f.scale_zero);
+      if constexpr (n > 0 && f.minimum) least = minimum * static_cast<float>(v[f.num_scales + group]);
+      to[at + i] = own * static_cast<float>(code - f.offset) - least;
+    }
+  }
 }
 
 // Round a row of floats to blocks of q8_0, scale = largest / 127, as GGUF's reference does.
 void pack_q8_0(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* panel) {
-  const BlockFormat f(WeightType::q8_0);
+  constexpr BlockFormat f(WeightType::q8_0);
   for (std::int64_t g = 0; g * kSmallGroup < in; ++g) {
     const std::int64_t n = std::min(kSmallGroup, in - g * kSmallGroup);
     float most = 0, check = 0;
@@ -275,7 +389,7 @@ void pack_q8_0(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* 
     for (std::int64_t i = 0; i < n && check == 0; ++i)
       block[2 + i] = static_cast<std::uint8_t>(static_cast<std::int8_t>(
           std::clamp(std::nearbyint(row[g * kSmallGroup + i] * inverse), -127.0f, 127.0f)));
-    pack_block(WeightType::q8_0, block, o, panel + g * f.record());
+    pack_block<WeightType::q8_0>(block, o, panel + g * f.record());
   }
 }
 
@@ -300,8 +414,7 @@ void pack_panel(WeightType type, const float* weights, std::int64_t count, std::
       case WeightType::i8: pack8(row, in, o, data, scale + o); break;
       case WeightType::i4: pack4(row, in, depth, o, data); break;
       case WeightType::q8_0: pack_q8_0(row, in, o, data); break;
-      case WeightType::q4_0:
-      case WeightType::q4_1: break;  // only blocks of a file are packed in these formats (pack_blocks)
+      default: break;  // only blocks of a file are packed in the other formats (pack_blocks)
     }
   }
 }
@@ -311,7 +424,9 @@ void pack_panel(WeightType type, const float* weights, std::int64_t count, std::
 std::int64_t padded_depth(WeightType type, std::int64_t in) {
   switch (type) {
     case WeightType::bf16: return round_up(in, 2);
-    default: return group_of(type) ? round_up(in, group_of(type)) : in;
+    case WeightType::f32:
+    case WeightType::f16: return in;
+    default: return round_up(in, has_blocks(type) ? BlockFormat(type).inputs : kGroup);
   }
 }
 
@@ -323,15 +438,17 @@ std::size_t panel_bytes(WeightType type, std::int64_t in) {
     case WeightType::bf16: return depth * kPanel * 2;
     case WeightType::i8: return depth * kPanel;
     case WeightType::i4: return int4_numbers(depth) + depth * kPanel / 2;
-    default: return depth / kSmallGroup * BlockFormat(type).record();
+    default: return depth / BlockFormat(type).inputs * BlockFormat(type).record();
   }
 }
 
 std::size_t prepared_bytes(WeightType type, std::int64_t in) {
   const std::int64_t depth = padded_depth(type, in);
   switch (type) {
+    case WeightType::f32:
+    case WeightType::f16: return round_up(depth * 4, 64);
     case WeightType::bf16: return round_up(depth * 2, 64);
-    default: return round_up(group_of(type) ? depth + depth / group_of(type) * 8 : depth * 4, 64);
+    default: return round_up(depth + depth / group_of(type) * (has_blocks(type) ? 12 : 8), 64);
   }
 }
 
@@ -364,17 +481,19 @@ void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std
 
 std::size_t row_bytes(WeightType type, std::int64_t in) {
   const BlockFormat f(type);
-  return in / kSmallGroup * f.block();
+  return in / f.inputs * f.block;
 }
 
 void pack_blocks(WeightType type, const std::uint8_t* blocks, std::int64_t rows, std::int64_t in, std::int64_t begin,
                  std::int64_t end, std::uint8_t* data) {
-  const BlockFormat f(type);
-  const std::int64_t groups = in / kSmallGroup, block = f.block();
-  for (std::int64_t p = begin; p < end; ++p)
-    for (std::int64_t o = 0; o < std::min(kPanel, rows - p * kPanel); ++o)
-      for (std::int64_t g = 0; g < groups; ++g)
-        pack_block(type, blocks + ((p * kPanel + o) * groups + g) * block, o, data + (p * groups + g) * f.record());
+  with_format(type, [&]<WeightType format>() {
+    constexpr BlockFormat f(format);
+    const std::int64_t records = in / f.inputs;
+    for (std::int64_t p = begin; p < end; ++p)
+      for (std::int64_t r = 0; r < records; ++r)
+        for (std::int64_t o = 0; o < std::min(kPanel, rows - p * kPanel); ++o)
+          pack_block<format>(blocks + ((p * kPanel + o) * records + r) * f.block, o, data + (p * records + r) * f.record());
+  });
 }
 
 void unpack_row(const Matrix& w, std::int64_t output, float* to) {
@@ -408,23 +527,7 @@ void unpack_row(const Matrix& w, std::int64_t output, float* to) {
         to[i] = from_bf16(scale) * static_cast<float>(q - meta[kInt4Zeros + o]);
       }
       return;
-    case WeightType::q8_0:
-    case WeightType::q4_0:
-    case WeightType::q4_1: {
-      const BlockFormat f(w.type);
-      for (std::int64_t i = 0; i < w.in; ++i) {
-        const std::uint8_t* record = panel + i / kSmallGroup * f.record();
-        const std::int64_t j = i % kSmallGroup, at = j % f.numbers;
-        const std::uint8_t byte = record[f.record_header() + at / 4 * kLine + o * 4 + at % 4];
-        std::uint16_t scale, minimum = 0;
-        std::memcpy(&scale, record + 2 * o, 2);
-        if (f.header == 4) std::memcpy(&minimum, record + kRecordMinimums + 2 * o, 2);
-        const int half = j < 16 ? byte & 15 : byte >> 4;
-        const int q = w.type == WeightType::q8_0 ? byte - 128 : w.type == WeightType::q4_0 ? half - 8 : half;
-        to[i] = from_f16(scale) * static_cast<float>(q) + from_f16(minimum);
-      }
-      return;
-    }
+    default: return with_format(w.type, [&]<WeightType type>() { unpack_blocks<type>(w, panel, o, to); });
   }
 }
 

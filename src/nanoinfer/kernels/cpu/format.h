@@ -1,4 +1,4 @@
-// Packed weights: conversion of a stored matrix to panels in one of eight formats, and back to float32.
+// Packed weights: conversion of a stored matrix to panels in each weight format, and back to float32.
 //
 // The panels do not depend on the instruction set. Folders of packed weights contain them
 // (nanoinfer/models/checkpoints/packed.py), so a change of a format needs a new VERSION there.
@@ -9,10 +9,8 @@
 //   i4         (panels, [groups: 32 scales as bfloat16, 32 zero points as bytes], [groups, 8, 32, 4])
 //              two 4-bit values in a byte; scale and zero point for each output and group of 64 inputs, chosen for
 //              the least squared error (quantize4)
-//   q8_0       (panels, groups, [32 scales as float16, (8, 32, 4) bytes w / scale + 128]), groups of 32 inputs
-//   q4_0       (panels, groups, [32 scales as float16, (4, 32, 4) bytes of two 4-bit values])
-//   q4_1       (panels, groups, [32 scales, 32 minimums as float16, (4, 32, 4) bytes of two 4-bit values])
-// The last three hold the blocks of a GGUF file (github.com/ggml-org/ggml, ggml-common.h) in another order.
+//   others     (panels, records): the blocks of a GGUF file in another order (BlockFormat in layout.h). For q8_0, q4_0:
+//              [32 scales as float16, (8, 32, 4) bytes w / scale + 128], [32 scales, (4, 32, 4) bytes of two values]
 #pragma once
 
 #include <cstddef>
@@ -47,7 +45,7 @@ void read_rows(const Stored& from, std::int64_t begin, std::int64_t end, float* 
 void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std::int64_t end, std::uint8_t* data,
                  float* scale, float* scratch);
 
-// Bytes of a row of blocks in a GGUF file: q8_0, q4_0 and q4_1.
+// Bytes of a row of blocks in a GGUF file.
 std::size_t row_bytes(WeightType type, std::int64_t in);
 // Pack panels [begin, end) of `rows` rows of such blocks.
 void pack_blocks(WeightType type, const std::uint8_t* blocks, std::int64_t rows, std::int64_t in, std::int64_t begin,

@@ -138,9 +138,9 @@ void ForwardPass::layer(std::int64_t index, int rank) {
 
 void ForwardPass::attention(std::int64_t index, int rank) {
   const LayerWeights& w = model_.layers[index];
-  prepare_input(w.ln_1, w.c_attn, rank);
+  prepare_input(w.ln_1, w.c_attn[0], rank);
   timed_barrier(&PartSeconds::others);
-  multiply(task(w.c_attn, qkv_, qkv_stride_, Epilogue::store), rank);
+  multiply_parts(w.c_attn, qkv_, qkv_stride_, rank);
   timed_barrier(&PartSeconds::products);
   store(index, rank);
   timed_barrier(&PartSeconds::attention);
@@ -225,6 +225,20 @@ MatmulTask ForwardPass::task(const Matrix& w, float* y, std::int64_t stride, Epi
 // The result of a panel does not depend on the thread or on the part that it is in.
 void ForwardPass::multiply(const MatmulTask& task, int rank) {
   for (Range part; !(part = threads_->take(task.w->panels, rank)).empty();) kernels_.matmul(task, part.begin, part.end);
+}
+
+// The panels of all parts are shared among the threads together.
+void ForwardPass::multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride, int rank) {
+  std::int64_t panels = 0;
+  for (const Matrix& w : parts) panels += w.panels;
+  for (Range some; !(some = threads_->take(panels, rank)).empty();) {
+    std::int64_t first = 0;  // of a part
+    for (const Matrix& w : parts) {
+      const std::int64_t begin = std::max(some.begin, first) - first, end = std::min(some.end - first, w.panels);
+      if (begin < end) kernels_.matmul(task(w, y + first * kPanel, stride, Epilogue::store), begin, end);
+      first += w.panels;
+    }
+  }
 }
 
 // Normalise and rotate the queries and keys of one row, in place.

@@ -46,7 +46,8 @@ struct NormWeights {  // empty if the model does not have the norm
 };
 
 struct LayerWeights {
-  Matrix c_attn{}, c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only
+  std::vector<Matrix> c_attn;  // parts in several formats, or one: outputs follow each other
+  Matrix c_proj{}, c_gate{}, c_fc{}, mlp_proj{};  // c_gate: gated MLPs only
   NormWeights ln_1, ln_2, post_1, post_2, q_norm, k_norm;
 };
 
@@ -103,6 +104,7 @@ class ForwardPass {
   void prepare(const float* from, std::int64_t stride, const Matrix& next, int rank);
   MatmulTask task(const Matrix& w, float* y, std::int64_t stride, Epilogue epilogue) const;
   void multiply(const MatmulTask& task, int rank);
+  void multiply_parts(const std::vector<Matrix>& parts, float* y, std::int64_t stride, int rank);
   void store(std::int64_t layer, int rank);
   void attend(std::int64_t layer, int rank);
   void finish(int rank);

@@ -18,22 +18,21 @@ namespace nanoinfer {
 constexpr std::int64_t kLanes = 16;   // floats that one kernel operation processes, on every instruction set
 constexpr std::int64_t kPanel = 32;   // two vectors of outputs: two independent sums hide the latency of additions
 constexpr std::int64_t kGroup = 64;
-constexpr std::int64_t kSmallGroup = 32;  // the same for the formats of GGUF files
+constexpr std::int64_t kSmallGroup = 32;  // inputs of a scale of activations for the formats of GGUF files
 constexpr std::int64_t kBlock = 16;   // one vector of positions
 constexpr std::int64_t kQueryTile = 8;  // queries, of one or several heads, that share a pass over a sequence's keys
 
-enum class WeightType : int { f32, f16, bf16, i8, i4, q8_0, q4_0, q4_1 };  // q: as in GGUF files
+// The formats of GGUF files (BlockFormat in layout.h).
+#define NI_BLOCK_FORMATS(f)                                                                                          \
+  f(q8_0) f(q4_0) f(q4_1) f(q5_0) f(q5_1) f(iq4_nl) f(mxfp4) f(q2_k) f(q3_k) f(q4_k) f(q5_k) f(q6_k) f(iq4_xs)
+#define NI_NAME(name) , name
+enum class WeightType : int { f32, f16, bf16, i8, i4 NI_BLOCK_FORMATS(NI_NAME) };
+#undef NI_NAME
+constexpr bool has_blocks(WeightType type) { return type >= WeightType::q8_0; }
 
 // Inputs that share a scale of their 8-bit activations; 0: activations are not quantized.
 constexpr std::int64_t group_of(WeightType type) {
-  switch (type) {
-    case WeightType::i8:
-    case WeightType::i4: return kGroup;
-    case WeightType::q8_0:
-    case WeightType::q4_0:
-    case WeightType::q4_1: return kSmallGroup;
-    default: return 0;
-  }
+  return has_blocks(type) ? kSmallGroup : type == WeightType::i8 || type == WeightType::i4 ? kGroup : 0;
 }
 enum class CacheType : int { f32, bf16, i8 };
 enum class Norm : int { layer, rms };
@@ -59,9 +58,10 @@ constexpr std::int64_t padded_rows(std::int64_t rows) { return (rows + 15) / 16 
 
 // Prepared rows: activations in the form that a product with a weight type needs. Each is a list of 4-byte units:
 //   f32, f16: float[depth]     bf16: bfloat16[depth]
-//   others:   int8[depth], float scale[depth / g], shift[depth / g]   (g = group_of(type))
-// A shift is what the sum s of a group's int8 contributes to its products, ready to be added: i8, q8_0: int32 -128 s;
-// q4_0: int32 -8 s; i4: float -s, times a zero point; q4_1: float s, times a minimum.
+//   i8, i4:   int8[depth], float scale[depth / 64], shift[depth / 64]
+//   others:   int8[depth], float scale[depth / 32], int32 sum[depth / 16], negative
+// A shift is what the sum s of a group's int8 contributes to its products: i8: int32 -128 s; i4: float -s, times a zero
+// point. Rows for the formats of GGUF files are the same for all of them, because a file's matrices differ in format.
 // Units of rows that are multiplied together are interleaved (products.h, Tile), so the layout of a row depends on the
 // number of rows; the result does not.
 struct MatmulTask {

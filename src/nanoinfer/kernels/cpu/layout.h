@@ -1,7 +1,7 @@
 // The layout of packed weights, which packing, products and unpacking share. format.h has a picture of each format.
 //
-// Numbers of 8 and 4 bits are stored in lines: 4 bytes of each of a panel's 32 outputs. A byte is the number of one
-// input; of two inputs, half a group apart, in formats of 4 bits (the first one in the low half).
+// Numbers of 8 bits and fewer are stored in lines: 4 inputs of each of a panel's 32 outputs, a byte each. In formats of
+// fewer than 8 bits, a byte contains a number of each of several inputs.
 #pragma once
 
 #include "kernels.h"
@@ -12,26 +12,88 @@ namespace nanoinfer {
 
 constexpr std::int64_t kLine = 4 * kPanel;
 
-NI_LAYOUT bool has_nibbles(WeightType type) {
-  return type == WeightType::i4 || type == WeightType::q4_0 || type == WeightType::q4_1;
-}
-
 // i4: 32 scales (bfloat16) and 32 zero points (bytes) of each group lie at the beginning of a panel, the numbers after
 // the last of them.
 constexpr std::int64_t kInt4Zeros = 2 * kPanel, kInt4Group = 3 * kPanel;
 NI_LAYOUT std::int64_t int4_numbers(std::int64_t depth) { return (depth / kGroup * kInt4Group + 63) / 64 * 64; }
 
-// Formats of GGUF files: a group is a record of 32 scales, for q4_1 32 minimums (both float16), and its numbers. A block
-// of a file is the same of one output.
-constexpr std::int64_t kRecordMinimums = 2 * kPanel;
-struct BlockFormat {
-  std::int64_t header, numbers;  // bytes of a block: scale and minimum; numbers
+// The values of codes that are indices of a table, plus BlockFormat::offset (ggml-common.h: kvalues_iq4nl, kvalues_mxfp4).
+constexpr std::uint8_t kTableIq4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr std::uint8_t kTableMxfp4[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 
-  NI_LAYOUT explicit BlockFormat(WeightType type)
-      : header(type == WeightType::q4_1 ? 4 : 2), numbers(has_nibbles(type) ? kSmallGroup / 2 : kSmallGroup) {}
-  NI_LAYOUT std::int64_t block() const { return header + numbers; }
-  NI_LAYOUT std::int64_t record_header() const { return header * kPanel; }
-  NI_LAYOUT std::int64_t record() const { return block() * kPanel; }
+// A format of GGUF files (github.com/ggml-org/ggml, ggml-common.h). A block of a file has `inputs` weights of one output,
+//   w = scale (code - offset) - minimum
+// where scale and minimum belong to a group of inputs. They are those of the block, or if the format has group scales,
+// the products of the block's and of integers of 4, 6 or 8 bits.
+//
+// A panel is a sequence of records. A record is a block of each of 32 outputs, and has as many bytes:
+//   32 scales, 32 minimums                    float16 (mxfp4: scales are exponents, a byte each)
+//   group scales, rows of 32 outputs          8 bits: a row for each; 4 bits: value v is in row v % (n / 2), its low half
+//                                             if v < n / 2; 6 bits: the low 4 bits as before, then the high 2, of value v
+//                                             in row v % (n / 4), bits 2 (v / (n / 4)) and the next (n: num_values)
+//   for every 32 inputs: `bits` lines, `more` lines
+// The low `bits` of inputs 4 i ... 4 i + 3, 0 <= i < 8, are in line i % bits at bit (i / bits) bits of their bytes; the high
+// `more` bits in line i % more of those that follow, at bit (i / more) more.
+struct BlockFormat {
+  int inputs = 32;       // of a block
+  int block = 0;         // bytes of a block
+  int group = 32;        // inputs that share a scale and a minimum
+  int bits = 4, more = 0;
+  int offset = 0;        // a power of 2, or 0
+  const std::uint8_t* table = nullptr;
+  bool minimum = false, exponent = false;  // exponent: the block's scale is 2^(byte - 128)
+  int num_scales = 0, scale_bits = 0;      // group scales of a block, then as many minimums; 0: none
+  int scale_zero = 0;                      // subtracted from group scales
+  // Where a block of a file has its parts, in bytes. Codes of a field: the lowest bits of `span` bytes, then their next bits.
+  int at_scale = 0, at_minimum = 0, at_scales = 0, at_low = 0, low_span = 16, at_high = 0, high_span = 0;
+
+  NI_LAYOUT explicit BlockFormat(WeightType type) {
+    switch (type) {
+      case WeightType::q8_0: block = 34, bits = 8, offset = 128, at_low = 2, low_span = 32; break;
+      case WeightType::q4_0: block = 18, offset = 8, at_low = 2; break;
+      case WeightType::q4_1: block = 20, minimum = true, at_minimum = 2, at_low = 4; break;
+      case WeightType::q5_0: block = 22, more = 1, offset = 16, at_high = 2, high_span = 1, at_low = 6; break;
+      case WeightType::q5_1:
+        block = 24, more = 1, minimum = true, at_minimum = 2, at_high = 4, high_span = 1, at_low = 8;
+        break;
+      case WeightType::iq4_nl: block = 18, offset = 128, table = kTableIq4, at_low = 2; break;
+      case WeightType::mxfp4: block = 17, offset = 16, table = kTableMxfp4, exponent = true, at_low = 1; break;
+      case WeightType::q2_k:
+        block = 84, group = 16, bits = 2, minimum = true, num_scales = 16, scale_bits = 4;
+        at_low = 16, low_span = 32, at_scale = 80, at_minimum = 82;
+        break;
+      case WeightType::q3_k:
+        block = 110, group = 16, bits = 2, more = 1, offset = 4, num_scales = 16, scale_bits = 6, scale_zero = 32;
+        high_span = 32, at_low = 32, low_span = 32, at_scales = 96, at_scale = 108;
+        break;
+      case WeightType::q4_k:
+        block = 144, minimum = true, num_scales = 8, scale_bits = 6, at_minimum = 2, at_scales = 4, at_low = 16, low_span = 32;
+        break;
+      case WeightType::q5_k:
+        block = 176, more = 1, minimum = true, num_scales = 8, scale_bits = 6;
+        at_minimum = 2, at_scales = 4, at_high = 16, high_span = 32, at_low = 48, low_span = 32;
+        break;
+      case WeightType::q6_k:
+        block = 210, group = 16, more = 2, offset = 32, num_scales = 16, scale_bits = 8;
+        low_span = 64, at_high = 128, high_span = 32, at_scales = 192, at_scale = 208;
+        break;
+      case WeightType::iq4_xs:
+        block = 136, offset = 128, table = kTableIq4, num_scales = 8, scale_bits = 6, scale_zero = 32;
+        at_scales = 2, at_low = 8;
+        break;
+      default: break;
+    }
+    if (num_scales) inputs = 256;
+  }
+  NI_LAYOUT int scale_bytes() const { return exponent ? 1 : 2; }
+  NI_LAYOUT int num_values() const { return minimum ? 2 * num_scales : num_scales; }  // group scales and minimums
+  NI_LAYOUT int groups() const { return 32 / group; }                                 // of 32 inputs
+  NI_LAYOUT int lines() const { return bits + more; }                                 // of 32 inputs
+  // Places in a record, in bytes.
+  NI_LAYOUT std::int64_t minimums() const { return scale_bytes() * kPanel; }
+  NI_LAYOUT std::int64_t values() const { return minimums() + (minimum ? 2 * kPanel : 0); }
+  NI_LAYOUT std::int64_t codes() const { return values() + num_values() * scale_bits / 8 * kPanel; }
+  NI_LAYOUT std::int64_t record() const { return block * kPanel; }
 };
 
 #undef NI_LAYOUT

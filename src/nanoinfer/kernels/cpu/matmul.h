@@ -1,8 +1,8 @@
-// The product of rows and a matrix in any format: in vector registers (products.h), or in tiles of AMX (amx.h).
+// The product of rows and a matrix in any format: in vector registers (products.h, blocks.h), or in tiles of AMX (amx.h).
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 #pragma once
 
-#include "products.h"
+#include "blocks.h"
 #if defined(__AMX_TILE__)
 #include "amx.h"
 #else
@@ -19,8 +19,9 @@ void matmul(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
     case WeightType::bf16: return matmul_as<TilesFor<WeightType::bf16, kRowsFloat>>(task, begin, end);
     case WeightType::i8: return matmul_as<TilesFor<WeightType::i8, kRowsInt>>(task, begin, end);
     case WeightType::i4: return matmul_as<TilesFor<WeightType::i4, kRowsInt>>(task, begin, end);
-    case WeightType::q8_0: return matmul_as<TilesFor<WeightType::q8_0, kRowsInt>>(task, begin, end);
-    case WeightType::q4_0: return matmul_as<TilesFor<WeightType::q4_0, kRowsInt>>(task, begin, end);
-    case WeightType::q4_1: return matmul_as<TilesFor<WeightType::q4_1, kRowsInt>>(task, begin, end);
+#define NI_PRODUCT(name) \
+  case WeightType::name: return matmul_blocks<WeightType::name>(task, begin, end);
+    NI_BLOCK_FORMATS(NI_PRODUCT)
+#undef NI_PRODUCT
   }
 }

@@ -23,14 +23,13 @@ T by_name(const std::string& what, const std::string& name, std::initializer_lis
 
 inline WeightType weight_type(const std::string& name) {
   return by_name<WeightType>("weights", name,
+#define NI_NAMED(name) , {#name, WeightType::name}
                              {{"float32", WeightType::f32},
                               {"float16", WeightType::f16},
                               {"bfloat16", WeightType::bf16},
                               {"int8", WeightType::i8},
-                              {"int4", WeightType::i4},
-                              {"q8_0", WeightType::q8_0},
-                              {"q4_0", WeightType::q4_0},
-                              {"q4_1", WeightType::q4_1}});
+                              {"int4", WeightType::i4} NI_BLOCK_FORMATS(NI_NAMED)});
+#undef NI_NAMED
 }
 
 inline CacheType cache_type(const std::string& name) {

@@ -1,4 +1,4 @@
-// Matrix products: tiles of rows times panels of packed weights, in eight formats.
+// Matrix products: tiles of rows times panels of packed weights. blocks.h has those in the formats of GGUF files.
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 #pragma once
 
@@ -74,16 +74,16 @@ NI_INLINE void tile_bf16(const Tile& t, Acc<M>& acc) {  // two inputs in each st
   }
 }
 
-// The units of a row with 8-bit activations: depth / 4 units of four int8, then the scale and then the shift of each group.
+// The units of a row for i8 and i4: depth / 4 units of four int8, then the scale and then the shift of each group.
 struct Int8Units {
   const std::int32_t* x;
   const float* scale;
   const std::int32_t* shift;  // or float (kernels.h)
   float float_shift(int m) const { return ((const float*)shift)[m]; }
 };
-template <int M, std::int64_t G>
+template <int M>
 NI_INLINE Int8Units int8_units(const Tile& t) {
-  const std::int64_t quads = t.depth / 4, groups = t.depth / G;
+  const std::int64_t quads = t.depth / 4, groups = t.depth / kGroup;
   return {t.units<std::int32_t>(0, M), t.units<float>(quads, M), t.units<std::int32_t>(quads + groups, M)};
 }
 
@@ -91,7 +91,7 @@ NI_INLINE Int8Units int8_units(const Tile& t) {
 template <int M>
 NI_INLINE void tile_i8(const Tile& t, Acc<M>& acc) {
   const std::uint8_t* w = t.w;
-  Int8Units u = int8_units<M, kGroup>(t);
+  Int8Units u = int8_units<M>(t);
   for (std::int64_t g = 0; g < t.depth / kGroup; ++g, u.scale += M, u.shift += M) {
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(u.shift[m]);
@@ -116,7 +116,7 @@ NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
   const std::int64_t groups = t.depth / kGroup;
   const std::uint8_t* meta = t.w;
   const std::uint8_t* w = t.w + int4_numbers(t.depth);
-  Int8Units u = int8_units<M, kGroup>(t);
+  Int8Units u = int8_units<M>(t);
   for (std::int64_t g = 0; g < groups; ++g, meta += kInt4Group, u.x += M * (kGroup / 8), u.scale += M, u.shift += M) {
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(0);
@@ -140,72 +140,6 @@ NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
       NI_ROWS {
         const f32x16 sum = fma(zero, broadcast(u.float_shift(m)), to_float(dot[m][h]));
         acc.v[m][h] = fma(sum, scale * broadcast(u.scale[m]), acc.v[m][h]);
-      }
-    }
-  }
-}
-
-// The formats of GGUF: a group of 32 inputs is a record of 32 float16 scales, for q4_1 32 float16 minimums, and the
-// numbers, as in i8 and i4.
-template <int M>
-NI_INLINE void tile_q8_0(const Tile& t, Acc<M>& acc) {
-  const std::uint8_t* w = t.w;
-  Int8Units u = int8_units<M, kSmallGroup>(t);
-  for (std::int64_t g = 0; g < t.depth / kSmallGroup; ++g, u.scale += M, u.shift += M) {
-    prefetch(w + kPrefetch);
-    const f32x16 scale[2] = {load_f16((const std::uint16_t*)w), load_f16((const std::uint16_t*)w + 16)};
-    w += BlockFormat(WeightType::q8_0).record_header();
-    i32x16 dot[M][2];
-    NI_ROWS NI_HALVES dot[m][h] = broadcast(u.shift[m]);
-    for (int k = 0; k < kSmallGroup / 4; ++k, w += kLine, u.x += M) {
-      prefetch(w + kPrefetch);
-      prefetch(w + kPrefetch + 64);
-      const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
-      NI_ROWS {
-        dot[m][0] = dot4(dot[m][0], w0, u.x[m]);
-        dot[m][1] = dot4(dot[m][1], w1, u.x[m]);
-      }
-    }
-    NI_ROWS NI_HALVES acc.v[m][h] = fma(to_float(dot[m][h]), scale[h] * broadcast(u.scale[m]), acc.v[m][h]);
-  }
-}
-
-// q4_0: w = scale (q - 8). q4_1: w = scale q + minimum.
-template <int M, bool with_minimum>
-NI_INLINE void tile_q4(const Tile& t, Acc<M>& acc) {
-  constexpr int kQuads = kSmallGroup / 8;  // of the low halves; the high halves are 16 inputs later
-  const std::uint8_t* w = t.w;
-  Int8Units u = int8_units<M, kSmallGroup>(t);
-  for (std::int64_t g = 0; g < t.depth / kSmallGroup; ++g, u.x += M * kQuads, u.scale += M, u.shift += M) {
-    const std::uint16_t* meta = (const std::uint16_t*)w;
-    prefetch(w + kPrefetch);
-    if (with_minimum) prefetch(w + kPrefetch + 64);
-    w += BlockFormat(with_minimum ? WeightType::q4_1 : WeightType::q4_0).record_header();
-    i32x16 dot[M][2];
-    NI_ROWS NI_HALVES dot[m][h] = broadcast(with_minimum ? 0 : u.shift[m]);
-    for (int k = 0; k < kQuads; ++k, w += kLine, u.x += M) {
-      prefetch(w + kPrefetch);
-      prefetch(w + kPrefetch + 64);
-      const i32x16 q0 = load_ints(w), q1 = load_ints(w + 64);
-      const i32x16 low0 = low_nibbles(q0), low1 = low_nibbles(q1);
-      NI_ROWS {
-        dot[m][0] = dot4(dot[m][0], low0, u.x[m]);
-        dot[m][1] = dot4(dot[m][1], low1, u.x[m]);
-      }
-      const i32x16 high0 = high_nibbles(q0), high1 = high_nibbles(q1);
-      NI_ROWS {
-        dot[m][0] = dot4(dot[m][0], high0, u.x[M * kQuads + m]);
-        dot[m][1] = dot4(dot[m][1], high1, u.x[M * kQuads + m]);
-      }
-    }
-    NI_HALVES {
-      const f32x16 scale = load_f16(meta + 16 * h);
-      f32x16 minimum = broadcast(0.0f);
-      if constexpr (with_minimum) minimum = load_f16(meta + kRecordMinimums / 2 + 16 * h);
-      NI_ROWS {
-        f32x16 sum = to_float(dot[m][h]) * scale;
-        if constexpr (with_minimum) sum = fma(minimum, broadcast(u.float_shift(m)), sum);
-        acc.v[m][h] = fma(sum, broadcast(u.scale[m]), acc.v[m][h]);
       }
     }
   }
@@ -235,10 +169,7 @@ void tile(const MatmulTask& task, std::int64_t panel, std::int64_t row) {
   if constexpr (type == WeightType::bf16) tile_bf16<M>(t, acc);
   if constexpr (type == WeightType::i8) tile_i8<M>(t, acc);
   if constexpr (type == WeightType::i4) tile_i4<M>(t, acc);
-  if constexpr (type == WeightType::q8_0) tile_q8_0<M>(t, acc);
-  if constexpr (type == WeightType::q4_0) tile_q4<M, false>(t, acc);
-  if constexpr (type == WeightType::q4_1) tile_q4<M, true>(t, acc);
-  static_assert(type <= WeightType::q4_1, "a format without a tile");
+  static_assert(type <= WeightType::i4, "a format without a tile");
   NI_HALVES {
     const std::int64_t column = panel * kPanel + 16 * h;
     const f32x16 bias = load(w.bias + column);

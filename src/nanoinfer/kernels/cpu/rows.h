@@ -22,7 +22,7 @@ template <std::int64_t G>
 struct Int8Group {
   std::int8_t q[G];
   float scale;
-  std::int32_t sum;
+  std::int32_t sums[G / 16];  // of 16 each
 };
 template <std::int64_t G>
 NI_INLINE Int8Group<G> quantize_group(const float* x, std::int64_t n) {
@@ -38,41 +38,31 @@ NI_INLINE Int8Group<G> quantize_group(const float* x, std::int64_t n) {
   const f32x16 inverse = broadcast(usable ? 127.0f / most : 0.0f);
   Int8Group<G> g;
   g.scale = most / 127.0f + bad;
-  i32x16 total = broadcast(0);
   for (int i = 0; i < kVectors; ++i) {
     const i32x16 r = usable ? round(v[i] * inverse) : broadcast(0);
-    NI_EACH total.v[i] += r.v[i];
+    g.sums[i] = sum(r);
     store_i8(g.q + 16 * i, r);
   }
-  g.sum = sum(total);
   return g;
 }
 
-NI_INLINE std::uint32_t shift_of(WeightType type, std::int32_t sum) {
-  switch (type) {
-    case WeightType::i4: return bits<std::uint32_t>(-(float)sum);
-    case WeightType::q4_1: return bits<std::uint32_t>((float)sum);
-    case WeightType::q4_0: return (std::uint32_t)(-8 * sum);
-    case WeightType::i8:
-    case WeightType::q8_0: return (std::uint32_t)(-128 * sum);
-    case WeightType::f32:
-    case WeightType::f16:
-    case WeightType::bf16: break;  // their rows are not quantized
-  }
-  __builtin_unreachable();
-}
-
-// Write a row as int8 units, then its scales and shifts (Int8Units in products.h).
+// Write a row as int8 units, then scales, then shifts or sums (kernels.h).
 template <std::int64_t G>
 NI_INLINE void prepare_int8(WeightType type, const float* x, std::int64_t n, std::int64_t depth, std::int64_t height,
                             Unit* to) {
+  Unit* after = to + (depth / 4 + depth / G) * height;  // the scales
   for (std::int64_t g = 0; g < depth / G; ++g) {
     const Int8Group<G> group = quantize_group<G>(x + g * G, n - g * G);
     std::uint32_t quads[G / 4];
     __builtin_memcpy(quads, group.q, sizeof quads);
     for (std::int64_t j = 0; j < G / 4; ++j) to[(g * (G / 4) + j) * height] = quads[j];
     to[(depth / 4 + g) * height] = bits<std::uint32_t>(group.scale);
-    to[(depth / 4 + depth / G + g) * height] = shift_of(type, group.sum);
+    if constexpr (G == kSmallGroup) {
+      for (std::int64_t j = 0; j < 2; ++j) after[(2 * g + j) * height] = (std::uint32_t)-group.sums[j];
+    } else {
+      const std::int32_t sum = group.sums[0] + group.sums[1] + group.sums[2] + group.sums[3];
+      after[g * height] = type == WeightType::i4 ? bits<std::uint32_t>(-(float)sum) : (std::uint32_t)(-128 * sum);
+    }
   }
 }
 
@@ -100,9 +90,7 @@ void prepare(WeightType type, const float* x, std::int64_t n, std::int64_t depth
       return;
     case WeightType::i8:
     case WeightType::i4: return prepare_int8<kGroup>(type, x, n, depth, height, to);
-    case WeightType::q8_0:
-    case WeightType::q4_0:
-    case WeightType::q4_1: return prepare_int8<kSmallGroup>(type, x, n, depth, height, to);
+    default: return prepare_int8<kSmallGroup>(type, x, n, depth, height, to);
   }
 }
 

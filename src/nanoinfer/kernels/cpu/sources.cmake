@@ -13,6 +13,9 @@ else()
   set(OPTIMIZE -O3)
 endif()
 
+set(AVX2 -mavx2 -mfma -mf16c)
+set(AVX512 ${AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512)
+
 # One kernel source, compiled once for each instruction set; isa.cpp chooses at run time. Multiplication and addition
 # are fused only where the source says so: then every number of rows rounds alike.
 function(add_kernels target name)
@@ -34,8 +37,6 @@ function(add_cpu_sources target)
   target_link_libraries(${target} PRIVATE Threads::Threads)
   add_kernels(${target} scalar)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-    set(AVX2 -mavx2 -mfma -mf16c)
-    set(AVX512 ${AVX2} -mavx512f -mavx512bw -mavx512vl -mavx512dq -mprefer-vector-width=512)
     add_kernels(${target} avx2 ${AVX2})
     add_kernels(${target} avx512 ${AVX512})
     add_kernels(${target} avx512_vnni ${AVX512} -mavx512vnni -mavx512bf16)

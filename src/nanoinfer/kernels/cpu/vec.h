@@ -54,10 +54,16 @@ NI_INLINE i32x16 load_ints(const void* p) {
   return r;
 }
 NI_INLINE void store(float* p, f32x16 x) { NI_EACH __builtin_memcpy(p + i * kWidth, &x.v[i], sizeof(vf)); }
+NI_INLINE void store_ints(void* p, i32x16 x) {
+  NI_EACH __builtin_memcpy((std::int32_t*)p + i * kWidth, &x.v[i], sizeof(vi));
+}
 NI_INLINE f32x16 operator+(f32x16 a, f32x16 b) { NI_EACH a.v[i] += b.v[i]; return a; }
 NI_INLINE f32x16 operator-(f32x16 a, f32x16 b) { NI_EACH a.v[i] -= b.v[i]; return a; }
 NI_INLINE f32x16 operator*(f32x16 a, f32x16 b) { NI_EACH a.v[i] *= b.v[i]; return a; }
 NI_INLINE f32x16 operator/(f32x16 a, f32x16 b) { NI_EACH a.v[i] /= b.v[i]; return a; }
+NI_INLINE i32x16 operator+(i32x16 a, i32x16 b) { NI_EACH a.v[i] += b.v[i]; return a; }
+NI_INLINE i32x16 operator|(i32x16 a, i32x16 b) { NI_EACH a.v[i] |= b.v[i]; return a; }
+NI_INLINE i32x16 operator<<(i32x16 a, int n) { NI_EACH a.v[i] <<= n; return a; }
 // A NaN in `a` is kept, so that an overflow reaches the logits, where it is reported.
 NI_INLINE f32x16 max(f32x16 a, f32x16 b) { NI_EACH a.v[i] = a.v[i] < b.v[i] ? b.v[i] : a.v[i]; return a; }
 NI_INLINE f32x16 min(f32x16 a, f32x16 b) { NI_EACH a.v[i] = a.v[i] > b.v[i] ? b.v[i] : a.v[i]; return a; }
@@ -164,6 +170,15 @@ NI_INLINE f32x16 load_u8(const std::uint8_t* p) {
   NI_EACH r.v[i] = __builtin_convertvector(__builtin_convertvector(load_as<vb>(p + i * kWidth), vi), vf);
   return r;
 }
+// 2^(e - 128) of bytes e.
+NI_INLINE f32x16 load_exponents(const std::uint8_t* p) {
+  f32x16 r;
+  NI_EACH {
+    const vi e = __builtin_convertvector(load_as<vb>(p + i * kWidth), vi);
+    r.v[i] = bits<vf>(e > 1 ? (e - 1) << 23 : 0x00200000 << e);  // 2^-128 and 2^-127 are subnormal
+  }
+  return r;
+}
 #if !defined(__AVX512F__) && !defined(__F16C__)
 NI_INLINE float half_to_float(std::uint16_t h) {  // exact; a float multiplication converts subnormals
   const std::uint32_t sign = (std::uint32_t)(h & 0x8000u) << 16, magnitude = (std::uint32_t)(h & 0x7fffu) << 13;
@@ -246,6 +261,24 @@ NI_INLINE i32x16 dot4(i32x16 acc, i32x16 w, std::int32_t a) {
 NI_INLINE i32x16 low_nibbles(i32x16 q) { NI_EACH q.v[i] &= 0x0f0f0f0f; return q; }
 NI_INLINE i32x16 high_nibbles(i32x16 q) {
   NI_EACH q.v[i] = bits<vi>((bits<vu>(q.v[i]) >> 4) & 0x0f0f0f0fu);
+  return q;
+}
+// table[b] of each byte b < 16.
+NI_INLINE i32x16 lookup(i32x16 q, const std::uint8_t* table) {
+#if defined(__AVX512BW__)
+  const __m512i all = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+  q.v[0] = (vi)_mm512_shuffle_epi8(all, (__m512i)q.v[0]);
+#elif defined(__AVX2__)
+  const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+  NI_EACH q.v[i] = (vi)_mm256_shuffle_epi8(all, (__m256i)q.v[i]);
+#elif defined(NANOINFER_NEON)
+  NI_EACH q.v[i] = (vi)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)q.v[i]);
+#else
+  std::uint8_t b[64];
+  store_ints(b, q);
+  for (int l = 0; l < 64; ++l) b[l] = table[b[l]];
+  q = load_ints(b);
+#endif
   return q;
 }
 

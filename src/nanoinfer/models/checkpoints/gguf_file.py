@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS, UNSUPPORTED, Format
 from nanoinfer.models.checkpoints.stored import StoredTensor, contiguous
-from nanoinfer.utils.arrays import BLOCK_FORMATS, BlockMatrix, HostTensor
+from nanoinfer.utils.arrays import BlockMatrix, HostTensor
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import RegularFile, escaped
 
@@ -59,22 +59,19 @@ class BlockTensor(StoredTensor):
 
     @property
     def block_format(self) -> str | None:
-        """As `StoredTensor.block_format`: other formats are rounded to Q8_0."""
-        return self._name if self._name in BLOCK_FORMATS else "q8_0"
-
-    @property
-    def _name(self) -> str:
-        return self.format.name.lower()
+        """As `StoredTensor.block_format`: what is not read as rows of blocks is rounded to Q8_0."""
+        rows = len(self.shape) == 2 and self.strides == contiguous(self.shape)
+        return self.format.name.lower() if rows else "q8_0"
 
     def dequantize(self, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return the values of blocks as one dimension."""
         return self.format.dequantize(blocks.reshape(-1, self.format.block_bytes))
 
     def read(self) -> HostTensor:
-        """Read a matrix in one of BLOCK_FORMATS as it is, others in float32. Raises as `StoredTensor.read`."""
+        """Read a matrix as rows of blocks, other tensors in float32. Raises as `StoredTensor.read`."""
         blocks = self.read_blocks()
-        if self._name in BLOCK_FORMATS and len(self.shape) == 2 and self.strides == contiguous(self.shape):
-            return BlockMatrix(blocks.reshape(self.shape[0], -1), self._name, self.shape[1], self.dequantize)
+        if self.block_format == self.format.name.lower():
+            return BlockMatrix(blocks.reshape(self.shape[0], -1), self.block_format, self.shape[1], self.dequantize)
         values = self.dequantize(blocks)
         strides = [n * values.itemsize for n in self.strides]
         return HostTensor(np.lib.stride_tricks.as_strided(values, self.shape, strides), "float32")

@@ -21,6 +21,8 @@ _CHUNK = 1 << 20  # values that are computed at a time, which limits the memory 
 _K = 256  # values in a block of the K formats
 _IQ4_NL = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
 
+_E2M1 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)
+
 
 @dataclass(frozen=True)
 class Format:
@@ -115,6 +117,18 @@ def _q6_k(b: Bytes) -> Floats:
     return _grouped(scales, values.astype(np.float32) - 32)
 
 
+def _iq4_xs(b: Bytes) -> Floats:
+    high = _bits(b[:, 2:4], 2, 1)  # the high bits of scale i are bits 2 i and 2 i + 1 of 16
+    scales = (_bits(b[:, 4:8], 4, 1) | high << np.uint8(4)).astype(np.float32) - 32
+    return _grouped(_half(b[:, :2]) * scales, _IQ4_NL[_bits(b[:, 8:], 4, 16)])
+
+
+def _mxfp4(b: Bytes) -> Floats:
+    scales = np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128)  # half of the scale: _E2M1 has twice the values
+    products: Floats = scales * _E2M1[_bits(b[:, 1:], 4, 16)]
+    return products
+
+
 FORMATS: dict[int, Format] = {
     0: Format("F32", 1, 4),
     1: Format("F16", 1, 2),
@@ -129,13 +143,15 @@ FORMATS: dict[int, Format] = {
     13: Format("Q5_K", _K, 176, _q5_k),
     14: Format("Q6_K", _K, 210, _q6_k),
     20: Format("IQ4_NL", 32, 18, lambda b: _half(b[:, :2]) * _IQ4_NL[_bits(b[:, 2:], 4, 16)]),
+    23: Format("IQ4_XS", _K, 136, _iq4_xs),
     28: Format("F64", 1, 8),
     30: Format("BF16", 1, 2),
+    39: Format("MXFP4", 32, 17, _mxfp4),
 }
 """By ggml's number of the type."""
 
 UNSUPPORTED = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
-    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0",
 }  # fmt: skip
 """Names of other types, for messages."""

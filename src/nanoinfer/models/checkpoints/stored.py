@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
+from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor, JoinedBlocks
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import RegularFile, escaped, first_bytes, parse_json
 
 MAX_HEADER_BYTES = 16 << 20  # GPT-2 XL's has 60 KB
 MAX_TENSORS = 1 << 16  # of a file; models have some hundreds to some thousands
+PART_ROWS = 32  # outputs of a panel in engine native (kernels/cpu/kernels.h)
 _DTYPES = {
     "F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I8": "int8", "U8": "uint8",
     "I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool", "C64": "complex64",
@@ -53,8 +54,13 @@ class StoredTensor:
 
     @property
     def block_format(self) -> str | None:
-        """The format of arrays.BLOCK_FORMATS to compute in if the tensor is stored in blocks of quantized values."""
+        """The format of GGUF files to compute in if the tensor is stored in blocks of quantized values."""
         return None
+
+    @property
+    def block_formats(self) -> BlockFormats | None:
+        """`block_format` as that of the only part."""
+        return ((self.block_format, self.shape[0]),) if self.block_format else None
 
     def t(self) -> StoredTensor:
         """Return the transpose of a matrix."""
@@ -89,18 +95,53 @@ class JoinedTensor:
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     @property
-    def block_format(self) -> str | None:
-        """As `StoredTensor.block_format`: that of the parts; of parts that differ, the one with the most bits."""
-        formats = {part.block_format for part in self.parts}
-        return formats.pop() if len(formats) == 1 else "q8_0"
+    def block_formats(self) -> BlockFormats | None:
+        """The formats of the parts if any has blocks, and Q8_0 for the others; equal ones are one part.
+
+        Parts in several formats must have multiples of PART_ROWS rows, and `order` must keep rows in their parts:
+        otherwise all rows are rounded to Q8_0.
+        """
+        if not any(part.block_format for part in self.parts):
+            return None
+        formats: list[tuple[str, int]] = []
+        for part in self.parts:
+            format, rows = part.block_format or "q8_0", part.shape[0]
+            if formats and formats[-1][0] == format:
+                rows += formats.pop()[1]
+            formats.append((format, rows))
+        if len(formats) == 1 or (self._keeps(formats) and not any(rows % PART_ROWS for _, rows in formats[:-1])):
+            return tuple(formats)
+        return (("q8_0", self.shape[0]),)
+
+    def _keeps(self, formats: list[tuple[str, int]]) -> bool:
+        """Return whether `order` moves no row to another part."""
+        if self.order is None:
+            return True
+        part_of = np.repeat(np.arange(len(formats)), [rows for _, rows in formats])
+        return np.array_equal(part_of[self.order], part_of)
 
     def read(self) -> HostTensor:
-        """Read the parts into new memory, in their dtype, or in float32 if they differ."""
+        """Read the parts into new memory, in their dtype, or if they differ as `JoinedBlocks` or in float32."""
         tensors = [part.read() for part in self.parts]
-        dtype = tensors[0].dtype if len({t.dtype for t in tensors}) == 1 else "float32"
-        tensors = [t.to(dtype) for t in tensors]
-        joined = np.concatenate([t.values for t in tensors])
-        return replace(tensors[0], values=joined if self.order is None else joined[self.order])
+        order = np.arange(self.shape[0]) if self.order is None else self.order
+        if len({t.dtype for t in tensors}) == 1:
+            joined = np.concatenate([t.values for t in tensors])
+            return replace(tensors[0], values=joined if self.order is None else joined[order])
+        formats = self.block_formats
+        if formats is None or len(formats) == 1:
+            return HostTensor(np.concatenate([t.float32() for t in tensors])[order], "float32")
+        parts, start = [], 0
+        for format, rows in formats:
+            same, count = [], 0
+            while count < rows:
+                same.append(tensors.pop(0))
+                count += same[-1].shape[0]
+            if format != same[0].dtype:
+                same = [t.to("float32") for t in same]
+            values = np.concatenate([t.values for t in same])
+            parts.append(replace(same[0], values=values[order[start : start + rows] - start]))
+            start += rows
+        return JoinedBlocks(np.empty(0, np.uint8), "blocks", tuple(parts))
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

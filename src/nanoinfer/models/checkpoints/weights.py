@@ -16,7 +16,7 @@ from nanoinfer.models.checkpoints.stored import JoinedTensor, StoredTensor
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family, Recipe
 from nanoinfer.models.parameters import LAYER, shapes
-from nanoinfer.utils.arrays import ITEM_BYTES, HostTensor
+from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor
 from nanoinfer.utils.files import escaped
 
 
@@ -37,8 +37,8 @@ class Weights:
     stored_dtype: str = field(default="float32", kw_only=True)
     """Dtype of most values in the checkpoint; float32 for quantized ones and where there is no checkpoint."""
 
-    block_formats: Mapping[str, str] = field(default_factory=dict, kw_only=True)
-    """Matrices that are stored in blocks of quantized values -> the format of arrays.BLOCK_FORMATS to compute in."""
+    block_formats: Mapping[str, BlockFormats] = field(default_factory=dict, kw_only=True)
+    """Matrices that are stored in blocks of quantized values -> the formats of GGUF files to compute in."""
 
     def watched(self, update: Callable[[int, int], None]) -> Weights:
         """Return the same weights; `update(layer, n_layer)` is called as each tensor of a layer is read."""
@@ -118,7 +118,7 @@ def check(
             f"{source}: tie_word_embeddings=True, but {head_name} differs from the embedding: set it to false"
         )
     read = lambda: ((name, tensor.read()) for name, tensor in tensors.items())  # noqa: E731
-    formats = {name: tensor.block_format for name, tensor in tensors.items() if len(tensor.shape) == 2}
+    formats = {name: tensor.block_formats for name, tensor in tensors.items() if len(tensor.shape) == 2}
     blocks = {name: found for name, found in formats.items() if found is not None and name != POSITIONS}
     return Weights(config, dtype, read, stored_dtype=_main_dtype(stored), block_formats=blocks)
 

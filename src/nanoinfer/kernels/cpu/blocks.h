@@ -1,0 +1,241 @@
+// Matrix products in the formats of GGUF files (BlockFormat in layout.h).
+// Part of kernels.cpp, which includes it in the namespace of each instruction set.
+//
+// A group of 32 inputs adds  scale_a (scale_w sum (code - offset) a - minimum sum a)  to each sum, with the exact sums of
+// integers of each 16 or 32 inputs that share a scale. A row alone reads the weights from their records. For several rows, the
+// records are unpacked, 256 inputs at a time, which then all rows of a block are multiplied with: both read the same
+// numbers through the same functions, so the result of a row does not depend on the number of rows.
+#pragma once
+
+#include "products.h"
+
+constexpr std::int64_t kPrefetchBlocks = 16384;  // into the second-level cache; docs/log.md has the measurement
+
+// What lies at bits `from` to `from + width` of each byte, moved to bit `to`.
+NI_INLINE i32x16 bit_field(i32x16 x, int from, int width, int to) {
+  const std::uint32_t mask = ((1u << width) - 1) * 0x01010101u << to;
+  NI_EACH {
+    const vu u = bits<vu>(x.v[i]);
+    x.v[i] = bits<vi>((from > to ? u >> (from - to) : u << (to - from)) & mask);
+  }
+  return x;
+}
+
+// The inputs of one panel that a record contains.
+template <WeightType type>
+struct Record {
+  static constexpr BlockFormat f{type};
+  static constexpr int kGroups = f.inputs / 32, kScales = f.groups();  // of 32 inputs, and scales of each
+  static constexpr bool kMinimum = f.minimum;
+  static constexpr int kOffsetBits = f.offset ? __builtin_ctz(f.offset) : 0;
+  const std::uint8_t* data;
+  f32x16 scales[2], minimums[2];
+  alignas(64) std::uint8_t values[f.num_values() ? f.num_values() * kPanel : 64];  // group scales, then group minimums
+
+  __attribute__((always_inline)) explicit Record(const std::uint8_t* data) : data(data) {
+    for (std::int64_t at = 0; at < f.codes(); at += 64) prefetch_l2(data + kPrefetchBlocks + at);
+    NI_HALVES {
+      if constexpr (f.exponent) scales[h] = load_exponents(data + 16 * h);
+      else scales[h] = load_f16((const std::uint16_t*)data + 16 * h);
+      if constexpr (kMinimum) minimums[h] = load_f16((const std::uint16_t*)(data + f.minimums()) + 16 * h);
+      if constexpr (kMinimum && !f.num_scales) minimums[h] = broadcast(0.0f) - minimums[h];  // these are added in a file
+    }
+    constexpr int n = f.num_values() * kPanel;  // bytes of all values
+    if constexpr (n > 0 && f.scale_bits < 8) {
+      for (int at = 0; at < n; at += 64) {
+        i32x16 v = bit_field(load_ints(data + f.values() + at % (n / 2)), at < n / 2 ? 0 : 4, 4, 0);
+        if constexpr (f.scale_bits == 6) {
+          const i32x16 high = load_ints(data + f.values() + n / 2 + at % (n / 4));
+          v = v | bit_field(high, at / (n / 4) * 2, 2, 4);
+        }
+        store_ints(values + at, v);
+      }
+    }
+  }
+  // Bytes of inputs 4 i to 4 i + 3 of a group, unsigned, of outputs 16 h to 16 h + 15.
+  NI_INLINE i32x16 code(const Record& r, int group, int i, int h) {
+    const std::uint8_t* line = r.data + f.codes() + group * f.lines() * kLine + 64 * h;
+    i32x16 q = load_ints(line + i % f.bits * kLine);
+    if constexpr (f.bits < 8) q = bit_field(q, i / f.bits * f.bits, f.bits, 0);
+    if constexpr (f.more > 0)
+      q = q | bit_field(load_ints(line + (f.bits + i % f.more) * kLine), i / f.more * f.more, f.more, f.bits);
+    if constexpr (f.table != nullptr) q = lookup(q, f.table);
+    return q;
+  }
+  NI_INLINE void prefetch_group(const Record& r, int group) {
+    const std::uint8_t* next = r.data + f.codes() + group * f.lines() * kLine + kPrefetchBlocks;
+    for (int at = 0; at < f.lines() * kLine; at += 64) prefetch_l2(next + at);
+  }
+  NI_INLINE f32x16 scale(const Record& r, int group, int s, int h) {
+    if constexpr (f.num_scales == 0) return r.scales[h];
+    const int at = (group * kScales + s) * kPanel + 16 * h;
+    if constexpr (f.scale_bits == 8) return r.scales[h] * load_i8((const std::int8_t*)r.data + f.values() + at);
+    return r.scales[h] * (load_u8(r.values + at) - broadcast((float)f.scale_zero));
+  }
+  NI_INLINE f32x16 minimum(const Record& r, int group, int s, int h) {
+    if constexpr (f.num_scales == 0) return r.minimums[h];
+    return r.minimums[h] * load_u8(r.values + (f.num_scales + group * kScales + s) * kPanel + 16 * h);
+  }
+};
+
+// Groups of 32 inputs of a panel, unpacked from records of any format with as many scales and minimums.
+constexpr int kChunkGroups = 8;
+template <int num_scales, bool with_minimum>
+struct alignas(64) Chunk {
+  static constexpr int kScales = num_scales;
+  static constexpr bool kMinimum = with_minimum;
+  std::int32_t codes[kChunkGroups][8][2][16];
+  float scales[kChunkGroups][num_scales][2][16];
+  float minimums[with_minimum ? kChunkGroups : 1][num_scales][2][16];
+  int offset_bits;
+
+  NI_INLINE i32x16 code(const Chunk& c, int group, int i, int h) { return load_ints(c.codes[group][i][h]); }
+  NI_INLINE f32x16 scale(const Chunk& c, int group, int s, int h) { return load(c.scales[group][s][h]); }
+  NI_INLINE f32x16 minimum(const Chunk& c, int group, int s, int h) { return load(c.minimums[group][s][h]); }
+  NI_INLINE void prefetch_group(const Chunk&, int) {}
+};
+template <WeightType type>
+using ChunkOf = Chunk<BlockFormat(type).groups(), BlockFormat(type).minimum>;
+
+// Unpack the groups [from, from + count) of a panel; `from` begins a record.
+template <WeightType type>
+void unpack_chunk(const std::uint8_t* panel, std::int64_t from, int count, ChunkOf<type>& to) {
+  using R = Record<type>;
+  for (int g = 0; g < count; g += R::kGroups) {
+    const R record(panel + (from + g) / R::kGroups * R::f.record());
+    for (int j = 0; j < R::kGroups; ++j) {
+      R::prefetch_group(record, j);
+      _Pragma("GCC unroll 8") for (int i = 0; i < 8; ++i)
+        NI_HALVES store_ints(to.codes[g + j][i][h], R::code(record, j, i, h));
+      for (int s = 0; s < R::kScales; ++s)
+        NI_HALVES {
+          store(to.scales[g + j][s][h], R::scale(record, j, s, h));
+          if constexpr (R::kMinimum) store(to.minimums[g + j][s][h], R::minimum(record, j, s, h));
+        }
+    }
+  }
+  to.offset_bits = R::kOffsetBits;
+}
+
+// The prepared rows of a tile (kernels.h) from a group of inputs on.
+template <int M>
+struct BlockUnits {
+  const std::int32_t* x;
+  const float* scale;
+  const std::int32_t* sum;
+
+  BlockUnits(const Tile& t, std::int64_t group)
+      : x(t.units<std::int32_t>(group * 8, M)),
+        scale(t.units<float>(t.depth / 4 + group, M)),
+        sum(t.units<std::int32_t>(t.depth / 4 + t.depth / 32 + 2 * group, M)) {}
+};
+
+// Add the products of `count` groups of W, a Record or a Chunk.
+template <class W, int M>
+NI_INLINE void add_groups(const W& w, int offset_bits, int count, BlockUnits<M> u, Acc<M>& acc) {
+  constexpr int kQuads = 8 / W::kScales;
+  for (int g = 0; g < count; ++g, u.scale += M, u.sum += 2 * M) {
+    W::prefetch_group(w, g);
+    _Pragma("GCC unroll 2") for (int s = 0; s < W::kScales; ++s) {
+      i32x16 dot[M][2], sum[M];
+      NI_ROWS {
+        sum[m] = broadcast(u.sum[s * M + m]);
+        if (W::kScales == 1) sum[m] = sum[m] + broadcast(u.sum[M + m]);
+        NI_HALVES dot[m][h] = W::kMinimum ? broadcast(0) : sum[m] << offset_bits;
+      }
+      _Pragma("GCC unroll 8") for (int i = 0; i < kQuads; ++i, u.x += M) {
+        const i32x16 q0 = W::code(w, g, s * kQuads + i, 0), q1 = W::code(w, g, s * kQuads + i, 1);
+        NI_ROWS {
+          dot[m][0] = dot4(dot[m][0], q0, u.x[m]);
+          dot[m][1] = dot4(dot[m][1], q1, u.x[m]);
+        }
+      }
+      NI_HALVES {
+        const f32x16 scale = W::scale(w, g, s, h);
+        f32x16 minimum;
+        if constexpr (W::kMinimum) minimum = W::minimum(w, g, s, h);
+        NI_ROWS {
+          f32x16 product = to_float(dot[m][h]) * scale;
+          if constexpr (W::kMinimum) product = fma(minimum, to_float(sum[m]), product);
+          acc.v[m][h] = fma(product, broadcast(u.scale[m]), acc.v[m][h]);
+        }
+      }
+    }
+  }
+}
+
+template <int M>
+NI_INLINE void finish_panel(const MatmulTask& task, std::int64_t panel, std::int64_t row, const Acc<M>& acc) {
+  NI_HALVES {
+    const std::int64_t column = panel * kPanel + 16 * h;
+    const f32x16 bias = load(task.w->bias + column);
+    NI_ROWS {
+      float* y = task.y + (row + m) * task.y_stride + column;
+      store(y, finish(task, acc.v[m][h] + bias, y));
+    }
+  }
+}
+
+template <WeightType type>
+void multiply_row(const MatmulTask& task, std::int64_t panel) {
+  using R = Record<type>;
+  const Matrix& w = *task.w;
+  const Tile t{w.data + panel * w.panel_bytes, task.x, w.depth};
+  Acc<1> acc{{{broadcast(0.0f), broadcast(0.0f)}}};
+  for (std::int64_t g = 0; g < w.depth / 32; g += R::kGroups) {
+    const R record(t.w + g / R::kGroups * R::f.record());
+    add_groups<R, 1>(record, R::kOffsetBits, R::kGroups, BlockUnits<1>(t, g), acc);
+  }
+  finish_panel<1>(task, panel, 0, acc);
+}
+
+// A tile of rows times the `count` groups of a chunk. `sums` are the tile's sums of the groups before `from`, or of all.
+template <class C, int M>
+void multiply_chunk(const MatmulTask& task, const C& chunk, std::int64_t from, int count, std::int64_t panel,
+                    std::int64_t row, float (*sums)[kPanel]) {
+  const Matrix& w = *task.w;
+  Acc<M> acc;
+  NI_ROWS NI_HALVES acc.v[m][h] = from ? load(sums[m] + 16 * h) : broadcast(0.0f);
+  const Tile t{nullptr, task.x + row * task.x_stride, w.depth};
+  add_groups<C, M>(chunk, chunk.offset_bits, count, BlockUnits<M>(t, from), acc);
+  if (from + count == w.depth / 32) return finish_panel<M>(task, panel, row, acc);
+  NI_ROWS NI_HALVES store(sums[m] + 16 * h, acc.v[m][h]);
+}
+
+template <class C, int... M>
+struct ChunkTiles {
+  static constexpr decltype(&multiply_chunk<C, 1>) kTable[] = {multiply_chunk<C, M>...};
+};
+template <class C, int rows>
+struct ChunkTilesFor;
+template <class C>
+struct ChunkTilesFor<C, 2> : ChunkTiles<C, 1, 2> {};
+template <class C>
+struct ChunkTilesFor<C, 6> : ChunkTiles<C, 1, 2, 3, 4, 5, 6> {};
+
+template <WeightType type>
+void matmul_blocks(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
+  if (task.rows == 1) {
+    for (std::int64_t panel = begin; panel < end; ++panel) multiply_row<type>(task, panel);
+    return;
+  }
+  using C = ChunkOf<type>;
+  constexpr std::int64_t kBlockTiles = 96 / kRowsInt;  // 12 KiB of sums
+  const Matrix& w = *task.w;
+  const Tiling tiling(task.rows, kRowsInt);
+  C chunk;
+  alignas(64) float sums[kBlockTiles * kRowsInt][kPanel];
+  for (std::int64_t top = 0; top < tiling.tiles; top += kBlockTiles) {
+    const std::int64_t bottom = top + kBlockTiles < tiling.tiles ? top + kBlockTiles : tiling.tiles;
+    for (std::int64_t panel = begin; panel < end; ++panel)
+      for (std::int64_t from = 0; from < w.depth / 32; from += kChunkGroups) {
+        const int count = (int)(w.depth / 32 - from < kChunkGroups ? w.depth / 32 - from : kChunkGroups);
+        unpack_chunk<type>(w.data + panel * w.panel_bytes, from, count, chunk);
+        for (std::int64_t i = top; i < bottom; ++i) {
+          const std::int64_t row = tiling.begin(i), height = tiling.begin(i + 1) - row;
+          ChunkTilesFor<C, kRowsInt>::kTable[height - 1](task, chunk, from, count, panel, row,
+                                                         sums + (row - tiling.begin(top)));
+        }
+      }
+  }
+}

@@ -1,0 +1,210 @@
+"""The formats of GGUF files in the C++ kernels: their values are ggml's, bit for bit, and products are exact.
+
+The values are those of `gguf_formats`, which tests/models/test_gguf.py compares with the package gguf. The reference of
+a product multiplies them in float64 with activations of 8 bits, a scale of largest / 127 for every 32 inputs.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.gguf_files import Stored, as_f16, as_f32, write_gguf
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.models.checkpoints import gguf
+from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Format
+
+_native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
+
+ISAS = [name for name, missing in _native.instruction_sets() if not missing]
+QUANTIZED = [f for f in FORMATS.values() if f.compute is not None]
+HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+}
+RTOL = 2e-6  # of the sum of |w x|: float32 sums
+ROWS = (1, 2, 7) if "NANOINFER_TEST_EXTENSION" in os.environ else (1, 2, 5, 6, 7, 13, 30, 101)
+Array = np.ndarray[Any, Any]
+
+
+def random_blocks(format: Format, rows: int, columns: int, seed: int = 0, zeros: float = 0.1) -> Array:
+    """Return rows of random blocks, (rows, bytes). Scales and minimums are about 0.01, a share of them zero."""
+    rng = np.random.default_rng(seed)
+    count = rows * columns // format.block_size
+    blocks = rng.integers(0, 256, (count, format.block_bytes)).astype(np.uint8)
+    for at in HALVES.get(format.name, (0,)):
+        halves = (rng.standard_normal((count, 1)) * 0.01 * (rng.random((count, 1)) >= zeros)).astype(np.float16)
+        blocks[:, at : at + 2] = halves.view(np.uint8)
+    if format.name == "MXFP4":
+        blocks[:, 0] = rng.integers(110, 126, count)
+    return blocks.reshape(rows, -1)
+
+
+def values(format: Format, blocks: Array) -> Array:
+    return format.dequantize(blocks.reshape(-1, format.block_bytes)).reshape(len(blocks), -1)
+
+
+def activations(x: Array) -> Array:
+    groups = x.reshape(len(x), -1, 32)
+    most = np.abs(groups).max(2, keepdims=True)
+    rounded = np.round(groups * (np.float32(127) / most)) * (most / np.float32(127)).astype(np.float64)
+    return rounded.reshape(x.shape)
+
+
+def check_product(format: Format, blocks: Array, x: Array, isa: str) -> Array:
+    w = values(format, blocks).astype(np.float64)
+    got: Array = _native.multiply(weights=blocks, bias=None, x=x, format=format.name.lower(), isa=isa)
+    a = activations(x)
+    # A group's weights are multiplied as scale (code - offset) - minimum: the rounding is that of these two terms.
+    assert np.all(np.abs(got - a @ w.T) <= RTOL * (np.abs(a) @ bounds(format, blocks).T) + 1e-37)
+    return got
+
+
+def bounds(format: Format, blocks: Array) -> Array:
+    """Return the magnitude of the largest weight of a block for each of its weights."""
+    w = np.abs(values(format, blocks)).astype(np.float64).reshape(len(blocks), -1, format.block_size)
+    return np.broadcast_to(w.max(2, keepdims=True), w.shape).reshape(len(blocks), -1)
+
+
+@pytest.mark.parametrize("format", QUANTIZED, ids=lambda f: f.name)
+def test_values_are_those_of_ggml(format: Format) -> None:
+    for rows, num_blocks in ((1, 1), (33, 2), (70, 5)):
+        blocks = random_blocks(format, rows, num_blocks * format.block_size)
+        if format.name == "MXFP4":
+            blocks.reshape(-1, 17)[:3, 0] = (0, 1, 255)[:rows]  # the smallest ones are subnormal
+        assert np.array_equal(_native.unpack(weights=blocks, format=format.name.lower()), values(format, blocks))
+
+
+@pytest.mark.parametrize("format", QUANTIZED, ids=lambda f: f.name)
+@pytest.mark.parametrize("isa", ISAS)
+def test_product_equals_the_reference(isa: str, format: Format) -> None:
+    for columns in (format.block_size, 10 * format.block_size):
+        blocks = random_blocks(format, 70, columns)
+        x = np.random.default_rng(1).standard_normal((max(ROWS), columns)).astype(np.float32)
+        every = check_product(format, blocks, x, isa)
+        for rows in ROWS:  # alone and in any company: the same bits
+            assert np.array_equal(check_product(format, blocks, x[:rows], isa), every[:rows])
+
+
+@pytest.mark.parametrize("format", QUANTIZED, ids=lambda f: f.name)
+@pytest.mark.parametrize("isa", ISAS)
+def test_largest_codes_and_activations_do_not_overflow(isa: str, format: Format) -> None:
+    blocks = random_blocks(format, 32, 2 * format.block_size)
+    kept = blocks.reshape(-1, format.block_bytes)
+    for at in range(format.block_bytes):  # all bits of codes and group scales
+        if not any(half <= at < half + 2 - (format.name == "MXFP4") for half in HALVES.get(format.name, (0,))):
+            kept[:, at] = 255
+    x = np.ones((7, 2 * format.block_size), np.float32)
+    x[1::2] = -1
+    check_product(format, blocks, x, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_scale_that_is_not_a_number_reaches_its_output_only(isa: str) -> None:
+    format = FORMATS[12]  # Q4_K
+    blocks = random_blocks(format, 40, 512)
+    blocks[3, :2] = np.array([np.nan], np.float16).view(np.uint8)
+    got = _native.multiply(weights=blocks, bias=None, x=np.ones((9, 512), np.float32), format="q4_k", isa=isa)
+    assert np.isnan(got[:, 3]).all()
+    assert np.isfinite(np.delete(got, 3, axis=1)).all()
+
+
+def test_floats_are_not_packed_in_formats_of_files() -> None:
+    with pytest.raises(ValueError, match="must be given as blocks"):
+        _native.multiply(
+            weights=np.ones((4, 256), np.float32), bias=None, x=np.ones((1, 256), np.float32), format="q4_k"
+        )
+    with pytest.raises(ValueError, match="'q6_k' is packed from blocks only"):
+        _native.pack(values=np.ones((4, 256), np.float32), dtype="float32", format="q6_k", threads=1)
+
+
+# Models ----------------------------------------------------------------------------------------------------------
+
+C, F, V, D = 256, 512, 96, 32
+KINDS = {format.name: kind for kind, format in FORMATS.items()}
+LAYERS = (  # q, k, v, output, gate, up, down
+    ("Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K", "Q6_K"),
+    ("Q5_K", "Q3_K", "Q2_K", "Q5_0", "Q4_1", "Q8_0", "IQ4_XS"),  # gate and up share their inputs
+    ("IQ4_NL", "MXFP4", "Q5_1", "Q2_K", "F16", "Q3_K", "MXFP4"),
+    ("Q5_K", "F32", "Q5_K", "Q4_0", "Q8_0", "F32", "Q5_K"),
+)
+
+
+def stored(shape: tuple[int, ...], name: str, seed: int) -> Stored:
+    """Return a tensor of about 0.05: random blocks, scaled like the others."""
+    if name.startswith("F"):
+        values = np.random.default_rng(seed).standard_normal(shape) * 0.05
+        return (as_f16 if name == "F16" else as_f32)(values)
+    format = FORMATS[KINDS[name]]
+    blocks = random_blocks(format, *shape, seed, zeros=0).reshape(-1, format.block_bytes)
+    spread = format.dequantize(blocks).std()
+    for at in HALVES.get(name, (0,)) if name != "MXFP4" else ():
+        halves = blocks[:, at : at + 2].copy().view(np.float16) * np.float16(0.05 / spread)
+        blocks[:, at : at + 2] = halves.view(np.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = 122
+    return Stored(shape, KINDS[name], blocks.tobytes())
+
+
+@pytest.fixture(scope="module")
+def mixed_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Llama with matrices in all formats; rows of queries and keys are in the order of llama.cpp."""
+    arch = {
+        "context_length": 64, "embedding_length": C, "block_count": len(LAYERS), "feed_forward_length": F,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": D, "rope.freq_base": 10000.0, "vocab_size": V,
+        "attention.key_length": D, "attention.value_length": D,
+    }  # fmt: skip
+    tensors = {"token_embd.weight": stored((V, C), "Q6_K", 1), "output_norm.weight": as_f32(np.ones(C))}
+    shapes = {"attn_q": (4 * D, C), "attn_k": (2 * D, C), "attn_v": (2 * D, C), "attn_output": (C, 4 * D),
+              "ffn_gate": (F, C), "ffn_up": (F, C), "ffn_down": (C, F)}  # fmt: skip
+    for i, kinds in enumerate(LAYERS):
+        tensors |= {f"blk.{i}.{norm}.weight": as_f32(np.ones(C)) for norm in ("attn_norm", "ffn_norm")}
+        for j, ((name, shape), kind) in enumerate(zip(shapes.items(), kinds, strict=True)):
+            whole = shape[1] % 256 == 0 or kind.startswith("F") or FORMATS[KINDS[kind]].block_size == 32
+            tensors[f"blk.{i}.{name}.weight"] = stored(shape, kind if whole else "Q5_0", 10 * i + j)
+    metadata = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in arch.items()}
+    return write_gguf(tmp_path_factory.mktemp("mixed") / "mixed.gguf", metadata, tensors)
+
+
+def test_every_matrix_keeps_its_formats(mixed_file: Path) -> None:
+    formats = gguf.open_file(mixed_file)[0].block_formats
+    layer = "transformer.h.{}.".format
+    assert formats[layer(0) + "attn.c_attn.weight"] == (("q4_k", 6 * D), ("q6_k", 2 * D))
+    assert formats[layer(1) + "attn.c_attn.weight"] == (("q5_k", 4 * D), ("q3_k", 2 * D), ("q2_k", 2 * D))
+    assert formats[layer(3) + "attn.c_attn.weight"] == (("q5_k", 4 * D), ("q8_0", 2 * D), ("q5_k", 2 * D))
+    assert layer(2) + "mlp.c_gate.weight" not in formats
+    assert formats[layer(1) + "mlp.c_gate.weight"] == (("q4_1", F),)
+
+
+def test_logits_are_those_of_the_dequantized_model(mixed_file: Path) -> None:
+    """Within the rounding of activations to 8 bits; a matrix in a wrong format or place has nothing in common."""
+    tokens = [list(range(1, 50)), [7, 11, 13]]
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=V)
+    exact, found = (
+        LLM(str(mixed_file), engine=engine, dtype=dtype, max_num_seqs=2).generate(tokens, params)
+        for engine, dtype in (("static", "float32"), ("native", "auto"))
+    )
+    for a, b in zip(exact, found, strict=True):
+        for p, q in zip((a.prompt_logprobs or [])[1:], (b.prompt_logprobs or [])[1:], strict=True):
+            ours, theirs = (np.array([(row or {})[t].logprob for t in range(V)]) for row in (q, p))
+            assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.25 * theirs.std()
+
+
+def test_tokens_do_not_depend_on_company_or_speculation(mixed_file: Path) -> None:
+    prompts = [[i, 2 * i % V, 5, 5, i] for i in range(1, 10)]
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    llm = LLM(str(mixed_file), max_num_seqs=9)
+    alone = [llm.generate([p], params)[0].outputs[0].token_ids for p in prompts]
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == alone
+    lookup = LLM(str(mixed_file), max_num_seqs=9, draft="prompt-lookup")
+    assert [o.outputs[0].token_ids for o in lookup.generate(prompts, params)] == alone
