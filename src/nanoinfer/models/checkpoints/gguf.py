@@ -47,7 +47,7 @@ _LAYER: dict[str, str | tuple[str, ...]] = {
     "mlp.c_proj": "ffn_down",
     "post_2": "post_ffw_norm",
 }
-_FREQUENCIES = "rope_freqs.weight"
+FREQUENCIES = "rope_freqs.weight"
 _LLAMA3_CONTEXT = 8192
 _MAX_LENGTH = 4096  # of a value: no architecture has more layers
 
@@ -264,7 +264,7 @@ def _read_config(file: GGUFFile, where: str, arch: str, layout: Architecture) ->
         m.get(m.key("rope.dimension_count"))
         m.check_known()
         config = FAMILIES[fields["model_type"]].read(Fields(fields))
-        if (stored := file.tensors.get(_FREQUENCIES)) is not None:
+        if (stored := file.tensors.get(FREQUENCIES)) is not None:
             config = _with_frequencies(config, stored)
         check_counts(file.metadata, config.vocab_size)
         bos, ends = end_tokens(file.metadata, config.vocab_size)
@@ -278,7 +278,7 @@ def _with_frequencies(config: ModelConfig, stored: StoredTensor) -> ModelConfig:
     """
     rotary = next((kind.rotary for kind in config.layers if kind.rotary is not None), None)
     if rotary is None or rotary.scaling != "none" or stored.shape != (rotary.dim // 2,):
-        raise NanoinferError(f"tensor {_FREQUENCIES} {list(stored.shape)} does not fit the rotary embedding")
+        raise NanoinferError(f"tensor {FREQUENCIES} {list(stored.shape)} does not fit the rotary embedding")
     divisors = stored.read().float32()
     if (divisors == 1).all():
         return config
@@ -290,7 +290,7 @@ def _with_frequencies(config: ModelConfig, stored: StoredTensor) -> ModelConfig:
             layers = tuple(replace(k, rotary=None if k.rotary is None else scaled) for k in config.layers)
             return replace(config, layers=layers)
     raise NanoinferError(
-        f"tensor {_FREQUENCIES} has other divisors than Llama 3's scaling (low 1, high 4, context"
+        f"tensor {FREQUENCIES} has other divisors than Llama 3's scaling (low 1, high 4, context"
         f" {_LLAMA3_CONTEXT}), which is not supported"
     )
 
@@ -308,7 +308,7 @@ class _ShiftedTensor(StoredTensor):
 
 def _as_stored(file: GGUFFile, layout: Architecture) -> dict[str, StoredTensor]:
     """Return the tensors without the frequencies, with the weights of norms as the family has them."""
-    tensors = {name: tensor for name, tensor in file.tensors.items() if name != _FREQUENCIES}
+    tensors = {name: tensor for name, tensor in file.tensors.items() if name != FREQUENCIES}
     for name, t in tensors.items():
         if layout.added_to_norms and name.endswith("norm.weight") and type(t) is StoredTensor:
             tensors[name] = _ShiftedTensor(t.file, t.start, t.dtype, t.shape, t.strides, layout.added_to_norms)

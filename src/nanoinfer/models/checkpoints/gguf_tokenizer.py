@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from nanoinfer.models.checkpoints.gguf_file import Value
 
-_PREFIX = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+PREFIX = "tokenizer.ggml."
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -53,7 +53,7 @@ class _Split:
     """Whether text is normalized to NFC."""
 
 
-_SPLITS = {
+SPLITS = {
     "gpt-2": _Split((_GPT2,)),
     "olmo": _Split((_GPT2,)),
     "smollm": _Split((r"\p{N}", _GPT2)),
@@ -67,10 +67,13 @@ _SPLITS = {
 """By tokenizer.ggml.pre. Source: llama.cpp, src/llama-vocab.cpp, where each has the original pattern in a comment."""
 _SAME = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
-_TURN_ENDS = frozenset((
+TURN_ENDS = frozenset((
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
 ))  # fmt: skip
 """Control tokens that end a sequence also in files that do not list them, as in llama.cpp."""
+
+SPECIAL_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+"""Special token -> its name in the keys of a file."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,11 @@ class _Vocabulary:
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a bool of the metadata."""
-        return Fields(self.metadata).flag(_PREFIX + name, default)
+        return Fields(self.metadata).flag(PREFIX + name, default)
 
     def special(self, name: str, default: int | None = None) -> int | None:
         """Return the id of a special token."""
-        key = f"{_PREFIX}{name}_token_id"
+        key = f"{PREFIX}{name}_token_id"
         if key not in self.metadata:
             return default if default is not None and default < len(self.tokens) else None
         return require_int(key, self.metadata[key], 0, len(self.tokens) - 1)
@@ -103,21 +106,21 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
     Raises:
         NanoinferError: there is none, it is malformed, or of a kind that is not supported.
     """
-    if (kind := metadata.get(f"{_PREFIX}model")) is None:
-        raise NanoinferError(f"{where} has no tokenizer ({_PREFIX}model): give token ids, or tokenizer= a file")
+    if (kind := metadata.get(f"{PREFIX}model")) is None:
+        raise NanoinferError(f"{where} has no tokenizer ({PREFIX}model): give token ids, or tokenizer= a file")
     with explained(f"{where}: the tokenizer cannot be read"):
         if kind not in ("gpt2", "llama"):
-            raise NanoinferError(f"{_PREFIX}model={show(kind)} is not supported: only gpt2 and llama are")
+            raise NanoinferError(f"{PREFIX}model={show(kind)} is not supported: only gpt2 and llama are")
         vocabulary = _read_vocabulary(metadata)
         core, add_bos = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
         _add_special(core, vocabulary)
         bos = vocabulary.special("bos", 1 if kind == "llama" else None)
         if vocabulary.flag("add_bos_token", add_bos):
             if bos is None:
-                raise NanoinferError(f"{_PREFIX}add_bos_token is true, but there is no {_PREFIX}bos_token_id")
+                raise NanoinferError(f"{PREFIX}add_bos_token is true, but there is no {PREFIX}bos_token_id")
             prepend(core, vocabulary.tokens[bos], bos)
         if vocabulary.flag("add_eos_token", False):
-            log.warning("%s: %sadd_eos_token is ignored: prompts do not end with the end token", where, _PREFIX)
+            log.warning("%s: %sadd_eos_token is ignored: prompts do not end with the end token", where, PREFIX)
         return from_core(core)
 
 
@@ -133,16 +136,16 @@ def check_counts(metadata: Mapping[str, Value], vocab_size: int | None) -> None:
     """
     sizes = {}
     for name in ("tokens", "scores", "token_type", "merges"):
-        value = metadata.get(_PREFIX + name)
+        value = metadata.get(PREFIX + name)
         sizes[name] = len(value) if isinstance(value, (list, np.ndarray)) else 0
     for name in ("tokens", "scores", "token_type"):
-        has = f"{_PREFIX}{name} has {sizes[name]} values"
+        has = f"{PREFIX}{name} has {sizes[name]} values"
         if sizes[name] > MAX_TOKENS:
             raise NanoinferError(f"{has}; the limit is {MAX_TOKENS}")
         if vocab_size is not None and sizes[name] > vocab_size:
             raise NanoinferError(f"{has}, but token_embd.weight has {vocab_size} rows: convert the model again")
     if sizes["merges"] > (limit := MERGES_PER_TOKEN * (vocab_size or sizes["tokens"])):
-        many = f"{_PREFIX}merges has {sizes['merges']} values"
+        many = f"{PREFIX}merges has {sizes['merges']} values"
         raise NanoinferError(f"{many}, the limit for {limit // MERGES_PER_TOKEN} tokens is {limit}")
 
 
@@ -154,12 +157,12 @@ def end_tokens(metadata: Mapping[str, Value], vocab_size: int) -> tuple[int | No
     """
     found = []
     for name in ("bos", "eos", "eot", "eom"):
-        if (value := metadata.get(f"{_PREFIX}{name}_token_id")) is not None:
-            found.append((name, require_int(f"{_PREFIX}{name}_token_id", value, 0, vocab_size - 1)))
-    tokens, kinds = metadata.get(f"{_PREFIX}tokens"), metadata.get(f"{_PREFIX}token_type")
+        if (value := metadata.get(f"{PREFIX}{name}_token_id")) is not None:
+            found.append((name, require_int(f"{PREFIX}{name}_token_id", value, 0, vocab_size - 1)))
+    tokens, kinds = metadata.get(f"{PREFIX}tokens"), metadata.get(f"{PREFIX}token_type")
     ends = [token_id for name, token_id in found if name != "bos"]
     if isinstance(tokens, list) and isinstance(kinds, np.ndarray) and len(tokens) == len(kinds) <= vocab_size:
-        ends += [int(i) for i in np.flatnonzero(kinds == _CONTROL) if tokens[i] in _TURN_ENDS]
+        ends += [int(i) for i in np.flatnonzero(kinds == CONTROL) if tokens[i] in TURN_ENDS]
     return dict(found).get("bos"), tuple(dict.fromkeys(ends))
 
 
@@ -171,29 +174,29 @@ def chat_template(metadata: Mapping[str, Value]) -> str | None:
 
 def special_tokens(metadata: Mapping[str, Value]) -> dict[str, str]:
     """Return the special tokens of a GGUF file that chat templates may use: {"bos_token": "<s>", ...}."""
-    tokens = metadata.get(f"{_PREFIX}tokens")
+    tokens = metadata.get(f"{PREFIX}tokens")
     found: dict[str, str] = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"), ("sep", "seperator")):
-        token_id = as_int(metadata.get(f"{_PREFIX}{key}_token_id"))
+    for name, key in SPECIAL_KEYS.items():
+        token_id = as_int(metadata.get(f"{PREFIX}{key}_token_id"))
         if isinstance(tokens, list) and token_id is not None and 0 <= token_id < len(tokens):
             found[f"{name}_token"] = tokens[token_id]
     return found
 
 
 def _read_vocabulary(metadata: Mapping[str, Value]) -> _Vocabulary:
-    tokens = metadata.get(f"{_PREFIX}tokens")
+    tokens = metadata.get(f"{PREFIX}tokens")
     if not isinstance(tokens, list) or not tokens:
-        raise NanoinferError(f"{_PREFIX}tokens is not a list of one or more tokens")
-    kinds = metadata.get(f"{_PREFIX}token_type", np.full(len(tokens), _NORMAL, np.int32))
+        raise NanoinferError(f"{PREFIX}tokens is not a list of one or more tokens")
+    kinds = metadata.get(f"{PREFIX}token_type", np.full(len(tokens), NORMAL, np.int32))
     if not isinstance(kinds, np.ndarray) or kinds.dtype.kind not in "iu" or len(kinds) != len(tokens):
-        raise NanoinferError(f"{_PREFIX}token_type is not a list of {len(tokens)} integers, one for each token")
+        raise NanoinferError(f"{PREFIX}token_type is not a list of {len(tokens)} integers, one for each token")
     count = len(tokens)  # converters fill the vocabulary up to the rows of the embedding; these are never sampled
-    while count > 1 and kinds[count - 1] == _UNUSED and tokens[count - 1] == f"[PAD{count - 1}]":
+    while count > 1 and kinds[count - 1] == UNUSED and tokens[count - 1] == f"[PAD{count - 1}]":
         count -= 1
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens[:count])]
     if len(set(tokens)) < count:
         (twice, _), *_ = (Counter(tokens) - Counter(set(tokens))).items()
-        raise NanoinferError(f"{_PREFIX}tokens has the token {show(twice)} twice")
+        raise NanoinferError(f"{PREFIX}tokens has the token {show(twice)} twice")
     return _Vocabulary(metadata, tokens, kinds[:count].tolist())
 
 
@@ -201,10 +204,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """Return a byte-level BPE, and whether its kind begins prompts with the start token."""
     from tokenizers import models, normalizers
 
-    name = vocabulary.metadata.get(f"{_PREFIX}pre", "default")
-    if not isinstance(name, str) or (split := _SPLITS.get(_SAME.get(name, name))) is None:
-        known = ", ".join(_SPLITS)
-        raise NanoinferError(f"{_PREFIX}pre={show(name)} is not supported: only {known} are")
+    name = vocabulary.metadata.get(f"{PREFIX}pre", "default")
+    if not isinstance(name, str) or (split := SPLITS.get(_SAME.get(name, name))) is None:
+        known = ", ".join(SPLITS)
+        raise NanoinferError(f"{PREFIX}pre={show(name)} is not supported: only {known} are")
     merges = models.BPE(_ids(vocabulary), _merges(vocabulary), ignore_merges=split.whole_words, fuse_unk=False)
     core = byte_level(merges, split.patterns)
     if split.compose:
@@ -221,7 +224,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]
     core = tokenizers.Tokenizer(
         models.BPE(
             _ids(vocabulary),
-            _merges(vocabulary) if f"{_PREFIX}merges" in vocabulary.metadata else _merges_of_scores(vocabulary),
+            _merges(vocabulary) if f"{PREFIX}merges" in vocabulary.metadata else _merges_of_scores(vocabulary),
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
@@ -242,29 +245,29 @@ def _ids(vocabulary: _Vocabulary) -> dict[str, int]:
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return the merges of the file, in order: ["Ġ t", ...] -> [("Ġ", "t"), ...]."""
-    lines = vocabulary.metadata.get(f"{_PREFIX}merges")
+    lines = vocabulary.metadata.get(f"{PREFIX}merges")
     if not isinstance(lines, list):
-        raise NanoinferError(f"{_PREFIX}merges is not a list of merges")
+        raise NanoinferError(f"{PREFIX}merges is not a list of merges")
     merges = []
     for line in lines:
         left, space, right = line[1:].partition(" ")  # a token may begin with a space
         if not space or not right:
-            raise NanoinferError(f"{_PREFIX}merges has {show(line)}, which is not two tokens")
+            raise NanoinferError(f"{PREFIX}merges has {show(line)}, which is not two tokens")
         merges.append((line[0] + left, right))
     return merges
 
 
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return all pairs of tokens that make a token, those of the largest score first."""
-    scores = vocabulary.metadata.get(f"{_PREFIX}scores")
+    scores = vocabulary.metadata.get(f"{PREFIX}scores")
     count = len(vocabulary.tokens)
     if not isinstance(scores, np.ndarray) or scores.dtype.kind not in "fiu" or len(scores) < count:
-        raise NanoinferError(f"{_PREFIX}scores is not a list of {count} numbers, one for each token")
+        raise NanoinferError(f"{PREFIX}scores is not a list of {count} numbers, one for each token")
     if not np.isfinite(scores).all():
-        raise NanoinferError(f"{_PREFIX}scores has values that are not finite")
+        raise NanoinferError(f"{PREFIX}scores has values that are not finite")
     if sum(len(token) ** 2 for token in vocabulary.tokens) > MAX_MERGE_WORK:
-        raise NanoinferError(f"{_PREFIX}tokens has tokens that are too long to find their merges")
-    made_of = (_NORMAL, _USER_DEFINED, _UNUSED)  # the others are no parts of text
+        raise NanoinferError(f"{PREFIX}tokens has tokens that are too long to find their merges")
+    made_of = (NORMAL, USER_DEFINED, UNUSED)  # the others are no parts of text
     ids = {token: i for i, token in enumerate(vocabulary.tokens) if vocabulary.kinds[i] in made_of}
     found = []
     for token, i in ids.items():
@@ -287,9 +290,9 @@ def _add_special(core: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
 
     kinds = dict(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
     for name in ("bos", "eos"):
-        if (token_id := vocabulary.special(name)) is not None and f"{_PREFIX}token_type" not in vocabulary.metadata:
-            kinds[vocabulary.tokens[token_id]] = _CONTROL  # files of 2023 have no types
-    special = [token for token, kind in kinds.items() if kind in (_CONTROL, _UNKNOWN)]
+        if (token_id := vocabulary.special(name)) is not None and f"{PREFIX}token_type" not in vocabulary.metadata:
+            kinds[vocabulary.tokens[token_id]] = CONTROL  # files of 2023 have no types
+    special = [token for token, kind in kinds.items() if kind in (CONTROL, UNKNOWN)]
     core.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    defined = [token for token, kind in kinds.items() if kind == _USER_DEFINED]
+    defined = [token for token, kind in kinds.items() if kind == USER_DEFINED]
     core.add_tokens([AddedToken(token, normalized=False) for token in defined])

@@ -1,0 +1,295 @@
+"""Write a model as a GGUF file: the inverse of gguf.py, whose tables give names of tensors, orders of rows and norms.
+
+The header is written first, and gguf.py reads it back: if the file cannot say something that the model has, that is an
+error before any tensor is quantized. Tensors are read, quantized and written one at a time, in chunks of rows.
+
+The formats of the tensors in Q4_K_M, Q4_0 and Q8_0 are those of llama.cpp's quantizer (src/llama-quant.cpp).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.config import LayerKind, ModelConfig, Rotary
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints import gguf
+from nanoinfer.models.checkpoints.gguf_file import MAGIC, Value
+from nanoinfer.models.checkpoints.gguf_formats import FORMATS
+from nanoinfer.models.checkpoints.gguf_quantize import QUANTIZERS, quantize
+from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.parameters import shapes
+from nanoinfer.models.rotary import frequencies
+from nanoinfer.utils.arrays import HostTensor
+from nanoinfer.utils.checks import require_choice, show
+from nanoinfer.utils.files import escaped, reason, replacing
+
+log = logging.getLogger("nanoinfer")
+
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15}
+"""Formats of whole files -> general.file_type, by which llama.cpp names them."""
+_NUMBERS = {format.name: number for number, format in FORMATS.items()}
+_FORMATS = {format.name: format for format in FORMATS.values()}
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are not a multiple of 256; then float16
+_ALIGNMENT = 32
+_CHUNK = 1 << 22  # values that are converted at a time
+_GELU = ("gelu", "gelu_new")
+
+
+def write_file(
+    weights: Weights, path: Path, format: str, tokenizer: Mapping[str, Value], name: str, force: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> int:  # fmt: skip
+    """Write weights as a GGUF file. If it fails or is interrupted, nothing is left of it.
+
+    Args:
+        weights: in any dtype.
+        path: the new file; its folder must exist.
+        format: one of FILE_TYPES.
+        tokenizer: metadata of `write_tokenizer` and the chat template; empty: readers take token ids only.
+        name: of the model, for people.
+        force: whether a file of this name is replaced.
+        progress: called with the bytes of tensors that are written, and their total.
+
+    Returns:
+        The size of the file in bytes.
+
+    Raises:
+        NanoinferError: the format is unknown, GGUF cannot express the model, or the file exists or cannot be written.
+    """
+    require_choice("format", format, tuple(FILE_TYPES))
+    if path.exists() and not force:
+        raise NanoinferError(f"{escaped(path)} exists: choose another name, or replace it with --force (force=True)")
+    arch = _architecture(weights.config)
+    layout, config = gguf.ARCHITECTURES[arch], _with_biases(weights.config, arch)
+    family = gguf.stored_family(config, layout)
+    tensors: dict[str, tuple[int, ...]] = {}
+    for ours, shape in shapes(config).items():
+        tensors |= {part: (rows, *shape[1:]) for part, rows in family.recipe(config, ours, shape[0]).parts}
+    divisors = _divisors(config)
+    if divisors is not None:
+        tensors = {gguf.FREQUENCIES: divisors.shape} | tensors
+    formats = {part: format_of(part, shape, format, config) for part, shape in tensors.items()}
+    metadata = {"general.architecture": arch, "general.name": name, "general.file_type": FILE_TYPES[format]}
+    metadata |= {"general.quantization_version": 2} if format not in _DTYPES else {}
+    metadata |= {f"{arch}.{key}": value for key, value in _describe(config, arch).items()} | dict(tokenizer)
+    header, starts, size = _header(metadata, tensors, formats)
+    try:
+        with replacing(path) as file:
+            file.write(header)
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not at the end
+            if divisors is not None:
+                _write(file, starts[gguf.FREQUENCIES], HostTensor(divisors, "float32"), "F32")
+            file.flush()
+            _check_readable(Path(file.name), path, config, arch)
+            done, total = 0, size - len(header)
+            for part, tensor in _stored(weights, config, layout.added_to_norms, family):
+                try:
+                    _write(file, starts[part], tensor, formats[part])
+                except ValueError as e:
+                    raise NanoinferError(f"tensor {part} {e}: choose another format than {format}") from None
+                done += math.prod(tensor.shape) * _FORMATS[formats[part]].block_bytes // _FORMATS[formats[part]].block_size
+                progress(done, total)
+    except OSError as e:
+        raise NanoinferError(f"{escaped(path)} cannot be written: {reason(e)}: choose another place") from None
+    return size
+
+
+def _architecture(config: ModelConfig) -> str:
+    """Return llama.cpp's name of the architecture."""
+    family = "llama" if config.family == "mistral" else config.family  # read as Mistral if it has a window
+    found = [arch for arch, layout in gguf.ARCHITECTURES.items() if layout.family == family]
+    if not found:
+        known = ", ".join(layout.family for layout in gguf.ARCHITECTURES.values())
+        raise NanoinferError(f"models of the family {config.family} cannot be written as GGUF: only {known} and mistral")
+    return found[0]
+
+
+def _with_biases(config: ModelConfig, arch: str) -> ModelConfig:
+    """Return the config with the biases that llama.cpp requires; those that the model lacks are written as zeros."""
+    return dataclasses.replace(config, bias=True) if arch in ("gpt2", "gptneox") else config
+
+
+def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
+    """Return the keys of the architecture, without its prefix, from which gguf.py reads the config."""
+    epsilon = "attention.layer_norm_rms_epsilon" if config.norm == "rms" else "attention.layer_norm_epsilon"
+    found: dict[str, Value] = {
+        "vocab_size": config.vocab_size,
+        "context_length": config.block_size,
+        "embedding_length": config.n_embd,
+        "block_count": config.n_layer,
+        "feed_forward_length": config.mlp_dim,
+        "attention.head_count": config.n_head,
+        epsilon: float(config.norm_epsilon),
+    }
+    windowed = next((kind for kind in config.layers if kind.window is not None), LayerKind())
+    if (rotary := _rotary(config)) is not None:
+        found |= {
+            "attention.head_count_kv": config.n_kv_head,
+            "attention.key_length": config.head_dim,
+            "attention.value_length": config.head_dim,
+            "rope.dimension_count": rotary.dim,
+            "rope.freq_base": float(rotary.base),
+        }
+        if rotary.scaling == "linear":
+            found |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(rotary.factor)}
+    if windowed.window is not None:
+        found["attention.sliding_window"] = windowed.window
+        if arch == "gemma3" and windowed.rotary is not None and windowed.rotary.base != 10000.0:
+            found["rope.freq_base_swa"] = float(windowed.rotary.base)
+        if arch == "llama" and windowed.window < config.block_size:
+            log.warning("llama.cpp ignores the window of %d tokens: longer texts give other tokens", windowed.window)
+    if arch == "gptneox":
+        found["use_parallel_residual"] = config.parallel_residual
+    if config.activation == "gelu":
+        log.warning("llama.cpp computes GELU by its tanh approximation: logits differ by about 0.001")
+    return found
+
+
+def _rotary(config: ModelConfig) -> Rotary | None:
+    """Return the rotary embedding of the layers without a window, else of those with one."""
+    kinds = sorted((k for k in config.layers if k.rotary is not None), key=lambda k: k.window is not None)
+    return kinds[0].rotary if kinds else None
+
+
+def _divisors(config: ModelConfig) -> NDArray[np.float32] | None:
+    """Return what Llama 3's scaling divides the frequencies by; None for other models."""
+    rotary = _rotary(config)
+    if rotary is None or rotary.scaling != "llama3":
+        return None
+    divisors: NDArray[np.float32] = frequencies(dataclasses.replace(rotary, scaling="none")) / frequencies(rotary)
+    return divisors
+
+
+def format_of(name: str, shape: tuple[int, ...], format: str, config: ModelConfig) -> str:
+    """Return the format of a tensor in a file: ("output.weight", (61, 512), "Q4_K_M", config) -> "Q6_K"."""
+    if len(shape) == 1 or name == "position_embd.weight":
+        return "F32"
+    part = name.split(".")[-2]
+    wanted = "Q4_K" if format == "Q4_K_M" else format
+    is_head = part == ("token_embd" if config.tie_word_embeddings else "output")
+    better = format == "Q4_K_M" and part in ("attn_v", "attn_qkv", "ffn_down") and _more_bits(name, config.n_layer)
+    if wanted in ("Q4_K", "Q4_0") and (is_head or better):
+        wanted = "Q6_K"
+    for found in (wanted, _FALLBACKS.get(wanted, "F16")):
+        if shape[-1] % _FORMATS[found].block_size == 0:
+            return found
+    return "F16"
+
+
+def _more_bits(name: str, n_layer: int) -> bool:
+    """Return whether a tensor is in a layer of the first or the last eighth, or in every third between them."""
+    layer, eighth = int(name.split(".")[1]), n_layer // 8
+    return layer < eighth or layer >= 7 * n_layer // 8 or (layer - eighth) % 3 == 2
+
+
+def _header(
+    metadata: Mapping[str, Value], tensors: Mapping[str, tuple[int, ...]], formats: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
+    """Return the file up to the first tensor, where each tensor begins, and the size of the file."""
+    out = [MAGIC, struct.pack("<IQQ", 3, len(tensors), len(metadata))]
+    out += [_string(key) + _typed(value) for key, value in metadata.items()]
+    offsets, end = {}, 0
+    for name, shape in tensors.items():
+        format, offsets[name] = _FORMATS[formats[name]], end
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        out.append(_string(name) + dims + struct.pack("<IQ", _NUMBERS[format.name], end))
+        end += math.prod(shape) // format.block_size * format.block_bytes
+        end += -end % _ALIGNMENT
+    header = b"".join(out)
+    header += bytes(-len(header) % _ALIGNMENT)
+    return header, {name: len(header) + offset for name, offset in offsets.items()}, len(header) + end
+
+
+def _string(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _typed(value: Value) -> bytes:
+    """Return a value of the metadata with its type: integers as uint32, or int32 in arrays, and floats as float32."""
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _string(value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, value))
+    if isinstance(value, np.ndarray):
+        kind, dtype = (6, "<f4") if value.dtype.kind == "f" else (5, "<i4")
+        return struct.pack("<IIQ", 9, kind, len(value)) + value.astype(dtype).tobytes()
+    if isinstance(value, bool):
+        return struct.pack("<IB", 7, value)
+    return struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
+
+
+def _check_readable(written: Path, path: Path, config: ModelConfig, arch: str) -> None:
+    """Read the new file's header and compare the config with the model's.
+
+    Raises:
+        NanoinferError: GGUF has no place for a part of the config.
+    """
+    try:
+        found, expected = (_comparable(c) for c in (gguf.open_file(written)[0].config, config))
+    except NanoinferError as e:
+        why = str(e).removeprefix(f"{escaped(written)}: ")
+        raise NanoinferError(f"{escaped(path)}: the architecture {arch} of GGUF cannot express the model: {why}") from None
+    if wrong := [name for name in expected if found[name] != expected[name]]:
+        value = show(getattr(config, wrong[0]))
+        raise NanoinferError(f"{escaped(path)}: the architecture {arch} of GGUF cannot express {wrong[0]}={value}")
+
+
+def _comparable(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a config that change the logits, with defaults filled in and numbers as the file has them."""
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: rounded(v) for name, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [rounded(v) for v in value]
+        return float(np.float32(value)) if isinstance(value, float) else value
+
+    found = dataclasses.asdict(config) | {
+        "n_inner": config.mlp_dim, "head_size": config.head_dim, "num_kv_heads": config.n_kv_head,
+        "layers": [dataclasses.asdict(config.layer(i)) for i in range(config.n_layer)],
+        "activation": "gelu" if config.activation in _GELU else config.activation,
+    }  # fmt: skip
+    return {name: rounded(v) for name, v in found.items() if name not in ("family", "bos_token_id", "eos_token_ids")}
+
+
+def _stored(weights: Weights, config: ModelConfig, added: float, family: Any) -> Iterator[tuple[str, HostTensor]]:
+    """Yield the tensors of the file: those of the model, then zeros for the biases that it lacks."""
+    missing = shapes(config)
+    for name, tensor in weights.read():
+        del missing[name]
+        for part, stored in family.recipe(config, name, tensor.shape[0]).stored(tensor.dense()):
+            if added and part.endswith("norm.weight"):
+                stored = HostTensor(stored.float32() + np.float32(added), "float32")
+            yield part, stored
+    for name, shape in missing.items():
+        yield from family.recipe(config, name, shape[0]).stored(HostTensor(np.zeros(shape, np.float32), "float32"))
+
+
+def _write(file: BinaryIO, start: int, tensor: HostTensor, format: str) -> None:
+    """Write a tensor in a format, some rows at a time. Raises ValueError if values are not finite in the format."""
+    values = tensor.values.reshape(len(tensor.values), -1)
+    file.seek(start)
+    for at in range(0, len(values), step := max(1, _CHUNK // values.shape[1])):
+        part = HostTensor(values[at : at + step], tensor.dtype)
+        if format in QUANTIZERS:
+            floats = part.float32()
+            if not np.isfinite(floats).all():
+                raise ValueError("has values that are not finite")
+            file.write(quantize(format, floats).data)
+            continue
+        made = part.to(_DTYPES[format])
+        if format == "F16" and not np.isfinite(made.values).all():
+            raise ValueError("has values that are not finite in float16, whose largest is 65,504")
+        file.write(np.ascontiguousarray(made.values).data)

@@ -1,0 +1,173 @@
+"""Quantize weights to the formats of GGUF files: the inverse of gguf_formats.py.
+
+The scales are searched: for each group of values, several scales are tried, and the one with the smallest squared error
+stays. The idea is that of `make_qx_quants` and `make_qkx2_quants` in ggml (ggml-quants.c). Covered: Q8_0, Q4_0, Q5_0, Q4_K
+and Q6_K, of which the mixes of gguf_export.py consist. Not covered: importance matrices and the other formats.
+
+In here, values are (values in a group, groups): sums over a group are sums of rows, which NumPy vectorizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Bytes, Floats
+
+_CHUNK = 1 << 15  # values at a time: all intermediate results stay in the processor's cache
+_TINY = np.float32(1e-30)  # a divisor in the place of 0
+_SYMMETRIC_STEPS = np.arange(-9, 10, 3, dtype=np.float32) / 10
+"""What is added to the largest integer in the tries of `_symmetric`; ggml tries all from -0.9 to 0.9 by 0.1."""
+_AFFINE_STEPS = np.arange(-10, 11, dtype=np.float32) / 10
+"""The same of `_affine`, as in ggml."""
+
+
+def quantize(name: str, values: Floats) -> Bytes:
+    """Return the blocks of finite values, (num_blocks, bytes of a block).
+
+    Args:
+        name: a format of `QUANTIZERS`.
+        values: any shape; the size of the last dimension is a multiple of the format's block.
+    """
+    format = next(f for f in FORMATS.values() if f.name == name)
+    rows = np.ascontiguousarray(values, np.float32).reshape(-1, format.block_size)
+    blocks = np.empty((len(rows), format.block_bytes), np.uint8)
+    step = _CHUNK // format.block_size
+    for start in range(0, len(rows), step):
+        blocks[start : start + step] = QUANTIZERS[name](rows[start : start + step])
+    return blocks
+
+
+def _packed(values: NDArray[np.generic], width: int, group: int) -> Bytes:
+    """Pack integers of `width` bits into bytes: the inverse of `gguf_formats._bits`."""
+    parts = values.astype(np.uint8).reshape(len(values), -1, 8 // width, group)
+    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
+    joined: Bytes = np.bitwise_or.reduce(parts << shifts, axis=2)
+    return joined.reshape(len(values), -1)
+
+
+def _half(values: Floats) -> Floats:
+    """Round to float16."""
+    return values.astype(np.float16).astype(np.float32)
+
+
+def _bytes(values: Floats) -> Bytes:
+    """Return the float16 bytes of one value for each block."""
+    return values.astype("<f2").reshape(-1, 1).view(np.uint8)
+
+
+def _groups(rows: Floats, size: int) -> Floats:
+    """Return (values of blocks, in order) as (values in a group, groups)."""
+    return np.ascontiguousarray(rows.reshape(-1, size).T)
+
+
+def _inverse(scales: Floats) -> Floats:
+    """Return 1 / scales, and 0 where a scale is 0."""
+    inverse: Floats = np.where(np.abs(scales) > _TINY, 1 / np.where(scales == 0, 1, scales), 0).astype(np.float32)
+    return inverse
+
+
+def _integers(x: Floats, scales: Floats, low: int, high: int) -> Floats:
+    """Return the integers whose products with the scales are nearest to the values."""
+    q = x * _inverse(scales)
+    np.rint(q, out=q)
+    return np.clip(q, low, high, out=q)
+
+
+def _symmetric(x: Floats, levels: int) -> Floats:
+    """Return the scale of each group for integers in [-levels, levels - 1].
+
+    The largest magnitude becomes about -levels. For the integers of a try, the best scale is sum(q x) / sum(q q), and the
+    squared error is then sum(x x) - sum(q x)**2 / sum(q q).
+    """
+    largest = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
+    best, scales = np.zeros(x.shape[1], np.float32), np.zeros(x.shape[1], np.float32)
+    inverse, q = _inverse(-largest), np.empty_like(x)
+    for extra in _SYMMETRIC_STEPS:
+        np.multiply(x, (levels + extra) * inverse, out=q)
+        np.rint(q, out=q)
+        np.clip(q, -levels, levels - 1, out=q)
+        qx, qq = np.einsum("ij,ij->j", q, x), np.einsum("ij,ij->j", q, q)
+        gain = qx * qx / np.maximum(qq, 1)
+        better = gain > best
+        best, scales = np.where(better, gain, best), np.where(better, qx / np.maximum(qq, 1), scales)
+    return scales
+
+
+def _affine(x: Floats, highest: int) -> tuple[Floats, Floats]:
+    """Return the scale and the minimum, which is not positive, of each group for integers in [0, highest].
+
+    For the integers of a try, scale and minimum are those of a linear regression.
+    """
+    n, sum_x, sum_xx = len(x), x.sum(0), np.einsum("ij,ij->j", x, x)
+    low = np.minimum(x.min(0), 0)
+    width, above = np.maximum(x.max(0), 0) - low, x - low
+    inverse, q = _inverse(width), np.empty_like(x)
+    scales, minima, best = width / highest, low, np.full(x.shape[1], np.inf, np.float32)
+    for extra in _AFFINE_STEPS:
+        np.multiply(above, (highest + extra) * inverse, out=q)
+        np.rint(q, out=q)
+        np.minimum(q, highest, out=q)
+        sum_q, qq, qx = q.sum(0), np.einsum("ij,ij->j", q, q), np.einsum("ij,ij->j", q, x)
+        spread = n * qq - sum_q * sum_q
+        minimum = np.minimum((qq * sum_x - sum_q * qx) / np.maximum(spread, 1), 0)
+        scale = np.where(minimum < 0, (n * qx - sum_x * sum_q) / np.maximum(spread, 1), qx / np.maximum(qq, 1))
+        error = sum_xx + scale * (scale * qq + 2 * (minimum * sum_q - qx)) + minimum * (n * minimum - 2 * sum_x)
+        better = (error < best) & (spread > 0)
+        scales, minima = np.where(better, scale, scales), np.where(better, minimum, minima)
+        best = np.where(better, error, best)
+    return scales, minima
+
+
+def _q8_0(rows: Floats) -> Bytes:
+    x = _groups(rows, 32)
+    scales = np.abs(x).max(0) / 127
+    q = _integers(x, scales, -127, 127).T.astype(np.int8)
+    return np.concatenate([_bytes(scales), q.view(np.uint8)], axis=1)
+
+
+def _by_32(rows: Floats, levels: int) -> tuple[Bytes, NDArray[np.uint8]]:
+    """Return the scales of blocks of 32 values as bytes, and the integers, which are not negative."""
+    x = _groups(rows, 32)
+    scales = _half(_symmetric(x, levels))
+    return _bytes(scales), (_integers(x, scales, -levels, levels - 1) + levels).T.astype(np.uint8)
+
+
+def _q4_0(rows: Floats) -> Bytes:
+    scales, q = _by_32(rows, 8)
+    return np.concatenate([scales, _packed(q, 4, 16)], axis=1)
+
+
+def _q5_0(rows: Floats) -> Bytes:
+    scales, q = _by_32(rows, 16)
+    return np.concatenate([scales, np.packbits(q >> 4, axis=1, bitorder="little"), _packed(q & 15, 4, 16)], axis=1)
+
+
+def _q6_k(rows: Floats) -> Bytes:
+    x = _groups(rows, 16)
+    scales = _symmetric(x, 32).reshape(-1, 16)
+    largest = np.take_along_axis(scales, np.abs(scales).argmax(1)[:, None], 1)
+    d = _half(largest / -128)
+    steps = _integers(scales, d, -128, 127)
+    q = (_integers(x, (d * steps).reshape(-1), -32, 31) + 32).T.reshape(-1, 256).astype(np.uint8)
+    low, high = _packed(q & 15, 4, 64), _packed(q >> 4, 2, 32)
+    return np.concatenate([low, high, steps.astype(np.int8).view(np.uint8), _bytes(d)], axis=1)
+
+
+def _q4_k(rows: Floats) -> Bytes:
+    x = _groups(rows, 32)
+    scales, minima = (part.reshape(-1, 8) for part in _affine(x, 15))
+    d, below = _half(scales.max(1, keepdims=True) / 63), _half(-minima.min(1, keepdims=True) / 63)
+    s, m = _integers(scales, d, 0, 63), _integers(-minima, below, 0, 63)
+    q = _integers(x + (below * m).reshape(-1), (d * s).reshape(-1), 0, 15).T.reshape(-1, 256)
+    s, m = s.astype(np.uint8), m.astype(np.uint8)
+    head = [s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | m[:, 4:] << 4]
+    return np.concatenate([_bytes(d), _bytes(below), *head, _packed(q, 4, 32)], axis=1)
+
+
+QUANTIZERS: dict[str, Callable[[Floats], Bytes]] = {
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q5_0": _q5_0, "Q4_K": _q4_k, "Q6_K": _q6_k,
+}  # fmt: skip
+"""By the format's name: (num_blocks, block_size) -> (num_blocks, block_bytes)."""

@@ -1,0 +1,153 @@
+"""Write a tokenizer as metadata of a GGUF file: the inverse of gguf_tokenizer.py.
+
+Covered: byte-level BPE; SentencePiece's BPE with byte fallback; vocabularies of ASCII characters, each of which is one byte.
+Not covered: WordPiece, Unigram, other characters.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nanoinfer.config import ModelConfig
+from nanoinfer.errors import NanoinferError
+from nanoinfer.models.checkpoints.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    PREFIX,
+    SPECIAL_KEYS,
+    SPLITS,
+    TURN_ENDS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    read_tokenizer,
+)
+from nanoinfer.models.tokenizers import ByteLevelTokenizer, CharTokenizer, Tokenizer, byte_alphabet, byte_level
+from nanoinfer.utils.checks import show
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from nanoinfer.models.checkpoints.gguf_file import Value
+
+log = logging.getLogger("nanoinfer")
+
+_TEXT = (
+    "The cat's 12345 hats, DON'T they?\n\n\tI'LL pay  $3.14 (\u03c0) -- na\u00efve caf\u00e9 \u6771\u4eac \U0001f642 e\u0301"
+    " a_b<x>|y\r\n  x   y \u00bd \u00b2\u3000z"
+)
+"""The known ways of splitting split it differently. llama.cpp's converter recognises tokenizers by such a text, too."""
+
+
+def write_tokenizer(tokenizer: Tokenizer, config: ModelConfig, special_tokens: Mapping[str, str]) -> dict[str, Value]:
+    """Return the metadata of a tokenizer: what `read_tokenizer`, `end_tokens` and `special_tokens` read.
+
+    Args:
+        tokenizer: of the model.
+        config: of the model; rows of its embedding that have no token get the tokens [PAD...].
+        special_tokens: variables of the chat template.
+
+    Raises:
+        NanoinferError: a GGUF file cannot have a tokenizer of this kind.
+    """
+    core: Any = _of_ascii(tokenizer.chars) if isinstance(tokenizer, CharTokenizer) else getattr(tokenizer, "core", None)
+    model = json.loads(core.to_str())["model"] if core is not None else {"type": type(tokenizer).__name__}
+    if model["type"] != "BPE":
+        raise NanoinferError(f"the tokenizer is of the type {model['type']}: only BPE can be written")
+    tokens, kinds = [f"[PAD{i}]" for i in range(config.vocab_size)], np.full(config.vocab_size, UNUSED, np.int32)
+    ids: dict[str, int] = core.get_vocab(with_added_tokens=True)
+    for token, i in ids.items():
+        tokens[i], kinds[i] = token, NORMAL
+    for i, added in core.get_added_tokens_decoder().items():
+        kinds[i] = CONTROL if added.special else USER_DEFINED
+    found: dict[str, Value] = {"tokens": tokens, "token_type": kinds}
+    found |= _special_ids(tokenizer, config, special_tokens, ids)
+    if isinstance(tokenizer, (ByteLevelTokenizer, CharTokenizer)):
+        merges = [" ".join(merge) for merge in model["merges"]]
+        found |= {"model": "gpt2", "pre": _split_name(core, model), "merges": merges}
+    else:
+        found |= _sentencepiece(tokenizer, model, tokens, found)
+    return {f"{PREFIX}{name}": value for name, value in found.items()}
+
+
+def _of_ascii(chars: list[str]) -> tokenizers.Tokenizer:
+    """Return a vocabulary of characters as byte-level BPE without merges."""
+    from tokenizers import models
+
+    if wide := [c for c in chars if len(c) != 1 or not c.isascii()]:
+        raise NanoinferError(f"the tokenizer is character-level and has {show(wide[0])}: only ASCII can be written")
+    letters = {chr(byte): letter for letter, byte in byte_alphabet().items()}
+    return byte_level(models.BPE({letters[c]: i for i, c in enumerate(chars)}, []))
+
+
+def _special_ids(
+    tokenizer: Tokenizer, config: ModelConfig, special_tokens: Mapping[str, str], ids: Mapping[str, int]
+) -> dict[str, Value]:
+    """Return the ids of special tokens, and whether prompts begin with the start token.
+
+    llama.cpp takes token 11 as the end token of a byte-level vocabulary that names none. If the model has no end token, a
+    byte is named that no UTF-8 text contains.
+    """
+    named = {key: ids.get(special_tokens.get(f"{name}_token", "")) for name, key in SPECIAL_KEYS.items()}
+    found = {key: i for key, i in named.items() if i is not None}
+    for start in (config.bos_token_id, found.get("bos"), tokenizer.bos_token_id):  # the last one decides
+        if start is not None:
+            found["bos"] = start
+    ends = sorted(config.eos_token_ids, key=lambda i: i != found.get("eos"))
+    if not ends and "eos" not in found:
+        ends = [ids[token] for token in ("\u00ff", "<0xFF>") if token in ids]
+        if not ends:
+            log.warning("the model has no end token: llama.cpp takes one of its tokens as one, so text may end there")
+    tokens = {i: token for token, i in ids.items()}
+    ends = ends[:1] + [i for i in ends[1:] if tokens.get(i) not in TURN_ENDS]  # readers know these by their names
+    if len(ends) > 3:
+        log.warning("%d of the model's end tokens are left out: a GGUF file names three", len(ends) - 3)
+    found |= zip(("eos", "eot", "eom"), ends, strict=False)
+    return {f"{key}_token_id": i for key, i in found.items()} | {"add_bos_token": tokenizer.bos_token_id is not None}
+
+
+def _split_name(core: tokenizers.Tokenizer, model: Mapping[str, Any]) -> str:
+    """Return the name of the way in which a byte-level tokenizer splits text."""
+    from tokenizers import models
+
+    if not model["merges"]:  # each byte is a token, however text is split
+        return "gpt-2"
+    text = _TEXT if core.normalizer is None else core.normalizer.normalize_str(_TEXT)
+    pieces = None if core.pre_tokenizer is None else core.pre_tokenizer.pre_tokenize_str(text)
+    for name, split in SPLITS.items():
+        same = byte_level(models.BPE({}, []), split.patterns).pre_tokenizer.pre_tokenize_str(text) == pieces
+        composed = unicodedata.normalize("NFC", _TEXT) if split.compose else _TEXT
+        if same and text == composed and split.whole_words == model["ignore_merges"]:
+            return name
+    raise NanoinferError(f"the tokenizer splits text in another way than the known ones: {', '.join(SPLITS)}")
+
+
+def _sentencepiece(
+    tokenizer: Tokenizer, model: Mapping[str, Any], tokens: list[str], common: Mapping[str, Value]
+) -> dict[str, Value]:
+    """Return what SentencePiece's BPE has beside `common`: scores, from which readers make the merges again."""
+    if not model["byte_fallback"]:
+        raise NanoinferError("the tokenizer is a BPE without bytes: only byte-level ones and byte fallback can be written")
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(model["merges"]):
+        ranks.setdefault(left + right, rank)
+    kinds = np.array(common["token_type"])
+    kinds[[re.fullmatch("<0x[0-9A-F]{2}>", token) is not None for token in tokens]] = BYTE
+    scores = np.array([-ranks.get(token, len(model["merges"])) for token in tokens], np.float32)
+    found: dict[str, Value] = {"model": "llama", "scores": scores, "token_type": kinds}
+    if model["unk_token"] is not None:
+        found["unknown_token_id"] = unknown = tokens.index(model["unk_token"])
+        kinds[unknown] = UNKNOWN
+    for found["add_space_prefix"] in (True, False):
+        again = read_tokenizer({f"{PREFIX}{k}": v for k, v in {**common, **found}.items()}, "the new file")
+        if again.encode(_TEXT) == tokenizer.encode(_TEXT):
+            return found
+    raise NanoinferError("the tokenizer is not SentencePiece's: with scores in the place of merges, its tokens differ")
