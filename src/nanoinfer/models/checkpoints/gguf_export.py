@@ -15,7 +15,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +26,17 @@ from nanoinfer.models.checkpoints import gguf
 from nanoinfer.models.checkpoints.gguf_file import MAGIC, Value
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import QUANTIZERS, quantize
+from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_tokenizer
 from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.families.base import Family
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.utils.arrays import HostTensor
 from nanoinfer.utils.checks import require_choice, show
 from nanoinfer.utils.files import escaped, reason, replacing
+
+if TYPE_CHECKING:
+    from nanoinfer.models.checkpoints.load import LoadedModel
 
 log = logging.getLogger("nanoinfer")
 
@@ -43,35 +48,55 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}  # for rows that are not a multiple of 256; then float16
 _ALIGNMENT = 32
 _CHUNK = 1 << 22  # values that are converted at a time
+_LARGEST = 65504  # of float16
 _GELU = ("gelu", "gelu_new")
 
 
+def check_target(path: Path, format: str, force: bool = False) -> None:
+    """Check what can be checked before a model is loaded.
+
+    Raises:
+        NanoinferError: the format is unknown; the file exists, and `force` does not say that it may be replaced.
+    """
+    require_choice("format", format, tuple(FILE_TYPES))
+    if path.exists() and not force:
+        raise NanoinferError(f"{escaped(path)} exists: choose another name, or replace it with --force")
+
+
+def describe_text(loaded: LoadedModel, with_tokenizer: bool = True) -> dict[str, Value]:
+    """Return the metadata of a model's tokenizer and chat template.
+
+    Raises:
+        NanoinferError: a GGUF file cannot have the tokenizer.
+    """
+    found: dict[str, Value] = {"tokenizer.ggml.model": "no_vocab"}
+    if with_tokenizer and loaded.tokenizer is not None:
+        found = write_tokenizer(loaded.tokenizer, loaded.config, loaded.special_tokens)
+    return found if loaded.chat_template is None else found | {"tokenizer.chat_template": loaded.chat_template}
+
+
 def write_file(
-    weights: Weights, path: Path, format: str, tokenizer: Mapping[str, Value], name: str, force: bool = False,
+    weights: Weights, path: Path, format: str, text: Mapping[str, Value], name: str,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:  # fmt: skip
-    """Write weights as a GGUF file. If it fails or is interrupted, nothing is left of it.
+    """Write weights as a GGUF file, in the place of one of this name. If it fails or is interrupted, nothing is left.
 
     Args:
         weights: in any dtype.
-        path: the new file; its folder must exist.
+        path: the file; its folder must exist.
         format: one of FILE_TYPES.
-        tokenizer: metadata of `write_tokenizer` and the chat template; empty: readers take token ids only.
+        text: the metadata that `describe_text` returns.
         name: of the model, for people.
-        force: whether a file of this name is replaced.
         progress: called with the bytes of tensors that are written, and their total.
 
     Returns:
         The size of the file in bytes.
 
     Raises:
-        NanoinferError: the format is unknown, GGUF cannot express the model, or the file exists or cannot be written.
+        NanoinferError: GGUF cannot express the model, or the file cannot be written.
     """
-    require_choice("format", format, tuple(FILE_TYPES))
-    if path.exists() and not force:
-        raise NanoinferError(f"{escaped(path)} exists: choose another name, or replace it with --force (force=True)")
     arch = _architecture(weights.config)
-    layout, config = gguf.ARCHITECTURES[arch], _with_biases(weights.config, arch)
+    layout, config = gguf.ARCHITECTURES[arch], _completed(weights.config, arch)
     family = gguf.stored_family(config, layout)
     tensors: dict[str, tuple[int, ...]] = {}
     for ours, shape in shapes(config).items():
@@ -80,10 +105,10 @@ def write_file(
     if divisors is not None:
         tensors = {gguf.FREQUENCIES: divisors.shape} | tensors
     formats = {part: format_of(part, shape, format, config) for part, shape in tensors.items()}
-    metadata = {"general.architecture": arch, "general.name": name, "general.file_type": FILE_TYPES[format]}
-    metadata |= {"general.quantization_version": 2} if format not in _DTYPES else {}
-    metadata |= {f"{arch}.{key}": value for key, value in _describe(config, arch).items()} | dict(tokenizer)
-    header, starts, size = _header(metadata, tensors, formats)
+    metadata: dict[str, Value] = {"general.architecture": arch, "general.name": name}
+    metadata |= {"general.file_type": FILE_TYPES[format], "general.quantization_version": 2}
+    metadata |= {f"{arch}.{key}": value for key, value in _describe(config, arch).items()}
+    header, starts, size = _header(metadata | dict(text), tensors, formats)
     try:
         with replacing(path) as file:
             file.write(header)
@@ -98,7 +123,7 @@ def write_file(
                     _write(file, starts[part], tensor, formats[part])
                 except ValueError as e:
                     raise NanoinferError(f"tensor {part} {e}: choose another format than {format}") from None
-                done += math.prod(tensor.shape) * _FORMATS[formats[part]].block_bytes // _FORMATS[formats[part]].block_size
+                done += file.tell() - starts[part]
                 progress(done, total)
     except OSError as e:
         raise NanoinferError(f"{escaped(path)} cannot be written: {reason(e)}: choose another place") from None
@@ -111,13 +136,17 @@ def _architecture(config: ModelConfig) -> str:
     found = [arch for arch, layout in gguf.ARCHITECTURES.items() if layout.family == family]
     if not found:
         known = ", ".join(layout.family for layout in gguf.ARCHITECTURES.values())
-        raise NanoinferError(f"models of the family {config.family} cannot be written as GGUF: only {known} and mistral")
+        raise NanoinferError(
+            f"models of the family {config.family} cannot be written as GGUF: only {known} and mistral"
+        )
     return found[0]
 
 
-def _with_biases(config: ModelConfig, arch: str) -> ModelConfig:
-    """Return the config with the biases that llama.cpp requires; those that the model lacks are written as zeros."""
-    return dataclasses.replace(config, bias=True) if arch in ("gpt2", "gptneox") else config
+def _completed(config: ModelConfig, arch: str) -> ModelConfig:
+    """Return the config of a model with all tensors that llama.cpp requires: biases and a head of its own."""
+    if arch in ("gpt2", "gptneox"):
+        config = dataclasses.replace(config, bias=True)
+    return dataclasses.replace(config, tie_word_embeddings=False) if arch in ("gptneox", "olmo2") else config
 
 
 def _describe(config: ModelConfig, arch: str) -> dict[str, Value]:
@@ -240,14 +269,16 @@ def _check_readable(written: Path, path: Path, config: ModelConfig, arch: str) -
         found, expected = (_comparable(c) for c in (gguf.open_file(written)[0].config, config))
     except NanoinferError as e:
         why = str(e).removeprefix(f"{escaped(written)}: ")
-        raise NanoinferError(f"{escaped(path)}: the architecture {arch} of GGUF cannot express the model: {why}") from None
+        raise NanoinferError(
+            f"{escaped(path)}: the architecture {arch} of GGUF cannot express the model: {why}"
+        ) from None
     if wrong := [name for name in expected if found[name] != expected[name]]:
         value = show(getattr(config, wrong[0]))
         raise NanoinferError(f"{escaped(path)}: the architecture {arch} of GGUF cannot express {wrong[0]}={value}")
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a config that change the logits, with defaults filled in and numbers as the file has them."""
+    """Return the fields of a config that change the logits, with defaults filled in, and numbers rounded to float32."""
 
     def rounded(value: Any) -> Any:
         if isinstance(value, dict):
@@ -264,32 +295,28 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
     return {name: rounded(v) for name, v in found.items() if name not in ("family", "bos_token_id", "eos_token_ids")}
 
 
-def _stored(weights: Weights, config: ModelConfig, added: float, family: Any) -> Iterator[tuple[str, HostTensor]]:
-    """Yield the tensors of the file: those of the model, then zeros for the biases that it lacks."""
-    missing = shapes(config)
+def _stored(weights: Weights, config: ModelConfig, added: float, family: Family) -> Iterator[tuple[str, HostTensor]]:
+    """Yield the tensors of the file: those of the model, then those that only the file has."""
+    left = shapes(config)
     for name, tensor in weights.read():
-        del missing[name]
+        del left[name]
         for part, stored in family.recipe(config, name, tensor.shape[0]).stored(tensor.dense()):
             if added and part.endswith("norm.weight"):
                 stored = HostTensor(stored.float32() + np.float32(added), "float32")
             yield part, stored
-    for name, shape in missing.items():
-        yield from family.recipe(config, name, shape[0]).stored(HostTensor(np.zeros(shape, np.float32), "float32"))
+    for name, shape in left.items():  # biases that the model lacks; a tied head
+        tied = name == "lm_head.weight"
+        tensor = next(weights.read())[1].dense() if tied else HostTensor(np.zeros(shape, np.float32), "float32")
+        yield from family.recipe(config, name, shape[0]).stored(tensor)
 
 
 def _write(file: BinaryIO, start: int, tensor: HostTensor, format: str) -> None:
-    """Write a tensor in a format, some rows at a time. Raises ValueError if values are not finite in the format."""
+    """Write a tensor in a format, some rows at a time. Raises ValueError if values are too large for the format."""
     values = tensor.values.reshape(len(tensor.values), -1)
     file.seek(start)
     for at in range(0, len(values), step := max(1, _CHUNK // values.shape[1])):
         part = HostTensor(values[at : at + step], tensor.dtype)
-        if format in QUANTIZERS:
-            floats = part.float32()
-            if not np.isfinite(floats).all():
-                raise ValueError("has values that are not finite")
-            file.write(quantize(format, floats).data)
-            continue
-        made = part.to(_DTYPES[format])
-        if format == "F16" and not np.isfinite(made.values).all():
-            raise ValueError("has values that are not finite in float16, whose largest is 65,504")
-        file.write(np.ascontiguousarray(made.values).data)
+        if format not in ("F32", "BF16") and not (np.abs(part.float32()) <= _LARGEST).all():
+            raise ValueError("has values that float16 has not, which are beyond 65,504 or not finite")
+        blocks = quantize(format, part.float32()) if format in QUANTIZERS else part.to(_DTYPES[format]).values
+        file.write(np.ascontiguousarray(blocks).data)

@@ -1,10 +1,10 @@
 """Quantize weights to the formats of GGUF files: the inverse of gguf_formats.py.
 
-The scales are searched: for each group of values, several scales are tried, and the one with the smallest squared error
-stays. The idea is that of `make_qx_quants` and `make_qkx2_quants` in ggml (ggml-quants.c). Covered: Q8_0, Q4_0, Q5_0, Q4_K
-and Q6_K, of which the mixes of gguf_export.py consist. Not covered: importance matrices and the other formats.
+Scales are searched: for each group of values, several are tried, and the one with the smallest squared error is kept.
+The idea is that of `make_qx_quants` and `make_qkx2_quants` in ggml (ggml-quants.c). Covered: Q8_0, Q4_0, Q5_0, Q4_K and
+Q6_K, of which the files of gguf_export.py consist. Not covered: importance matrices, other formats.
 
-In here, values are (values in a group, groups): sums over a group are sums of rows, which NumPy vectorizes.
+Values are stored as (values in a group, groups), so that sums over groups are sums of rows, which NumPy vectorizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Bytes, Floats
 
 _CHUNK = 1 << 15  # values at a time: all intermediate results stay in the processor's cache
-_TINY = np.float32(1e-30)  # a divisor in the place of 0
+_TINY = np.float32(1e-30)  # smaller scales are 0: float16 has none of them
 _SYMMETRIC_STEPS = np.arange(-9, 10, 3, dtype=np.float32) / 10
 """What is added to the largest integer in the tries of `_symmetric`; ggml tries all from -0.9 to 0.9 by 0.1."""
 _AFFINE_STEPS = np.arange(-10, 11, dtype=np.float32) / 10
@@ -25,11 +25,11 @@ _AFFINE_STEPS = np.arange(-10, 11, dtype=np.float32) / 10
 
 
 def quantize(name: str, values: Floats) -> Bytes:
-    """Return the blocks of finite values, (num_blocks, bytes of a block).
+    """Return the blocks of values, (num_blocks, bytes of a block).
 
     Args:
         name: a format of `QUANTIZERS`.
-        values: any shape; the size of the last dimension is a multiple of the format's block.
+        values: at most 65,504, float16's largest; the size of the last dimension is a multiple of the format's block.
     """
     format = next(f for f in FORMATS.values() if f.name == name)
     rows = np.ascontiguousarray(values, np.float32).reshape(-1, format.block_size)
@@ -64,8 +64,9 @@ def _groups(rows: Floats, size: int) -> Floats:
 
 
 def _inverse(scales: Floats) -> Floats:
-    """Return 1 / scales, and 0 where a scale is 0."""
-    inverse: Floats = np.where(np.abs(scales) > _TINY, 1 / np.where(scales == 0, 1, scales), 0).astype(np.float32)
+    """Return 1 / scales, and 0 where a scale is 0 or nearly so."""
+    used = np.abs(scales) > _TINY
+    inverse: Floats = np.where(used, 1 / np.where(used, scales, np.float32(1)), np.float32(0))
     return inverse
 
 
@@ -79,8 +80,8 @@ def _integers(x: Floats, scales: Floats, low: int, high: int) -> Floats:
 def _symmetric(x: Floats, levels: int) -> Floats:
     """Return the scale of each group for integers in [-levels, levels - 1].
 
-    The largest magnitude becomes about -levels. For the integers of a try, the best scale is sum(q x) / sum(q q), and the
-    squared error is then sum(x x) - sum(q x)**2 / sum(q q).
+    The largest magnitude becomes about -levels. For the integers q of a try, the best scale is sum(q x) / sum(q q), and
+    the squared error is then sum(x x) - sum(q x)**2 / sum(q q).
     """
     largest = np.take_along_axis(x, np.abs(x).argmax(0)[None], 0)[0]
     best, scales = np.zeros(x.shape[1], np.float32), np.zeros(x.shape[1], np.float32)
@@ -149,7 +150,7 @@ def _q6_k(rows: Floats) -> Bytes:
     x = _groups(rows, 16)
     scales = _symmetric(x, 32).reshape(-1, 16)
     largest = np.take_along_axis(scales, np.abs(scales).argmax(1)[:, None], 1)
-    d = _half(largest / -128)
+    d = _half(largest / np.float32(-128))
     steps = _integers(scales, d, -128, 127)
     q = (_integers(x, (d * steps).reshape(-1), -32, 31) + 32).T.reshape(-1, 256).astype(np.uint8)
     low, high = _packed(q & 15, 4, 64), _packed(q >> 4, 2, 32)
@@ -162,8 +163,8 @@ def _q4_k(rows: Floats) -> Bytes:
     d, below = _half(scales.max(1, keepdims=True) / 63), _half(-minima.min(1, keepdims=True) / 63)
     s, m = _integers(scales, d, 0, 63), _integers(-minima, below, 0, 63)
     q = _integers(x + (below * m).reshape(-1), (d * s).reshape(-1), 0, 15).T.reshape(-1, 256)
-    s, m = s.astype(np.uint8), m.astype(np.uint8)
-    head = [s[:, :4] | s[:, 4:] >> 4 << 6, m[:, :4] | m[:, 4:] >> 4 << 6, s[:, 4:] & 15 | m[:, 4:] << 4]
+    a, b = s.astype(np.uint8), m.astype(np.uint8)
+    head = [a[:, :4] | a[:, 4:] >> 4 << 6, b[:, :4] | b[:, 4:] >> 4 << 6, a[:, 4:] & 15 | b[:, 4:] << 4]
     return np.concatenate([_bytes(d), _bytes(below), *head, _packed(q, 4, 32)], axis=1)
 
 

@@ -106,7 +106,7 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
     Raises:
         NanoinferError: there is none, it is malformed, or of a kind that is not supported.
     """
-    if (kind := metadata.get(f"{PREFIX}model")) is None:
+    if (kind := metadata.get(f"{PREFIX}model")) in (None, "no_vocab"):
         raise NanoinferError(f"{where} has no tokenizer ({PREFIX}model): give token ids, or tokenizer= a file")
     with explained(f"{where}: the tokenizer cannot be read"):
         if kind not in ("gpt2", "llama"):

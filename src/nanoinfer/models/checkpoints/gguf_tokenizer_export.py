@@ -1,7 +1,7 @@
 """Write a tokenizer as metadata of a GGUF file: the inverse of gguf_tokenizer.py.
 
-Covered: byte-level BPE; SentencePiece's BPE with byte fallback; vocabularies of ASCII characters, each of which is one byte.
-Not covered: WordPiece, Unigram, other characters.
+Covered: byte-level BPE; SentencePiece's BPE with byte fallback; vocabularies of ASCII characters, which are bytes.
+Not covered: WordPiece, Unigram, vocabularies of other characters.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("nanoinfer")
 
 _TEXT = (
-    "The cat's 12345 hats, DON'T they?\n\n\tI'LL pay  $3.14 (\u03c0) -- na\u00efve caf\u00e9 \u6771\u4eac \U0001f642 e\u0301"
-    " a_b<x>|y\r\n  x   y \u00bd \u00b2\u3000z"
+    "The cat's 12345 hats, DON'T they?\n\n\tI'LL pay  $3.14 (\u03c0) -- na\u00efve caf\u00e9 \u6771\u4eac \U0001f642"
+    " e\u0301 a_b<x>|y\r\n  x   y \u00bd \u00b2\u3000z"
 )
 """The known ways of splitting split it differently. llama.cpp's converter recognises tokenizers by such a text, too."""
 
@@ -70,12 +71,19 @@ def write_tokenizer(tokenizer: Tokenizer, config: ModelConfig, special_tokens: M
         kinds[i] = CONTROL if added.special else USER_DEFINED
     found: dict[str, Value] = {"tokens": tokens, "token_type": kinds}
     found |= _special_ids(tokenizer, config, special_tokens, ids)
+    prefixes = [{"add_space_prefix": False}]
     if isinstance(tokenizer, (ByteLevelTokenizer, CharTokenizer)):
         merges = [" ".join(merge) for merge in model["merges"]]
         found |= {"model": "gpt2", "pre": _split_name(core, model), "merges": merges}
     else:
-        found |= _sentencepiece(tokenizer, model, tokens, found)
-    return {f"{PREFIX}{name}": value for name, value in found.items()}
+        found |= _sentencepiece(model, tokens, kinds)
+        prefixes.append({"add_space_prefix": True})
+    text = "".join(tokenizer.chars) if isinstance(tokenizer, CharTokenizer) else _TEXT
+    for prefix in prefixes:
+        metadata = {f"{PREFIX}{name}": value for name, value in (found | prefix).items()}
+        if read_tokenizer(metadata, "the new file").encode(text) == tokenizer.encode(text):
+            return metadata
+    raise NanoinferError(f"the tokenizer splits text into other tokens than tokenizers of the kind {found['model']}")
 
 
 def _of_ascii(chars: list[str]) -> tokenizers.Tokenizer:
@@ -93,8 +101,8 @@ def _special_ids(
 ) -> dict[str, Value]:
     """Return the ids of special tokens, and whether prompts begin with the start token.
 
-    llama.cpp takes token 11 as the end token of a byte-level vocabulary that names none. If the model has no end token, a
-    byte is named that no UTF-8 text contains.
+    llama.cpp takes token 11 as the end token of a byte-level vocabulary that names none. If the model has no end token,
+    a byte is named that no UTF-8 text contains.
     """
     named = {key: ids.get(special_tokens.get(f"{name}_token", "")) for name, key in SPECIAL_KEYS.items()}
     found = {key: i for key, i in named.items() if i is not None}
@@ -111,7 +119,7 @@ def _special_ids(
     if len(ends) > 3:
         log.warning("%d of the model's end tokens are left out: a GGUF file names three", len(ends) - 3)
     found |= zip(("eos", "eot", "eom"), ends, strict=False)
-    return {f"{key}_token_id": i for key, i in found.items()} | {"add_bos_token": tokenizer.bos_token_id is not None}
+    return {"add_bos_token": tokenizer.bos_token_id is not None, **{f"{key}_token_id": i for key, i in found.items()}}
 
 
 def _split_name(core: tokenizers.Tokenizer, model: Mapping[str, Any]) -> str:
@@ -130,24 +138,19 @@ def _split_name(core: tokenizers.Tokenizer, model: Mapping[str, Any]) -> str:
     raise NanoinferError(f"the tokenizer splits text in another way than the known ones: {', '.join(SPLITS)}")
 
 
-def _sentencepiece(
-    tokenizer: Tokenizer, model: Mapping[str, Any], tokens: list[str], common: Mapping[str, Value]
-) -> dict[str, Value]:
-    """Return what SentencePiece's BPE has beside `common`: scores, from which readers make the merges again."""
+def _sentencepiece(model: Mapping[str, Any], tokens: list[str], kinds: NDArray[np.int32]) -> dict[str, Value]:
+    """Return what a BPE with byte fallback has beside tokens: scores, from which readers make the merges again."""
     if not model["byte_fallback"]:
-        raise NanoinferError("the tokenizer is a BPE without bytes: only byte-level ones and byte fallback can be written")
+        raise NanoinferError(
+            "the tokenizer is a BPE without bytes: only byte-level and with byte fallback can be written"
+        )
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(model["merges"]):
         ranks.setdefault(left + right, rank)
-    kinds = np.array(common["token_type"])
-    kinds[[re.fullmatch("<0x[0-9A-F]{2}>", token) is not None for token in tokens]] = BYTE
     scores = np.array([-ranks.get(token, len(model["merges"])) for token in tokens], np.float32)
-    found: dict[str, Value] = {"model": "llama", "scores": scores, "token_type": kinds}
+    kinds[[re.fullmatch("<0x[0-9A-F]{2}>", token) is not None for token in tokens]] = BYTE
+    found: dict[str, Value] = {"model": "llama", "scores": scores}
     if model["unk_token"] is not None:
         found["unknown_token_id"] = unknown = tokens.index(model["unk_token"])
         kinds[unknown] = UNKNOWN
-    for found["add_space_prefix"] in (True, False):
-        again = read_tokenizer({f"{PREFIX}{k}": v for k, v in {**common, **found}.items()}, "the new file")
-        if again.encode(_TEXT) == tokenizer.encode(_TEXT):
-            return found
-    raise NanoinferError("the tokenizer is not SentencePiece's: with scores in the place of merges, its tokens differ")
+    return found

@@ -1,0 +1,49 @@
+"""`nanoinfer export`: write a model as a GGUF file.
+
+Examples:
+    nanoinfer export shakespeare shakespeare.gguf
+    nanoinfer export out/notes notes.gguf --format Q8_0
+    nanoinfer export HuggingFaceTB/SmolLM2-135M-Instruct smollm2.gguf --format Q4_K_M
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from nanoinfer.cli.help import argument, command
+from nanoinfer.cli.options import PATH, tokenizer_flag
+from nanoinfer.cli.terminal import complain
+from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.files import escaped
+from nanoinfer.utils.progress import ProgressBar
+
+
+@command("export")
+@argument("model", metavar="MODEL", help="Any model that `generate` loads, unless it is packed.")
+@argument("output", metavar="FILE", help="File to write, usually NAME.gguf.", type=PATH)
+@click.option(
+    "--format", metavar="NAME", default="F16", show_default=True,
+    help="Format of the weights: F32, F16, BF16, Q8_0, Q4_0 or Q4_K_M.",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="Replace the file if it exists.")
+@tokenizer_flag
+@click.option("--no-tokenizer", is_flag=True, help="Write no tokenizer: the file then takes token ids only.")
+def export(model: str, output: Path, format: str, force: bool, tokenizer: str | None, no_tokenizer: bool) -> None:
+    """Write a model as a GGUF file, which llama.cpp loads."""
+    from nanoinfer.models.checkpoints import gguf_export
+    from nanoinfer.models.checkpoints.load import load_model
+
+    gguf_export.check_target(output, format, force)
+    loaded = load_model(model, tokenizer=tokenizer)
+    if loaded.tokenizer is None and not no_tokenizer:
+        complain(f"no tokenizer is written: {loaded.no_tokenizer_reason}")
+    try:
+        metadata = gguf_export.describe_text(loaded, with_tokenizer=not no_tokenizer)
+    except NanoinferError as e:
+        raise NanoinferError(f"{escaped(model)}: {e}: --no-tokenizer writes the file without it") from None
+    with ProgressBar("export") as bar:
+        num_bytes = gguf_export.write_file(loaded.take(), output, format, metadata, Path(model).name, bar.update)
+    print(f"{escaped(output)}: {escaped(model)} in {format}, {num_bytes:,} bytes", file=sys.stderr)
