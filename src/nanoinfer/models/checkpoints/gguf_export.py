@@ -266,7 +266,7 @@ def _check_readable(written: Path, path: Path, config: ModelConfig, arch: str) -
         NanoinferError: GGUF has no place for a part of the config.
     """
     try:
-        found, expected = (_comparable(c) for c in (gguf.open_file(written)[0].config, config))
+        found, expected = (comparable(c) for c in (gguf.open_file(written)[0].config, config))
     except NanoinferError as e:
         why = str(e).removeprefix(f"{escaped(written)}: ")
         raise NanoinferError(
@@ -277,7 +277,7 @@ def _check_readable(written: Path, path: Path, config: ModelConfig, arch: str) -
         raise NanoinferError(f"{escaped(path)}: the architecture {arch} of GGUF cannot express {wrong[0]}={value}")
 
 
-def _comparable(config: ModelConfig) -> dict[str, Any]:
+def comparable(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of a config that change the logits, with defaults filled in, and numbers rounded to float32."""
 
     def rounded(value: Any) -> Any:
