@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from nanoinfer.bench import results
 from nanoinfer.bench.case import Case
 from nanoinfer.bench.row import Row
 from nanoinfer.bench.stats import Figures
-from nanoinfer.config import ModelConfig
+from nanoinfer.config import LayerKind, ModelConfig, Rotary
 from nanoinfer.models import draft_head, tokenizers
 from nanoinfer.models.checkpoints import huggingface, nanochat
 from nanoinfer.models.gpt import GPT
@@ -60,6 +60,32 @@ def packed_folder(weights: str = "int8") -> dict[str, bytes]:
         tokenizer = tokenizers.char_to_json(CHARS)
         packed.write_folder(load_model(source).weights, Path(folder), weights, tokenizer, threads=1)
         return {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+
+
+@cache
+def exported() -> list[bytes]:
+    """Return GGUF files as `nanoinfer export` writes them: a Llama in Q4_K_M and a GPT-2 in Q8_0, with tokenizers."""
+    from tempfile import TemporaryDirectory
+
+    from nanoinfer.models.checkpoints import gguf_export
+    from nanoinfer.models.checkpoints.load import LoadedModel
+    from nanoinfer.models.checkpoints.weights import Weights
+    from nanoinfer.models.parameters import initialize
+
+    tokenizer, made = tokenizers.from_json(trained()["bpe"], "bpe"), []
+    gpt2 = replace(TINY, vocab_size=tokenizer.vocab_size + 2, n_embd=32)
+    rotary = (LayerKind(rotary=Rotary(256, scaling="llama3", factor=8.0, original_context=8192)),)
+    llama = replace(
+        gpt2, family="llama", n_embd=256, n_head=1, norm="rms", gated_mlp=True, learned_positions=False, bias=False,
+        activation="silu", layers=rotary,
+    )  # fmt: skip
+    for config, format in ((llama, "Q4_K_M"), (gpt2, "Q8_0")):
+        model = LoadedModel("m", Weights(config, "float32", partial(initialize, config, 0)), config, tokenizer)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "a.gguf"
+            gguf_export.write_file(model.weights, path, format, gguf_export.describe_text(model), "m")
+            made.append(path.read_bytes())
+    return made
 
 
 def without(files: dict[str, bytes], name: str) -> dict[str, bytes]:

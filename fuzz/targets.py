@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from choices import ANY, Choices
 from gguf_format import make_gguf, mutate_gguf
@@ -36,6 +37,7 @@ from mutate import (
 )
 from seeds import (
     CHARS,
+    exported,
     make_bin,
     make_checkpoints,
     make_head,
@@ -60,7 +62,7 @@ from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.models import draft_head, tokenizers
-from nanoinfer.models.checkpoints import packed
+from nanoinfer.models.checkpoints import gguf_export, packed
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.fingerprint import fingerprint
 from nanoinfer.training import loop
@@ -157,10 +159,14 @@ def use_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
 
 
 def use_gguf(loaded: LoadedModel, path: Path) -> None:
-    """Read all weights; use the tokenizer."""
+    """Read all weights; use the tokenizer; write the model as a new file, and compare what is read from it."""
     use_model(loaded, path)
     if loaded.tokenizer is not None:
         use_tokenizer(loaded.tokenizer, path)
+    again = path.with_name("again.gguf")
+    gguf_export.write_file(loaded.weights, again, "F32", gguf_export.describe_text(loaded), "again")
+    for (name, a), (_, b) in zip(loaded.weights.read(), load_model(str(again)).weights.read(), strict=False):
+        assert np.array_equal(a.float32(), b.float32(), equal_nan=True), f"{name} differs in the new file"
 
 
 def resume(path: Path) -> TrainRun:
@@ -204,7 +210,7 @@ FILES = {
         lambda: without(model_folder(), "model.safetensors"),
     ),
     "ckpt": File("ckpt.pt", make_checkpoints, mutate_zip, lambda p: load_model(str(p)), use_checkpoint),
-    "gguf": File("model.gguf", make_gguf, mutate_gguf, lambda p: load_model(str(p)), use_gguf),
+    "gguf": File("model.gguf", lambda: make_gguf() + exported(), mutate_gguf, lambda p: load_model(str(p)), use_gguf),
     "meta": File("meta.pkl", make_meta, mutate_pickle, lambda p: load_tokenizer(str(p)), use_tokenizer),
     "tiktoken": File("tokenizer.pkl", make_tiktoken, mutate_pickle, lambda p: load_tokenizer(str(p)), use_tokenizer),
     "tokenizer": File("tokenizer.json", make_tokenizers, mutate_json, lambda p: load_tokenizer(str(p)), use_tokenizer),
