@@ -3,7 +3,7 @@
 Examples:
     nanoinfer export shakespeare shakespeare.gguf
     nanoinfer export out/notes notes.gguf --format Q8_0
-    nanoinfer export HuggingFaceTB/SmolLM2-135M-Instruct smollm2.gguf --format Q4_K_M
+    nanoinfer export path/to/folder model.gguf --format Q4_K_M
 """
 
 from __future__ import annotations
