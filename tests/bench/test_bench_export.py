@@ -133,7 +133,6 @@ def test_gguf_stores_an_untied_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("preset", ["smollm2-135m", "qwen3-0.6b"])
 def test_gguf_of_another_family_is_the_same_model(preset: str, tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason=GGUF)
     config = shrunk(preset)
     weights = open_folder(make_folder(tmp_path / "small", config, chars=None))
     found, _ = gguf.open_file(export_gguf(tmp_path / "small", tmp_path, "F32"))

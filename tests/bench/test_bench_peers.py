@@ -23,7 +23,7 @@ EQUAL = Requests([[3, 1, 4, 1], [2, 7, 1, 8]], [6, 6])
 RAGGED = Requests([[5, 7, 9], [1, 2, 3, 4, 5, 6, 7, 0, 0], [50, 60]], [4, 11, 7])
 MODULES = {
     "transformers-dynamic": ("transformers",), "transformers-static": ("transformers",),
-    "ctranslate2": ("ctranslate2",), "llama.cpp": ("llama_cpp", "gguf"),
+    "ctranslate2": ("ctranslate2",), "llama.cpp": ("llama_cpp",),
 }  # fmt: skip
 QUANTIZED = [("ctranslate2", "int8"), ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_0")]
 

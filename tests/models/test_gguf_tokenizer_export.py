@@ -232,6 +232,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     found = load_model(str(tmp_path / "a.gguf"))
     assert found.tokenizer is None
     assert "a.gguf has no tokenizer" in found.no_tokenizer_reason
+    assert found.config.eos_token_ids == model.config.eos_token_ids
     assert found.chat_template == model.chat_template
 
 

@@ -4,7 +4,7 @@ All prompts are read first, in batches of n_batch tokens; then every step holds 
 any. Each sequence has its own part of the KV cache (`kv_unified` off, the default), as long as the case's longest.
 Keys and values are float32 in a float32 case, so that its tokens can be compared; elsewhere they are float16,
 llama.cpp's default. Greedy is numpy's argmax over the logits: llama.cpp's own sampler first builds a list of all
-candidates, which takes longer. The `gguf` package writes the float32 file; llama.cpp's own quantizer makes the other
+candidates, which takes longer. `gguf_export.py` writes the float32 file; llama.cpp's own quantizer makes the other
 types from it, so that they are what its users get (Q4_0 keeps a tied embedding in 8 or 6 bits).
 """
 
@@ -22,15 +22,15 @@ from nanoinfer.bench.case import Case, Requests, make_requests
 from nanoinfer.bench.peers import FOLDER, export_once, require_case, require_module, require_room
 from nanoinfer.bench.stats import RunTimes
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import hf_config
-from nanoinfer.models.checkpoints.gguf import ARCHITECTURES, stored_family
+from nanoinfer.models.checkpoints import gguf_export, hf_config
+from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_no_tokenizer
 from nanoinfer.models.checkpoints.huggingface import open_folder
 from nanoinfer.utils.environment import num_cpus
 
 _TYPES = {"float32": "F32", "bfloat16": "BF16"}
 QUANT_BLOCK = 32  # weights of Q8_0 and Q4_0 that share a scale
 _FILE = "model.gguf"
-_FAMILIES = {"gpt2": "gpt2", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # exported -> GGUF architecture
+_FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")  # which are exported
 _Entry = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are needed
 
 
@@ -147,46 +147,13 @@ def export_gguf(weights: Path, folder: Path, kind: str) -> Path:
 
     def write(partial: Path) -> None:
         if kind == "F32":
-            _write_f32(weights, partial / _FILE)
+            opened = open_folder(weights)
+            text = write_no_tokenizer(opened.config)
+            gguf_export.write_file(opened, partial / _FILE, kind, text, weights.name)
         else:
             _quantize(export_gguf(weights, folder, "F32"), partial / _FILE, kind)
 
     return export_once(folder / f"gguf-{kind}", write) / _FILE
-
-
-def _write_f32(weights: Path, path: Path) -> None:
-    gguf = require_module("gguf")
-    opened = open_folder(weights)
-    config = opened.config
-    arch = _FAMILIES[config.family]
-    out = gguf.GGUFWriter(str(path), arch)
-    fields = {
-        "file_type": int(gguf.LlamaFileType.ALL_F32), "block_count": config.n_layer,
-        "context_length": config.block_size, "embedding_length": config.n_embd,
-        "feed_forward_length": config.mlp_dim, "head_count": config.n_head,
-        "layer_norm_eps" if config.is_gpt2 else "layer_norm_rms_eps": config.norm_epsilon,
-        # The least that llama.cpp takes for a tokenizer, without which it loads no file: byte-level BPE with one merge.
-        "tokenizer_model": "gpt2", "tokenizer_pre": "gpt-2", "token_merges": ["t 0"], "add_bos_token": False,
-        "token_list": [f"t{i}" for i in range(config.vocab_size)],
-        "bos_token_id": 0, "eos_token_id": 0,  # the default, 11, need not be in a small vocabulary
-    }  # fmt: skip
-    if (rotary := config.layer(0).rotary) is not None:
-        fields |= {
-            "head_count_kv": config.n_kv_head, "key_length": config.head_dim, "value_length": config.head_dim,
-            "rope_dimension_count": config.head_dim, "rope_freq_base": rotary.base,
-        }  # fmt: skip
-    stored = stored_family(config, ARCHITECTURES[arch])
-    try:
-        for name, value in fields.items():
-            getattr(out, f"add_{name}")(value)
-        for name, tensor in opened.read():
-            for theirs, part in stored.recipe(config, name, tensor.shape[0]).stored(tensor):
-                out.add_tensor(theirs, np.ascontiguousarray(part.float32()))
-        out.write_header_to_file()
-        out.write_kv_data_to_file()
-        out.write_tensors_to_file()
-    finally:
-        out.close()
 
 
 def _quantize(source: Path, path: Path, kind: str) -> None:

@@ -26,7 +26,7 @@ from nanoinfer.models.checkpoints import gguf
 from nanoinfer.models.checkpoints.gguf_file import MAGIC, Value
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import QUANTIZERS, quantize
-from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_tokenizer
+from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_no_tokenizer, write_tokenizer
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.families.base import Family
 from nanoinfer.models.parameters import shapes
@@ -69,7 +69,7 @@ def describe_text(loaded: LoadedModel, with_tokenizer: bool = True) -> dict[str,
     Raises:
         NanoinferError: a GGUF file cannot have the tokenizer.
     """
-    found: dict[str, Value] = {"tokenizer.ggml.model": "no_vocab"}
+    found = write_no_tokenizer(loaded.config)
     if with_tokenizer and loaded.tokenizer is not None:
         found = write_tokenizer(loaded.tokenizer, loaded.config, loaded.special_tokens)
     return found if loaded.chat_template is None else found | {"tokenizer.chat_template": loaded.chat_template}
@@ -241,7 +241,7 @@ def _header(
 
 
 def _string(text: str) -> bytes:
-    raw = text.encode()
+    raw = text.encode(errors="replace")  # the name of a file need not be UTF-8
     return struct.pack("<Q", len(raw)) + raw
 
 

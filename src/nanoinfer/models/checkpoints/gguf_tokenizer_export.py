@@ -86,6 +86,14 @@ def write_tokenizer(tokenizer: Tokenizer, config: ModelConfig, special_tokens: M
     raise NanoinferError(f"the tokenizer splits text into other tokens than tokenizers of the kind {found['model']}")
 
 
+def write_no_tokenizer(config: ModelConfig) -> dict[str, Value]:
+    """Return the metadata of a file without a tokenizer: the ids of start and end tokens."""
+    found = dict(zip(("eos", "eot", "eom"), config.eos_token_ids, strict=False))
+    if config.bos_token_id is not None:
+        found["bos"] = config.bos_token_id
+    return {f"{PREFIX}model": "no_vocab", **{f"{PREFIX}{key}_token_id": i for key, i in found.items()}}
+
+
 def _of_ascii(chars: list[str]) -> tokenizers.Tokenizer:
     """Return a vocabulary of characters as byte-level BPE without merges."""
     from tokenizers import models
