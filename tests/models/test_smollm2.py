@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import logging
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from helpers.environment import ROOT
 from helpers.smollm2 import FILES, model, needs_smollm2
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.models.checkpoints import gguf
+from nanoinfer.models.checkpoints import gguf, gguf_export
 from nanoinfer.models.checkpoints.gguf_file import BlockTensor, read_gguf
 from nanoinfer.models.checkpoints.load import load_model, load_tokenizer
 from nanoinfer.models.tokenizers import decode
@@ -147,6 +148,23 @@ def test_the_blocks_of_the_file_are_used_as_they_are() -> None:
     together = [o.outputs[0].token_ids for o in blocks.generate(PROMPTS, GREEDY)]
     assert together == [blocks.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
     assert blocks.engine._decoder.weight_bytes < 1.1 * FILES[0].stat().st_size
+
+
+def test_the_exported_file_is_the_same_model(tmp_path: Path) -> None:
+    source = load_model(str(FILES[0]))
+    text = gguf_export.describe_text(source)
+    gguf_export.write_file(source.weights, tmp_path / "a.gguf", "Q4_K_M", text, "SmolLM2")
+    found = load_model(str(tmp_path / "a.gguf"))
+    assert (found.config, found.chat_template, found.special_tokens) == (
+        source.config, source.chat_template, source.special_tokens,
+    )  # fmt: skip
+    assert found.tokenizer is not None
+    assert source.tokenizer is not None
+    sample = (ROOT / "README.md").read_text() + "東京 naïve 🙂 1234<|im_start|>user\n<|im_end|>"
+    assert found.tokenizer.encode(sample) == source.tokenizer.encode(sample)
+    words = "The quick brown fox jumps over the lazy dog. Paris is the capital of France."
+    llm = LLM(str(tmp_path / "a.gguf"), engine="native", dtype="float32", max_num_seqs=1, kv_cache_memory=1 << 30)
+    assert llm.perplexity(words)[0].perplexity < 1.15 * model().perplexity(words)[0].perplexity
 
 
 # Beside llama.cpp on the same file --------------------------------------------------------------------
