@@ -1,7 +1,7 @@
 """Write a model as a GGUF file: the inverse of gguf.py, whose tables give names of tensors, orders of rows and norms.
 
-The header is written first, and gguf.py reads it back: if the file cannot say something that the model has, that is an
-error before any tensor is quantized. Tensors are read, quantized and written one at a time, in chunks of rows.
+The header is written first, and gguf.py reads it back: a model that a GGUF file cannot describe is an error before any
+tensor is quantized. Tensors are read, quantized and written one at a time, in chunks of rows.
 
 The formats of the tensors in Q4_K_M, Q4_0 and Q8_0 are those of llama.cpp's quantizer (src/llama-quant.cpp).
 """
@@ -263,7 +263,7 @@ def _check_readable(written: Path, path: Path, config: ModelConfig, arch: str) -
     """Read the new file's header and compare the config with the model's.
 
     Raises:
-        NanoinferError: GGUF has no place for a part of the config.
+        NanoinferError: the config that is read differs.
     """
     try:
         found, expected = (comparable(c) for c in (gguf.open_file(written)[0].config, config))
@@ -317,6 +317,6 @@ def _write(file: BinaryIO, start: int, tensor: HostTensor, format: str) -> None:
     for at in range(0, len(values), step := max(1, _CHUNK // values.shape[1])):
         part = HostTensor(values[at : at + step], tensor.dtype)
         if format not in ("F32", "BF16") and not (np.abs(part.float32()) <= _LARGEST).all():
-            raise ValueError("has values that float16 has not, which are beyond 65,504 or not finite")
+            raise ValueError("has values that float16 cannot represent (above 65,504 or not finite)")
         blocks = quantize(format, part.float32()) if format in QUANTIZERS else part.to(_DTYPES[format]).values
         file.write(np.ascontiguousarray(blocks).data)

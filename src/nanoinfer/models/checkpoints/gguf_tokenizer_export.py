@@ -57,7 +57,7 @@ def write_tokenizer(tokenizer: Tokenizer, config: ModelConfig, special_tokens: M
         special_tokens: variables of the chat template.
 
     Raises:
-        NanoinferError: a GGUF file cannot have a tokenizer of this kind.
+        NanoinferError: the tokenizer is of a kind that GGUF files do not support.
     """
     core: Any = _of_ascii(tokenizer.chars) if isinstance(tokenizer, CharTokenizer) else getattr(tokenizer, "core", None)
     model = json.loads(core.to_str())["model"] if core is not None else {"type": type(tokenizer).__name__}
