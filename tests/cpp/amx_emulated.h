@@ -1,12 +1,11 @@
-// The tile instructions of AMX as functions, so that the code for AMX runs on every CPU with AVX-512. The compiler includes this
-// file before kernels.cpp (CMakeLists.txt). Operations as in Intel's Software Developer's Manual, volume 2; sums of
+// The tile instructions of AMX as functions, as avx512_emulated.h has those of AVX-512. Operations as in Intel's Software Developer's Manual, volume 2; sums of
 // bfloat16 products are rounded after each addition.
 #pragma once
 
-#include <immintrin.h>
+#define EMULATE_VNNI
+#include "avx512_emulated.h"
 
-#include <cstdint>
-#include <cstring>
+#define __AMX_TILE__ 1
 
 #undef _tile_loadconfig
 #undef _tile_release
@@ -76,10 +75,8 @@ inline void emulated_dpbsud(int c, int a, int b) {
 inline void emulated_dpbf16ps(int c, int a, int b) {
   emulated_multiply<float>(c, a, b, [](float& sum, const std::uint8_t* x, const std::uint8_t* w) {
     for (int i = 0; i < 4; i += 2) {
-      const std::uint32_t bits[2] = {(x[i] | x[i + 1] << 8u) << 16, (w[i] | w[i + 1] << 8u) << 16};
-      float f[2];
-      std::memcpy(f, bits, 8);
-      sum += f[0] * f[1];
+      const auto of = [](const std::uint8_t* p) { return emulated::of_bf16(p[0] | p[1] << 8); };
+      sum += of(x + i) * of(w + i);
     }
   });
 }

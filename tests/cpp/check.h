@@ -104,19 +104,26 @@ inline bool is_near(double got, double expected, double atol, double rtol) {  //
 }
 
 }  // namespace nanoinfer::test
-#if defined(NANOINFER_AMX_EMULATED)
+#if defined(NANOINFER_EMULATED)
+namespace nanoinfer::avx512_emulated { extern const Kernels kKernels; }
 namespace nanoinfer::amx_emulated { extern const Kernels kKernels; }
 #endif
 namespace nanoinfer::test {
 
-// What can be tested here; the others are named.
+// What this CPU has; the others are named.
 inline std::vector<const Kernels*> kernels_here() {
   std::vector<const Kernels*> all;
   for (const IsaInfo& isa : instruction_sets())
     if (isa.missing.empty()) all.push_back(&kernels_for(isa.name));
-    else std::printf("not tested: %s, this CPU has no %s\n", isa.name.c_str(), isa.missing.c_str());
-#if defined(NANOINFER_AMX_EMULATED)
-  if (std::string(all.back()->name) == "avx512_vnni") all.push_back(&amx_emulated::kKernels);
+    else std::printf("not run: %s, this CPU has no %s\n", isa.name.c_str(), isa.missing.c_str());
+  return all;
+}
+
+// And what can be emulated on it.
+inline std::vector<const Kernels*> kernels_to_test() {
+  std::vector<const Kernels*> all = kernels_here();
+#if defined(NANOINFER_EMULATED)
+  if (all.size() > 1) all.insert(all.end(), {&avx512_emulated::kKernels, &amx_emulated::kKernels});  // AVX2
 #endif
   return all;
 }

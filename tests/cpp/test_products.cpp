@@ -260,7 +260,7 @@ int main(int argc, char** argv) {
     const Packed w(type, random_blocks(type, 70 * 3), 70, 3 * f.inputs);
     t.bits(std::string("blocks ") + name_of(type), w.data.data(), w.data.size());
   }
-  for (const Kernels* k : kernels_here()) {
+  for (const Kernels* k : kernels_to_test()) {
     for (const WeightType type : kTypes) {
       test_products(t, *k, type);
       test_many_rows(t, *k, type);

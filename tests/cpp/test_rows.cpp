@@ -152,7 +152,7 @@ void test_read(Test& t, const Kernels& k) {
 
 int main(int argc, char** argv) {
   Test t("rows", argc, argv);
-  for (const Kernels* k : kernels_here()) {
+  for (const Kernels* k : kernels_to_test()) {
     test_layer_norm(t, *k);
     test_read(t, *k);
     for (const CacheType type : kCaches) {

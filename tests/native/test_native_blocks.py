@@ -190,10 +190,11 @@ def test_logits_are_those_of_the_dequantized_model(mixed_file: Path) -> None:
     """Within the rounding of activations to 8 bits; a matrix in a wrong format or place has nothing in common."""
     tokens = [list(range(1, 50)), [7, 11, 13]]
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=V)
-    exact, found = (
+    exact, found, floats = (
         LLM(str(mixed_file), engine=engine, dtype=dtype, max_num_seqs=2).generate(tokens, params)
-        for engine, dtype in (("static", "float32"), ("native", "auto"))
+        for engine, dtype in (("static", "float32"), ("native", "auto"), ("native", "float32"))
     )
+    assert [o.outputs[0].token_ids for o in floats] == [o.outputs[0].token_ids for o in exact]
     for a, b in zip(exact, found, strict=True):
         for p, q in zip((a.prompt_logprobs or [])[1:], (b.prompt_logprobs or [])[1:], strict=True):
             ours, theirs = (np.array([(row or {})[t].logprob for t in range(V)]) for row in (q, p))

@@ -79,7 +79,7 @@ def test_a_step_reads_the_bytes_of_the_file(mixed_file: tuple[Path, int]) -> Non
     assert [count for *_, count in cost.layers] == [2, 1]
     assert cost.mlp.bytes(0, 0) == 3 * F * C // 32 * 20 + 4 * C
     assert cost.mlp.bytes(0, 0) - cost.layers[1][1].bytes(0, 0) == F * C // 32 * 2  # Q4_0 has no minimum
-    assert cost.model.bytes(2, 10) - num_bytes == L * 2 * 10 * 2 * (D + 4)  # keys and values in int8, with scales
+    assert cost.model.bytes(2, 10) - num_bytes == L * 2 * 10 * 2 * 2 * D  # keys and values in bfloat16
     assert cost.model.flops == decode(config, FORMATS["float32"]).model.flops
 
 

@@ -75,10 +75,11 @@ class NativeEngine(Sequences):
                 self._decoder.load(name, values)
         else:
             for name, tensor in weights.read():
-                parts = tensor.parts if isinstance(tensor, JoinedBlocks) else (tensor,)
+                wanted = formats.get(name, ())
+                parts = tensor.parts if isinstance(tensor, JoinedBlocks) and wanted else (tensor,)
                 for i, part in enumerate(parts):
                     place = f"{name}:{i}" if i else name
-                    if name in formats and part.dtype == formats[name][i][0]:
+                    if wanted and part.dtype == wanted[i][0]:
                         self._decoder.load_blocks(place, part.values)
                     else:
                         dense = part.dense()

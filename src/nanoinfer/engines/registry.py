@@ -211,7 +211,7 @@ def build(
             spec.name,
         )
     if spec.native and weights.block_formats and config.quantization is None and config.kv_cache_dtype == "auto":
-        config = replace(config, kv_cache_dtype="int8")  # as with int8 weights
+        config = replace(config, kv_cache_dtype="bfloat16")  # 8 bits cost quality (docs/quality.md)
     module, _, name = spec.target.partition(":")
     if limits is None:
         limits = plan_limits(weights.config, config, spec.memory, weights.dtype, free_memory(device))

@@ -2,7 +2,8 @@
 
 int8 and int4 are the formats of the native engine, which computes with those of GGUF files as they are. They include
 the output head; a GGUF file has a format for each matrix (`mixed`). Biases and layer norms, a thousandth of the model,
-are then stored in float32, and the KV cache has 1 byte per value and a 32-bit scale per token, head, and key or value.
+are then stored in float32. The KV cache has 1 byte per value and a 32-bit scale per token, head, and key or value with
+int8 and int4, and 2 bytes per value with the formats of GGUF files.
 """
 
 from __future__ import annotations
@@ -68,14 +69,18 @@ class WeightFormat:
 
 
 def _quantized(name: str, bits: int, group_size: int, group_bytes: int) -> WeightFormat:
-    """Return a format of engine `native`, whose KV cache is then int8."""
+    """Return a quantization of engine `native`, whose KV cache is then int8."""
     return WeightFormat(name, bits, 4, group_size, group_bytes, cache_bytes=1, cache_scale_bytes=4)
 
 
 def _blocks(format: Format) -> WeightFormat:
-    """Return a format of GGUF files. The first digit of its name is the number of bits: Q4_K, IQ4_NL, MXFP4."""
+    """Return a format of GGUF files, with a KV cache in bfloat16.
+
+    The first digit of its name is the number of bits: Q4_K, IQ4_NL, MXFP4.
+    """
     bits = int(next(c for c in format.name if c.isdigit()))
-    return _quantized(format.name, bits, format.block_size, format.block_bytes - format.block_size * bits // 8)
+    group_bytes = format.block_bytes - format.block_size * bits // 8
+    return WeightFormat(format.name, bits, 4, format.block_size, group_bytes, cache_bytes=2)
 
 
 FORMATS: dict[str, WeightFormat] = {

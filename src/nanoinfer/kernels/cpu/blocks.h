@@ -21,11 +21,22 @@ NI_INLINE i32x16 bit_field(i32x16 x, int from, int width, int to) {
   return x;
 }
 
+// How many lines of codes can be multiplied and added in 16 bits, where that takes fewer instructions than dot4, else 0.
+// Codes of 8 bits are made signed for that.
+__attribute__((always_inline)) constexpr int lines_in_16_bits(const BlockFormat& f) {
+  int most = (1 << (f.bits + f.more)) - 1;
+  if (f.table != nullptr)
+    for (int i = most = 0; i < 16; ++i) most = f.table[i] > most ? f.table[i] : most;
+  const int lines = 32767 / (2 * 127 * most);
+  return !kPairs ? 0 : lines < 2 ? 1 : lines < 4 ? 2 : 4;
+}
+
 // The inputs of one panel that a record contains.
 template <WeightType type>
 struct Record {
   static constexpr BlockFormat f{type};
   static constexpr int kGroups = f.inputs / 32, kScales = f.groups();  // of 32 inputs, and scales of each
+  static constexpr int kLines = lines_in_16_bits(f);
   static constexpr bool kMinimum = f.minimum;
   static constexpr int kOffsetBits = f.offset ? __builtin_ctz(f.offset) : 0;
   const std::uint8_t* data;
@@ -80,9 +91,9 @@ struct Record {
 
 // Groups of 32 inputs of a panel, unpacked from records of any format with as many scales and minimums.
 constexpr int kChunkGroups = 8;
-template <int num_scales, bool with_minimum>
+template <int num_scales, bool with_minimum, int lines>
 struct alignas(64) Chunk {
-  static constexpr int kScales = num_scales;
+  static constexpr int kScales = num_scales, kLines = lines;
   static constexpr bool kMinimum = with_minimum;
   std::int32_t codes[kChunkGroups][8][2][16];
   float scales[kChunkGroups][num_scales][2][16];
@@ -95,7 +106,7 @@ struct alignas(64) Chunk {
   NI_INLINE void prefetch_group(const Chunk&, int) {}
 };
 template <WeightType type>
-using ChunkOf = Chunk<BlockFormat(type).groups(), BlockFormat(type).minimum>;
+using ChunkOf = Chunk<BlockFormat(type).groups(), BlockFormat(type).minimum, Record<type>::kLines>;
 
 // Unpack the groups [from, from + count) of a panel; `from` begins a record.
 template <WeightType type>
@@ -130,37 +141,57 @@ struct BlockUnits {
         sum(t.units<std::int32_t>(t.depth / 4 + t.depth / 32 + 2 * group, M)) {}
 };
 
-// Add the products of `count` groups of W, a Record or a Chunk.
-template <class W, int M>
-NI_INLINE void add_groups(const W& w, int offset_bits, int count, BlockUnits<M> u, Acc<M>& acc) {
-  constexpr int kQuads = 8 / W::kScales;
-  for (int g = 0; g < count; ++g, u.scale += M, u.sum += 2 * M) {
-    W::prefetch_group(w, g);
-    _Pragma("GCC unroll 2") for (int s = 0; s < W::kScales; ++s) {
-      i32x16 dot[M][2], sum[M];
-      NI_ROWS {
-        sum[m] = broadcast(u.sum[s * M + m]);
-        if (W::kScales == 1) sum[m] = sum[m] + broadcast(u.sum[M + m]);
-        NI_HALVES dot[m][h] = W::kMinimum ? broadcast(0) : sum[m] << offset_bits;
+// Add the products of the inputs of scale s of a group of W, a Record or a Chunk, for N halves of the panel from h on.
+template <class W, int M, int N>
+NI_INLINE void add_inputs(const W& w, int offset_bits, int g, int s, int h, const BlockUnits<M>& u, Acc<M>& acc) {
+  constexpr int kQuads = 8 / W::kScales, kStep = W::kLines ? W::kLines : 1;
+  constexpr bool kSigned = W::kLines == 1;  // these formats have the offset 128
+  i32x16 dot[M][N], sum[M];
+  NI_ROWS {
+    sum[m] = broadcast(u.sum[s * M + m]);
+    if (W::kScales == 1) sum[m] = sum[m] + broadcast(u.sum[M + m]);
+    _Pragma("GCC unroll 2") for (int n = 0; n < N; ++n) 
+      dot[m][n] = W::kMinimum || kSigned ? broadcast(0) : sum[m] << offset_bits;
+  }
+  _Pragma("GCC unroll 8") for (int first = 0; first < kQuads; first += kStep) {
+    i32x16 pairs[M][N];
+    _Pragma("GCC unroll 8") for (int i = first; i < first + kStep; ++i) {
+      i32x16 q[N];
+      _Pragma("GCC unroll 2") for (int n = 0; n < N; ++n) {
+        q[n] = W::code(w, g, s * kQuads + i, h + n);
+        if constexpr (kSigned) q[n] = to_signed(q[n]);
       }
-      _Pragma("GCC unroll 8") for (int i = 0; i < kQuads; ++i, u.x += M) {
-        const i32x16 q0 = W::code(w, g, s * kQuads + i, 0), q1 = W::code(w, g, s * kQuads + i, 1);
-        NI_ROWS {
-          dot[m][0] = dot4(dot[m][0], q0, u.x[m]);
-          dot[m][1] = dot4(dot[m][1], q1, u.x[m]);
-        }
-      }
-      NI_HALVES {
-        const f32x16 scale = W::scale(w, g, s, h);
-        f32x16 minimum;
-        if constexpr (W::kMinimum) minimum = W::minimum(w, g, s, h);
-        NI_ROWS {
-          f32x16 product = to_float(dot[m][h]) * scale;
-          if constexpr (W::kMinimum) product = fma(minimum, to_float(sum[m]), product);
-          acc.v[m][h] = fma(product, broadcast(u.scale[m]), acc.v[m][h]);
-        }
+      NI_ROWS _Pragma("GCC unroll 2") for (int n = 0; n < N; ++n) {
+        const std::int32_t x = u.x[(s * kQuads + i) * M + m];
+        if constexpr (W::kLines == 0) dot[m][n] = dot4(dot[m][n], q[n], x);
+        else if constexpr (kSigned) pairs[m][n] = dot_signed_pairs(q[n], x);
+        else pairs[m][n] = i == first ? dot_pairs(q[n], x) : add_pairs(pairs[m][n], dot_pairs(q[n], x));
       }
     }
+    if constexpr (W::kLines > 0)
+      NI_ROWS _Pragma("GCC unroll 2") for (int n = 0; n < N; ++n) dot[m][n] = add_sums(dot[m][n], pairs[m][n]);
+  }
+  _Pragma("GCC unroll 2") for (int n = 0; n < N; ++n) {
+    const f32x16 scale = W::scale(w, g, s, h + n);
+    f32x16 minimum;
+    if constexpr (W::kMinimum) minimum = W::minimum(w, g, s, h + n);
+    NI_ROWS {
+      f32x16 product = to_float(dot[m][n]) * scale;
+      if constexpr (W::kMinimum) product = fma(minimum, to_float(sum[m]), product);
+      acc.v[m][h + n] = fma(product, broadcast(u.scale[m]), acc.v[m][h + n]);
+    }
+  }
+}
+
+// Add the products of `count` groups. Narrow registers have space for the sums of half a panel only.
+template <class W, int M>
+NI_INLINE void add_groups(const W& w, int offset_bits, int count, BlockUnits<M> u, Acc<M>& acc) {
+  constexpr int kHalves = kWidth == 16 ? 2 : 1;
+  for (int g = 0; g < count; ++g, u.x += 8 * M, u.scale += M, u.sum += 2 * M) {
+    W::prefetch_group(w, g);
+    _Pragma("GCC unroll 2") for (int s = 0; s < W::kScales; ++s)
+      _Pragma("GCC unroll 2") for (int h = 0; h < 2; h += kHalves)
+        add_inputs<W, M, kHalves>(w, offset_bits, g, s, h, u, acc);
   }
 }
 
@@ -176,17 +207,18 @@ NI_INLINE void finish_panel(const MatmulTask& task, std::int64_t panel, std::int
   }
 }
 
-template <WeightType type>
-void multiply_row(const MatmulTask& task, std::int64_t panel) {
+template <WeightType type, int M>
+void multiply_rows(const MatmulTask& task, std::int64_t panel) {
   using R = Record<type>;
   const Matrix& w = *task.w;
   const Tile t{w.data + panel * w.panel_bytes, task.x, w.depth};
-  Acc<1> acc{{{broadcast(0.0f), broadcast(0.0f)}}};
+  Acc<M> acc;
+  NI_ROWS NI_HALVES acc.v[m][h] = broadcast(0.0f);
   for (std::int64_t g = 0; g < w.depth / 32; g += R::kGroups) {
     const R record(t.w + g / R::kGroups * R::f.record());
-    add_groups<R, 1>(record, R::kOffsetBits, R::kGroups, BlockUnits<1>(t, g), acc);
+    add_groups<R, M>(record, R::kOffsetBits, R::kGroups, BlockUnits<M>(t, g), acc);
   }
-  finish_panel<1>(task, panel, 0, acc);
+  finish_panel<M>(task, panel, 0, acc);
 }
 
 // A tile of rows times the `count` groups of a chunk. `sums` are the tile's sums of the groups before `from`, or of all.
@@ -211,12 +243,17 @@ struct ChunkTilesFor;
 template <class C>
 struct ChunkTilesFor<C, 2> : ChunkTiles<C, 1, 2> {};
 template <class C>
+struct ChunkTilesFor<C, 3> : ChunkTiles<C, 1, 2, 3> {};
+template <class C>
+struct ChunkTilesFor<C, 4> : ChunkTiles<C, 1, 2, 3, 4> {};
+template <class C>
 struct ChunkTilesFor<C, 6> : ChunkTiles<C, 1, 2, 3, 4, 5, 6> {};
 
 template <WeightType type>
 void matmul_blocks(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  if (task.rows == 1) {
-    for (std::int64_t panel = begin; panel < end; ++panel) multiply_row<type>(task, panel);
+  if (task.rows <= 2) {
+    const auto multiply = task.rows == 1 ? multiply_rows<type, 1> : multiply_rows<type, 2>;
+    for (std::int64_t panel = begin; panel < end; ++panel) multiply(task, panel);
     return;
   }
   using C = ChunkOf<type>;

@@ -165,17 +165,25 @@ NI_INLINE f32x16 load_i8(const std::int8_t* p) {
 #endif
   return r;
 }
-NI_INLINE f32x16 load_u8(const std::uint8_t* p) {
-  f32x16 r;
-  NI_EACH r.v[i] = __builtin_convertvector(__builtin_convertvector(load_as<vb>(p + i * kWidth), vi), vf);
+NI_INLINE i32x16 load_bytes(const std::uint8_t* p) {
+  i32x16 r;
+#if defined(__AVX512F__)
+  r.v[0] = (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  NI_EACH r.v[i] = (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + i * kWidth)));
+#else
+  NI_EACH r.v[i] = __builtin_convertvector(load_as<vb>(p + i * kWidth), vi);
+#endif
   return r;
 }
+NI_INLINE f32x16 load_u8(const std::uint8_t* p) { return to_float(load_bytes(p)); }
 // 2^(e - 128) of bytes e.
 NI_INLINE f32x16 load_exponents(const std::uint8_t* p) {
+  const i32x16 bytes = load_bytes(p);
   f32x16 r;
   NI_EACH {
-    const vi e = __builtin_convertvector(load_as<vb>(p + i * kWidth), vi);
-    r.v[i] = bits<vf>(e > 1 ? (e - 1) << 23 : 0x00200000 << e);  // 2^-128 and 2^-127 are subnormal
+    const vi e = bytes.v[i];
+    r.v[i] = bits<vf>(e > 1 ? (e - 1) << 23 : (e + 1) << 21);  // 2^-128 and 2^-127 are subnormal
   }
   return r;
 }
@@ -255,6 +263,64 @@ NI_INLINE i32x16 dot4(i32x16 acc, i32x16 w, std::int32_t a) {
     const std::int32_t b = (std::int8_t)((std::uint32_t)a >> (8 * j));
     NI_EACH acc.v[i] += (vi)((bits<vu>(w.v[i]) >> (8 * j)) & 0xffu) * b;
   }
+#endif
+  return acc;
+}
+
+// The same in two steps, for w < 128: sums of two products each in 16 bits, which can be added while they fit, and then
+// their sums of two. Exact, like dot4, which takes more instructions if the CPU has none for it.
+#if defined(__AVX512VNNI__) || !(defined(__AVX2__) || defined(NANOINFER_NEON))
+constexpr bool kPairs = false;
+#else
+constexpr bool kPairs = true;
+#endif
+NI_INLINE i32x16 dot_pairs(i32x16 w, std::int32_t a) {
+#if defined(__AVX512BW__)
+  w.v[0] = (vi)_mm512_maddubs_epi16((__m512i)w.v[0], _mm512_set1_epi32(a));
+#elif defined(__AVX2__)
+  NI_EACH w.v[i] = (vi)_mm256_maddubs_epi16((__m256i)w.v[i], _mm256_set1_epi32(a));
+#elif defined(NANOINFER_NEON)
+  const int8x8_t x = vreinterpret_s8_s32(vdup_n_s32(a));
+  NI_EACH {
+    const int8x16_t v = (int8x16_t)w.v[i];
+    w.v[i] = (vi)vpaddq_s16(vmull_s8(vget_low_s8(v), x), vmull_s8(vget_high_s8(v), x));
+  }
+#else
+  (void)a;
+#endif
+  return w;
+}
+NI_INLINE i32x16 to_signed(i32x16 w) { NI_EACH w.v[i] ^= (std::int32_t)0x80808080; return w; }  // w - 128 of each byte
+// As dot_pairs, for signed w; sums of two products fit in 16 bits, but sums of more do not.
+NI_INLINE i32x16 dot_signed_pairs(i32x16 w, std::int32_t a) {
+#if defined(__AVX512BW__)
+  const __m512i v = (__m512i)w.v[0], x = _mm512_set1_epi32(a);
+  const __m512i product_sign = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(v), _mm512_setzero_si512(), x);
+  w.v[0] = (vi)_mm512_maddubs_epi16(_mm512_abs_epi8(v), product_sign);
+#elif defined(__AVX2__)
+  NI_EACH {
+    const __m256i v = (__m256i)w.v[i];
+    w.v[i] = (vi)_mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(_mm256_set1_epi32(a), v));
+  }
+#else
+  w = dot_pairs(w, a);
+#endif
+  return w;
+}
+NI_INLINE i32x16 add_pairs(i32x16 a, i32x16 b) {
+  typedef std::int16_t v16 __attribute__((vector_size(4 * kWidth)));
+  NI_EACH a.v[i] = bits<vi>(bits<v16>(a.v[i]) + bits<v16>(b.v[i]));
+  return a;
+}
+NI_INLINE i32x16 add_sums(i32x16 acc, i32x16 pairs) {
+#if defined(__AVX512BW__)
+  acc.v[0] += (vi)_mm512_madd_epi16((__m512i)pairs.v[0], _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+  NI_EACH acc.v[i] += (vi)_mm256_madd_epi16((__m256i)pairs.v[i], _mm256_set1_epi16(1));
+#elif defined(NANOINFER_NEON)
+  NI_EACH acc.v[i] = (vi)vpadalq_s16((int32x4_t)acc.v[i], (int16x8_t)pairs.v[i]);
+#else
+  (void)pairs;
 #endif
   return acc;
 }

@@ -112,7 +112,8 @@ def write_file(
     try:
         with replacing(path) as file:
             file.write(header)
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not at the end
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not at the end; macOS has no such call
+                os.posix_fallocate(file.fileno(), 0, size)
             if divisors is not None:
                 _write(file, starts[gguf.FREQUENCIES], HostTensor(divisors, "float32"), "F32")
             file.flush()
