@@ -100,8 +100,8 @@ def test_bytes_flops_and_shares_by_hand() -> None:
     assert q8.bytes_per_token == pytest.approx(q8.weight_bytes + 2 * values, abs=0)
     ours = Row(replace(q8.case, backend="native"), figures)
     fill_in(ours, PRESETS["gpt2"], CEILING)
-    assert ours.bytes_per_token == pytest.approx(q8.weight_bytes + values + 12 * 2 * 12 * 11 * 4, abs=0)
-    unknown = Row(replace(row.case, quantization="Q5_K"), figures)
+    assert ours.bytes_per_token == pytest.approx(q8.weight_bytes + 2 * values, abs=0)  # bfloat16
+    unknown = Row(replace(row.case, quantization="IQ1_M"), figures)
     fill_in(unknown, PRESETS["gpt2"], CEILING)
     assert (unknown.bytes_per_token, unknown.mbu_percent) == (None, None)
 

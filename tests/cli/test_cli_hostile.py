@@ -62,6 +62,7 @@ def base(command: str, folder: Path, out: Path) -> list[str]:
         "chat": [tiny, "--chat-template", str(folder / "turns.jinja"), "--max-tokens", "2"],
         "batch": [str(folder / "prompts.jsonl"), "-o", f"{out}.jsonl", "--model", tiny, "--max-tokens", "2"],
         "pack": [tiny, "--quantization", "int8", "--output", str(out / "packed")],
+        "export": [tiny, f"{out}.gguf", "--no-tokenizer"],
         "engines": [],
         "eval": [text, "--model", tiny, "--stride", "32"],
         "bench": ["--batch", "1"],

@@ -72,6 +72,10 @@ def _native() -> str:
     sets = instruction_sets()
     here = [name for name, missing in sets if not missing]
     chosen = environment.isa() or here[-1]
-    lacking = "".join(f"\n  not {name}: this CPU has no {missing}" for name, missing in sets if missing)
+    lacking, named = "", set[str]()
+    for name, missing in sets:
+        if more := [feature for feature in missing.split(", ") if feature and feature not in named]:
+            lacking += f"\n  not {name}: this CPU has no {', '.join(more)}"
+            named.update(more)
     how = "forced by NANOINFER_ISA" if environment.isa() else "the fastest here"
     return f"{', '.join(here)}{lacking}\n  uses {chosen}, {how}"

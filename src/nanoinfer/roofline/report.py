@@ -33,8 +33,8 @@ class Question:
     context: int | None = None
     """Tokens that the newest token attends to, including itself (N; default: the model's context length)."""
     dtype: str = "auto"
-    """Format of the weights: float32, bfloat16, float16, int8, int4, Q8_0, Q4_K, ...; auto is that of a GGUF file, or
-    the usual one on the device."""
+    """Format of the weights: float32, bfloat16, float16, int8, int4, or one of GGUF files (Q4_K); auto is that of the
+    file, or the usual one on the device."""
     draft: str | None = None
     """Draft model for speculative decoding."""
     acceptance: float | None = None
