@@ -186,7 +186,7 @@ struct NextPanel {
   }
 };
 
-#define NI_TILE_ROWS _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; ++r)
+#define NI_TILE_ROWS NI_UNROLL(16) for (int r = 0; r < kTileRows; ++r)
 
 // Rows [top, bottom), at most kRowsAtOnce, times half a panel. A group of inputs is one tile; its exact sums are scaled
 // and added to a vector for each row, as in products.h.

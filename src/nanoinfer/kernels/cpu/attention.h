@@ -60,7 +60,7 @@ NI_INLINE void scores(const AttentionTask& t, const std::uint8_t* const* blocks,
   for (int b = 0; b < B; ++b) k[b] = (const typename C::T*)(blocks[b] + t.offset + C::kScales);
   NI_ROWS for (int b = 0; b < B; ++b) acc[m][b] = broadcast(0.0f);
   for (std::int64_t d = 0; d < t.head_dim; ++d)
-    _Pragma("GCC unroll 4") for (int b = 0; b < B; ++b) {
+    NI_UNROLL(4) for (int b = 0; b < B; ++b) {
       const f32x16 keys = C::get(k[b] + d * kBlock);
       NI_ROWS acc[m][b] = fma(keys, broadcast(rows.q[m][d]), acc[m][b]);
     }
@@ -129,13 +129,13 @@ NI_INLINE void mix(const AttentionTask& t, const float* weights, std::int64_t st
     const float* w = weights + (block - first_block) * kBlock;
     const auto add = [&](std::int64_t s, bool everyone) __attribute__((always_inline)) {
       f32x16 values[N];
-      _Pragma("GCC unroll 4") for (int j = 0; j < N; ++j) values[j] = C::get(v + s * width + 16 * j);
+      NI_UNROLL(4) for (int j = 0; j < N; ++j) values[j] = C::get(v + s * width + 16 * j);
       NI_ROWS {
         if (!everyone && (base + s >= rows.end[m] || base + s < rows.begin[m])) continue;
         float p = w[m * stride + s];
         if constexpr (type == CacheType::i8) p *= scale[s];
         const f32x16 share = broadcast(p);
-        _Pragma("GCC unroll 4") for (int j = 0; j < N; ++j) acc[m][j] = fma(values[j], share, acc[m][j]);
+        NI_UNROLL(4) for (int j = 0; j < N; ++j) acc[m][j] = fma(values[j], share, acc[m][j]);
       }
     };
     if (M <= 4 && (block + 2) * kBlock < rows.highest)

@@ -116,7 +116,7 @@ void unpack_chunk(const std::uint8_t* panel, std::int64_t from, int count, Chunk
     const R record(panel + (from + g) / R::kGroups * R::f.record());
     for (int j = 0; j < R::kGroups; ++j) {
       R::prefetch_group(record, j);
-      _Pragma("GCC unroll 8") for (int i = 0; i < 8; ++i)
+      NI_UNROLL(8) for (int i = 0; i < 8; ++i)
         NI_HALVES store_ints(to.codes[g + j][i][h], R::code(record, j, i, h));
       for (int s = 0; s < R::kScales; ++s)
         NI_HALVES {
@@ -150,18 +150,18 @@ NI_INLINE void add_inputs(const W& w, int offset_bits, int g, int s, int h, cons
   NI_ROWS {
     sum[m] = broadcast(u.sum[s * M + m]);
     if (W::kScales == 1) sum[m] = sum[m] + broadcast(u.sum[M + m]);
-    _Pragma("GCC unroll 2") for (int n = 0; n < N; ++n) 
+    NI_UNROLL(2) for (int n = 0; n < N; ++n) 
       dot[m][n] = W::kMinimum || kSigned ? broadcast(0) : sum[m] << offset_bits;
   }
-  _Pragma("GCC unroll 8") for (int first = 0; first < kQuads; first += kStep) {
+  NI_UNROLL(8) for (int first = 0; first < kQuads; first += kStep) {
     i32x16 pairs[M][N];
-    _Pragma("GCC unroll 8") for (int i = first; i < first + kStep; ++i) {
+    NI_UNROLL(8) for (int i = first; i < first + kStep; ++i) {
       i32x16 q[N];
-      _Pragma("GCC unroll 2") for (int n = 0; n < N; ++n) {
+      NI_UNROLL(2) for (int n = 0; n < N; ++n) {
         q[n] = W::code(w, g, s * kQuads + i, h + n);
         if constexpr (kSigned) q[n] = to_signed(q[n]);
       }
-      NI_ROWS _Pragma("GCC unroll 2") for (int n = 0; n < N; ++n) {
+      NI_ROWS NI_UNROLL(2) for (int n = 0; n < N; ++n) {
         const std::int32_t x = u.x[(s * kQuads + i) * M + m];
         if constexpr (W::kLines == 0) dot[m][n] = dot4(dot[m][n], q[n], x);
         else if constexpr (kSigned) pairs[m][n] = dot_signed_pairs(q[n], x);
@@ -169,9 +169,9 @@ NI_INLINE void add_inputs(const W& w, int offset_bits, int g, int s, int h, cons
       }
     }
     if constexpr (W::kLines > 0)
-      NI_ROWS _Pragma("GCC unroll 2") for (int n = 0; n < N; ++n) dot[m][n] = add_sums(dot[m][n], pairs[m][n]);
+      NI_ROWS NI_UNROLL(2) for (int n = 0; n < N; ++n) dot[m][n] = add_sums(dot[m][n], pairs[m][n]);
   }
-  _Pragma("GCC unroll 2") for (int n = 0; n < N; ++n) {
+  NI_UNROLL(2) for (int n = 0; n < N; ++n) {
     const f32x16 scale = W::scale(w, g, s, h + n);
     f32x16 minimum;
     if constexpr (W::kMinimum) minimum = W::minimum(w, g, s, h + n);
@@ -189,8 +189,8 @@ NI_INLINE void add_groups(const W& w, int offset_bits, int count, BlockUnits<M> 
   constexpr int kHalves = kWidth == 16 ? 2 : 1;
   for (int g = 0; g < count; ++g, u.x += 8 * M, u.scale += M, u.sum += 2 * M) {
     W::prefetch_group(w, g);
-    _Pragma("GCC unroll 2") for (int s = 0; s < W::kScales; ++s)
-      _Pragma("GCC unroll 2") for (int h = 0; h < 2; h += kHalves)
+    NI_UNROLL(2) for (int s = 0; s < W::kScales; ++s)
+      NI_UNROLL(2) for (int h = 0; h < 2; h += kHalves)
         add_inputs<W, M, kHalves>(w, offset_bits, g, s, h, u, acc);
   }
 }
@@ -241,18 +241,17 @@ struct ChunkTiles {
 template <class C, int rows>
 struct ChunkTilesFor;
 template <class C>
+struct ChunkTilesFor<C, 1> : ChunkTiles<C, 1> {};
+template <class C>
 struct ChunkTilesFor<C, 2> : ChunkTiles<C, 1, 2> {};
-template <class C>
-struct ChunkTilesFor<C, 3> : ChunkTiles<C, 1, 2, 3> {};
-template <class C>
-struct ChunkTilesFor<C, 4> : ChunkTiles<C, 1, 2, 3, 4> {};
 template <class C>
 struct ChunkTilesFor<C, 6> : ChunkTiles<C, 1, 2, 3, 4, 5, 6> {};
 
 template <WeightType type>
 void matmul_blocks(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  if (task.rows <= 2) {
-    const auto multiply = task.rows == 1 ? multiply_rows<type, 1> : multiply_rows<type, 2>;
+  constexpr int kAlone = kRowsInt < 2 ? 1 : 2;  // rows that read the records themselves
+  if (task.rows <= kAlone) {
+    const auto multiply = task.rows == 1 ? multiply_rows<type, 1> : multiply_rows<type, kAlone>;
     for (std::int64_t panel = begin; panel < end; ++panel) multiply(task, panel);
     return;
   }

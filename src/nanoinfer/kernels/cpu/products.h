@@ -5,8 +5,12 @@
 constexpr std::size_t kPrefetch = 4096;
 
 // Rows of activations that share one pass over a panel: as many as fit in the registers for accumulators.
+#if defined(__SANITIZE_ADDRESS__)  // a sanitized tile takes half a minute to compile
+constexpr int kRowsFloat = 2, kRowsInt = 1;
+#else
 constexpr int kRowsFloat = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 2;
 constexpr int kRowsInt = kWidth == 16 ? 6 : 2;  // each row needs an integer and a float accumulator
+#endif
 // Size limit of the prepared rows that are processed together, so that they fit in the second-level cache.
 constexpr std::size_t kRowBlockBytes = 384 << 10;
 
@@ -37,8 +41,8 @@ struct Acc {
   f32x16 v[M][2];
 };
 
-#define NI_ROWS _Pragma("GCC unroll 16") for (int m = 0; m < M; ++m)
-#define NI_HALVES _Pragma("GCC unroll 2") for (int h = 0; h < 2; ++h)
+#define NI_ROWS NI_UNROLL(16) for (int m = 0; m < M; ++m)
+#define NI_HALVES NI_UNROLL(2) for (int h = 0; h < 2; ++h)
 
 NI_INLINE f32x16 weights_at(const float* w) { return load(w); }
 NI_INLINE f32x16 weights_at(const std::uint16_t* w) { return load_f16(w); }
@@ -197,6 +201,8 @@ struct Tiles {
 #define NI_TILES_12(type) Tiles<type, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12>
 template <WeightType type, int rows>
 struct TilesFor;
+template <WeightType type>
+struct TilesFor<type, 1> : Tiles<type, 1> {};
 template <WeightType type>
 struct TilesFor<type, 2> : NI_TILES_2(type) {};
 template <WeightType type>

@@ -28,6 +28,13 @@ struct f32x16 { vf v[kParts]; };
 struct i32x16 { vi v[kParts]; };
 
 #define NI_EACH for (int i = 0; i < kParts; ++i)
+// Unroll the loop that follows. Not under the sanitizers, which check each copy: that takes minutes to compile.
+#define NI_PRAGMA(text) _Pragma(#text)
+#if defined(__SANITIZE_ADDRESS__)
+#define NI_UNROLL(n)
+#else
+#define NI_UNROLL(n) NI_PRAGMA(GCC unroll n)
+#endif
 #define NI_INLINE static inline __attribute__((always_inline))
 
 template <class To, class From>
