@@ -9,6 +9,9 @@
 
 #include "products.h"
 
+// Not checked by the sanitizers: with 13 formats, checked products take many minutes to compile.
+#define NI_UNCHECKED __attribute__((no_sanitize("address", "undefined")))
+
 constexpr std::int64_t kPrefetchBlocks = 16384;  // into the second-level cache; docs/log.md has the measurement
 
 // What lies at bits `from` to `from + width` of each byte, moved to bit `to`.
@@ -110,7 +113,7 @@ using ChunkOf = Chunk<BlockFormat(type).groups(), BlockFormat(type).minimum, Rec
 
 // Unpack the groups [from, from + count) of a panel; `from` begins a record.
 template <WeightType type>
-void unpack_chunk(const std::uint8_t* panel, std::int64_t from, int count, ChunkOf<type>& to) {
+NI_UNCHECKED void unpack_chunk(const std::uint8_t* panel, std::int64_t from, int count, ChunkOf<type>& to) {
   using R = Record<type>;
   for (int g = 0; g < count; g += R::kGroups) {
     const R record(panel + (from + g) / R::kGroups * R::f.record());
@@ -208,7 +211,7 @@ NI_INLINE void finish_panel(const MatmulTask& task, std::int64_t panel, std::int
 }
 
 template <WeightType type, int M>
-void multiply_rows(const MatmulTask& task, std::int64_t panel) {
+NI_UNCHECKED void multiply_rows(const MatmulTask& task, std::int64_t panel) {
   using R = Record<type>;
   const Matrix& w = *task.w;
   const Tile t{w.data + panel * w.panel_bytes, task.x, w.depth};
@@ -223,7 +226,7 @@ void multiply_rows(const MatmulTask& task, std::int64_t panel) {
 
 // A tile of rows times the `count` groups of a chunk. `sums` are the tile's sums of the groups before `from`, or of all.
 template <class C, int M>
-void multiply_chunk(const MatmulTask& task, const C& chunk, std::int64_t from, int count, std::int64_t panel,
+NI_UNCHECKED void multiply_chunk(const MatmulTask& task, const C& chunk, std::int64_t from, int count, std::int64_t panel,
                     std::int64_t row, float (*sums)[kPanel]) {
   const Matrix& w = *task.w;
   Acc<M> acc;
