@@ -70,6 +70,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nanochat-all-heads": ("NanoChatConfig", {"num_key_value_heads": 4, "final_logit_softcapping": None}),
 }
 
+GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3-7-layers": (
+        "Gemma3TextConfig",
+        {
+            "head_dim": 10, "query_pre_attn_scalar": 10, "num_hidden_layers": 7, "sliding_window": 6,
+            "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}, "sliding_attention": PLAIN},
+        },
+    ),
+    "llama3-8192": (
+        "LlamaConfig",
+        {"rope_parameters": LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}, "head_dim": 16},
+    ),
+}  # fmt: skip
+"""Further cases for models in GGUF files."""
+
 
 def make_folder(case: str, folder: Path) -> Any:
     """Save a random model of a case into a folder; return the model of transformers."""

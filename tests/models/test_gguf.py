@@ -16,7 +16,7 @@ from helpers.models import load_gpt
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.families import CASES, LINEAR, PLAIN, make_folder  # noqa: E402
+from helpers.families import CASES, GGUF_CASES, make_folder  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.config import Rotary  # noqa: E402
 from nanoinfer.models.checkpoints import gguf  # noqa: E402
@@ -29,19 +29,7 @@ from nanoinfer.models.rotary import frequencies  # noqa: E402
 # What llama.cpp's metadata cannot say; Llama 3's scaling has a test below.
 LEFT_OUT = ("qwen2-windows", "gemma3", "gemma3-scaled", "smollm3-windows", "llama3", "nanochat", "nanochat-all-heads",
             "starcoder2", "starcoder2-window")  # fmt: skip
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
-EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3-7-layers": (
-        "Gemma3TextConfig",
-        {
-            "head_dim": 10, "query_pre_attn_scalar": 10, "num_hidden_layers": 7, "sliding_window": 6,
-            "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}, "sliding_attention": PLAIN},
-        },
-    ),
-    "llama3-8192": ("LlamaConfig", {"rope_parameters": LLAMA3, "head_dim": 16}),
-    "llama-32": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 64}),
-}  # fmt: skip
+EXTRA = GGUF_CASES | {"llama-32": ("LlamaConfig", {"hidden_size": 32, "intermediate_size": 64})}
 STORED = [case for case in CASES if case not in LEFT_OUT]
 
 

@@ -20,7 +20,7 @@ from helpers.models import TINY, make_folder, make_weights
 
 transformers = pytest.importorskip("transformers")
 
-from helpers.families import CASES, LINEAR, PLAIN  # noqa: E402
+from helpers.families import CASES, GGUF_CASES  # noqa: E402
 from helpers.families import make_folder as make_family  # noqa: E402
 from nanoinfer.config import ModelConfig  # noqa: E402
 from nanoinfer.models.checkpoints import gguf_export  # noqa: E402
@@ -32,17 +32,7 @@ from nanoinfer.models.checkpoints.weights import Weights  # noqa: E402
 from nanoinfer.models.parameters import shapes  # noqa: E402
 from nanoinfer.utils.arrays import HostTensor  # noqa: E402
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 32.0, "low_freq_factor": 1.0,
-          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
-EXTRA: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma3-7-layers": (
-        "Gemma3TextConfig",
-        {
-            "head_dim": 10, "query_pre_attn_scalar": 10, "num_hidden_layers": 7, "sliding_window": 6,
-            "rope_parameters": {"full_attention": LINEAR | {"rope_theta": 1e6}, "sliding_attention": PLAIN},
-        },
-    ),
-    "llama3-8192": ("LlamaConfig", {"rope_parameters": LLAMA3, "head_dim": 16}),
+EXTRA = GGUF_CASES | {
     "gpt_neox-tied": ("GPTNeoXConfig", {"num_key_value_heads": None, "hidden_size": 32, "tie_word_embeddings": True}),
     "olmo2-tied": ("Olmo2Config", {"tie_word_embeddings": True}),
 }  # fmt: skip

@@ -2,27 +2,14 @@
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 //
 // A group of 32 inputs adds  scale_a (scale_w sum (code - offset) a - minimum sum a)  to each sum, with the exact sums of
-// integers of each 16 or 32 inputs that share a scale. A row alone reads the weights from their records. For several rows, the
-// records are unpacked, 256 inputs at a time, which then all rows of a block are multiplied with: both read the same
-// numbers through the same functions, so the result of a row does not depend on the number of rows.
+// integers of each 16 or 32 inputs that share a scale. One or two rows read the weights from their records. For more, the
+// records are unpacked, 256 inputs at a time, and all rows of a block are multiplied with them. Both read the same numbers
+// and compute with the same functions, so the result of a row does not depend on the number of rows.
 #pragma once
 
 #include "products.h"
 
-// Not checked by the sanitizers: with 13 formats, checked products take many minutes to compile.
-#define NI_UNCHECKED __attribute__((no_sanitize("address", "undefined")))
-
 constexpr std::int64_t kPrefetchBlocks = 16384;  // into the second-level cache; docs/log.md has the measurement
-
-// What lies at bits `from` to `from + width` of each byte, moved to bit `to`.
-NI_INLINE i32x16 bit_field(i32x16 x, int from, int width, int to) {
-  const std::uint32_t mask = ((1u << width) - 1) * 0x01010101u << to;
-  NI_EACH {
-    const vu u = bits<vu>(x.v[i]);
-    x.v[i] = bits<vi>((from > to ? u >> (from - to) : u << (to - from)) & mask);
-  }
-  return x;
-}
 
 // How many lines of codes can be multiplied and added in 16 bits, where that takes fewer instructions than dot4, else 0.
 // Codes of 8 bits are made signed for that.
@@ -113,7 +100,7 @@ using ChunkOf = Chunk<BlockFormat(type).groups(), BlockFormat(type).minimum, Rec
 
 // Unpack the groups [from, from + count) of a panel; `from` begins a record.
 template <WeightType type>
-NI_UNCHECKED void unpack_chunk(const std::uint8_t* panel, std::int64_t from, int count, ChunkOf<type>& to) {
+void unpack_chunk(const std::uint8_t* panel, std::int64_t from, int count, ChunkOf<type>& to) {
   using R = Record<type>;
   for (int g = 0; g < count; g += R::kGroups) {
     const R record(panel + (from + g) / R::kGroups * R::f.record());
@@ -152,8 +139,8 @@ NI_INLINE void add_inputs(const W& w, int offset_bits, int g, int s, int h, cons
   i32x16 dot[M][N], sum[M];
   NI_ROWS {
     sum[m] = broadcast(u.sum[s * M + m]);
-    if (W::kScales == 1) sum[m] = sum[m] + broadcast(u.sum[M + m]);
-    NI_UNROLL(2) for (int n = 0; n < N; ++n) 
+    if constexpr (W::kScales == 1) sum[m] = sum[m] + broadcast(u.sum[M + m]);
+    NI_UNROLL(2) for (int n = 0; n < N; ++n)
       dot[m][n] = W::kMinimum || kSigned ? broadcast(0) : sum[m] << offset_bits;
   }
   NI_UNROLL(8) for (int first = 0; first < kQuads; first += kStep) {
@@ -211,7 +198,7 @@ NI_INLINE void finish_panel(const MatmulTask& task, std::int64_t panel, std::int
 }
 
 template <WeightType type, int M>
-NI_UNCHECKED void multiply_rows(const MatmulTask& task, std::int64_t panel) {
+void multiply_rows(const MatmulTask& task, std::int64_t panel) {
   using R = Record<type>;
   const Matrix& w = *task.w;
   const Tile t{w.data + panel * w.panel_bytes, task.x, w.depth};
@@ -226,7 +213,7 @@ NI_UNCHECKED void multiply_rows(const MatmulTask& task, std::int64_t panel) {
 
 // A tile of rows times the `count` groups of a chunk. `sums` are the tile's sums of the groups before `from`, or of all.
 template <class C, int M>
-NI_UNCHECKED void multiply_chunk(const MatmulTask& task, const C& chunk, std::int64_t from, int count, std::int64_t panel,
+void multiply_chunk(const MatmulTask& task, const C& chunk, std::int64_t from, int count, std::int64_t panel,
                     std::int64_t row, float (*sums)[kPanel]) {
   const Matrix& w = *task.w;
   Acc<M> acc;

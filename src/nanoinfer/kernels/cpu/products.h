@@ -128,12 +128,12 @@ NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
       prefetch(w + kPrefetch);
       prefetch(w + kPrefetch + 64);
       const i32x16 q0 = load_ints(w), q1 = load_ints(w + 64);
-      const i32x16 low0 = low_nibbles(q0), low1 = low_nibbles(q1);
+      const i32x16 low0 = bit_field(q0, 0, 4, 0), low1 = bit_field(q1, 0, 4, 0);
       NI_ROWS {
         dot[m][0] = dot4(dot[m][0], low0, u.x[m]);
         dot[m][1] = dot4(dot[m][1], low1, u.x[m]);
       }
-      const i32x16 high0 = high_nibbles(q0), high1 = high_nibbles(q1);
+      const i32x16 high0 = bit_field(q0, 4, 4, 0), high1 = bit_field(q1, 4, 4, 0);
       NI_ROWS {
         dot[m][0] = dot4(dot[m][0], high0, u.x[M * (kGroup / 8) + m]);
         dot[m][1] = dot4(dot[m][1], high1, u.x[M * (kGroup / 8) + m]);

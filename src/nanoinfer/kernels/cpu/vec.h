@@ -331,11 +331,16 @@ NI_INLINE i32x16 add_sums(i32x16 acc, i32x16 pairs) {
 #endif
   return acc;
 }
-NI_INLINE i32x16 low_nibbles(i32x16 q) { NI_EACH q.v[i] &= 0x0f0f0f0f; return q; }
-NI_INLINE i32x16 high_nibbles(i32x16 q) {
-  NI_EACH q.v[i] = bits<vi>((bits<vu>(q.v[i]) >> 4) & 0x0f0f0f0fu);
-  return q;
+// What lies at bits `from` to `from + width` of each byte, moved to bit `to`.
+NI_INLINE i32x16 bit_field(i32x16 x, int from, int width, int to) {
+  const std::uint32_t mask = ((1u << width) - 1) * 0x01010101u << to;
+  NI_EACH {
+    const vu u = bits<vu>(x.v[i]);
+    x.v[i] = bits<vi>((from > to ? u >> (from - to) : u << (to - from)) & mask);
+  }
+  return x;
 }
+
 // table[b] of each byte b < 16.
 NI_INLINE i32x16 lookup(i32x16 q, const std::uint8_t* table) {
 #if defined(__AVX512BW__)
