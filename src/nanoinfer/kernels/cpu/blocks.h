@@ -231,17 +231,14 @@ struct ChunkTiles {
 template <class C, int rows>
 struct ChunkTilesFor;
 template <class C>
-struct ChunkTilesFor<C, 1> : ChunkTiles<C, 1> {};
-template <class C>
 struct ChunkTilesFor<C, 2> : ChunkTiles<C, 1, 2> {};
 template <class C>
 struct ChunkTilesFor<C, 6> : ChunkTiles<C, 1, 2, 3, 4, 5, 6> {};
 
 template <WeightType type>
 void matmul_blocks(const MatmulTask& task, std::int64_t begin, std::int64_t end) {
-  constexpr int kAlone = kRowsInt < 2 ? 1 : 2;  // rows that read the records themselves
-  if (task.rows <= kAlone) {
-    const auto multiply = task.rows == 1 ? multiply_rows<type, 1> : multiply_rows<type, kAlone>;
+  if (task.rows <= 2) {
+    const auto multiply = task.rows == 1 ? multiply_rows<type, 1> : multiply_rows<type, 2>;
     for (std::int64_t panel = begin; panel < end; ++panel) multiply(task, panel);
     return;
   }

@@ -5,12 +5,8 @@
 constexpr std::size_t kPrefetch = 4096;
 
 // Rows of activations that share one pass over a panel: as many as fit in the registers for accumulators.
-#if defined(__SANITIZE_ADDRESS__)  // a sanitized tile takes half a minute to compile
-constexpr int kRowsFloat = 2, kRowsInt = 1;
-#else
 constexpr int kRowsFloat = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 2;
 constexpr int kRowsInt = kWidth == 16 ? 6 : 2;  // each row needs an integer and a float accumulator
-#endif
 // Size limit of the prepared rows that are processed together, so that they fit in the second-level cache.
 constexpr std::size_t kRowBlockBytes = 384 << 10;
 

@@ -9,6 +9,9 @@ if(NANOINFER_SANITIZE)
   add_compile_options(${SANITIZE})
   add_link_options(${SANITIZE})
   set(OPTIMIZE -O1)  # checked kernels take minutes to compile at -O3
+  # And with each access checked in place, by two sanitizers: here by a call, by AddressSanitizer alone.
+  set(SANITIZE_KERNELS -DNANOINFER_ROLLED --param asan-instrumentation-with-call-threshold=0
+    -fno-sanitize=null,alignment,object-size,pointer-overflow)
 else()
   set(OPTIMIZE -O3)
 endif()
@@ -22,7 +25,7 @@ function(add_kernels target name)
   add_library(kernels_${name} OBJECT ${CPU}/kernels.cpp)
   target_compile_definitions(kernels_${name} PRIVATE NANOINFER_ISA=${name})
   target_compile_options(kernels_${name} PRIVATE -Wall -Wextra -Wno-psabi -Wno-uninitialized -Wno-maybe-uninitialized
-    ${OPTIMIZE} -fPIC -ffp-contract=off ${ARGN})
+    ${OPTIMIZE} ${SANITIZE_KERNELS} -fPIC -ffp-contract=off ${ARGN})
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:kernels_${name}>)
 endfunction()
 
@@ -35,7 +38,7 @@ function(add_cpu_sources target)
   set_source_files_properties(${CPU}/format.cpp PROPERTIES COMPILE_OPTIONS -ffp-contract=off)
   target_compile_options(${target} PRIVATE -Wall -Wextra ${OPTIMIZE})
   target_link_libraries(${target} PRIVATE Threads::Threads)
-  add_kernels(${target} scalar)
+  add_kernels(${target} scalar -DNANOINFER_ROLLED)  # for other CPUs than these: unrolled, it takes minutes to compile
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     add_kernels(${target} avx2 ${AVX2})
     add_kernels(${target} avx512 ${AVX512})

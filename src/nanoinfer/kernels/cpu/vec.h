@@ -28,9 +28,9 @@ struct f32x16 { vf v[kParts]; };
 struct i32x16 { vi v[kParts]; };
 
 #define NI_EACH for (int i = 0; i < kParts; ++i)
-// Unroll the loop that follows. Not under the sanitizers, which check each copy: that takes minutes to compile.
+// Unroll the loop that follows, where speed is worth the time to compile the copies (sources.cmake).
 #define NI_PRAGMA(text) _Pragma(#text)
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(NANOINFER_ROLLED)
 #define NI_UNROLL(n)
 #else
 #define NI_UNROLL(n) NI_PRAGMA(GCC unroll n)
