@@ -94,12 +94,12 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 def test_hostile_options(
     group: int, num_pairs: int, call: Callable[..., Any], folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    from nanoinfer.models.checkpoints import huggingface
+    from nanoinfer.models.checkpoints import hub
 
     def offline(name: str) -> Path:
         raise app.NanoinferError(f"model {name[:50]!r} is not on the Hub")
 
-    monkeypatch.setattr(huggingface, "download", offline)
+    monkeypatch.setattr(hub, "find", offline)
     monkeypatch.setattr("nanoinfer.cli.bench.run", lambda plan, command: ([], False))  # measuring takes seconds
     monkeypatch.setattr("nanoinfer.server.run.serve", lambda llm, config, bound: llm.shutdown())
     mine = PAIRS[group::SHARED]

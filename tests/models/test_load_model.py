@@ -276,7 +276,7 @@ def test_an_error_of_the_hub_ends_with_a_whole_word(monkeypatch: pytest.MonkeyPa
     def fail(*_: object, **__: object) -> None:
         raise OSError("a\x1b[1m " + "wordofmany " * 100)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fail)
     refuses(lambda: load_model("gpt2"), " wordofmany...)", r"a\x1b[1m wordofmany")
 
 

@@ -40,7 +40,7 @@ def test_a_preset_is_the_short_name_of_a_repository(monkeypatch: pytest.MonkeyPa
         asked.append(repository)
         raise NanoinferError("no network")
 
-    monkeypatch.setattr("nanoinfer.models.checkpoints.huggingface.download", download)
+    monkeypatch.setattr("nanoinfer.models.checkpoints.hub._list", download)
     for name in ("gpt2-xl", "smollm2-135m", "some/model"):
         with pytest.raises(NanoinferError, match="no network"):
             load_model(name)

@@ -27,6 +27,7 @@ COMMANDS = {
     "serve": ("serve:serve", "Serve a model over HTTP with OpenAI's interface."),
     "pack": ("pack:pack", "Pack weights into a folder that engine native maps into memory."),
     "export": ("export:export", "Write a model as a GGUF file, which llama.cpp loads."),
+    "models": ("models:models", "List the built-in models and those in the Hub's cache, and whether they run here."),
     "engines": ("engines:engines", "List the engines and what each supports on this machine."),
     "eval": ("eval:evaluate", "Print the perplexity of a text file, and bits per character."),
     "bench": ("bench:bench", "Measure engines and peers, next to the limits of the hardware."),

@@ -241,8 +241,6 @@ def open_file(path: Path, dtype: str = "float32") -> tuple[Weights, dict[str, Va
     if not isinstance(arch, str) or (layout := ARCHITECTURES.get(arch)) is None:
         known = ", ".join(ARCHITECTURES)
         raise NanoinferError(f"{where}: general.architecture={show(arch)} is not supported: only {known} are")
-    if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
-        raise NanoinferError(f"{where}: split.count={show(parts)}: join the files with llama-gguf-split --merge")
     config = _read_config(file, where, arch, layout)
     return check(config, _as_stored(file, layout), where, dtype, stored_family(config, layout)), file.metadata
 

@@ -11,6 +11,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,9 @@ MAX_STRINGS = 1 << 21  # in all arrays; Gemma's tokens and merges are 777,000, t
 MAX_KEY_BYTES = 65535  # of a key or a tensor's name, as the format limits keys
 MAX_DIMENSIONS = 4
 MAX_ALIGNMENT = 1 << 16
+MAX_PARTS = 512  # of a model; the largest have some tens
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+"""The end of the name of one of several parts."""
 _CHUNK = 1 << 20
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8",
@@ -86,12 +90,45 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Return the metadata and the tensors of a GGUF file.
+    """Return the metadata and the tensors of a GGUF file, of all its parts if it is one of several.
+
+    The parts are those of llama-gguf-split: NAME-00001-of-00003.gguf and so on, the metadata in the first of them.
 
     Raises:
-        NanoinferError: the file is missing, is not a valid GGUF file of version 2 or 3, or has tensors of an
-            unsupported format.
+        NanoinferError: a file is missing, is not a valid GGUF file of version 2 or 3, or has tensors of an unsupported
+            format; or the parts are not those of one model.
     """
+    found = _read_file(path)
+    if (count := found.metadata.get("split.count", 0)) in (0, 1):
+        return found
+    if type(count) is not int or not 1 < count <= MAX_PARTS:
+        raise NanoinferError(f"{escaped(path)}: split.count={show(count)} is not a number from 2 to {MAX_PARTS}")
+    name = PART.search(path.name)
+    if name is None or int(name[2]) != count:
+        raise NanoinferError(
+            f"{escaped(path)} is one of {count} parts, which are found by their names: name them as they were"
+            f" downloaded, NAME-00001-of-{count:05d}.gguf"
+        )
+    stem, suffix = path.name[: name.start()], path.name[-5:]
+    paths = [path.with_name(f"{stem}-{i:05d}-of-{count:05d}{suffix}") for i in range(1, count + 1)]
+    parts = [_read_file(path) for path in paths]
+    tensors: dict[str, StoredTensor] = {}
+    for i, (file, part) in enumerate(zip(paths, parts, strict=True)):
+        for key, wanted in (("split.no", i), ("split.count", count)):
+            if (value := part.metadata.get(key)) != wanted:
+                raise NanoinferError(f"{escaped(file)}: {key}={show(value)}, but its name says {wanted}")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise NanoinferError(f"{escaped(file)}: tensor {show(min(twice))} is in another part too")
+        tensors |= part.tensors
+    total = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if total != len(tensors):
+        where = escaped(paths[0])
+        raise NanoinferError(f"{where}: split.tensors.count={show(total)}, but its parts have {len(tensors)}")
+    return GGUFFile(parts[0].metadata, tensors)
+
+
+def _read_file(path: Path) -> GGUFFile:
+    """Return the metadata and the tensors of one file."""
     file = RegularFile(path, "GGUF")
     header = _Header(file)
     _check_version(header)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.models.checkpoints import chat_files, hf_config
+from nanoinfer.models.checkpoints import hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, read_safetensors, to_safetensors
 from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
@@ -30,43 +29,11 @@ from nanoinfer.utils.files import escaped, read_object, write_folder
 log = logging.getLogger("nanoinfer")
 
 ADAPTER = "adapter_config.json"
-_HUB_FILES = [
-    "config.json",
-    ADAPTER,
-    "generation_config.json",
-    "*.safetensors",
-    "model.safetensors.index.json",
-    "tokenizer.json",
-    "vocab.json",
-    "merges.txt",
-    *chat_files.FILES,
-]
 PICKLED = "pytorch_model.bin"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", PICKLED)
 MAX_INDEX_BYTES = 16 << 20
 # Without this file, AutoTokenizer uses GPT-2's own tokenizer class, which splits text before it applies tokenizer.json.
 _TOKENIZER_CONFIG = b'{"tokenizer_class": "PreTrainedTokenizerFast"}\n'
-
-
-def download(repo_id: str) -> Path:
-    """Return the local folder of a Hub repository; download it if it is not in the cache.
-
-    Raises:
-        NanoinferError: the repository does not exist, or it is not in the cache and the network is unavailable.
-    """
-    try:
-        import huggingface_hub
-
-        folder = Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_HUB_FILES))
-        if (folder / "config.json").is_file() and not any(folder.glob("*.safetensors")):
-            huggingface_hub.snapshot_download(repo_id, allow_patterns=[PICKLED])  # into the same folder
-        return folder
-    except Exception as e:  # of many types: HTTP, DNS, cache, permission, no such module
-        reason = textwrap.shorten(escaped(" ".join(str(e).split()), 4000), 160, placeholder="...") or type(e).__name__
-        raise NanoinferError(
-            f"model {repo_id!r} could not be fetched from the Hugging Face Hub ({reason}): check the name and the"
-            " network, or give a local folder, a ckpt.pt, shakespeare, or random:gpt2"
-        ) from None
 
 
 def open_folder(folder: Path, dtype: str = "float32") -> Weights:

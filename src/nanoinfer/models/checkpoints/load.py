@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError, about
 from nanoinfer.models import tokenizers
-from nanoinfer.models.checkpoints import chat_files, gguf, gguf_tokenizer, huggingface, nanochat, nanogpt, packed
+from nanoinfer.models.checkpoints import chat_files, gguf, gguf_tokenizer, hub, huggingface, nanochat, nanogpt, packed
 from nanoinfer.models.checkpoints.gguf_file import MAGIC
 from nanoinfer.models.checkpoints.stored import is_safetensors
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
-from nanoinfer.models.presets import PRESETS, REPOSITORIES
+from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.tokenizer_limits import MAX_TOKENS
 from nanoinfer.utils.checks import require_int, show
 from nanoinfer.utils.files import escaped, first_bytes
@@ -112,6 +111,8 @@ def load_model(
     if str(name).startswith("wide:"):
         return _widened(str(name), dtype, seed, tokenizer, max_model_len)
     name, path = str(name), _model_place(name)
+    if not path.exists() and not name.startswith("random:"):
+        path = _from_hub(name)
     dataset, metadata, checkpoint = None, None, None
     if name.startswith("random:"):
         weights = _random(name, dtype, seed)
@@ -122,7 +123,6 @@ def load_model(
     elif path.exists() and not path.is_dir():
         weights, dataset = nanogpt.open_checkpoint(path, dtype)
     else:
-        path = path if path.is_dir() else _hub_folder(name)
         weights = packed.open_folder(path) if packed.is_packed(path) else huggingface.open_folder(path, dtype)
     weights = weights.shortened(max_model_len)
     config = weights.config
@@ -252,22 +252,23 @@ def _widened(name: str, dtype: str, seed: int, tokenizer: str | None, max_model_
     return loaded
 
 
-def _hub_folder(name: str) -> Path:
-    """Return the local folder of a Hub repository. Raises NanoinferError if `name` is not a repository id."""
+def _from_hub(name: str) -> Path:
+    """Return the local folder or file of a model on the Hub. Raises NanoinferError if it is not on the Hub."""
     parts = name.split("/")
     local = len(parts) > 2 or (len(parts) == 2 and os.path.exists(parts[0]))  # False for a name that is too long
-    if (
+    if not name.startswith(hub.SCHEME) and (
         local
         or name.startswith((".", "/", "~"))
         or name.endswith((".pt", ".bin", ".safetensors", ".gguf", ".GGUF", "/"))
     ):
         raise NanoinferError(f"model {show(name)}: there is no such file or folder")
-    if not all(re.fullmatch(r"[\w][\w.-]*", part) for part in parts):
+    if (found := hub.find(name)) is None:
         raise NanoinferError(
             f"model {show(name)} is neither built in ({', '.join(builtin_names())}), nor random:<preset>, nor"
-            " wide:<model>:<preset>, nor a path that exists, nor a Hub repository id"
+            " wide:<model>:<preset>, nor a path that exists, nor on the Hub as owner/repo, owner/repo:Q4_K_M or"
+            " hf://owner/repo/name.gguf"
         )
-    return huggingface.download(REPOSITORIES.get(name, name))
+    return found
 
 
 def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
@@ -276,6 +277,7 @@ def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
     `num_tokens`: of the model that it is for; a far larger one is refused before it is parsed.
     """
     name, path = str(name), _place(name)
+    path = path if path.exists() else _from_hub(name)
     if is_gguf(path):
         return gguf.open_tokenizer(path)
     if path.is_file() and path.name == nanochat.TOKENIZER:
@@ -284,11 +286,10 @@ def load_tokenizer(name: str, num_tokens: int = MAX_TOKENS) -> Tokenizer:
         return nanogpt.load_meta(path)
     if path.is_file():
         return tokenizers.from_file(path, num_tokens)
-    folder = path if path.is_dir() else _hub_folder(name)
-    if (meta := folder / "meta.pkl").is_file() and not (folder / "tokenizer.json").is_file():
+    if (meta := path / "meta.pkl").is_file() and not (path / "tokenizer.json").is_file():
         return nanogpt.load_meta(meta)
-    if (found := tokenizers.from_folder(folder, num_tokens)) is None:
-        raise NanoinferError(f"{escaped(folder)} has no tokenizer.json, no vocab.json with merges.txt, and no meta.pkl")
+    if (found := tokenizers.from_folder(path, num_tokens)) is None:
+        raise NanoinferError(f"{escaped(path)} has no tokenizer.json, no vocab.json with merges.txt, and no meta.pkl")
     return found
 
 
