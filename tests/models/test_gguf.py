@@ -208,7 +208,6 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "zero": ({"llama.embedding_length": 0}, ["llama.embedding_length=0"]),
     "huge": ({"llama.block_count": 2**31}, ["llama.block_count=2147483648"]),
     "more layers": ({"llama.block_count": 2**30}, ["llama.block_count=1073741824", "4"]),
-    "parts": ({"split.count": np.uint16(3)}, ["split.count=3", "--merge"]),
     "bidirectional": ({"llama.attention.causal": False}, ["llama.attention.causal=False"]),
     "long list": ({"llama.x": np.zeros(10**6, np.uint8)}, ["llama.x", "4096"]),
     "start token": ({"tokenizer.ggml.bos_token_id": 61}, ["tokenizer.ggml.bos_token_id=61", "60"]),

@@ -205,6 +205,14 @@ def metadata(name: str, value: object) -> Callable[[dict[str, Any]], None]:
     return lambda header: header["__metadata__"].update({name: value})
 
 
+def blocks(formats: str) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header["__metadata__"].update(version="2", formats=formats)
+
+
+def wte(formats: Any) -> Callable[[dict[str, Any]], None]:
+    return blocks(json.dumps({"transformer.wte.weight": formats}))
+
+
 def rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
     return lambda header: header.update({new: header.pop(old)})
 
@@ -219,7 +227,17 @@ def split(header: dict[str, Any]) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
-    "version": (metadata("version", "2"), "version='2'"),
+    "version": (metadata("version", "3"), "version='3'"),
+    "formats that are not JSON": (blocks("{"), "formats cannot be read"),
+    "formats of another type": (blocks("[]"), "formats of 'formats' are []"),
+    "formats of no matrix": (blocks('{"x": [["q4_k", 64]]}'), "formats of 'x'"),
+    "no formats of a matrix": (wte([]), "transformer.wte.weight' are []"),
+    "unknown format": (wte([["int8", TINY.vocab_size]]), "transformer.wte.weight' are [['int8'"),
+    "format of another type": (wte([[["q8_0"], TINY.vocab_size]]), "transformer.wte.weight"),
+    "rows of another type": (wte([["q8_0", float(TINY.vocab_size)]]), "transformer.wte.weight"),
+    "too few rows": (wte([["q8_0", 32]]), "transformer.wte.weight"),
+    "too many parts": (wte([["q8_0", 16]] * 4), "transformer.wte.weight"),
+    "another size of blocks": (wte([["q8_0", TINY.vocab_size]]), "transformer.wte.weight is uint8"),
     "version of another type": (metadata("version", 1), "version=1"),
     "no version": (lambda header: header["__metadata__"].pop("version"), "version=None"),
     "weights": (metadata("weights", "int3"), "weights='int3'"),

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.errors import refuses
 from helpers.gguf_files import Stored, as_f16, as_f32, write_gguf
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.models.checkpoints import gguf
+from nanoinfer.cli.app import run
+from nanoinfer.models.checkpoints import gguf, packed
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Format
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
@@ -123,7 +125,7 @@ def test_floats_are_not_packed_in_formats_of_files() -> None:
         _native.multiply(
             weights=np.ones((4, 256), np.float32), bias=None, x=np.ones((1, 256), np.float32), format="q4_k"
         )
-    with pytest.raises(ValueError, match="'q6_k' is packed from blocks only"):
+    with pytest.raises(ValueError, match="'q6_k' is packed from blocks: use pack_blocks"):
         _native.pack(values=np.ones((4, 256), np.float32), dtype="float32", format="q6_k", threads=1)
 
 
@@ -182,7 +184,8 @@ def test_every_matrix_keeps_its_formats(mixed_file: Path) -> None:
     assert formats[layer(0) + "attn.c_attn.weight"] == (("q4_k", 6 * D), ("q6_k", 2 * D))
     assert formats[layer(1) + "attn.c_attn.weight"] == (("q5_k", 4 * D), ("q3_k", 2 * D), ("q2_k", 2 * D))
     assert formats[layer(3) + "attn.c_attn.weight"] == (("q5_k", 4 * D), ("q8_0", 2 * D), ("q5_k", 2 * D))
-    assert layer(2) + "mlp.c_gate.weight" not in formats
+    assert formats[layer(2) + "mlp.c_gate.weight"] == (("q8_0", F),)  # stored in F16, and shares its inputs with c_fc
+    assert formats[layer(3) + "mlp.c_fc.weight"] == (("q8_0", F),)
     assert formats[layer(1) + "mlp.c_gate.weight"] == (("q4_1", F),)
 
 
@@ -199,6 +202,35 @@ def test_logits_are_those_of_the_dequantized_model(mixed_file: Path) -> None:
         for p, q in zip((a.prompt_logprobs or [])[1:], (b.prompt_logprobs or [])[1:], strict=True):
             ours, theirs = (np.array([(row or {})[t].logprob for t in range(V)]) for row in (q, p))
             assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.25 * theirs.std()
+
+
+def test_a_packed_folder_keeps_the_formats(
+    mixed_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "packed"
+    assert run(["pack", str(mixed_file), "--output", str(folder)]) == 0
+    assert " q4_k q5_0 q5_1 " in capsys.readouterr().err
+    weights = packed.open_folder(folder)
+    assert weights.block_formats == gguf.open_file(mixed_file)[0].block_formats
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=V)
+    original, mapped = (LLM(str(place)).generate([[1, 2, 3]], params)[0].outputs[0] for place in (mixed_file, folder))
+    assert mapped.logprobs == original.logprobs
+    assert mapped.token_ids == original.token_ids
+    refuses(
+        lambda: LLM(str(folder), dtype="float32"),
+        "packed as blocks of a GGUF file",
+        "dtype='float32' needs the original",
+    )
+    refuses(lambda: LLM(str(folder), quantization="int8"), "quantization='int8' needs the original")
+    assert run(["pack", str(mixed_file), "--output", str(tmp_path / "dense"), "--dtype", "float32"]) == 0
+    assert packed.open_folder(tmp_path / "dense").block_formats == {}
+
+
+def test_rows_are_packed_as_whole_blocks() -> None:
+    with pytest.raises(ValueError, match="rows have 145 bytes, must have whole blocks of 144"):
+        _native.pack_blocks(blocks=np.zeros((2, 145), np.uint8), format="q4_k", threads=1)
+    with pytest.raises(ValueError, match="'int8' has no blocks: use pack"):
+        _native.pack_blocks(blocks=np.zeros((2, 144), np.uint8), format="int8", threads=1)
 
 
 def test_tokens_do_not_depend_on_company_or_speculation(mixed_file: Path) -> None:

@@ -3,7 +3,7 @@
 Examples:
     nanoinfer pack gpt2 --quantization int8 --output out/gpt2-int8
     nanoinfer pack out/notes --dtype bfloat16 --output out/notes-bf16
-    nanoinfer pack random:gpt2-xl --quantization int4 --output out/xl
+    nanoinfer pack path/to/model-Q4_K_M.gguf --output out/model
 """
 
 from __future__ import annotations
@@ -36,17 +36,25 @@ _FLAGS = ("dtype", "quantization", "threads")
 @flags(EngineConfig, "options", skip=tuple(f.name for f in dataclasses.fields(EngineConfig) if f.name not in _FLAGS))
 def pack(model: str, output: Path, tokenizer: str | None, options: EngineConfig) -> None:
     """Pack weights into a folder that engine native maps into memory."""
+    from nanoinfer.engines.devices import resolve_dtype
     from nanoinfer.models import tokenizers
     from nanoinfer.models.checkpoints import chat_files, packed
     from nanoinfer.models.checkpoints.load import load_model
     from nanoinfer.utils.files import write_folder
 
-    if (options.quantization is None) == (options.dtype == "auto"):
-        raise NanoinferError("the weight format must be given: use either --quantization (int8, int4) or --dtype")
     if options.quantization is not None:
         require_choice("quantization", options.quantization, packed.QUANTIZATIONS)
-    format = options.quantization or options.dtype
+        if options.dtype != "auto":
+            raise NanoinferError("the weight format is given twice: use either --quantization or --dtype")
     loaded = load_model(model, tokenizer=tokenizer)
+    format = options.quantization or options.dtype
+    if format != "auto":
+        loaded.weights = dataclasses.replace(loaded.weights, block_formats={})
+    elif not loaded.weights.block_formats:
+        raise NanoinferError("the weight format must be given: use either --quantization (int8, int4) or --dtype")
+    else:
+        format = resolve_dtype("auto", "cpu", loaded.weights.stored_dtype)
+    block_formats = loaded.weights.block_formats
     tokenizer_json = None
     if loaded.tokenizer is None:
         complain(f"no tokenizer is written: {loaded.no_tokenizer_reason}")
@@ -57,4 +65,8 @@ def pack(model: str, output: Path, tokenizer: str | None, options: EngineConfig)
             loaded.take(), output, format, tokenizer_json, options.threads or environment.num_cpus(), bar.update
         )
     write_folder(output, chat_files.to_files(loaded.chat_template, loaded.special_tokens, loaded.sampling_defaults))
-    print(f"{escaped(output)}: {format} weights of {escaped(model)}, {num_bytes:,} bytes", file=sys.stderr)
+    kept = sorted({name for formats in block_formats.values() for name, _ in formats})
+    print(
+        f"{escaped(output)}: {' '.join(kept) or format} weights of {escaped(model)}, {num_bytes:,} bytes",
+        file=sys.stderr,
+    )

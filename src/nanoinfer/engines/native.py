@@ -10,8 +10,7 @@ residual stream are float32.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ from nanoinfer.engines.sequences import DEFAULTS, Sequences
 from nanoinfer.errors import NanoinferError
 from nanoinfer.kv.plan import resolve_cache_dtype
 from nanoinfer.models.checkpoints.packed import PackedWeights
-from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.checkpoints.weights import Weights, parts
 from nanoinfer.models.rotary import frequencies
 from nanoinfer.utils import environment
-from nanoinfer.utils.arrays import BlockFormats, JoinedBlocks
+from nanoinfer.utils.arrays import BlockMatrix
 
 SHAPE = (
     "vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "mlp_dim", "activation",
@@ -55,7 +54,7 @@ class NativeEngine(Sequences):
         try:
             options = decoder_options(weights, limits, config)
             self._decoder = Decoder(options)
-            self._load(weights, options.formats)
+            self._load(replace(weights, block_formats=options.formats))
         except (ValueError, RuntimeError) as e:  # RuntimeError: threads cannot be created
             raise NanoinferError(f"engine=native: {e}") from None
         except MemoryError:
@@ -67,7 +66,7 @@ class NativeEngine(Sequences):
         self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
         self._num_logits = 0  # of the last step
 
-    def _load(self, weights: Weights, formats: Mapping[str, BlockFormats]) -> None:
+    def _load(self, weights: Weights) -> None:
         if isinstance(weights, PackedWeights):
             for name, panels, scales in weights.matrices():
                 self._decoder.load_packed(name, panels, scales)
@@ -75,15 +74,13 @@ class NativeEngine(Sequences):
                 self._decoder.load(name, values)
         else:
             for name, tensor in weights.read():
-                wanted = formats.get(name, ())
-                parts = tensor.parts if isinstance(tensor, JoinedBlocks) and wanted else (tensor,)
-                for i, part in enumerate(parts):
-                    place = f"{name}:{i}" if i else name
-                    if wanted and part.dtype == wanted[i][0]:
+                for place, part in parts(name, tensor, weights.block_formats.get(name)):
+                    if isinstance(part, BlockMatrix):
                         self._decoder.load_blocks(place, part.values)
                     else:
-                        dense = part.dense()
-                        self._decoder.load(place, dense.values, dense.dtype)
+                        self._decoder.load(place, part.values, part.dtype)
+                    del part
+                del tensor  # before the next one is read
         self._decoder.check_loaded()
 
     @property
@@ -157,13 +154,6 @@ class NativeEngine(Sequences):
         self._handles.clear()
 
 
-def _same_activations(formats: Mapping[str, BlockFormats], mlp_dim: int) -> dict[str, BlockFormats]:
-    """Return the formats with both of c_gate and c_fc, which share their inputs, in blocks if one of them is."""
-    other = {"c_gate": "c_fc", "c_fc": "c_gate"}
-    pairs = [re.sub("c_gate|c_fc", lambda m: other[m[0]], name) for name in formats if ".mlp.c_" in name]
-    return dict.fromkeys(pairs, (("q8_0", mlp_dim),)) | dict(formats)
-
-
 def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig) -> Any:
     """Return the options of the C++ decoder. Setting an attribute that they do not have is an AttributeError."""
     from nanoinfer._native import DecoderOptions
@@ -187,9 +177,9 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
                 f" quantization={quantization!r} needs the original model"
             )
         quantization, options.packed = weights.quantization, True
-    options.weights = quantization or dtype
+    options.weights = weights.format if isinstance(weights, PackedWeights) else quantization or dtype
     if quantization is None:
-        options.formats = _same_activations(weights.block_formats, model.mlp_dim)
+        options.formats = dict(weights.block_formats)
     options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     options.max_num_cached_tokens = limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()

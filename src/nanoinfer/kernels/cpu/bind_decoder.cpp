@@ -127,14 +127,13 @@ PackedSize packed_size(const std::string& format, std::int64_t out, std::int64_t
     throw std::invalid_argument("a matrix must have 1 to 2**26 outputs and inputs, not (" + std::to_string(out) + ", " +
                                 std::to_string(in) + ")");
   const WeightType type = weight_type(format);
-  if (type > WeightType::i4) throw std::invalid_argument("format '" + format + "' is packed from blocks only");
   const std::size_t panels = (out + kPanel - 1) / kPanel;
   return {panels * panel_bytes(type, in), type == WeightType::i8 ? panels * kPanel : 0};
 }
 
-nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std::string& format, int num_threads) {
-  const Stored matrix = stored(values, dtype);
-  const PackedSize size = packed_size(format, matrix.rows, matrix.columns);
+// Return new panels and scales of this size, which `fill` has written on a pool of threads.
+template <class F>
+nb::tuple packed(const PackedSize& size, int num_threads, F&& fill) {
   if (num_threads < 1 || num_threads > 1024) throw std::invalid_argument("threads must be from 1 to 1024");
   std::unique_ptr<std::uint8_t[]> data;
   std::unique_ptr<float[]> scales;
@@ -142,13 +141,35 @@ nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std:
     const ReleasedGil nogil;
     data = std::make_unique<std::uint8_t[]>(size.num_bytes);
     scales = std::make_unique<float[]>(size.num_scales);
-    pack(*ThreadPool::shared(num_threads), weight_type(format), matrix, data.get(), scales.get());
+    fill(*ThreadPool::shared(num_threads), data.get(), scales.get());
   }
   std::uint8_t* bytes = data.get();
   float* floats = scales.get();
   const nb::capsule data_owner(data.release(), [](void* p) noexcept { delete[] static_cast<std::uint8_t*>(p); });
   const nb::capsule scales_owner(scales.release(), [](void* p) noexcept { delete[] static_cast<float*>(p); });
   return nb::make_tuple(Panels(bytes, {size.num_bytes}, data_owner), Scales(floats, {size.num_scales}, scales_owner));
+}
+
+nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std::string& format, int num_threads) {
+  const Stored matrix = stored(values, dtype);
+  const WeightType type = weight_type(format);
+  if (type > WeightType::q8_0) throw std::invalid_argument("format '" + format + "' is packed from blocks: use pack_blocks");
+  return packed(packed_size(format, matrix.rows, matrix.columns), num_threads,
+                [&](ThreadPool& threads, std::uint8_t* data, float* scales) { pack(threads, type, matrix, data, scales); });
+}
+
+nb::tuple pack_rows(const Bytes2& blocks, const std::string& format, int num_threads) {
+  const WeightType type = weight_type(format);
+  if (!has_blocks(type)) throw std::invalid_argument("format '" + format + "' has no blocks: use pack");
+  const std::int64_t rows = blocks.shape(0), bytes = blocks.shape(1), inputs = padded_depth(type, 1);
+  const std::int64_t block = row_bytes(type, inputs);
+  if (bytes % block)
+    throw std::invalid_argument("rows have " + std::to_string(bytes) + " bytes, must have whole blocks of " +
+                                std::to_string(block));
+  const std::int64_t in = bytes / block * inputs;
+  return packed(packed_size(format, rows, in), num_threads, [&](ThreadPool& threads, std::uint8_t* data, float*) {
+    pack_blocks(threads, type, blocks.data(), rows, in, data);
+  });
 }
 
 }  // namespace
@@ -210,6 +231,8 @@ void bind_decoder(nb::module_& m) {
   m.def("pack", &pack_matrix, nb::kw_only(), "values"_a, "dtype"_a, "format"_a, "threads"_a,
         "Pack a matrix (out, in) on all threads; return its panels and scales for Decoder.load_packed. The values are"
         " as in Decoder.load.");
+  m.def("pack_blocks", &pack_rows, nb::kw_only(), "blocks"_a.noconvert(), "format"_a, "threads"_a,
+        "The same for the rows of blocks of a GGUF file, (out, bytes of a row), in their format.");
 
   nb::class_<Guarded>(m, "Decoder",
                       "A model on the CPU. Load every tensor, then open, extend, truncate, fork and close sequences.\n\n"

@@ -26,17 +26,23 @@ from numpy.typing import NDArray
 
 from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError, about
-from nanoinfer.models.checkpoints import hf_config
+from nanoinfer.models.checkpoints import gguf_formats, hf_config
 from nanoinfer.models.checkpoints.stored import StoredTensor, make_header, read_with_metadata
-from nanoinfer.models.checkpoints.weights import POSITIONS, Weights
+from nanoinfer.models.checkpoints.weights import POSITIONS, Weights, part_name, parts
 from nanoinfer.models.parameters import LAYER, shapes
+from nanoinfer.utils.arrays import BlockFormats, BlockMatrix
 from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped, reason, replacing, write_atomically
+from nanoinfer.utils.files import escaped, parse_json, reason, replacing, write_atomically
 
 FILE = "packed.safetensors"
 FORMAT, VERSION, BYTE_ORDER = "nanoinfer-packed", "1", "little"
+BLOCKS_VERSION = "2"
+"""The version of a file with matrices in formats of GGUF files, which are in its metadata."""
 QUANTIZATIONS = ("int8", "int4")
 FORMATS = (*DTYPES, *QUANTIZATIONS)
+"""Formats of all matrices, or of those without a format of GGUF files."""
+_BLOCKS = frozenset(format.name.lower() for format in gguf_formats.FORMATS.values() if format.block_size > 1)
+MAX_PARTS = 3  # of a matrix: queries, keys and values
 _PAGE = 4096  # the data begins at a multiple of it
 _ALIGNMENT = 64  # of panels, for the kernels
 
@@ -80,20 +86,25 @@ class PackedWeights(Weights):
         return replace(weights, arrays=arrays)
 
     def matrices(self) -> Iterator[tuple[str, NDArray[np.uint8], NDArray[np.float32]]]:
-        """Yield the name, panels and scales of each matrix of `config`."""
-        for name in pieces(self.config, self.format):
+        """Yield the name, panels and scales of each matrix of `config`, or of each of its parts."""
+        for name in pieces(self.config, self.format, self.block_formats):
             if (panels := self.arrays[name]).dtype == np.uint8:
                 yield name, panels, self.arrays.get(_scales_of(name), np.empty(0, np.float32))
 
     def vectors(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
         """Yield the name and values of each bias, each parameter of a layer norm, and the position embeddings."""
-        for name in pieces(self.config, self.format):
+        for name in pieces(self.config, self.format, self.block_formats):
             if (values := self.arrays[name]).dtype == np.float32 and not name.endswith(".scales"):
                 yield name, values
 
 
-def pieces(config: ModelConfig, format: str) -> dict[str, Piece]:
+def pieces(config: ModelConfig, format: str, block_formats: Mapping[str, BlockFormats]) -> dict[str, Piece]:
     """Return the pieces of a file: panels first, which are aligned because their sizes are multiples of 64 bytes.
+
+    Args:
+        config: the model's shape.
+        format: of the matrices that `block_formats` does not have.
+        block_formats: as `Weights.block_formats`.
 
     Raises:
         NanoinferError: the native extension is missing, or a matrix is too large for it.
@@ -104,13 +115,14 @@ def pieces(config: ModelConfig, format: str) -> dict[str, Piece]:
         if len(shape) == 1 or name == POSITIONS:
             rest[name] = Piece("float32", shape)
             continue
-        try:
-            num_bytes, num_scales = packed_size(format=format, rows=shape[0], columns=shape[1])
-        except (ValueError, TypeError) as e:
-            raise NanoinferError(f"tensor {name}: {reason(e)}") from None
-        panels[name] = Piece("uint8", (num_bytes,))
-        if num_scales:
-            rest[_scales_of(name)] = Piece("float32", (num_scales,))
+        for i, (part_format, rows) in enumerate(block_formats.get(name, ((format, shape[0]),))):
+            try:
+                num_bytes, num_scales = packed_size(format=part_format, rows=rows, columns=shape[1])
+            except (ValueError, TypeError) as e:
+                raise NanoinferError(f"tensor {name}: {reason(e)}") from None
+            panels[part_name(name, i)] = Piece("uint8", (num_bytes,))
+            if num_scales:
+                rest[_scales_of(name)] = Piece("float32", (num_scales,))
     return panels | rest
 
 
@@ -162,8 +174,9 @@ def open_folder(folder: Path) -> PackedWeights:
         raise NanoinferError(f"{where}: n_layer={config.n_layer}, but the file has {len(layers)} layers")
     if (size := metadata.get("vocab_size")) != str(config.vocab_size):  # panels are padded to multiples of 32 outputs
         raise NanoinferError(f"{where}: vocab_size={config.vocab_size}, but the file has {show(size)}")
+    block_formats = _read_formats(metadata, config, where)
     with about(where):
-        wanted = pieces(config, format)
+        wanted = pieces(config, format, block_formats)
     for name, piece in wanted.items():
         if (found := stored.get(name)) is None:
             raise NanoinferError(f"{where}: {name} is missing")
@@ -191,7 +204,32 @@ def open_folder(folder: Path) -> PackedWeights:
             " original model"
         )
 
-    return PackedWeights(config, _dtype(format), refuse, format, escaped(folder), arrays)
+    return PackedWeights(config, _dtype(format), refuse, format, escaped(folder), arrays, block_formats=block_formats)
+
+
+def _read_formats(metadata: dict[str, str], config: ModelConfig, where: str) -> dict[str, BlockFormats]:
+    """Return the formats of matrices in blocks, {} in a file of version 1."""
+    if metadata["version"] == VERSION:
+        return {}
+    found = parse_json(metadata.get("formats", "{}"), f"{where}: formats cannot be read")
+    sizes = {name: shape[0] for name, shape in shapes(config).items() if len(shape) == 2 and name != POSITIONS}
+    formats: dict[str, BlockFormats] = {}
+    for name, given in found.items() if isinstance(found, dict) else [("formats", found)]:
+        entries: list[Any] = given if isinstance(given, list) and 1 <= len(given) <= MAX_PARTS else [None]
+        if name not in sizes or not all(map(_is_part, entries)) or sum(rows for _, rows in entries) != sizes[name]:
+            raise NanoinferError(
+                f"{where}: formats of {show(name)} are {show(given)}: they must be formats of GGUF files and numbers of"
+                " rows, those of a matrix: pack the original model again"
+            )
+        formats[name] = tuple((format, rows) for format, rows in entries)
+    return formats
+
+
+def _is_part(entry: Any) -> bool:
+    """Return whether an entry of the formats is a format and a number of rows."""
+    if not isinstance(entry, list) or len(entry) != 2:
+        return False
+    return isinstance(entry[0], str) and entry[0] in _BLOCKS and type(entry[1]) is int and entry[1] > 0
 
 
 def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -199,7 +237,7 @@ def _read_header(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     (stored, metadata), where = read_with_metadata(path), escaped(path)
     if metadata.get("format") != FORMAT:
         raise NanoinferError(f"{where} is not a file of packed weights: its format is {show(metadata.get('format'))}")
-    for name, known in (("version", (VERSION,)), ("byte_order", (BYTE_ORDER,)), ("weights", FORMATS)):
+    for name, known in (("version", (VERSION, BLOCKS_VERSION)), ("byte_order", (BYTE_ORDER,)), ("weights", FORMATS)):
         if (value := metadata.get(name)) not in known:
             raise NanoinferError(
                 f"{where}: {name}={show(value)} is not supported: this version of nanoinfer reads"
@@ -214,16 +252,17 @@ def fit_engine(folder: Path, options: EngineConfig) -> EngineConfig:
     Raises:
         NanoinferError: an option requests something else.
     """
-    format = _read_header(folder / FILE)[1]["weights"]
+    metadata = _read_header(folder / FILE)[1]
+    format, blocks = metadata["weights"], metadata["version"] == BLOCKS_VERSION
     quantized = format in QUANTIZATIONS
     fixed = {"engine": "native", "device": "cpu", "quantization": format if quantized else None}
     if not quantized:
-        fixed["dtype"] = format
+        fixed["dtype"] = "auto" if blocks else format
     for name, value in fixed.items():
         if (wanted := getattr(options, name)) not in (value, "auto", None):
             raise NanoinferError(
-                f"{escaped(folder)} is packed as {format} for engine native: {name}={show(wanted)} needs the original"
-                " model"
+                f"{escaped(folder)} is packed as {'blocks of a GGUF file' if blocks else format} for engine native:"
+                f" {name}={show(wanted)} needs the original model"
             )
     return replace(options, **fixed)  # type: ignore[arg-type]  # fields of EngineConfig
 
@@ -240,9 +279,9 @@ def write_folder(
     If it fails or is interrupted, nothing is left of it.
 
     Args:
-        weights: in any dtype; tensors are packed one at a time.
+        weights: in any dtype; tensors are packed one at a time. Matrices with `block_formats` keep them.
         folder: created if it does not exist; must be empty.
-        format: one of FORMATS.
+        format: one of FORMATS, of the other matrices.
         tokenizer_json: content of tokenizer.json, if there is one.
         threads: that pack.
         progress: called with the bytes that are written, and their total.
@@ -253,7 +292,7 @@ def write_folder(
     Raises:
         NanoinferError: the folder contains files or cannot be written.
     """
-    wanted = pieces(weights.config, format)
+    wanted = pieces(weights.config, format, weights.block_formats)
     config = json.dumps(hf_config.to_dict(weights.config, _dtype(format)), indent=2)
     small = {"config.json": config.encode() + b"\n"}
     if tokenizer_json is not None:
@@ -281,10 +320,12 @@ def write_folder(
     return num_bytes
 
 
-def _header(wanted: dict[str, Piece], format: str, config: ModelConfig) -> tuple[bytes, dict[str, int]]:
+def _header(wanted: dict[str, Piece], format: str, weights: Weights) -> tuple[bytes, dict[str, int]]:
     """Return the header, padded so that the data begins at a page, and the offset of each piece in the file."""
     metadata = {"format": FORMAT, "version": VERSION, "byte_order": BYTE_ORDER, "weights": format}
-    metadata["vocab_size"] = str(config.vocab_size)
+    metadata["vocab_size"] = str(weights.config.vocab_size)
+    if weights.block_formats:
+        metadata |= {"version": BLOCKS_VERSION, "formats": json.dumps(dict(weights.block_formats))}
     kinds = {"uint8": "U8", "float32": "F32"}
     entries = {name: (kinds[piece.dtype], piece.shape, piece.num_bytes) for name, piece in wanted.items()}
     header = make_header(entries, metadata, _PAGE)
@@ -296,7 +337,8 @@ def _write_pieces(
     file: BinaryIO, weights: Weights, wanted: dict[str, Piece], format: str, threads: int,
     progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
-    header, starts = _header(wanted, format, weights.config)
+    native = _extension()
+    header, starts = _header(wanted, format, weights)
     total = sum(piece.num_bytes for piece in wanted.values())
     file.write(header)
     done, left = 0, set(wanted)
@@ -313,10 +355,17 @@ def _write_pieces(
         if wanted[name].dtype == "float32":
             put(name, tensor.float32())
             continue
-        tensor = tensor.dense()
-        panels, scales = _extension().pack(values=tensor.values, dtype=tensor.dtype, format=format, threads=threads)
-        put(name, panels)
-        if scales.size:
-            put(_scales_of(name), scales)
+        formats = weights.block_formats.get(name)
+        for i, (place, part) in enumerate(parts(name, tensor, formats)):
+            wanted_format = formats[i][0] if formats else format
+            if isinstance(part, BlockMatrix):
+                panels, scales = native.pack_blocks(blocks=part.values, format=wanted_format, threads=threads)
+            else:
+                panels, scales = native.pack(
+                    values=part.values, dtype=part.dtype, format=wanted_format, threads=threads
+                )
+            put(place, panels)
+            if scales.size:
+                put(_scales_of(name), scales)
     for name in sorted(left):  # biases of a model without biases
         put(name, np.zeros(wanted[name].shape, np.float32))

@@ -16,7 +16,7 @@ from nanoinfer.models.checkpoints.stored import JoinedTensor, StoredTensor
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.base import Family, Recipe
 from nanoinfer.models.parameters import LAYER, shapes
-from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor
+from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor, JoinedBlocks
 from nanoinfer.utils.files import escaped
 
 
@@ -120,7 +120,29 @@ def check(
     read = lambda: ((name, tensor.read()) for name, tensor in tensors.items())  # noqa: E731
     formats = {name: tensor.block_formats for name, tensor in tensors.items() if len(tensor.shape) == 2}
     blocks = {name: found for name, found in formats.items() if found is not None and name != POSITIONS}
+    blocks = _with_shared_inputs(blocks, config.mlp_dim)
     return Weights(config, dtype, read, stored_dtype=_main_dtype(stored), block_formats=blocks)
+
+
+def _with_shared_inputs(formats: Mapping[str, BlockFormats], mlp_dim: int) -> dict[str, BlockFormats]:
+    """Return the formats with both of c_gate and c_fc, which share their inputs, in blocks if one of them is."""
+    other = {"c_gate": "c_fc", "c_fc": "c_gate"}
+    pairs = [re.sub("c_gate|c_fc", lambda m: other[m[0]], name) for name in formats if ".mlp.c_" in name]
+    return dict.fromkeys(pairs, (("q8_0", mlp_dim),)) | dict(formats)
+
+
+def parts(name: str, tensor: HostTensor, formats: BlockFormats | None) -> Iterator[tuple[str, HostTensor]]:
+    """Yield the parts of a tensor that have formats of their own, under the names that the decoder has for them.
+
+    A part is a `BlockMatrix` if it is stored in the format that is wanted, else dense.
+    """
+    for i, part in enumerate(tensor.parts if formats and isinstance(tensor, JoinedBlocks) else (tensor,)):
+        yield part_name(name, i), part if formats and part.dtype == formats[i][0] else part.dense()
+
+
+def part_name(name: str, i: int) -> str:
+    """Return the decoder's name of part `i` of a matrix."""
+    return f"{name}:{i}" if i else name
 
 
 def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:
