@@ -128,7 +128,7 @@ def _with_shared_inputs(formats: Mapping[str, BlockFormats], mlp_dim: int) -> di
     """Return the formats with both of c_gate and c_fc, which share their inputs, in blocks if one of them is."""
     other = {"c_gate": "c_fc", "c_fc": "c_gate"}
     pairs = [re.sub("c_gate|c_fc", lambda m: other[m[0]], name) for name in formats if ".mlp.c_" in name]
-    return dict.fromkeys(pairs, (("q8_0", mlp_dim),)) | dict(formats)
+    return dict(formats) | {name: (("q8_0", mlp_dim),) for name in pairs if name not in formats}
 
 
 def parts(name: str, tensor: HostTensor, formats: BlockFormats | None) -> Iterator[tuple[str, HostTensor]]:
