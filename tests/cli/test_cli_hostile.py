@@ -63,6 +63,7 @@ def base(command: str, folder: Path, out: Path) -> list[str]:
         "batch": [str(folder / "prompts.jsonl"), "-o", f"{out}.jsonl", "--model", tiny, "--max-tokens", "2"],
         "pack": [tiny, "--quantization", "int8", "--output", str(out / "packed")],
         "export": [tiny, f"{out}.gguf", "--no-tokenizer"],
+        "models": [],
         "engines": [],
         "eval": [text, "--model", tiny, "--stride", "32"],
         "bench": ["--batch", "1"],

@@ -205,7 +205,7 @@ def metadata(name: str, value: object) -> Callable[[dict[str, Any]], None]:
     return lambda header: header["__metadata__"].update({name: value})
 
 
-def blocks(formats: str) -> Callable[[dict[str, Any]], None]:
+def blocks(formats: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: header["__metadata__"].update(version="2", formats=formats)
 
 
@@ -228,6 +228,8 @@ def split(header: dict[str, Any]) -> None:
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "version": (metadata("version", "3"), "version='3'"),
+    "no formats": (metadata("version", "2"), "formats cannot be read"),
+    "formats that are not a text": (blocks(5), "formats of 'formats' are 5"),
     "formats that are not JSON": (blocks("{"), "formats cannot be read"),
     "formats of another type": (blocks("[]"), "formats of 'formats' are []"),
     "formats of no matrix": (blocks('{"x": [["q4_k", 64]]}'), "formats of 'x'"),

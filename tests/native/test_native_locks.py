@@ -156,6 +156,11 @@ CASES = {
         _native.packed_size(format="int8", rows=2, columns=8)[0],
         waits=None,
     ),
+    "pack_blocks": Case(
+        lambda s: _native.pack_blocks(blocks=np.zeros((2, 34), np.uint8), format="q8_0", threads=POOL)[0].size,
+        _native.packed_size(format="q8_0", rows=2, columns=32)[0],
+        waits=None,
+    ),
     "ReadBuffer.read": Case(
         lambda s: type(_native.ReadBuffer(num_bytes=1 << 16, threads=POOL).read()), int, waits=None
     ),

@@ -211,7 +211,7 @@ def _read_formats(metadata: dict[str, str], config: ModelConfig, where: str) -> 
     """Return the formats of matrices in blocks, {} in a file of version 1."""
     if metadata["version"] == VERSION:
         return {}
-    found = parse_json(metadata.get("formats", "{}"), f"{where}: formats cannot be read")
+    found = parse_json(str(metadata.get("formats", "")), f"{where}: formats cannot be read")
     sizes = {name: shape[0] for name, shape in shapes(config).items() if len(shape) == 2 and name != POSITIONS}
     formats: dict[str, BlockFormats] = {}
     for name, given in found.items() if isinstance(found, dict) else [("formats", found)]:
