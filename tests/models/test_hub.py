@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from helpers.gguf_files import tiny_gguf
 from helpers.hub_server import HubServer
+from helpers.models import TINY, make_folder
 from nanoinfer.models.checkpoints.hub import group_files, having
 
 REPO = "them/play-GGUF"
@@ -29,7 +31,8 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def hub(content: dict[str, bytes]) -> Iterator[HubServer]:
+def hub(content: dict[str, bytes], tmp_path: Path) -> Iterator[HubServer]:
+    no_tokenizer = make_folder(tmp_path / "gpt2", replace(TINY, vocab_size=50257), chars=None)
     parts = {f"big-F16-0000{i}-of-00002.gguf": content["Q8_0"] + bytes([i]) for i in (1, 2)}
     repositories = {
         REPO: {"README.md": b"play", "mmproj-Q8_0.gguf": b"other"}
@@ -38,6 +41,7 @@ def hub(content: dict[str, bytes]) -> Iterator[HubServer]:
         "them/parts": parts,
         "them/two": {"a-Q8_0.gguf": content["Q8_0"], "b-Q8_0.gguf": content["Q4_K_M"]},
         "them/text": {"README.md": b"no model"},
+        "them/gpt2": {path.name: path.read_bytes() for path in no_tokenizer.iterdir()},
     }
     with HubServer(repositories) as server:
         yield server
@@ -189,11 +193,13 @@ def test_the_cache_is_used_without_the_hub(find: Run, hub: HubServer, offline: b
     assert error == f"model {REPO} has no GGUF file with Q4_K_M in its name; its GGUF files: play-Q8_0.gguf"
 
 
-def test_the_models_of_the_cache_are_listed(find: Run, tmp_path: Path) -> None:
-    found, _ = find(REPO, f"{REPO}:Q8_0", "them/folder", "them/two:Q8_0", "hf://them/two/a-Q8_0.gguf")
+def test_the_models_of_the_cache_are_listed(find: Run, hub: HubServer, tmp_path: Path) -> None:
+    found, _ = find(REPO, f"{REPO}:Q8_0", "them/folder", "them/gpt2", "hf://them/two/a-Q8_0.gguf")
+    hub.requests.clear()
     done = subprocess.run(
         [sys.executable, "-m", "nanoinfer", "models", "--json"],
-        env=os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_CACHE": str(tmp_path / "hf/hub")},
+        env={k: v for k, v in os.environ.items() if not k.startswith("HF_")}
+        | {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": hub.endpoint, "NO_PROXY": "127.0.0.1"},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     rows = {row["name"]: row for row in json.loads(done.stdout)}
@@ -201,6 +207,7 @@ def test_the_models_of_the_cache_are_listed(find: Run, tmp_path: Path) -> None:
         "shakespeare",
         "shakespeare-draft",
         "them/folder",
+        "them/gpt2",
         f"{REPO}:Q4_K_M",
         f"{REPO}:Q8_0",
         "them/two:Q8_0",
@@ -209,6 +216,8 @@ def test_the_models_of_the_cache_are_listed(find: Run, tmp_path: Path) -> None:
     assert rows[f"{REPO}:Q4_K_M"]["num_bytes"] == Path(found[0]).stat().st_size
     assert (rows[f"{REPO}:Q4_K_M"]["format"], rows[f"{REPO}:Q4_K_M"]["why_not"]) == ("float32", None)
     assert "model_type" in rows["them/folder"]["why_not"]
+    assert rows["them/gpt2"]["why_not"] is None
+    assert hub.requests == []  # the tokenizer of a GPT-2 that has none would come from the Hub
 
 
 def test_files_are_grouped_by_model() -> None:

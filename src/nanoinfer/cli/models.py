@@ -43,11 +43,11 @@ def models(as_json: bool) -> None:
 def _describe(model: LocalModel) -> dict[str, Any]:
     """Return the fields of a row. The files' headers are read, as when the model is loaded."""
     from nanoinfer.engines.devices import free_memory
-    from nanoinfer.models.checkpoints.load import load_model
+    from nanoinfer.models.checkpoints.load import open_weights
 
     row = {"name": model.name, "path": str(model.path), "num_bytes": model.num_bytes, "format": None, "why_not": None}
     try:
-        weights = load_model(str(model.path)).take()
+        weights = open_weights(model.path)
     except NanoinferError as e:
         return row | {"why_not": str(e).removeprefix(f"{model.path}: ")}
     formats = Counter(name for parts in weights.block_formats.values() for name, _ in parts)

@@ -123,7 +123,7 @@ def load_model(
     elif path.exists() and not path.is_dir():
         weights, dataset = nanogpt.open_checkpoint(path, dtype)
     else:
-        weights = packed.open_folder(path) if packed.is_packed(path) else huggingface.open_folder(path, dtype)
+        weights = open_weights(path, dtype)
     weights = weights.shortened(max_model_len)
     config = weights.config
     loaded = LoadedModel(name, weights, config, None)
@@ -147,6 +147,17 @@ def load_model(
     else:
         _read_defaults(loaded, path, metadata)
     return loaded
+
+
+def open_weights(path: Path, dtype: str = "float32") -> Weights:
+    """Return the weights of a GGUF file, a packed folder or one in the Hugging Face layout: no tokenizer, no network.
+
+    Raises:
+        NanoinferError: a file is missing, malformed or unsupported.
+    """
+    if is_gguf(path):
+        return gguf.open_file(path, dtype)[0]
+    return packed.open_folder(path) if packed.is_packed(path) else huggingface.open_folder(path, dtype)
 
 
 def _read_defaults(loaded: LoadedModel, path: Path, metadata: Mapping[str, Value] | None) -> None:
