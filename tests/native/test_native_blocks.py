@@ -7,6 +7,7 @@ a product multiplies them in float64 with activations of 8 bits, a scale of larg
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,17 @@ import pytest
 
 from helpers.errors import refuses
 from helpers.gguf_files import Stored, as_f16, as_f32, write_gguf
+from helpers.models import make_limits
+from helpers.native import new_decoder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.cli.app import run
+from nanoinfer.config import EngineConfig
+from nanoinfer.engines.native import NativeEngine
 from nanoinfer.models.checkpoints import gguf, packed
+from nanoinfer.models.checkpoints.gguf_file import BlockTensor, read_gguf
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS, Format
+from nanoinfer.utils.arrays import BlockMatrix, JoinedBlocks
+from nanoinfer.utils.files import RegularFile
 
 _native: Any = pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
@@ -202,6 +210,56 @@ def test_logits_are_those_of_the_dequantized_model(mixed_file: Path) -> None:
         for p, q in zip((a.prompt_logprobs or [])[1:], (b.prompt_logprobs or [])[1:], strict=True):
             ours, theirs = (np.array([(row or {})[t].logprob for t in range(V)]) for row in (q, p))
             assert np.sqrt(np.mean((ours - theirs) ** 2)) < 0.25 * theirs.std()
+
+
+def test_a_matrix_whose_rows_are_in_two_files(mixed_file: Path, tmp_path: Path) -> None:
+    """q and k of layer 0 are in one format and in two files, and their rows are in another order than the matrix's."""
+    whole = read_gguf(mixed_file)
+    content = mixed_file.read_bytes()
+    tensors = {}
+    for name, t in whole.tensors.items():
+        kind = t.format.name if isinstance(t, BlockTensor) else {"float32": "F32", "float16": "F16"}[t.dtype]
+        size = len(t.read_blocks().tobytes()) if isinstance(t, BlockTensor) else t.num_bytes
+        tensors[name] = Stored(t.shape, KINDS.get(kind, 1), content[t.start : t.start + size])
+    last = list(tensors).index("blk.0.attn_q.weight") + 1
+    split = {"split.count": np.uint16(2), "split.tensors.count": np.int32(len(tensors))}
+    paths = [tmp_path / f"model-0000{i}-of-00002.gguf" for i in (1, 2)]
+    write_gguf(paths[0], whole.metadata | split | {"split.no": np.uint16(0)}, dict(list(tensors.items())[:last]))
+    write_gguf(paths[1], split | {"split.no": np.uint16(1)}, dict(list(tensors.items())[last:]))
+
+    read = dict(gguf.open_file(paths[0])[0].read())
+    joined = read["transformer.h.0.attn.c_attn.weight"]
+    assert isinstance(joined, JoinedBlocks)
+    assert {len(part.files) for part in joined.parts if isinstance(part, BlockMatrix)} == {1, 2}
+    for name, expected in gguf.open_file(mixed_file)[0].read():
+        np.testing.assert_array_equal(read[name].float32(), expected.float32())
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=V)
+    one, two = (LLM(str(p)).generate([[1, 2, 3]], params)[0].outputs[0].logprobs for p in (mixed_file, paths[0]))
+    assert one == two
+
+
+def test_a_file_that_changes_while_its_blocks_are_read(mixed_file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "changing.gguf"
+    path.write_bytes(mixed_file.read_bytes())
+    weights = gguf.open_file(path)[0]
+    load = lambda: NativeEngine(weights, make_limits(weights.config), EngineConfig(threads=2))  # noqa: E731
+    load()
+    path.write_bytes(mixed_file.read_bytes()[:-4])
+    refuses(load, "changing.gguf was changed while it was read: load it again")
+
+
+@pytest.mark.parametrize("size, descriptor, message", [(143, None, "it ends within a tensor"), (144, -1, "Bad file")])
+def test_rows_that_cannot_be_read(size: int, descriptor: int | None, message: str, tmp_path: Path) -> None:
+    (tmp_path / "rows").write_bytes(bytes(size))
+    file = RegularFile(tmp_path / "rows", "rows")
+    places = np.array([[file.fileno() if descriptor is None else descriptor, 0]] * C)
+    matrix = BlockMatrix(places, "q4_k", C, 144, frozenset((file,)), FORMATS[KINDS["Q4_K"]].dequantize)
+    name = "transformer.h.0.attn.c_proj.weight"
+    options = {"n_layer": 1, "n_embd": C, "n_head": 1, "mlp_dim": C, "formats": {name: [("q4_k", C)]}}
+    decoder = new_decoder(**options)
+    refuses(lambda: matrix.read_by(partial(decoder.load_blocks, name)), "rows cannot be read: ", message)
+    with pytest.raises(ValueError, match="places must be"):
+        decoder.load_blocks(name, places[:, :1].copy(), 144)
 
 
 def test_a_packed_folder_keeps_the_formats(

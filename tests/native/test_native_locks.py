@@ -107,7 +107,7 @@ NAME = "transformer.h.0.attn.c_attn.weight"
 WAITING = {
     "load": Case(of_decoder("load", "transformer.ln_f.weight", np.ones(128, np.float32))),
     "load_blocks": Case(
-        lambda s: refused(lambda: s.decoder.load_blocks(NAME, np.zeros((384, 136), np.uint8))),
+        lambda s: refused(lambda: s.decoder.load_blocks(NAME, np.zeros((384, 2), np.int64), 136)),
         f"tensor '{NAME}' cannot be given as blocks",
     ),
     "load_packed": Case(lambda s: s.decoder.load_packed(NAME, *s.packed[NAME])),

@@ -11,6 +11,7 @@ residual stream are float32.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,7 +77,7 @@ class NativeEngine(Sequences):
             for name, tensor in weights.read():
                 for place, part in parts(name, tensor, weights.block_formats.get(name)):
                     if isinstance(part, BlockMatrix):
-                        self._decoder.load_blocks(place, part.values)
+                        part.read_by(partial(self._decoder.load_blocks, place))
                     else:
                         self._decoder.load(place, part.values, part.dtype)
                     del part

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.files import RegularFile, escaped
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Bytes of a value, by the dtypes that stored weights may have. Formats of 8 bits and fewer would need scales."""
@@ -80,11 +84,17 @@ BlockFormats = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True)
 class BlockMatrix(HostTensor):
-    """A matrix whose rows are blocks of quantized values, as in a GGUF file. Its dtype is the format: "q4_k"."""
+    """A matrix whose rows are blocks of quantized values in GGUF files. Its dtype is the format: "q4_k".
+
+    `values` are the places of its rows, (rows, 2) int64: the descriptor of a file, and the row's offset in bytes. Rows
+    can so be reordered and joined before they are read.
+    """
 
     columns: int
+    row_bytes: int
+    files: frozenset[RegularFile]
     dequantize: Callable[[NDArray[np.uint8]], NDArray[np.float32]]
-    """Return the values of blocks as one dimension. `values` are the blocks: (rows, bytes of a row) uint8."""
+    """Return the values of blocks, (rows, row_bytes) uint8, as one dimension."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -101,7 +111,35 @@ class BlockMatrix(HostTensor):
 
     def float32(self) -> NDArray[np.float32]:
         """Return the values as float32."""
-        return self.dequantize(self.values).reshape(self.shape)
+        return self.dequantize(self.blocks()).reshape(self.shape)
+
+    def blocks(self) -> NDArray[np.uint8]:
+        """Read the blocks, (rows, row_bytes). Raises NanoinferError as `RegularFile.read`."""
+        blocks = np.empty((len(self.values), self.row_bytes), np.uint8)
+        files = {file.fileno(): file for file in self.files}
+        steps = np.diff(self.values, axis=0)
+        ends = np.flatnonzero((steps != [0, self.row_bytes]).any(axis=1)) + 1  # of rows that lie side by side
+        for start, end in pairwise([0, *ends.tolist(), len(blocks)]):
+            descriptor, offset = self.values[start].tolist()
+            files[descriptor].read_into(offset, blocks[start:end].reshape(-1).data)
+        return blocks
+
+    def read_by(self, reader: Callable[[NDArray[np.int64], int], None]) -> None:
+        """Call reader(places of the rows, row_bytes), which reads them itself and raises RuntimeError if it cannot.
+
+        Raises:
+            NanoinferError: a file cannot be read, or has changed since it was opened.
+        """
+        try:
+            reader(np.ascontiguousarray(self.values), self.row_bytes)
+            failure = None
+        except RuntimeError as e:
+            failure = str(e)
+        for file in self.files:
+            file.check()
+        if failure is not None:
+            paths = ", ".join(sorted(escaped(file.path) for file in self.files))
+            raise NanoinferError(f"{paths} cannot be read: {failure}")
 
     def to(self, dtype: str) -> HostTensor:
         """Return the matrix in another dtype, rounded to nearest; the matrix itself if it has the dtype."""

@@ -94,8 +94,12 @@ class RegularFile:
             if not count:
                 break
             done += count
+        self.check(complete=done == len(buffer))
+
+    def check(self, complete: bool = True) -> None:
+        """Raise NanoinferError if the file has changed since it was opened, or a read of it was not complete."""
         status = os.fstat(self._fd)
-        if done < len(buffer) or (status.st_size, status.st_mtime_ns) != (self.size, self._time):
+        if not complete or (status.st_size, status.st_mtime_ns) != (self.size, self._time):
             raise NanoinferError(f"{escaped(self.path)} was changed while it was read: load it again")
 
     def map(self) -> mmap.mmap:

@@ -114,6 +114,7 @@ void copy_hidden(const Decoder& decoder, Writable& out) {
   std::copy(from.begin(), from.end(), out.data());
 }
 
+using Places = nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Panels = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 using Scales = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
 
@@ -261,11 +262,16 @@ void bind_decoder(nb::module_& m) {
           "Load and pack a tensor by its name in the checkpoint. A matrix is (out, in), with any strides. dtype is"
           " float32, float16, or bfloat16, whose values are given as uint16.")
       .def("load_blocks",
-           [](Guarded& d, const std::string& name, const Bytes2& blocks) {
-             d.computed([&](Decoder& x) { x.load_blocks(name, blocks.data(), blocks.shape(0), blocks.shape(1)); });
+           [](Guarded& d, const std::string& name, const Places& places, std::size_t row_bytes) {
+             static_assert(sizeof(RowPlace) == 2 * sizeof(std::int64_t));
+             if (places.shape(1) != 2) throw std::invalid_argument("places must be (out, 2)");
+             const auto* const rows = reinterpret_cast<const RowPlace*>(places.data());
+             d.computed([&](Decoder& x) { x.load_blocks(name, rows, places.shape(0), row_bytes); });
            },
-           "name"_a, "blocks"_a.noconvert(),
-           "Load a matrix from the rows of blocks of a GGUF file, (out, bytes of a row).")
+           "name"_a, "places"_a.noconvert(), "row_bytes"_a,
+           "Load a matrix from rows of blocks in GGUF files. places: (out, 2), the descriptor of the file that has the row"
+           " and the row's offset in bytes. Raises RuntimeError if a row cannot be read; the tensor then counts as not"
+           " loaded.")
       .def("load_packed", &Guarded::load_packed, "name"_a, "panels"_a.noconvert(), "scales"_a.noconvert(),
            "Use a matrix that `pack` has packed. The panels are kept and not copied. Needs DecoderOptions.packed.")
       .def("check_loaded", [](Guarded& d) { d.locked([](Decoder& x) { x.check_loaded(); }); },

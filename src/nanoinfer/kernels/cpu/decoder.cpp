@@ -224,7 +224,7 @@ void Decoder::load(const std::string& name, const Stored& values) {
   slot.given = true;
 }
 
-void Decoder::load_blocks(const std::string& name, const std::uint8_t* blocks, std::int64_t rows, std::size_t bytes) {
+void Decoder::load_blocks(const std::string& name, const RowPlace* places, std::int64_t rows, std::size_t bytes) {
   Slot& slot = find(name);
   const bool fits = slot.matrix && panels_.size() && has_blocks(slot.matrix->type) &&
                     slot.matrix->depth == slot.columns;
@@ -233,7 +233,8 @@ void Decoder::load_blocks(const std::string& name, const std::uint8_t* blocks, s
   require(rows == slot.rows && bytes == row_bytes(m.type, slot.columns),
           "tensor '" + name + "' has " + str(rows) + " rows of " + str(bytes) + " bytes, must have " + str(slot.rows) +
               " of " + str(row_bytes(m.type, slot.columns)));
-  pack_blocks(ThreadPool::current(threads_), m.type, blocks, rows, slot.columns, slot.panels);
+  slot.given = false;  // until all rows are read
+  pack_blocks(ThreadPool::current(threads_), m.type, places, rows, slot.columns, slot.panels);
   slot.given = true;
 }
 

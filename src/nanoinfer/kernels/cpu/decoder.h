@@ -45,7 +45,7 @@ class Decoder {
   void load(const std::string& name, const Stored& values);
   // Load rows of blocks of a GGUF file, (out, row_bytes), into a matrix in a format of these files. Throws
   // std::invalid_argument as `load`.
-  void load_blocks(const std::string& name, const std::uint8_t* blocks, std::int64_t rows, std::size_t bytes);
+  void load_blocks(const std::string& name, const RowPlace* places, std::int64_t rows, std::size_t bytes);
   // Use a matrix that is packed: all its panels, which are not copied and must outlive the decoder, and for int8 its
   // scales, which are copied. Throws std::invalid_argument for a wrong name, size or alignment, and without
   // DecoderOptions::packed.

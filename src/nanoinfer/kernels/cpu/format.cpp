@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #include "layout.h"
 
@@ -261,14 +262,44 @@ void with_format(WeightType type, F&& f) {
   }
 }
 
+// As many bytes as are processed at once where `count` bytes are adjacent, and the same bits in each byte of them.
+template <int count>
+using Word = std::conditional_t<count % 8 == 0, std::uint64_t,
+                                std::conditional_t<count % 4 == 0, std::uint32_t, std::uint8_t>>;
+template <class W>
+constexpr W in_each_byte(int bits) {
+  return static_cast<W>(std::uint64_t{0x0101010101010101} * static_cast<unsigned>(bits));
+}
+template <class W>
+W load_word(const std::uint8_t* from) {
+  W word;
+  std::memcpy(&word, from, sizeof word);
+  return word;
+}
+
 // Integers of `width` bits: the lowest bits of `span` bytes, then their next bits, and so on. They are moved to bit `to`.
 template <int width, int span, int to, int count>
 void add_fields(const std::uint8_t* from, std::uint8_t* codes) {
+  using W = Word<span>;
   constexpr int kFields = 8 / width;
-  for (int at = 0; at < count; at += span * kFields)
-    for (int field = 0; field < kFields; ++field)
-      for (int i = 0; i < span; ++i)
-        codes[at + field * span + i] |= (from[at / kFields + i] >> (field * width) & ((1 << width) - 1)) << to;
+  constexpr W mask = in_each_byte<W>((1 << width) - 1);
+  if constexpr (span == 1 && width == 1)  // byte i becomes bit i of `from`
+    for (int at = 0; at < count; at += 8) {
+      const std::uint64_t bit = in_each_byte<std::uint64_t>(from[at / 8]) & 0x8040201008040201;
+      const std::uint64_t one = (bit + in_each_byte<std::uint64_t>(127)) >> 7 & in_each_byte<std::uint64_t>(1);
+      const std::uint64_t sum = load_word<std::uint64_t>(codes + at) | one << to;
+      std::memcpy(codes + at, &sum, 8);
+    }
+  else
+    for (int at = 0; at < count; at += span * kFields)
+      for (int i = 0; i < span; i += sizeof(W)) {
+        const W word = load_word<W>(from + at / kFields + i);
+        for (int field = 0; field < kFields; ++field) {
+          std::uint8_t* const place = codes + at + field * span + i;
+          const W sum = load_word<W>(place) | static_cast<W>((word >> (field * width) & mask) << to);
+          std::memcpy(place, &sum, sizeof sum);
+        }
+      }
 }
 
 // The group scales of a block, then its group minimums.
@@ -296,12 +327,13 @@ void read_values(const std::uint8_t* block, std::uint8_t* v) {
 // `width` lines of a group of 32 inputs: bits [from, from + width) of their codes (layout.h).
 template <int width, int from>
 void write_lines(const std::uint8_t* codes, std::int64_t o, std::uint8_t* lines) {
-  constexpr int kFields = 8 / width;
-  std::uint8_t bytes[4 * width] = {};
-  for (int field = 0; field < kFields; ++field)
-    for (int i = 0; i < 4 * width; ++i)
-      bytes[i] |= (codes[field * 4 * width + i] >> from & ((1 << width) - 1)) << (field * width);
-  for (int line = 0; line < width; ++line) std::memcpy(lines + line * kLine + 4 * o, bytes + 4 * line, 4);
+  constexpr std::uint32_t mask = in_each_byte<std::uint32_t>((1 << width) - 1);
+  for (int line = 0; line < width; ++line) {
+    std::uint32_t bytes = 0;
+    for (int field = 0; field < 8 / width; ++field)
+      bytes |= (load_word<std::uint32_t>(codes + 4 * (field * width + line)) >> from & mask) << (field * width);
+    std::memcpy(lines + line * kLine + 4 * o, &bytes, 4);
+  }
 }
 
 // Write the block of output o of a panel to its record.

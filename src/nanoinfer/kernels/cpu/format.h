@@ -45,7 +45,11 @@ void read_rows(const Stored& from, std::int64_t begin, std::int64_t end, float* 
 void pack_panels(WeightType type, const Stored& weights, std::int64_t begin, std::int64_t end, std::uint8_t* data,
                  float* scale, float* scratch);
 
-// Bytes of a row of blocks in a GGUF file.
+// A row of blocks in a GGUF file: the file's descriptor, and where the row begins.
+struct RowPlace {
+  std::int64_t descriptor, offset;
+};
+// Bytes of a row of blocks.
 std::size_t row_bytes(WeightType type, std::int64_t in);
 // Pack panels [begin, end) of `rows` rows of such blocks.
 void pack_blocks(WeightType type, const std::uint8_t* blocks, std::int64_t rows, std::int64_t in, std::int64_t begin,

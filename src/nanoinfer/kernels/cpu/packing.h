@@ -1,6 +1,13 @@
-// Packing of a whole matrix on all threads of a pool. No float32 copy of it exists, only of one panel in each thread.
+// Packing of a whole matrix on all threads of a pool. Each thread has the source of one panel in memory: a float32 copy,
+// or rows of blocks as they are in the file.
 #pragma once
 
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <stdexcept>
+#include <system_error>
 #include <vector>
 
 #include "format.h"
@@ -25,6 +32,43 @@ inline void pack_blocks(ThreadPool& threads, WeightType type, const std::uint8_t
     const Range mine = range_of((rows + kPanel - 1) / kPanel, rank, threads.size());
     pack_blocks(type, blocks, rows, in, mine.begin, mine.end, data);
   });
+}
+
+// Read `count` rows; consecutive ones are read at once. Return 0, or errno, or -1 where the file has ended.
+inline int read_rows(const RowPlace* places, std::int64_t count, std::int64_t bytes, std::uint8_t* to) {
+  for (std::int64_t begin = 0, end; begin < count; begin = end) {
+    const RowPlace& first = places[begin];
+    end = begin + 1;
+    while (end < count && places[end].descriptor == first.descriptor &&
+           places[end].offset - first.offset == (end - begin) * bytes)
+      ++end;
+    for (std::int64_t at = begin * bytes, done = 0; at < end * bytes; at += done) {
+      done = pread(static_cast<int>(first.descriptor), to + at, end * bytes - at, first.offset + at - begin * bytes);
+      if (done < 0 && errno == EINTR) done = 0;
+      else if (done <= 0) return done < 0 ? errno : -1;
+    }
+  }
+  return 0;
+}
+
+// The same for rows that are still in files. The source of a panel stays in the second-level cache, and a matrix needs no
+// memory but its panels'. Throws std::runtime_error if a row cannot be read.
+inline void pack_blocks(ThreadPool& threads, WeightType type, const RowPlace* places, std::int64_t rows, std::int64_t in,
+                        std::uint8_t* data) {
+  const std::int64_t bytes = row_bytes(type, in), panel = panel_bytes(type, in);
+  std::vector<std::uint8_t> scratch(threads.size() * kPanel * bytes);
+  std::atomic<int> failed{0};
+  threads.run([&](int rank) {
+    std::uint8_t* const blocks = scratch.data() + rank * kPanel * bytes;
+    const Range mine = range_of((rows + kPanel - 1) / kPanel, rank, threads.size());
+    for (std::int64_t p = mine.begin; p < mine.end && !failed; ++p) {
+      const std::int64_t count = std::min(kPanel, rows - p * kPanel);
+      if (const int error = read_rows(places + p * kPanel, count, bytes, blocks)) failed = error;
+      else pack_blocks(type, blocks, count, in, 0, 1, data + p * panel);
+    }
+  });
+  if (failed > 0) throw std::runtime_error(std::generic_category().message(failed));
+  if (failed < 0) throw std::runtime_error("it ends within a tensor");
 }
 
 }  // namespace nanoinfer

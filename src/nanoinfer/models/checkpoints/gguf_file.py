@@ -72,11 +72,15 @@ class BlockTensor(StoredTensor):
         return self.format.dequantize(blocks.reshape(-1, self.format.block_bytes))
 
     def read(self) -> HostTensor:
-        """Read a matrix as rows of blocks, other tensors in float32. Raises as `StoredTensor.read`."""
-        blocks = self.read_blocks()
+        """Return a matrix, whose rows of blocks are read later; read a tensor in float32. Raises as `StoredTensor`."""
         if self.block_format == self.format.name.lower():
-            return BlockMatrix(blocks.reshape(self.shape[0], -1), self.block_format, self.shape[1], self.dequantize)
-        values = self.dequantize(blocks)
+            rows, columns = self.shape
+            row_bytes = columns // self.format.block_size * self.format.block_bytes
+            places = np.full((rows, 2), self.file.fileno())
+            places[:, 1] = self.start + row_bytes * np.arange(rows)
+            files = frozenset((self.file,))
+            return BlockMatrix(places, self.block_format, columns, row_bytes, files, self.dequantize)
+        values = self.dequantize(self.read_blocks())
         strides = [n * values.itemsize for n in self.strides]
         return HostTensor(np.lib.stride_tricks.as_strided(values, self.shape, strides), "float32")
 

@@ -359,7 +359,7 @@ def _write_pieces(
         for i, (place, part) in enumerate(parts(name, tensor, formats)):
             wanted_format = formats[i][0] if formats else format
             if isinstance(part, BlockMatrix):
-                panels, scales = native.pack_blocks(blocks=part.values, format=wanted_format, threads=threads)
+                panels, scales = native.pack_blocks(blocks=part.blocks(), format=wanted_format, threads=threads)
             else:
                 panels, scales = native.pack(
                     values=part.values, dtype=part.dtype, format=wanted_format, threads=threads

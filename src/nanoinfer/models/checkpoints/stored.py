@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, HostTensor, JoinedBlocks
+from nanoinfer.utils.arrays import ITEM_BYTES, BlockFormats, BlockMatrix, HostTensor, JoinedBlocks
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import RegularFile, escaped, first_bytes, parse_json
 
@@ -125,8 +125,8 @@ class JoinedTensor:
         tensors = [part.read() for part in self.parts]
         order = np.arange(self.shape[0]) if self.order is None else self.order
         if len({t.dtype for t in tensors}) == 1:
-            joined = np.concatenate([t.values for t in tensors])
-            return replace(tensors[0], values=joined if self.order is None else joined[order])
+            joined = _join(tensors)
+            return joined if self.order is None else replace(joined, values=joined.values[order])
         formats = self.block_formats
         if formats is None or len(formats) == 1:
             return HostTensor(np.concatenate([t.float32() for t in tensors])[order], "float32")
@@ -138,10 +138,18 @@ class JoinedTensor:
                 count += same[-1].shape[0]
             if format != same[0].dtype:
                 same = [t.to("float32") for t in same]
-            values = np.concatenate([t.values for t in same])
-            parts.append(replace(same[0], values=values[order[start : start + rows] - start]))
+            joined = _join(same)
+            parts.append(replace(joined, values=joined.values[order[start : start + rows] - start]))
             start += rows
         return JoinedBlocks(np.empty(0, np.uint8), "blocks", tuple(parts))
+
+
+def _join(tensors: Sequence[HostTensor]) -> HostTensor:
+    """Return tensors of one dtype, one below the other."""
+    joined = replace(tensors[0], values=np.concatenate([t.values for t in tensors]))
+    if isinstance(joined, BlockMatrix):
+        return replace(joined, files=frozenset().union(*(t.files for t in tensors if isinstance(t, BlockMatrix))))
+    return joined
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -177,7 +177,7 @@ def _equal(a: StoredTensor, b: StoredTensor | JoinedTensor) -> bool:
     if a == b or a.shape != b.shape:
         return a == b
     values = b.read()
-    return np.array_equal(a.read().to(values.dtype).values, values.values)
+    return np.array_equal(a.read().to(values.dtype).dense().values, values.dense().values)
 
 
 def _check_layers(config: ModelConfig, stored: Mapping[str, StoredTensor], source: str, family: Family) -> None:
