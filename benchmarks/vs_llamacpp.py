@@ -1,17 +1,15 @@
-"""Compare engine native with llama.cpp on the very same GGUF file: greedy answers, and speed.
+"""Compare the greedy answers of engine native with llama.cpp's on the very same GGUF file, and run both step by step.
 
-    python benchmarks/vs_llamacpp.py MODEL.gguf [--rounds N]
+    python benchmarks/vs_llamacpp.py MODEL.gguf
 
-It needs llama-cpp-python (pip install '.[peers]'). Both compute with the file's own bits. Speeds are medians of
-rounds of both in turn; prompts are random tokens. quality.py compares the perplexity of both.
+It needs llama-cpp-python (pip install '.[peers]'). Both compute with the file's own bits. gguf_files.py compares
+speed and memory, quality.py perplexity.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +57,9 @@ class Native:
 class LlamaCpp:
     """llama.cpp through its C interface."""
 
-    def __init__(self, path: str, sequences: int, length: int, threads: int | None = None) -> None:
+    def __init__(
+        self, path: str, sequences: int, length: int, threads: int | None = None, *, use_mmap: bool = True
+    ) -> None:
         import llama_cpp
 
         self.lib: Any = llama_cpp
@@ -67,15 +67,25 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
-        options.n_gpu_layers = 0
-        model = llama_cpp.llama_model_load_from_file(path.encode(), options)
-        params = llama_cpp.llama_context_default_params()
-        params.n_seq_max, params.n_ctx, params.n_batch = sequences, sequences * length, 2048
-        params.n_threads = params.n_threads_batch = threads or num_cpus()
-        self.context = llama_cpp.llama_init_from_model(model, params)
+        options.n_gpu_layers, options.use_mmap = 0, use_mmap
+        self._threads, self.context = threads or num_cpus(), None
+        if not (model := llama_cpp.llama_model_load_from_file(path.encode(), options)):
+            raise RuntimeError(f"llama.cpp cannot load {path}")
+        self._model = model
         self.batch = llama_cpp.llama_batch_init(2048, 0, 1)
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         self.lengths: dict[int, int] = {}
+        self.resize(sequences, length)
+
+    def resize(self, sequences: int, length: int) -> None:
+        """Replace the context by an empty one for this many sequences of this length."""
+        if self.context is not None:
+            self.lib.llama_free(self.context)
+        params = self.lib.llama_context_default_params()
+        params.n_seq_max, params.n_ctx, params.n_batch = sequences, sequences * length, 2048
+        params.n_threads = params.n_threads_batch = self._threads
+        self.context = self.lib.llama_init_from_model(self._model, params)
+        self.lengths.clear()
 
     def run(self, rows: Rows) -> Logits:
         """As `Native.run`. All rows must fit in a batch of 2,048 tokens."""
@@ -100,13 +110,11 @@ class LlamaCpp:
 
 
 def main() -> None:
-    """Print the two comparisons."""
+    """Print how far the answers are equal."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
     print("\n".join(compare_answers(Native(given.model, 1, 1024), LlamaCpp(given.model, 1, 1024))[0]))
-    compare_speed(given.model, given.rounds)
 
 
 @dataclass
@@ -153,36 +161,6 @@ def compare_answers(ours: Native, theirs: LlamaCpp, num_tokens: int = 96) -> tup
             line += f", then the two best logits are {answer.margin:.3f} apart"
         lines.append(f"{line}, then both end" if answer.ended else line)
     return [*lines, f"rounding: {max(a.rounding for a in answers):.3f}"], answers
-
-
-def compare_speed(path: str, rounds: int) -> None:
-    """Print decode rates at batch 1, 8 and 64, and the time to the first token of a long prompt."""
-    print(f"{'':24}{'native':>10}{'llama.cpp':>11}{'ratio':>7}")
-    for batch in (1, 8, 64):
-        rate = measure(path, rounds, batch, 32, 32)
-        print(f"batch {batch:<3} tokens/s         {rate[0]:10,.0f}{rate[1]:11,.0f}{rate[0] / rate[1]:7.2f}")
-    first = measure(path, rounds, 1, 1000, 0)
-    print(f"1,000-token prompt, ms  {first[0]:10,.0f}{first[1]:11,.0f}{first[1] / first[0]:7.2f}")
-
-
-def measure(path: str, rounds: int, batch: int, prompt: int, output: int) -> list[float]:
-    """Return the medians of both: decoded tokens/s, or with no output the milliseconds to read the prompts."""
-    systems = [Native(path, batch, prompt + output + 8), LlamaCpp(path, batch, prompt + output + 8)]
-    tokens = np.random.default_rng(0).integers(0, systems[1].vocab_size, (batch, prompt)).tolist()
-    found: list[list[float]] = [[], []]
-    for round_ in range(rounds + 1):  # the first warms up
-        for system, times in zip(systems, found, strict=True):
-            system.clear()
-            start = time.perf_counter()
-            best = system.run([(i, row, False) for i, row in enumerate(tokens)]).argmax(1).tolist()
-            if output:
-                start = time.perf_counter()
-            for _ in range(output):
-                best = system.run([(i, [token], False) for i, token in enumerate(best)]).argmax(1).tolist()
-            seconds = time.perf_counter() - start
-            if round_:
-                times.append(batch * output / seconds if output else 1e3 * seconds)
-    return [statistics.median(times) for times in found]
 
 
 if __name__ == "__main__":

@@ -54,6 +54,13 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
             tie_word_embeddings=True, bos_token_id=151643, eos_token_id=151645,
         ),
     ),
+    "qwen3-4b": (
+        "Qwen/Qwen3-4B",
+        _shape(
+            36, (32, 8), 2560, 9728, 151936, 40960, model_type="qwen3", head_dim=128, rope_theta=1000000.0,
+            tie_word_embeddings=True, bos_token_id=151643, eos_token_id=151645,
+        ),
+    ),
     "llama-3.2-1b": (
         "meta-llama/Llama-3.2-1B",
         _shape(

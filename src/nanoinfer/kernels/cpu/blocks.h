@@ -9,8 +9,6 @@
 
 #include "products.h"
 
-constexpr std::int64_t kPrefetchBlocks = 16384;  // into the second-level cache; docs/log.md has the measurement
-
 // How many lines of codes can be multiplied and added in 16 bits, where that takes fewer instructions than dot4, else 0.
 // Codes of 8 bits are made signed for that.
 __attribute__((always_inline)) constexpr int lines_in_16_bits(const BlockFormat& f) {
@@ -34,7 +32,7 @@ struct Record {
   alignas(64) std::uint8_t values[f.num_values() ? f.num_values() * kPanel : 64];  // group scales, then group minimums
 
   __attribute__((always_inline)) explicit Record(const std::uint8_t* data) : data(data) {
-    for (std::int64_t at = 0; at < f.codes(); at += 64) prefetch_l2(data + kPrefetchBlocks + at);
+    for (std::int64_t at = 0; at < f.codes(); at += 64) prefetch_l2(data + f.ahead() + at);
     NI_HALVES {
       if constexpr (f.exponent) scales[h] = load_exponents(data + 16 * h);
       else scales[h] = load_f16((const std::uint16_t*)data + 16 * h);
@@ -64,7 +62,7 @@ struct Record {
     return q;
   }
   NI_INLINE void prefetch_group(const Record& r, int group) {
-    const std::uint8_t* next = r.data + f.codes() + group * f.lines() * kLine + kPrefetchBlocks;
+    const std::uint8_t* next = r.data + f.codes() + group * f.lines() * kLine + f.ahead();
     for (int at = 0; at < f.lines() * kLine; at += 64) prefetch_l2(next + at);
   }
   NI_INLINE f32x16 scale(const Record& r, int group, int s, int h) {

@@ -4,7 +4,7 @@
 //   1. A matrix product with row-major weights reads one long row for each output. Several rows in flight are as many
 //      memory streams, which hardware prefetchers do not follow. Here, 32 outputs are interleaved in a panel, and a
 //      thread reads its panels from first to last as one stream.
-//   2. Software prefetch reads kPrefetch bytes before they are needed, across the ends of panels.
+//   2. Software prefetch reads weights some kilobytes before they are needed, across the ends of panels.
 //   3. Each lane computes one output, so there are no sums across lanes, and every row of activations has its own
 //      accumulators, which add in the order of the inputs. The result of a row therefore does not depend on the number
 //      of rows or on the thread that computes it, bit for bit. The sum of one output cannot be split over threads, which
@@ -40,7 +40,7 @@ std::uint64_t read(const std::uint8_t* data, std::size_t n) {
   for (int j = 0; j < 4; ++j) sums[j] = broadcast(0);
   for (std::size_t at = 0; at < n; at += 256) {
     for (int j = 0; j < 4; ++j) {
-      prefetch(data + at + kPrefetch + 64 * j);
+      prefetch_l2(data + at + kPrefetch + 64 * j);
       const i32x16 x = load_ints(data + at + 64 * j);
       NI_EACH sums[j].v[i] ^= x.v[i];
     }
