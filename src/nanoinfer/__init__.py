@@ -31,7 +31,12 @@ if TYPE_CHECKING:
         RequestOutput,
         SpeculationMetrics,
     )
-    from nanoinfer.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from nanoinfer.sampling_params import (
+        BeamSearchParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
 
     __version__: str
 
@@ -53,6 +58,7 @@ __all__ = [
     "PerplexityOutput",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "ResultError",
     "SamplingParams",
     "SpeculationMetrics",
@@ -69,6 +75,7 @@ _MODULES = {
     "EngineArgs": "entrypoints.vllm_names",
     "NanoinferError": "errors",
     "OutputStream": "entrypoints.streams",
+    "RequestOutputKind": "sampling_params",
     "ResultError": "errors",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "sampling_params",

@@ -6,7 +6,6 @@ The line under each field is its `--help` text. This module does not import PyTo
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from inspect import Parameter, Signature
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
@@ -28,6 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 CACHE_DTYPES = ("float32", "bfloat16", "int8")
 RULES = ("reproduce", "reject")
 SAMPLERS = ("auto", "reference", "flashinfer")
+GENERATION_CONFIGS = ("auto", "vllm")
 MAX_LAYERS = 10_000
 """Each layer of a config is described, before the weights are compared with their number."""
 
@@ -363,16 +363,23 @@ class LLMConfig:
     """Path of the tokenizer; None: the model's own."""
     seed: int = 0
     """Seed of random weights."""
+    generation_config: str = "auto"
+    """auto: sampling parameters that are not given come from the model's generation_config.json; vllm: they do not."""
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
 
+    def __post_init__(self) -> None:
+        require_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
+
     @classmethod
     def from_options(cls, model: str, tokenizer: str | None, seed: int, options: dict[str, Any]) -> LLMConfig:
-        """Return the configuration from the fields of EngineConfig, SpeculationConfig and SchedulerConfig.
+        """Return the configuration from generation_config and the fields of the other configurations.
 
         Raises TypeError if none of them has a field of that name.
         """
+        options = dict(options)
+        defaults = options.pop("generation_config", "auto")
         kinds = (EngineConfig, SpeculationConfig, SchedulerConfig)
         owner = {f.name: kind for kind in kinds for f in fields(kind)}
         given: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
@@ -381,20 +388,4 @@ class LLMConfig:
                 raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
             given[owner[name]][name] = value
         engine, speculation = EngineConfig(**given[EngineConfig]), SpeculationConfig(**given[SpeculationConfig])
-        return cls(model, tokenizer, seed, engine, speculation, SchedulerConfig(**given[SchedulerConfig]))
-
-
-def llm_signature() -> Signature:
-    """Return the signature of `LLM.__init__` with all options."""
-    options = [f for config in (EngineConfig, SpeculationConfig, SchedulerConfig) for f in fields(config)]
-    kind, positional = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
-    return Signature(
-        [
-            Parameter("self", positional),
-            Parameter("model", positional, annotation="str"),
-            Parameter("tokenizer", kind, default=None, annotation="str | None"),
-            Parameter("seed", kind, default=0, annotation="int"),
-            *(Parameter(f.name, kind, default=f.default, annotation=f.type) for f in options),
-        ],
-        return_annotation=None,
-    )
+        return cls(model, tokenizer, seed, defaults, engine, speculation, SchedulerConfig(**given[SchedulerConfig]))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, one_line
@@ -16,6 +17,8 @@ MAX_BEAM_WIDTH = 64
 MAX_GRAMMAR_CHARS = 1 << 17
 MAX_CHOICES = 10_000
 OVERFLOWS = ("stop", "slide")
+WHOLE_VOCABULARY = -1
+"""Value of logprobs and prompt_logprobs: return the log-probability of every token."""
 RANGES: dict[str, tuple[int, int | None] | tuple[float, float]] = {
     "max_tokens": (1, None),
     "temperature": (0.0, 1e6),
@@ -29,13 +32,49 @@ RANGES: dict[str, tuple[int, int | None] | tuple[float, float]] = {
     "n": (1, MAX_NUM_SAMPLES),
     "best_of": (1, MAX_NUM_SAMPLES),
     "min_tokens": (0, None),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "logprobs": (WHOLE_VOCABULARY, MAX_LOGPROBS),
+    "prompt_logprobs": (WHOLE_VOCABULARY, MAX_LOGPROBS),
     "slide_stride": (1, None),
+    "truncate_prompt_tokens": (-1, None),  # without 0
 }
 """Smallest and largest value of each field of SamplingParams that is a number; integers where these are."""
-OPTIONAL = ("max_tokens", "seed", "best_of", "logprobs", "prompt_logprobs", "slide_stride")
+OPTIONAL = ("max_tokens", "seed", "best_of", "logprobs", "prompt_logprobs", "slide_stride", "truncate_prompt_tokens")
 """Those of them that may be None."""
+
+
+class RequestOutputKind(str, Enum):
+    """Which outputs of a request `AsyncLLM` returns."""
+
+    CUMULATIVE = "cumulative"
+    """Each output has all tokens so far."""
+    DELTA = "delta"
+    """Each output has the tokens since the one before."""
+    FINAL_ONLY = "final_only"
+    """There is one output, at the end."""
+
+
+class BadWords:
+    """Token sequences that an output must not contain: the last token of one is excluded where the others precede it.
+
+    Args:
+        sequences: of one or more token ids each.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
+        # By the number of the tokens before the last one, and by these tokens: one look-up for each number.
+        self._last: dict[int, dict[tuple[int, ...], list[int]]] = {}
+        for *before, last in sequences:
+            self._last.setdefault(len(before), {}).setdefault(tuple(before), []).append(last)
+
+    def excluded(self, output: Sequence[int]) -> list[int]:
+        """Return the tokens that would complete one of the sequences after the tokens of an output."""
+        size = len(output)
+        return [
+            token
+            for count, found in self._last.items()
+            if count <= size
+            for token in found.get(tuple(output[size - count :]), ())
+        ]
 
 
 @dataclass(frozen=True)
@@ -129,12 +168,18 @@ def _check_text(name: str, text: Any) -> None:
         raise NanoinferError(f"{name} contains a lone surrogate, which UTF-8 cannot encode: remove it")
 
 
+_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
+_SWITCHES = (
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters that control how the tokens of one request are sampled, and when its outputs end.
 
-    They are applied to the logits in this order: repetition, presence and frequency penalties; logit_bias; min_tokens;
-    then, unless temperature is 0, temperature, top_k, top_p and min_p.
+    They are applied to the logits in this order: repetition, presence and frequency penalties; logit_bias;
+    allowed_token_ids; min_tokens and bad_words; then, unless temperature is 0, temperature, top_k, top_p and min_p.
 
     Raises:
         NanoinferError: a field is out of range, or two fields contradict each other.
@@ -167,16 +212,32 @@ class SamplingParams:
     """Strings that end the output, which does not contain them."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output, whose text does not contain them."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string or stop token in the text."""
     ignore_eos: bool = False
     """Continue after the model's end tokens."""
     min_tokens: int = 0
     """Minimum number of tokens before an end token or stop string ends the output."""
     logprobs: int | None = None
-    """Return the log-probability of each token and of this many of the most likely tokens."""
+    """Return the log-probability of each token and of this many of the most likely tokens; -1: of all tokens."""
     prompt_logprobs: int | None = None
     """As logprobs, for each token of the prompt."""
     logit_bias: Mapping[int, float] | None = None
     """Values to add to the logits of these token ids."""
+    bad_words: tuple[str, ...] = ()
+    """Words that are not generated, at the beginning of the output or after a space."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Token ids that may be sampled (default: all)."""
+    skip_special_tokens: bool = True
+    """Leave special tokens, such as <|im_end|>, out of the text."""
+    spaces_between_special_tokens: bool = True
+    """No effect, as in vLLM with fast tokenizers."""
+    detokenize: bool = True
+    """Turn the tokens into text; false: the text is empty."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last tokens of the prompt, this many at most; -1: the context length (default: all)."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """Which outputs AsyncLLM returns: cumulative, delta or final_only."""
     overflow: str = "stop"
     """At the context length: stop (finish_reason length) or slide (drop the oldest tokens)."""
     slide_stride: int | None = None
@@ -194,7 +255,8 @@ class SamplingParams:
         object.__setattr__(self, "top_k", max(0, self.top_k))
         if self.best_of is not None and self.best_of < self.n:
             raise NanoinferError(f"best_of={self.best_of} is less than n={self.n}: raise best_of, or lower n")
-        require_bool("ignore_eos", self.ignore_eos)
+        for name in _SWITCHES:
+            require_bool(name, getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise NanoinferError(
                 f"min_tokens={show(self.min_tokens)} is more than max_tokens={show(self.max_tokens)}: raise max_tokens"
@@ -206,11 +268,17 @@ class SamplingParams:
             raise NanoinferError(
                 f"slide_stride={show(self.slide_stride)} needs overflow='slide', not {self.overflow!r}"
             )
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise NanoinferError(f"stop={show(text)} is not a non-empty string")
-        ids = tuple(require_int("stop_token_ids", token_id, 0) for token_id in self.stop_token_ids)
-        object.__setattr__(self, "stop_token_ids", ids)
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                if not isinstance(text, str) or not text:
+                    raise NanoinferError(f"{name}={show(text)} is not a non-empty string")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(require_int(name, token_id, 0) for token_id in given))
+        if self.truncate_prompt_tokens == 0:
+            raise NanoinferError("truncate_prompt_tokens=0 leaves no prompt: give 1 or more, or -1")
+        if self.stop and not self.detokenize:
+            raise NanoinferError(f"stop={show(list(self.stop))} needs detokenize=True: a stop string ends a text")
         if self.logit_bias is not None:
             biases = {
                 require_int("logit_bias token id", token_id, 0): require_float(
@@ -223,12 +291,24 @@ class SamplingParams:
     def _accept_bare_values(self) -> None:
         """Accept the forms that vLLM accepts: stop="x" for stop=["x"], lists for tuples, None for an empty list."""
         given: Any = self.stop
+        allowed: Any = self.allowed_token_ids
         stop = (given,) if isinstance(given, str) else given
-        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+        for name, value in (("stop", stop), *((name, getattr(self, name)) for name in _LISTS)):
+            if isinstance(value, str):
+                raise NanoinferError(f"{name}={show(value)} is not a list")
             try:
                 object.__setattr__(self, name, () if value is None else tuple(value))
             except TypeError:
                 raise NanoinferError(f"{name}={show(value)} is not a list") from None
+        if self.allowed_token_ids == ():
+            if not (allowed is None or isinstance(allowed, tuple)):  # () is the flag that is not given
+                raise NanoinferError("allowed_token_ids is empty: it excludes every token; leave it out, or list ids")
+            object.__setattr__(self, "allowed_token_ids", None)
+        try:
+            object.__setattr__(self, "output_kind", RequestOutputKind(self.output_kind))
+        except ValueError:
+            kinds = ", ".join(kind.value for kind in RequestOutputKind)
+            raise NanoinferError(f"output_kind={show(self.output_kind)} is unknown: use one of {kinds}") from None
         if self.logit_bias is not None:
             try:
                 object.__setattr__(self, "logit_bias", dict(self.logit_bias))
@@ -303,5 +383,9 @@ class BeamSearchParams:
     def sampling_params(self) -> SamplingParams:
         """The parameters of its requests: a sequence for each beam, with the same limits."""
         return SamplingParams(
-            n=self.beam_width, max_tokens=self.max_tokens, temperature=0.0, ignore_eos=self.ignore_eos
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            temperature=0.0,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=False,  # as in vLLM
         )

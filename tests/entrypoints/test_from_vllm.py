@@ -27,6 +27,7 @@ from nanoinfer import (
     BeamSearchParams,
     EngineArgs,
     NanoinferError,
+    RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -199,6 +200,7 @@ def test_logit_bias(llm: LLM) -> None:
 
 
 @row("`logprobs=k`", "`CompletionOutput.cumulative_logprob`", "`logprobs`", "`rank` of equal tokens")
+@row("`logprobs=-1`, `prompt_logprobs=-1`")
 def test_logprobs(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4, seed=1, temperature=5.0, top_k=9, logprobs=2, presence_penalty=2.0)
     (out,) = llm.generate("Go", params)
@@ -215,7 +217,10 @@ def test_logprobs(llm: LLM) -> None:
     assert o.cumulative_logprob == pytest.approx(sum(drawn), abs=1e-3)
     assert one(llm).cumulative_logprob is None
     assert SamplingParams(logprobs=1000).logprobs == 1000
-    for count in (-1, 1001):
+    (whole,) = llm.generate("Go", replace(GREEDY, max_tokens=2, logprobs=-1, prompt_logprobs=-1))
+    assert [len(step) for step in whole.outputs[0].logprobs or ()] == [len(CHARS)] * 2
+    assert [len(step) for step in whole.prompt_logprobs or () if step] == [len(CHARS)]
+    for count in (-2, 1001):
         refuses(lambda n=count: SamplingParams(logprobs=n), f"logprobs={count}")  # type: ignore[misc]
     from nanoinfer.sampling.sampler import find_logprobs
 
@@ -247,7 +252,7 @@ def test_request_output(llm: LLM) -> None:
     assert llm.core.output(request).finished is True
 
 
-@row("`CompletionOutput.index`, `.text`, `.token_ids`", "special tokens in `text`")
+@row("`CompletionOutput.index`, `.text`, `.token_ids`")
 def test_completion_output(llm: LLM) -> None:
     o = one(llm)
     assert (o.index, o.text) == (0, "".join(CHARS[t] for t in o.token_ids))
@@ -259,7 +264,26 @@ def test_completion_output(llm: LLM) -> None:
     assert tokenizers.decode(special, ids) == "a<|endoftext|>b"
 
 
-@row("`sampling_params=None`", "`LLM.get_default_sampling_params()`")
+@row("`include_stop_str_in_output`", "`skip_special_tokens`", "`detokenize=False`", "`spaces_between_special_tokens`")
+@row("a stop string that is a special token", "`bad_words`", "`allowed_token_ids`", "`allowed_token_ids=[]`")
+@row("`truncate_prompt_tokens`", "`output_kind=RequestOutputKind.DELTA`")
+def test_parameters_of_text_prompts_and_exclusions(llm: LLM) -> None:
+    """tests/entrypoints/test_vllm_parameters.py has their values, on every engine."""
+    text = one(llm).text
+    stop = replace(GREEDY, stop=(text[3:5],), include_stop_str_in_output=True)
+    assert one(llm, params=stop).text == text[: text.index(text[3:5]) + 2]
+    assert one(llm, params=replace(GREEDY, skip_special_tokens=False, spaces_between_special_tokens=False)).text == text
+    assert one(llm, params=replace(GREEDY, detokenize=False)).text == ""
+    assert text[0] not in one(llm, params=replace(GREEDY, bad_words=[text[0]])).text  # type: ignore[arg-type]
+    assert one(llm, params=replace(GREEDY, allowed_token_ids=[5])).token_ids == [5] * 8  # type: ignore[arg-type]
+    refuses(lambda: SamplingParams(allowed_token_ids=[]), "allowed_token_ids is empty")  # type: ignore[arg-type]
+    (cut,) = llm.generate("To be", replace(GREEDY, truncate_prompt_tokens=2))
+    assert cut.prompt_token_ids == llm.tokenize("be")
+    assert [kind.name for kind in RequestOutputKind] == ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
+    assert replace(GREEDY, output_kind=RequestOutputKind.DELTA).output_kind is RequestOutputKind.DELTA
+
+
+@row("`sampling_params=None`", "`LLM.get_default_sampling_params()`", "`generation_config`")
 def test_no_params(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "tiny")
     assert LLM(str(folder)).get_default_sampling_params() == SamplingParams()
@@ -278,8 +302,10 @@ def test_no_params(tmp_path: Path) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(
         temperature=0.0, top_k=3, min_p=0.1, repetition_penalty=1.5, max_tokens=9
     )
-    texts = {llm.generate("Go")[0].outputs[0].text for _ in range(3)}
-    assert len(texts) > 1  # not greedy
+    assert llm.generate("Go")[0].outputs == llm.generate("Go", llm.get_default_sampling_params())[0].outputs
+    plain = LLM(str(folder), generation_config="vllm")
+    assert plain.get_default_sampling_params() == SamplingParams()
+    assert len({plain.generate("Go")[0].outputs[0].text for _ in range(3)}) > 1  # not greedy
     (folder / "generation_config.json").write_text('{"temperature": "hot"}')
     refuses(LLM(str(folder)).get_default_sampling_params, "generation_config.json: temperature='hot'", "SamplingParams")
 
@@ -405,6 +431,8 @@ CHAT = "`chat(messages, sampling_params, use_tqdm=..., chat_template=..., add_ge
 
 
 @row(CHAT + "chat_template_kwargs=...)`", "`RequestOutput.num_cached_tokens`", "`LLM.chat`")
+@row("`chat(..., continue_final_message=True, add_generation_prompt=False)`")
+@row("`chat(..., documents=..., chat_template_content_format=...)`")
 def test_chat(llm: LLM) -> None:
     template = "{{ messages[0].content }}{{ end }}{{ add_generation_prompt }}"
     message = {"role": "user", "content": [{"type": "text", "text": "Go"}]}
@@ -418,6 +446,13 @@ def test_chat(llm: LLM) -> None:
     for name in re.findall(r"`(\w+)`", table["`LLM.chat`"][1]):
         with pytest.raises(TypeError, match=name):
             llm.chat([message], **{name: None})
+    refuses(lambda: llm.chat([message], chat_template_content_format="openai"), "use one of auto, string")
+    template = "{{ documents[0].text }}{{ messages[0].content }}<end>"
+    (output,) = llm.chat(
+        [message], GREEDY, chat_template=template, documents=[{"text": "a "}], chat_template_content_format="string",
+        continue_final_message=True, add_generation_prompt=False,
+    )  # fmt: skip
+    assert output.prompt == "a Go"
 
 
 @row('`{"prompt": ..., "cache_salt": ...}`', "`generate(prompts, priority=...)`")

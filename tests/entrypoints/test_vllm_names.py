@@ -37,7 +37,6 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "logits_processors": ([None, []], [[print]]),
     "guided_decoding_backend": (["auto", "guidance"], ["xgrammar"]),
     "structured_outputs_config": ([None, {}], [{"backend": "xgrammar"}]),
-    "generation_config": (["vllm"], ["auto", "folder"]),
     "override_generation_config": ([None, {}], [{"temperature": 0.5}]),
     "chat_template": ([None], ["{{ messages }}"]),
     "task": (["generate", "auto"], ["embed"]),

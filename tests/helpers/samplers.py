@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import native, sampler
 from nanoinfer.sampling.rng import uniform
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import BadWords, SamplingParams
 from nanoinfer.scheduling.sequence import Request, Sequence
 from nanoinfer.scheduling.text import OutputText
 
@@ -58,6 +58,7 @@ def tokens_within_rounding(logits: Logits, row: Sequence, u: float) -> set[int]:
     for shift in (0.0, -NEAR, NEAR) if row.params.top_p < 1 else (0.0,):
         params = replace(row.params, top_p=min(1.0, max(1e-300, row.params.top_p + shift)))
         shifted = make_row(params, row.prompt_token_ids, row.output_token_ids, row.end_token_ids)
+        shifted.request.bad_words = row.bad_words
         weights = sampler.filtered_weights(logits[None], [shifted])[0].astype(np.longdouble)
         running = weights.cumsum()
         for v in (u - NEAR, u, u + NEAR):
@@ -111,6 +112,7 @@ def make_logits(kind: str, V: int, generator: np.random.Generator) -> Logits:
 NEUTRAL: dict[str, Any] = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
     "repetition_penalty": 1.0, "logit_bias": None, "min_tokens": 0,
+    "bad_words": (), "allowed_token_ids": None,
 }  # fmt: skip
 
 
@@ -125,6 +127,8 @@ def random_row(rng: random.Random, V: int, seed: int) -> Sequence:
         "repetition_penalty": rng.choice([1.3, 0.7, 1e-3, 1e3]),
         "logit_bias": {rng.randrange(V): rng.choice([5, -1e6, 1e6, rng.random()]) for _ in range(rng.choice([1, 9]))},
         "min_tokens": 9,
+        "bad_words": ("word",),
+        "allowed_token_ids": [rng.randrange(V) for _ in range(rng.choice([1, 3, V]))],
     }  # fmt: skip
     share = rng.choice([0.15, 0.4, 1.0])
     chosen = {name: value if rng.random() < share else NEUTRAL[name] for name, value in some.items()}
@@ -132,7 +136,11 @@ def random_row(rng: random.Random, V: int, seed: int) -> Sequence:
     ids = [rng.randrange(V + V // 4 + 1) for _ in range(rng.choice([1, 3, 40]))]
     output = [rng.choice([i for i in ids if i < V] or [0]) for _ in range(rng.choice([0, 1, 5, 60]))]
     end = tuple({rng.randrange(V) for _ in range(rng.choice([0, 1, 3]))})
-    return make_row(SamplingParams(temperature=temperature, **chosen), ids, output, end, seed)
+    row = make_row(SamplingParams(temperature=temperature, **chosen), ids, output, end, seed)
+    if row.params.bad_words:
+        lengths = [rng.randrange(len(output) + 1) for _ in range(6)]
+        row.request.bad_words = BadWords([[*output[len(output) - n :], rng.randrange(V)] for n in lengths])
+    return row
 
 
 CONTROLS: dict[str, dict[str, Any]] = {

@@ -59,6 +59,7 @@ SAMPLED = {
     ),
     "n": SamplingParams(max_tokens=12, temperature=0.7, n=3),
     "min_tokens": SamplingParams(max_tokens=20, min_tokens=9, temperature=1.2, stop_token_ids=(3, 5, 7, 20)),
+    "allowed": SamplingParams(max_tokens=20, temperature=1.2, allowed_token_ids=(1, 3, 5, 7, 20, 33), logprobs=-1),
     "stop": SamplingParams(max_tokens=25, temperature=1.3, stop=("ab", "e", "Q", "zz")),
     "slide": SamplingParams(max_tokens=50, temperature=1.0, overflow="slide"),
     "greedy penalised": SamplingParams(max_tokens=20, temperature=0.0, frequency_penalty=1.5, logprobs=2),

@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from nanoinfer.sampling_params import (
+    BadWords,
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 NAN, INF = math.nan, math.inf
 NAMES = [f.name for f in fields(SamplingParams)]
@@ -31,11 +37,19 @@ BAD: dict[str, list[Any]] = {
     "best_of": [0, -1, 129, 1.0, True, "2"],
     "stop": ["", [""], ["a", ""], [1], 7, 0, False, b"\n", [None]],
     "stop_token_ids": [[-1], [1.0], ["a"], [True], "a", 7, 0, False, [None], np.array([0.5])],
+    "include_stop_str_in_output": [0, 1, None, "yes"],
     "ignore_eos": [0, 1, None, "yes", 0.0],
     "min_tokens": [-1, 1.0, True, None, 129],
-    "logprobs": [-1, 1001, 1.0, True, "5"],
-    "prompt_logprobs": [-1, 1001, 1.0, True, "5"],
+    "logprobs": [-2, 1001, 1.0, True, "5"],
+    "prompt_logprobs": [-2, 1001, 1.0, True, "5"],
     "logit_bias": [7, "ab", {-1: 0.0}, {1.0: 0.0}, {True: 0.0}, {1: NAN}, {1: INF}, {1: 1e7}, {1: "a"}, {"a": 1}, [1]],
+    "bad_words": ["ab", 7, False, [""], ["a", ""], [1], [None]],
+    "allowed_token_ids": [[-1], [1.0], ["a"], [True], "a", 7, 0, False, [None], np.array([0.5])],
+    "skip_special_tokens": [0, 1, None, "yes"],
+    "spaces_between_special_tokens": [0, 1, None, "yes"],
+    "detokenize": [0, 1, None, "yes"],
+    "truncate_prompt_tokens": [0, -2, 1.0, True, "5"],
+    "output_kind": ["", "Delta", None, 1, ["delta"]],
     "overflow": ["", "Slide", "wrap", None, True, 1, ["slide"]],
     "slide_stride": [0, -1, 1.0, True, "1"],
     "structured_outputs": [
@@ -101,6 +115,13 @@ def test_a_number_too_large_for_a_float_is_an_error_like_any(name: str, digits: 
         ({"max_tokens": 3, "min_tokens": 3}, {"min_tokens": 3}),
         ({"max_tokens": None, "min_tokens": 300}, {"max_tokens": None, "min_tokens": 300}),
         ({"top_k": -1}, {"top_k": 0}),
+        ({"logprobs": -1, "prompt_logprobs": -1}, {"logprobs": -1, "prompt_logprobs": -1, "num_logprobs": -1}),
+        ({"bad_words": ["a b"]}, {"bad_words": ("a b",)}),
+        ({"bad_words": None}, {"bad_words": ()}),
+        ({"allowed_token_ids": np.array([3, 1])}, {"allowed_token_ids": (3, 1)}),
+        ({"allowed_token_ids": ()}, {"allowed_token_ids": None}),
+        ({"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": -1}),
+        ({"output_kind": "delta"}, {"output_kind": RequestOutputKind.DELTA}),
         ({"overflow": "slide", "slide_stride": 1}, {"slide_stride": 1}),
         ({"n": 128}, {"best_of": None, "num_sequences": 128, "num_logprobs": None}),
         ({"n": 2, "best_of": 2}, {"num_sequences": 2, "num_logprobs": None}),
@@ -129,6 +150,22 @@ def test_structured_outputs_are_one_of_five_kinds(given_: dict[str, Any], kind: 
     structured = StructuredOutputsParams(**given_)
     assert (structured.kind, getattr(structured, kind)) == (kind, kept)
     assert SamplingParams(structured_outputs=structured) == SamplingParams(structured_outputs=given_)  # type: ignore[arg-type]
+
+
+def test_bad_words_exclude_the_token_that_would_complete_one() -> None:
+    words = BadWords([[7], [1, 2], [1, 3], [5, 1, 4], [9, 9]])
+    assert words.excluded([]) == [7]
+    assert words.excluded([1]) == [7, 2, 3]
+    assert words.excluded([5, 1]) == [7, 2, 3, 4]
+    assert words.excluded([5, 1, 9]) == [7, 9]
+    assert words.excluded((0, 0)) == [7]
+
+
+def test_exclusions_and_stop_strings_that_contradict() -> None:
+    with pytest.raises(NanoinferError, match=r"^allowed_token_ids is empty: it excludes every token"):
+        SamplingParams(allowed_token_ids=[])  # type: ignore[arg-type]
+    with pytest.raises(NanoinferError, match=r"^stop=\['a'\] needs detokenize=True"):
+        SamplingParams(stop="a", detokenize=False)  # type: ignore[arg-type]
 
 
 def test_structured_outputs_that_contradict_or_are_too_long() -> None:
@@ -180,7 +217,7 @@ def test_an_integer_too_large_to_print_is_no_exception(name: str, value: Any) ->
     except NanoinferError as e:
         message = str(e)
     else:
-        assert name in ("max_tokens", "top_k", "stop_token_ids")  # which have no upper limit
+        assert name in ("max_tokens", "top_k", "stop_token_ids", "truncate_prompt_tokens")  # which have no upper limit
         return
     assert message.startswith(name), message
     assert len(message) < 300
@@ -274,7 +311,7 @@ def test_parameters_of_a_beam_search_are_frozen_and_have_vllms_defaults() -> Non
     assert type(params.beam_width) is int
     assert BeamSearchParams(1).length_penalty == 1.0
     assert BeamSearchParams(64, early_stopping="never").early_stopping == "never"
-    assert params.sampling_params == SamplingParams(n=4, max_tokens=None, temperature=0.0)
+    assert params.sampling_params == SamplingParams(n=4, max_tokens=None, temperature=0.0, skip_special_tokens=False)
     with pytest.raises(FrozenInstanceError):
         params.beam_width = 2  # type: ignore[misc]
     with pytest.raises(TypeError, match="beam_width"):

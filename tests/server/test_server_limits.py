@@ -573,16 +573,19 @@ def request(num_prompts: int = 1, **params: Any) -> GenerationRequest:
     return GenerationRequest(SamplingParams(**params), [{"prompt": "a"}] * num_prompts)
 
 
-SMALL = ServerConfig(max_sequences=8, max_logprobs=5, max_stop=2, max_stop_chars=10, max_token_entries=3)
+SMALL = ServerConfig(
+    max_sequences=8, max_logprobs=5, max_stop=2, max_bad_words=1, max_stop_chars=10, max_token_entries=3
+)
 
 
 @pytest.mark.parametrize(
     "allowed",
     [request(8), request(2, n=4), request(2, n=2, best_of=4, logprobs=5), request(prompt_logprobs=5),
-     request(stop=["x" * 10, "y"]), request(logit_bias={1: 1, 2: 1, 3: 1}), request(stop_token_ids=[1, 2, 3])],
+     request(stop=["x" * 10, "y"]), request(logit_bias={1: 1, 2: 1, 3: 1}), request(stop_token_ids=[1, 2, 3]),
+     request(logprobs=-1, prompt_logprobs=-1), request(bad_words=["x" * 10]), request(allowed_token_ids=[1, 2, 3])],
 )  # fmt: skip
 def test_what_is_within_the_limits_is_allowed(allowed: GenerationRequest) -> None:
-    check_request(allowed, SMALL, block_size=4)
+    check_request(allowed, SMALL, block_size=4, vocab_size=5)
 
 
 @pytest.mark.parametrize(
@@ -598,11 +601,16 @@ def test_what_is_within_the_limits_is_allowed(allowed: GenerationRequest) -> Non
         (request(stop=["x" * 11]), "stop", "max_stop_chars is 10"),
         (request(logit_bias={1: 1, 2: 1, 3: 1, 4: 1}), "logit_bias", "max_token_entries is 3"),
         (request(stop_token_ids=[1, 2, 3, 4]), "stop_token_ids", "max_token_entries is 3"),
+        (request(allowed_token_ids=[1, 2, 3, 4]), "allowed_token_ids", "max_token_entries is 3"),
+        (request(logprobs=-1), "logprobs", "logprobs=-1, the whole vocabulary, is 6; the server's max_logprobs is 5"),
+        (request(prompt_logprobs=-1), "prompt_logprobs", "max_logprobs is 5"),
+        (request(bad_words=["a", "b"]), "bad_words", "the number of strings in bad_words is 2; .* max_bad_words is 1"),
+        (request(bad_words=["x" * 11]), "bad_words", "max_stop_chars is 10"),
     ],
 )
 def test_what_is_above_a_limit_is_refused(refused: GenerationRequest, param: str, limit: str) -> None:
     with pytest.raises(FieldError, match=limit) as caught:
-        check_request(refused, SMALL, block_size=4)
+        check_request(refused, SMALL, block_size=4, vocab_size=6)
     assert caught.value.param == param
 
 
@@ -615,7 +623,7 @@ def test_requests_share_quotas_until_they_are_released() -> None:
     quotas = Quotas(config)
 
     def begin() -> TokenBounds:
-        return TokenBounds(request(logprobs=1, max_tokens=20), 2048, config, quotas)
+        return TokenBounds(request(logprobs=1, max_tokens=20), (2048, 99), config, quotas)
 
     running = [begin() for _ in range(4)]
     for one in running:

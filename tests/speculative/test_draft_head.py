@@ -203,7 +203,7 @@ class Row:
     """A sequence of which nothing has been generated."""
 
     seed, sample_index, num_output_tokens = 5, 0, 0
-    prompt_token_ids, output_token_ids, end_token_ids = (3,), (), ()
+    prompt_token_ids, output_token_ids, end_token_ids, bad_words = (3,), (), (), None
 
     def __init__(self, temperature: float) -> None:
         self.params = SamplingParams(temperature=temperature)

@@ -18,7 +18,7 @@ from typing import Any
 from nanoinfer import openai_protocol as openai
 from nanoinfer.batch.lines import MAX_LINE_BYTES, Line, Place
 from nanoinfer.errors import NanoinferError, ResultError
-from nanoinfer.openai_protocol import SAMPLING, GenerationRequest
+from nanoinfer.openai_protocol import SAMPLING, TEMPLATE, GenerationRequest
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import show
@@ -86,7 +86,7 @@ class OwnForm:
         """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
         fields = self._fields
         for name in fields:
-            if name not in (*PROMPT_KEYS, *SAMPLING, "messages", "chat_template_kwargs", "id", "custom_id"):
+            if name not in (*PROMPT_KEYS, *SAMPLING, *TEMPLATE, "messages", "id", "custom_id"):
                 raise NanoinferError(
                     f"the field {show(name)} is unknown: a line has prompt, prompt_token_ids or messages, id, and"
                     " fields of SamplingParams"
@@ -101,9 +101,10 @@ class OwnForm:
             )
         params = openai.with_fields(defaults, {name: fields[name] for name in SAMPLING if name in fields})
         if "messages" in prompt:
-            return GenerationRequest(params, (), prompt["messages"], fields.get("chat_template_kwargs"))
-        if "chat_template_kwargs" in fields:
-            raise NanoinferError("chat_template_kwargs needs messages: a prompt has no template")
+            template = {name: fields[name] for name in TEMPLATE if fields.get(name) is not None}
+            return GenerationRequest(params, (), prompt["messages"], template)
+        if given := [name for name in TEMPLATE if name in fields]:
+            raise NanoinferError(f"{given[0]} needs messages: a prompt has no template")
         return GenerationRequest(params, [prompt])
 
     def record(self, outputs: Sequence[RequestOutput]) -> Record:

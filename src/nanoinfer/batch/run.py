@@ -152,7 +152,7 @@ class BatchRunner:
         """Return the requests of a line, not queued. Raises NanoinferError if one of them is refused."""
         prompts: Sequence[Any] = given.prompts
         if given.messages is not None:
-            options = ChatOptions(self._options.chat_template, True, given.chat_template_kwargs)
+            options = ChatOptions(self._options.chat_template, **given.template)
             text = self._formatter.render(as_conversation(given.messages), options)
             prompts = [{"prompt_token_ids": self._factory.fit(text, given.params, rendered=True)}]
         params = [given.params] * len(prompts)

@@ -19,7 +19,15 @@ import click
 
 from nanoinfer.cli.generate import DEFAULTS
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import chat_template_flag, flags, model_flag, tokenizer_flag
+from nanoinfer.cli.options import (
+    NO_FLAGS,
+    chat_template_flag,
+    flags,
+    generation_config_flag,
+    model_flag,
+    of_model,
+    tokenizer_flag,
+)
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError
@@ -56,7 +64,8 @@ _CAPACITY = (
     show_default=True,
     help="Lines without a seed get one from this and their number.",
 )
-@flags(SamplingParams, "params", skip=("seed", "logit_bias", "structured_outputs"), defaults=DEFAULTS)
+@generation_config_flag
+@flags(SamplingParams, "params", skip=("seed", *NO_FLAGS), defaults=DEFAULTS)
 @flags(SpeculationConfig, "speculation")
 @flags(EngineConfig, "engine_config")
 def batch(
@@ -67,6 +76,7 @@ def batch(
     tokenizer: str | None,
     chat_template: Path | None,
     seed: int,
+    generation_config: str,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
@@ -75,7 +85,9 @@ def batch(
     inputs, target = _split(files, output)
     require_int("seed", seed, 0, 2**64 - 1)
     template = read_text(chat_template, "a chat template") if chat_template is not None else None
-    config = LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation)
+    config = LLMConfig(
+        model, tokenizer, generation_config=generation_config, engine=engine_config, speculation=speculation
+    )
 
     from nanoinfer.batch.lines import LineReader
     from nanoinfer.batch.output import open_output, refuse_same_file
@@ -130,6 +142,8 @@ def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: 
 
     built = build_core(config)
     requests, formatter = RequestFactory(built.core, built.model), ChatFormatter(built.model)
+    defaults = of_model(options.defaults, requests.defaults, built.model.sampling_defaults)
+    options = dataclasses.replace(options, defaults=defaults)
     runner = BatchRunner(built.core, requests, formatter, built.model.name, options)
     records.start()
     log = logging.getLogger("nanoinfer")
@@ -153,6 +167,7 @@ def _settings(config: LLMConfig, options: BatchOptions) -> dict[str, Any]:
         **dataclasses.asdict(config.speculation),
         **dataclasses.asdict(options.defaults),
         "seed": options.seed,
+        "generation_config": config.generation_config,
     }
     return {name: value for name, value in settings.items() if name not in _CAPACITY}
 

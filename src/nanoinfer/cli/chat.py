@@ -16,12 +16,19 @@ import click
 
 from nanoinfer.cli.generate import DEFAULTS
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import chat_template_flag, flags, tokenizer_flag
+from nanoinfer.cli.options import (
+    NO_FLAGS,
+    chat_template_flag,
+    flags,
+    generation_config_flag,
+    of_model,
+    tokenizer_flag,
+)
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.files import escaped, read_text
 
-_SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "logit_bias", "structured_outputs")
+_SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", *NO_FLAGS)
 
 
 @command("chat")
@@ -29,6 +36,7 @@ _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "logit_bias", "struct
 @tokenizer_flag
 @click.option("--system", metavar="TEXT", help="System message.")
 @chat_template_flag
+@generation_config_flag
 @flags(SamplingParams, "params", skip=_SKIPPED, defaults={**DEFAULTS, "max_tokens": 1024})
 @flags(SpeculationConfig, "speculation")
 @flags(EngineConfig, "engine_config")
@@ -37,6 +45,7 @@ def chat(
     tokenizer: str | None,
     system: str | None,
     chat_template: Path | None,
+    generation_config: str,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
@@ -47,7 +56,11 @@ def chat(
     from nanoinfer.cli.chat_session import Session
     from nanoinfer.entrypoints.llm import LLM
 
-    llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation))
+    config = LLMConfig(
+        model, tokenizer, generation_config=generation_config, engine=engine_config, speculation=speculation
+    )
+    llm = LLM.from_config(config)
+    params = of_model(params, llm.requests.defaults, llm.model.sampling_defaults)
     session = Session(llm.conversation(system, chat_template=template), params)
     if sys.stdin.isatty():
         print(

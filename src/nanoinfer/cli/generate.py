@@ -22,7 +22,16 @@ import click
 
 from nanoinfer.cli import decoding
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
+from nanoinfer.cli.options import (
+    NO_FLAGS,
+    PATH,
+    flags,
+    generation_config_flag,
+    json_flag,
+    model_flag,
+    of_model,
+    tokenizer_flag,
+)
 from nanoinfer.cli.terminal import complain, print_json, reading_stdin
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, ResultError
@@ -57,7 +66,8 @@ DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 )
 @click.option("--echo", is_flag=True, help="Print each prompt before its output.")
 @json_flag("Print one JSON object per prompt and line, with token ids and metrics.")
-@flags(SamplingParams, "params", skip=("logit_bias", "structured_outputs"), defaults=DEFAULTS)
+@generation_config_flag
+@flags(SamplingParams, "params", skip=NO_FLAGS, defaults=DEFAULTS)
 @flags(decoding.StructuredFlags, "structured_flags")
 @flags(decoding.BeamFlags, "beam_flags")
 @flags(SpeculationConfig, "speculation")
@@ -73,6 +83,7 @@ def generate(
     logit_bias: tuple[str, ...],
     echo: bool,
     as_json: bool,
+    generation_config: str,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
@@ -92,7 +103,12 @@ def generate(
 
     from nanoinfer.entrypoints.llm import LLM
 
-    llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation))
+    config = LLMConfig(
+        model, tokenizer, generation_config=generation_config, engine=engine_config, speculation=speculation
+    )
+    llm = LLM.from_config(config)
+    if beams is None:
+        params = of_model(params, llm.requests.defaults, llm.model.sampling_defaults)
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises an error: there is no text to print
     ids, stream = decoding.start(llm, given, params, beams)

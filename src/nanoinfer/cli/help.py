@@ -13,38 +13,42 @@ import click
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 NAME_WIDTH = 28  # of the column of options; a longer name has a line of its own
 
-_SAMPLING = "temperature top_k top_p min_p presence_penalty frequency_penalty repetition_penalty seed n sampler"
+_SAMPLING = (
+    "temperature top_k top_p min_p presence_penalty frequency_penalty repetition_penalty bad_words allowed_token_ids"
+    " seed n sampler"
+)
 _ENGINE = (
     "engine device dtype quantization threads max_model_len max_num_seqs kv_cache_memory kv_cache_dtype graph_memory"
 )
-_LENGTH = "max_tokens min_tokens stop stop_token_ids ignore_eos overflow slide_stride"
+_LENGTH = "max_tokens min_tokens stop stop_token_ids include_stop_str_in_output ignore_eos overflow slide_stride"
 _RUNNING = {"Speculative decoding": "draft speculate_k speculate_rule", "Engine and memory": _ENGINE}
 # Sub-command -> topic -> names of its parameters. What is in no topic stands under "Options", before the topics.
 TOPICS: dict[str, dict[str, str]] = {
     "generate": {
-        "Output length": _LENGTH,
-        "Output": "echo as_json logprobs prompt_logprobs",
-        "Sampling": _SAMPLING + " best_of logit_bias",
+        "Output length": _LENGTH + " truncate_prompt_tokens",
+        "Output": "echo as_json logprobs prompt_logprobs skip_special_tokens",
+        "Sampling": _SAMPLING + " best_of logit_bias generation_config",
         "Structured outputs": "json_schema json_object regex choice grammar",
         "Beam search": "beam_width length_penalty early_stopping",
         **_RUNNING,
     },
     "chat": {
         "Output length": _LENGTH,
-        "Sampling": _SAMPLING.replace(" n ", " "),  # one answer
+        "Sampling": _SAMPLING.replace(" n ", " ") + " generation_config",  # one answer
         **_RUNNING,
     },
     "batch": {
-        "Output length": _LENGTH,
-        "Sampling": _SAMPLING + " logprobs prompt_logprobs",
+        "Output length": _LENGTH + " truncate_prompt_tokens",
+        "Sampling": _SAMPLING + " generation_config logprobs prompt_logprobs skip_special_tokens",
         **_RUNNING,
     },
     "serve": {
         "Access and logs": "api_key api_key_file allowed_host allowed_origin access_log log_level",
         "Limits of a request": "max_body_bytes max_header_bytes max_sequences max_logprobs max_logprob_entries max_stop"
-        " max_stop_chars max_token_entries",
+        " max_bad_words max_stop_chars max_token_entries",
         "Limits of number and time": "max_connections max_requests_in_flight header_timeout_sec body_timeout_sec"
         " send_timeout_sec request_timeout_sec keep_alive_sec",
+        "Sampling": "generation_config default_max_tokens",
         "Speculative decoding": _RUNNING["Speculative decoding"],
         "Scheduling": "max_num_batched_tokens max_num_queued enable_prefix_caching",
         "Engine and memory": _ENGINE + " sampler",

@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from nanoinfer.cli.values import parse_size, size_units, unescape
+from nanoinfer.config import GENERATION_CONFIGS, LLMConfig
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.field_docs import field_docs
 
 PATH: Any = click.Path(path_type=Path)
@@ -28,6 +30,7 @@ _WRITTEN: dict[str, tuple[Any, str | None, str]] = {
     "kv_cache_memory": (parse_size, "SIZE", f"Units: {size_units()}."),
     "graph_memory": (parse_size, "SIZE", "Units as above."),
     "stop": (unescape, "TEXT", r"Escapes: \n, \r, \t, \\, \xNN, \uNNNN. May be repeated."),
+    "bad_words": (unescape, "TEXT", "Escapes as for stop. May be repeated."),
 }
 # Second names of flags.
 _ALIASES = {"model": "-m", "n": "-n", "output": "-o", "temperature": "--temp"}
@@ -43,6 +46,30 @@ tokenizer_flag = click.option(
 chat_template_flag = click.option(
     "--chat-template", metavar="FILE", type=PATH, help="Jinja template to use instead of the model's own."
 )
+
+generation_config_flag = click.option(
+    "--generation-config", metavar="NAME", type=click.Choice(GENERATION_CONFIGS), default="auto", show_default=True,
+    help=field_docs(LLMConfig)["generation_config"],
+)  # fmt: skip
+NO_FLAGS = ("logit_bias", "structured_outputs", "spaces_between_special_tokens", "detokenize", "output_kind")
+"""Fields of SamplingParams that are no flags: they are written otherwise, or have no effect on what is printed."""
+
+
+def of_model(params: SamplingParams, model: SamplingParams, names: Iterable[str]) -> SamplingParams:
+    """Return the parameters of a command with the model's own in the place of flags that are not given.
+
+    Args:
+        params: from the flags.
+        model: those of the model.
+        names: what its generation_config.json has.
+    """
+    context, own = click.get_current_context(), {"max_new_tokens": "max_tokens"}
+    not_given = [
+        name
+        for name in (own.get(name, name) for name in names)
+        if context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT
+    ]
+    return dataclasses.replace(params, **{name: getattr(model, name) for name in not_given})
 
 
 def json_flag(help: str) -> Callable[[_Command], _Command]:
@@ -80,6 +107,7 @@ def flags(
 
 def _option(name: str, hint: Any, doc: str, default: Any) -> Callable[[_Command], _Command]:
     """Return the decorator that adds the flag of one field."""
+    hint = next((t for t in typing.get_args(hint) if typing.get_origin(t) is tuple), hint)  # of tuple | None, tuple
     kind = next(t for t in (hint, *typing.get_args(hint)) if t in _TYPES)  # of int | str | None, int
     parse, metavar, note = _WRITTEN.get(name, (*_TYPES[kind], ""))
     flag = f"--{name.replace('_', '-')}"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
+from nanoinfer.cli.options import NO_FLAGS, PATH, flags, json_flag, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
 from nanoinfer.config import EngineConfig, LLMConfig
 from nanoinfer.errors import NanoinferError
@@ -34,7 +34,10 @@ NUM_OPERATORS = 12  # shown one by one; --json has them all
 PROMPT_TOKENS = 32
 MAX_WAITED = 0.1
 """Of the wall time: if threads waited longer for cores, in total, the tables are said to be distorted."""
-_ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logit_bias", "structured_outputs")
+_TEXT = (
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "truncate_prompt_tokens",
+)  # fmt: skip
 
 
 @command("profile")
@@ -53,7 +56,7 @@ _ENDINGS = ("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", 
 @click.option("--decode-only", is_flag=True, help="Begin after the first token.")
 @click.option("--trace", metavar="PATH", type=PATH, help="Write a Chrome trace of the profiled run to this file.")
 @json_flag("Print one JSON object, with every operator.")
-@flags(SamplingParams, "params", skip=("best_of", *_ENDINGS))
+@flags(SamplingParams, "params", skip=("best_of", *_TEXT, *NO_FLAGS))
 @flags(EngineConfig, "engine_config")
 def profile(
     prompt: str | None,

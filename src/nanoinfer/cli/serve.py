@@ -8,7 +8,7 @@ Examples:
 from __future__ import annotations
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import flags, tokenizer_flag
+from nanoinfer.cli.options import flags, generation_config_flag, tokenizer_flag
 from nanoinfer.config import EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, missing_extra
 from nanoinfer.server.config import ServerConfig
@@ -21,6 +21,7 @@ from nanoinfer.server.config import ServerConfig
     help="A built-in model, a folder, a GGUF file, a ckpt.pt, a Hub repository, random:PRESET.",
 )
 @tokenizer_flag
+@generation_config_flag
 @flags(ServerConfig, "server")
 @flags(SchedulerConfig, "scheduler")
 @flags(SpeculationConfig, "speculation")
@@ -28,13 +29,21 @@ from nanoinfer.server.config import ServerConfig
 def serve(
     model: str,
     tokenizer: str | None,
+    generation_config: str,
     server: ServerConfig,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     scheduler: SchedulerConfig,
 ) -> None:
     """Serve a model over HTTP with OpenAI's interface."""
-    config = LLMConfig(model, tokenizer, engine=engine_config, speculation=speculation, scheduler=scheduler)
+    config = LLMConfig(
+        model,
+        tokenizer,
+        generation_config=generation_config,
+        engine=engine_config,
+        speculation=speculation,
+        scheduler=scheduler,
+    )
     try:
         from nanoinfer.server import auth, descriptors, run
     except ModuleNotFoundError as e:

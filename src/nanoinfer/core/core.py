@@ -126,11 +126,17 @@ class Core:
         request = Request(next(self._ids), prompt, token_ids, params, seed, tuple(sorted(end)), beams=beams)
         request.salt, request.priority, request.arrival_sec = salt, priority, self.clock()
         for i in range(params.num_sequences):
-            text = OutputText(self._tokenizer.stream(token_ids) if self._tokenizer else None, params.stop)
+            text = self._text(params, token_ids)
             request.sequences.append(Sequence(request, i, text, self.engine.limits.block_size, list(token_ids)))
             request.check(self.engine.limits)  # before the prompt is copied for the next one
         request.num_dropped_tokens = request.sequences[0].next_start
         return request
+
+    def _text(self, params: SamplingParams, prompt_token_ids: list[int]) -> OutputText:
+        tokenizer = self._tokenizer if params.detokenize else None
+        stream = tokenizer.stream(prompt_token_ids) if tokenizer is not None else None
+        skipped = tokenizer.special_tokens if tokenizer is not None and params.skip_special_tokens else None
+        return OutputText(stream, params.stop, skipped, include_stop=params.include_stop_str_in_output)
 
     def submit(self, requests: Seq[Request]) -> None:
         """Queue requests. If this call is interrupted, the caller must cancel them.

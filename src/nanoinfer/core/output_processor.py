@@ -32,7 +32,8 @@ class Logprobs:
             if logprobs is not None:
                 self._sampled.setdefault(sequence, []).append(logprobs[token_id][0])
                 if sequence.params.logprobs is not None:
-                    self._of.setdefault(sequence, []).append(describe(self._tokenizer, logprobs))
+                    tokenizer = self._tokenizer if sequence.params.detokenize else None
+                    self._of.setdefault(sequence, []).append(describe(tokenizer, logprobs))
 
     def of(self, sequence: Sequence) -> list[dict[int, Logprob]] | None:
         """Return the log-probabilities of each output token; None if they were not requested."""

@@ -17,19 +17,18 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from nanoinfer.config import LLMConfig, llm_signature
+from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_engine import CLOSED, AsyncEngine
 from nanoinfer.entrypoints.async_requests import CUMULATIVE, OUTPUT_KINDS, AsyncRequest
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
-from nanoinfer.entrypoints.vllm_names import EngineArgs
+from nanoinfer.entrypoints.vllm_names import EngineArgs, llm_signature
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation
 from nanoinfer.inputs.prompts import Prompt, as_list
 from nanoinfer.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
-from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils import processes
 from nanoinfer.utils.checks import require_choice, show
@@ -113,7 +112,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        output_kind: str = CUMULATIVE,
+        output_kind: str | None = None,
         check: Callable[[int], None] | None = None,
     ) -> AsyncOutputStream:
         """Generate for one prompt. Return an asynchronous iterator over the outputs.
@@ -125,12 +124,13 @@ class AsyncLLM:
         Args:
             prompt: in the forms of `LLM.generate`, with or without a cache_salt. Do not change it before the first
                 output.
-            sampling_params: SamplingParams or BeamSearchParams; None is SamplingParams(). With best_of, and for a beam
-                search, there is one output, at the end.
+            sampling_params: SamplingParams or BeamSearchParams; None: those of the model's generation_config.json. With
+                best_of, and for a beam search, there is one output, at the end.
             request_id: for `abort`, and in the outputs. None: a random one.
             priority: requests of smaller priority are admitted first.
             output_kind: cumulative: each output has all tokens so far. delta: each output has the tokens since the one
-                before, and only those of the n outputs that have some. final_only: one output at the end.
+                before, and only those of the n outputs that have some. final_only: one output at the end. None: that of
+                the sampling_params.
             check: is called with the number of the prompt's tokens, in a worker thread, before the request is queued;
                 an exception of it is one of the iterator.
 
@@ -144,7 +144,7 @@ class AsyncLLM:
             ResultError: from the iterator: the request has failed, for example because logits are not finite.
         """
         making = self._make(lambda: prompt, sampling_params, priority, check)
-        return self._stream(making, request_id, output_kind)
+        return self._stream(making, request_id, output_kind, sampling_params)
 
     def chat(
         self,
@@ -155,15 +155,18 @@ class AsyncLLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
-        output_kind: str = CUMULATIVE,
+        output_kind: str | None = None,
         check: Callable[[int], None] | None = None,
     ) -> AsyncOutputStream:
         """Generate the next message of one conversation. Return an asynchronous iterator over the outputs.
 
         Args:
-            messages, chat_template, add_generation_prompt, chat_template_kwargs: as for `LLM.chat`.
+            messages, chat_template, add_generation_prompt, chat_template_kwargs, continue_final_message, documents: as
+                for `LLM.chat`.
             cache_salt: only conversations and prompts of the same salt share their prefixes.
             sampling_params, request_id, priority, output_kind, check: as for `generate`.
 
@@ -171,13 +174,15 @@ class AsyncLLM:
             NanoinferError: as `generate`. From the iterator: a message is malformed, the model has no chat template, or
                 the template refuses the messages or exceeds a limit (docs/chat.md).
         """
-        options = ChatOptions(chat_template, add_generation_prompt, chat_template_kwargs)
+        options = ChatOptions(
+            chat_template, add_generation_prompt, chat_template_kwargs, continue_final_message, documents
+        )
 
         def prompt() -> Prompt:
             return {"prompt": self._render(messages, options), "cache_salt": cache_salt}
 
         making = self._make(prompt, sampling_params, priority, check, rendered=True)
-        return self._stream(making, request_id, output_kind)
+        return self._stream(making, request_id, output_kind, sampling_params)
 
     def _make(
         self,
@@ -191,6 +196,7 @@ class AsyncLLM:
         """Make a request; yield the workers that run the next part. `rendered`: see `RequestFactory.fit`."""
         threads, factory = self._running(), self.llm.requests
         yield threads.preparing
+        params = factory.defaults if params is None else params
         salts: list[str | None] = []
         (found,) = as_list([prompt()], salts)
         text = found if isinstance(found, str) else None
@@ -198,18 +204,24 @@ class AsyncLLM:
             factory.check_fits(text, params)
             if len(text) > LONG_TEXT:
                 yield threads.tokenizing
-            found = factory.fit(text, params, rendered=rendered)
+        found = factory.fit(found, params, rendered=rendered)
         if check is not None:
             check(len(found))
         if getattr(params, "structured_outputs", None) is not None:
             yield threads.compiling
-        request = factory.make(found, params or SamplingParams(), salt=salts[0], priority=priority)
+        request = factory.make(found, params, salt=salts[0], priority=priority)
         request.prompt = text
         return request
 
     def _stream(
-        self, making: Generator[Workers, None, Request], request_id: str | None, output_kind: str
+        self,
+        making: Generator[Workers, None, Request],
+        request_id: str | None,
+        output_kind: str | None,
+        params: Params | None,
     ) -> AsyncOutputStream:
+        if output_kind is None:
+            output_kind = getattr(params, "output_kind", CUMULATIVE)
         require_choice("output_kind", output_kind, OUTPUT_KINDS)
         if request_id is None:
             request_id = secrets.token_hex(8)

@@ -112,9 +112,11 @@ class Conversation:
         else:
             self._messages = [*self._asked, {"role": "assistant", "content": answer.text}]
             text, token_ids = self._known[0]
-            if not isinstance(answer.stop_reason, str):  # the tokens of a stop string are not in the text
-                ended = isinstance(answer.stop_reason, int)
-                made = answer.token_ids[:-1] if ended else answer.token_ids
+            params, reason = request.params, answer.stop_reason
+            ended = isinstance(reason, int) and not params.include_stop_str_in_output
+            made = answer.token_ids[:-1] if ended else answer.token_ids
+            # The tokens of a stop string are not in the text, and special tokens may not be.
+            if not isinstance(reason, str) and not self._requests.hides_any(made, params):
                 self._known = [(text, token_ids), (text + answer.text, token_ids + made)]
         self._request = None
 
@@ -129,12 +131,14 @@ class Conversation:
 
     def _answer(self, messages: list[dict[str, Any]], params: SamplingParams | None) -> TextStream:
         """Return the stream of the answer to `messages`, which become the conversation's."""
-        params = params or SamplingParams()
+        params = self._requests.defaults if params is None else params
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={show(params)} is not a SamplingParams")
-        if params.num_sequences != 1 or params.prompt_logprobs is not None:
+        other = params.prompt_logprobs is not None or params.truncate_prompt_tokens is not None
+        if params.num_sequences != 1 or other or not params.detokenize:
             raise NanoinferError(
-                "a conversation has one answer and no prompt_logprobs: use chat for n, best_of and these"
+                "a conversation has one answer, in text, to all its messages, and no prompt_logprobs: use chat for n,"
+                " best_of, prompt_logprobs, truncate_prompt_tokens and detokenize=False"
             )
         first, text, token_ids = self._fit(messages, params)
         request = self._requests.make(token_ids, params)

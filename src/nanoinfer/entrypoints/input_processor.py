@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from nanoinfer.core import beam_search as beams
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints import scoring
+from nanoinfer.entrypoints.vllm_names import model_defaults
 from nanoinfer.errors import NanoinferError, too_long
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.tokenizers import LONG_TEXT
-from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.sampling_params import BadWords, BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.structured.grammars import Grammars
 from nanoinfer.structured.masks import OutputGrammar
@@ -23,14 +25,6 @@ Params = SamplingParams | BeamSearchParams
 log = logging.getLogger("nanoinfer")
 
 
-def per_prompt(params: Params | Sequence[Params] | None, count: int) -> list[Params]:
-    """Return the parameters of each of `count` prompts. Raises NanoinferError for another number of them."""
-    each = [params or SamplingParams()] * count if isinstance(params, Params) or params is None else list(params)
-    if len(each) != count:
-        raise NanoinferError(f"{count} prompts, but {len(each)} SamplingParams: give one, or one for each prompt")
-    return each
-
-
 class RequestFactory:
     """Creates requests after checking prompts and parameters against the model."""
 
@@ -38,6 +32,35 @@ class RequestFactory:
         self._core = core
         self._model = model
         self._grammars = Grammars(model)
+        self._defaults: SamplingParams | None = None
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """The parameters of requests that have none: those of the model's generation_config.json.
+
+        They are logged at the first use.
+
+        Raises:
+            NanoinferError: one of them is invalid.
+        """
+        if self._defaults is None:
+            self._defaults = model_defaults(given := self._model.sampling_defaults)
+            if given:
+                log.warning(
+                    "sampling parameters that are not given are those of the model's generation_config.json (%s);"
+                    " generation_config='vllm' (--generation-config vllm) leaves them out",
+                    ", ".join(f"{name}={value}" for name, value in given.items()),
+                )
+        return self._defaults
+
+    def per_prompt(self, params: Params | Sequence[Params] | None, count: int) -> list[Params]:
+        """Return the parameters of each of `count` prompts. Raises NanoinferError for another number of them."""
+        if params is None:
+            params = self.defaults
+        each = [params] * count if isinstance(params, Params) else list(params)
+        if len(each) != count:
+            raise NanoinferError(f"{count} prompts, but {len(each)} SamplingParams: give one, or one for each prompt")
+        return each
 
     def make_all(
         self,
@@ -54,7 +77,7 @@ class RequestFactory:
         """
         salts: list[str | None] = []
         many = as_list(prompts, salts)
-        each = per_prompt(params, len(many))
+        each = self.per_prompt(params, len(many))
         ranks = [0] * len(many) if priority is None else list(priority)
         if len(ranks) != len(many):
             raise NanoinferError(f"{len(many)} prompts, but {len(ranks)} priorities: give one for each prompt")
@@ -73,13 +96,16 @@ class RequestFactory:
             search, params = params, params.sampling_params
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={params!r} is not a SamplingParams")
-        token_ids = self.fit(prompt, params) if isinstance(prompt, str) else self._or_start(self.token_ids(prompt))
+        token_ids = self.fit(prompt, params)
         self._check_params(params)
         seed = params.seed if params.seed is not None else secrets.randbits(32)
         text = prompt if isinstance(prompt, str) else None
         request = self._core.make(text, token_ids, params, seed, self._model.end_token_ids, salt, priority, search)
+        if params.bad_words:
+            request.bad_words = BadWords(self._bad_word_ids(params.bad_words))
         if (count := params.prompt_logprobs) is not None:
-            scoring.read_prompt_logprobs(request, count, self._model.tokenizer, self._model.vocab_size)
+            tokenizer = self._model.tokenizer if params.detokenize else None
+            scoring.read_prompt_logprobs(request, count, tokenizer, self._model.vocab_size)
         if params.structured_outputs is not None:
             grammar = self._grammars.compile(params.structured_outputs)
             for s in request.sequences:
@@ -91,23 +117,36 @@ class RequestFactory:
             )  # fmt: skip
         return request
 
-    def fit(self, text: str, params: Params | None, *, rendered: bool = False) -> list[int]:
-        """Return the token ids of a prompt that is to be continued.
+    def fit(self, prompt: str | list[int], params: Params, *, rendered: bool = False) -> list[int]:
+        """Return the token ids of a prompt that is to be continued, after truncate_prompt_tokens.
+
+        As in vLLM, a text keeps the start token that the tokenizer adds.
 
         Args:
-            text: the prompt.
+            prompt: a text, or token ids.
             params: of its request.
-            rendered: whether a chat template has made it, which has added the start token.
+            rendered: whether a chat template has made the text, which has added the start token.
 
         Raises:
             NanoinferError: as `LLM.tokenize` and `check_fits`.
         """
-        self.check_fits(text, params)
-        return self._or_start(self._model.require_tokenizer().encode(text) if rendered else self.token_ids(text))
+        if isinstance(prompt, str):
+            self.check_fits(prompt, params)
+        encode = self._model.require_tokenizer().encode if isinstance(prompt, str) and rendered else self.token_ids
+        token_ids = self._or_start(encode(prompt))  # type: ignore[arg-type]
+        most = getattr(params, "truncate_prompt_tokens", None) or len(token_ids)
+        most = self._core.engine.limits.block_size if most == -1 else most
+        if len(token_ids) <= most:
+            return token_ids
+        start = None if rendered or not isinstance(prompt, str) else self._model.require_tokenizer().bos_token_id
+        return token_ids[-most:] if start is None else [start, *token_ids[len(token_ids) - most + 1 :]]
 
-    def check_fits(self, text: str, params: Params | None) -> None:
+    def check_fits(self, text: str, params: Params) -> None:
         """Raise NanoinferError if a long prompt has too many tokens for the context, however it is tokenized."""
-        if len(text) < LONG_TEXT or (isinstance(params, SamplingParams) and params.overflow == "slide"):
+        shortened = isinstance(params, SamplingParams) and (
+            params.overflow == "slide" or params.truncate_prompt_tokens is not None
+        )
+        if len(text) < LONG_TEXT or shortened:
             return
         block_size = self._core.engine.limits.block_size
         if (least := self._model.require_tokenizer().least_tokens(text)) > block_size:
@@ -143,16 +182,52 @@ class RequestFactory:
                 )
         return prompt
 
+    def hides_any(self, token_ids: Sequence[int], params: SamplingParams) -> bool:
+        """Return whether one of the tokens of an output is a special token that its text does not show."""
+        special = self._model.require_tokenizer().special_tokens
+        return params.skip_special_tokens and any(token_id in special for token_id in token_ids)
+
+    def pair(self, context: str | list[int], continuation: str | list[int]) -> tuple[list[int], list[int]]:
+        """Return the token ids of a context and its continuation, at least one for each: see `LLM.loglikelihood`."""
+        if isinstance(context, str) and isinstance(continuation, str):
+            context_ids, token_ids = scoring.split_pair(self.token_ids, context, continuation)
+        elif isinstance(context, str) or isinstance(continuation, str):
+            raise NanoinferError(
+                f"context={show(context)}, continuation={show(continuation)}: give both as text, or both as token ids"
+            )
+        else:
+            context_ids, token_ids = self.token_ids(context), self.token_ids(continuation)
+        if not token_ids:
+            raise NanoinferError(f"continuation={show(continuation)} adds no token to its context: make it longer")
+        return context_ids or self.tokenize([]), token_ids
+
     def _check_params(self, params: SamplingParams) -> None:
         """Check the parameters that depend on the model: token ids, min_tokens and stop strings."""
         vocab_size = self._model.vocab_size
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
-            for token_id in ids:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(params, name) or ():
                 if token_id >= vocab_size:
                     raise NanoinferError(f"{name}: token id {show(token_id)} is not less than vocab_size={vocab_size}")
         if params.min_tokens and len({*params.stop_token_ids, *self._model.end_token_ids}) >= vocab_size:
             raise NanoinferError(
                 f"min_tokens={params.min_tokens} excludes every token: all {vocab_size} are in stop_token_ids"
             )
-        if params.stop and self._model.tokenizer is None:
-            raise NanoinferError(f"stop={params.stop!r} requires a tokenizer: {self._model.no_tokenizer_reason}")
+        for name in ("stop", "bad_words"):
+            if (words := getattr(params, name)) and self._model.tokenizer is None:
+                raise NanoinferError(f"{name}={show(words)} requires a tokenizer: {self._model.no_tokenizer_reason}")
+
+    def _bad_word_ids(self, words: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the token sequences of words, at the beginning of a text and after a space.
+
+        vLLM's rule (sampling_params.py, `update_from_tokenizer`): the one after a space counts if it has as many tokens
+        and begins with another one; else it is the word after a token of the space alone.
+        """
+        encode = self._model.require_tokenizer().encode
+        for word in words:
+            bare = word.lstrip() or word
+            found = [encode(bare)]
+            with suppress(NanoinferError):  # a vocabulary of characters without the space
+                spaced = encode(f" {bare}")
+                if len(spaced) == len(found[0]) and spaced[:1] != found[0][:1]:
+                    found.append(spaced)
+            yield from (ids for ids in found if ids and max(ids) < self._model.vocab_size)

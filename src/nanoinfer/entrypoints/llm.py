@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanoinfer.config import LLMConfig, SpeculationConfig, llm_signature
+from nanoinfer.config import LLMConfig, SpeculationConfig
 from nanoinfer.core.beam_search import beam_search_output
 from nanoinfer.core.build import build_core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.conversation import Conversation
-from nanoinfer.entrypoints.input_processor import Params, RequestFactory, per_prompt
+from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
 from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream
-from nanoinfer.entrypoints.vllm_names import llm_config, model_defaults, one_of
+from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults, one_of
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation, as_conversations
@@ -31,7 +31,7 @@ from nanoinfer.inputs.prompts import Prompt, as_list, numbered
 from nanoinfer.models.tokenizers import decode
 from nanoinfer.outputs import BeamSearchOutput, LoglikelihoodOutput, PerplexityOutput, RequestOutput
 from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
-from nanoinfer.utils.checks import require_bool, show
+from nanoinfer.utils.checks import require_bool, require_choice, show
 from nanoinfer.utils.processes import computing
 from nanoinfer.utils.progress import ProgressBar
 
@@ -115,8 +115,8 @@ class LLM:
         Args:
             prompts: a string, a list of token ids, or a dict {"prompt": ...} or {"prompt_token_ids": ...}; or a
                 list of these. A dict may have a "cache_salt": only prompts of the same salt share their prefixes.
-            sampling_params: for all prompts, or one for each; None is SamplingParams(). With BeamSearchParams the
-                outputs are those of a beam search, the best first.
+            sampling_params: for all prompts, or one for each; None: those of the model's generation_config.json. With
+                BeamSearchParams the outputs are those of a beam search, the best first.
             prompt_token_ids: instead of prompts: a list of token ids, or a list of such lists.
             use_tqdm: whether to show a progress bar (rich's) on stderr; None: on a terminal, after two seconds.
             priority: an integer for each prompt; those of smaller priority are admitted first. None: all have 0.
@@ -166,11 +166,14 @@ class LLM:
             NanoinferError: the prompt or a parameter is invalid, n is not 1, or the model has no tokenizer; from the
                 iterator: the request has failed.
         """
-        params = sampling_params or SamplingParams()
+        params = self.requests.defaults if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={show(params)} is not a SamplingParams")
-        if params.n != 1:
-            raise NanoinferError(f"n={params.n}: stream supports only n=1; use generate or stream_outputs")
+        if params.n != 1 or not params.detokenize:
+            raise NanoinferError(
+                f"n={params.n}, detokenize={params.detokenize}: stream yields the text of one output; use generate or"
+                " stream_outputs"
+            )
         self.model.require_tokenizer()
         return TextStream(OutputStream(self.core, self.requests.make_all([prompt], params)))
 
@@ -210,7 +213,9 @@ class LLM:
         return ModelTokenizer(self.model, self.formatter)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of the model's generation_config.json; without one, SamplingParams().
+        """Return the sampling parameters of the model's generation_config.json, which are used where none are given.
+
+        Without that file, and with generation_config="vllm", they are SamplingParams().
 
         Raises:
             NanoinferError: one of them is invalid.
@@ -230,7 +235,10 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
         chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Generate the next message of one or several conversations, and return the outputs in order.
@@ -242,42 +250,46 @@ class LLM:
                 ...}; a content is a string or a list of {"type": "text", "text": ...}. Other keys go to the template.
             sampling_params, use_tqdm: as for `generate`.
             chat_template: Jinja template to use instead of the model's own.
+            chat_template_content_format: "auto" or "string": the template gets contents as strings.
             add_generation_prompt: whether to end the prompt with the beginning of the assistant's message.
+            continue_final_message: whether to continue the last message; add_generation_prompt must then be False.
+            documents: for templates of models that read documents, such as [{"title": ..., "text": ...}].
             chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
 
         Raises:
             NanoinferError: as `generate`; or the model has no chat template, a message is malformed, or the template
                 refuses the messages or exceeds a limit (docs/chat.md).
         """
-        options = ChatOptions(chat_template, add_generation_prompt, chat_template_kwargs)
+        require_choice("chat_template_content_format", chat_template_content_format, ("auto", "string"))
+        options = ChatOptions(
+            chat_template, add_generation_prompt, chat_template_kwargs, continue_final_message, documents
+        )
         many = as_conversations(messages)
         texts = []
         for i, conversation in enumerate(many):
             with numbered(i, len(many), "conversation"):
                 texts.append(self.formatter.render(conversation, options))
-        each = per_prompt(sampling_params, len(texts))
+        each = self.requests.per_prompt(sampling_params, len(texts))
         prompts = []
         for i, (text, params) in enumerate(zip(texts, each, strict=True)):
             with numbered(i, len(many), "conversation"):
                 prompts.append({"prompt_token_ids": self.requests.fit(text, params, rendered=True)})
-        outputs = self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        outputs = self.generate(prompts, each, use_tqdm=use_tqdm)
         return [replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
 
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the token ids of the prompt that `chat` makes of a conversation: for `stream` and `generate`.
+
+        Args:
+            messages: one conversation.
+            options: chat_template, add_generation_prompt, continue_final_message, documents, chat_template_kwargs: as
+                for `chat`.
 
         Raises:
             NanoinferError: as `chat`.
+            TypeError: an option is unknown.
         """
-        options = ChatOptions(chat_template, add_generation_prompt, chat_template_kwargs)
-        return self.formatter.encode(self.formatter.render(as_conversation(messages), options))
+        return self.formatter.encode(self.formatter.render(as_conversation(messages), ChatOptions(**options)))
 
     def conversation(
         self,
@@ -329,7 +341,7 @@ class LLM:
         pairs = []
         for i, (context, continuation) in enumerate(zip(before, after, strict=True)):
             with numbered(i, len(after), "continuation"):
-                pair = self._pair(context, continuation)
+                pair = self.requests.pair(context, continuation)
                 scoring.check_continuation(pair[1], self.config.block_size)
                 pairs.append(pair)
         found = scoring.loglikelihoods(self.core, pairs)
@@ -338,20 +350,6 @@ class LLM:
             with numbered(i, len(pairs), "continuation"):
                 outputs.append(next(found))
         return outputs
-
-    def _pair(self, context: str | list[int], continuation: str | list[int]) -> tuple[list[int], list[int]]:
-        """Return the token ids of a context and its continuation, at least one for each."""
-        if isinstance(context, str) and isinstance(continuation, str):
-            context_ids, token_ids = scoring.split_pair(self.requests.token_ids, context, continuation)
-        elif isinstance(context, str) or isinstance(continuation, str):
-            raise NanoinferError(
-                f"context={show(context)}, continuation={show(continuation)}: give both as text, or both as token ids"
-            )
-        else:
-            context_ids, token_ids = self.requests.token_ids(context), self.requests.token_ids(continuation)
-        if not token_ids:
-            raise NanoinferError(f"continuation={show(continuation)} adds no token to its context: make it longer")
-        return context_ids or self.tokenize([]), token_ids
 
     def perplexity(
         self,

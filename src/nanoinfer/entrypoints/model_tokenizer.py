@@ -23,8 +23,8 @@ from nanoinfer.utils.checks import as_int, plain, show
 
 # Arguments of transformers' apply_chat_template that would change what is returned.
 _REFUSED = (
-    "continue_final_message", "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-    "tokenizer_kwargs", "truncation",
+    "max_length", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenizer_kwargs",
+    "truncation",
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ class ModelTokenizer:
         ids = [as_int(token_id) for token_id in (given if is_list(given) else [given])]
         if any(token_id is None or not 0 <= token_id < self.vocab_size for token_id in ids):
             raise NanoinferError(f"token_ids={show(given)} are not integers in [0, {self.vocab_size - 1}]")
-        special = _special_ids(self._tokenizer) if skip_special_tokens else ()
+        special = self._tokenizer.special_tokens if skip_special_tokens else ()
         return tokenizers.decode(self._tokenizer, [i for i in ids if i is not None and i not in special])
 
     def apply_chat_template(
@@ -71,6 +71,7 @@ class ModelTokenizer:
         *,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
         **variables: Any,
     ) -> Any:
@@ -83,6 +84,7 @@ class ModelTokenizer:
             conversation: one or several, as for `LLM.chat`.
             tokenize: whether to return token ids.
             add_generation_prompt: whether to end with the beginning of the assistant's message.
+            continue_final_message: whether to end inside the last message, which the output continues.
             chat_template: Jinja template to use instead of the model's own.
             variables: of the template, such as enable_thinking=False.
 
@@ -92,7 +94,7 @@ class ModelTokenizer:
         for name in _REFUSED:
             if variables.pop(name, None) not in (None, False):
                 raise NanoinferError(f"{name} is not supported: apply_chat_template returns a list of ids, or text")
-        options = ChatOptions(chat_template, add_generation_prompt, variables)
+        options = ChatOptions(chat_template, add_generation_prompt, variables, continue_final_message)
         made: list[Any] = [self._formatter.render(messages, options) for messages in as_conversations(conversation)]
         made = [self._formatter.encode(text) for text in made] if tokenize else made
         return made if is_list(conversation[0]) else made[0]
@@ -141,11 +143,3 @@ def _token_id(tokenizer: Tokenizer, token: str) -> int | None:
     assert isinstance(tokenizer, (ByteLevelTokenizer, GenericTokenizer))
     found: int | None = tokenizer.core.token_to_id(token)
     return found
-
-
-def _special_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the ids of the special tokens, which are no text."""
-    if isinstance(tokenizer, CharTokenizer):
-        return set()
-    assert isinstance(tokenizer, (ByteLevelTokenizer, GenericTokenizer))
-    return {i for i, token in tokenizer.core.get_added_tokens_decoder().items() if token.special}

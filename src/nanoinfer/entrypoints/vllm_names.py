@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ _BRANCH = (
     "download the revision by huggingface_hub.snapshot_download, and give its folder",
 )
 _GUIDANCE = "llguidance compiles all grammars"
-_PARAMS = "sampling_params=None is SamplingParams()"
+_PARAMS = "sampling_params=None takes the parameters of generation_config.json"
 _FORMAT = "the format of a file is read from it"
 
 FOREIGN: dict[str, Foreign] = {
@@ -160,7 +161,6 @@ FOREIGN: dict[str, Foreign] = {
     "logits_processors": _only([None, []], "there are none", "give logit_bias or structured_outputs of SamplingParams"),
     "guided_decoding_backend": _only(["auto", "guidance"], _GUIDANCE),
     "structured_outputs_config": _only([None, {}], _GUIDANCE),
-    "generation_config": _only(["vllm"], _PARAMS, "give generate() what LLM.get_default_sampling_params() returns"),
     "override_generation_config": _only([None, {}], _PARAMS, "give generate() the SamplingParams"),
     "chat_template": _only([None], "the model's own template is used", "give it to LLM.chat"),
     # the model
@@ -241,6 +241,23 @@ def _check(name: str, value: Any, given: Mapping[str, Any]) -> None:
         raise NanoinferError(f"{name}={shown} is not supported (accepted: {accepted}): {known.why}: {known.remedy}")
 
 
+def llm_signature() -> Signature:
+    """Return the signature of `LLM.__init__` with all options."""
+    options = [f for config in (EngineConfig, SpeculationConfig, SchedulerConfig) for f in fields(config)]
+    kind, positional = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
+    return Signature(
+        [
+            Parameter("self", positional),
+            Parameter("model", positional, annotation="str"),
+            Parameter("tokenizer", kind, default=None, annotation="str | None"),
+            Parameter("seed", kind, default=0, annotation="int"),
+            Parameter("generation_config", kind, default="auto", annotation="str"),
+            *(Parameter(f.name, kind, default=f.default, annotation=f.type) for f in options),
+        ],
+        return_annotation=None,
+    )
+
+
 def one_of(prompts: Any, prompt_token_ids: Any) -> Any:
     """Return the prompts of `generate(prompts)` or `generate(prompt_token_ids=...)`, in a form of `prompts`.
 
@@ -267,7 +284,7 @@ def model_defaults(given: Mapping[str, Any]) -> SamplingParams:
     try:
         return SamplingParams(**{"max_tokens" if name == "max_new_tokens" else name: v for name, v in given.items()})
     except NanoinferError as e:
-        raise NanoinferError(f"generation_config.json: {e}: give SamplingParams instead") from None
+        raise NanoinferError(f"generation_config.json: {e}: give SamplingParams, or generation_config='vllm'") from None
 
 
 def _dtype(value: Any) -> Any:
@@ -289,6 +306,7 @@ class EngineArgs(EngineConfig, SpeculationConfig, SchedulerConfig):
     model: str = field(kw_only=True)
     tokenizer: str | None = None
     seed: int = 0
+    generation_config: str = "auto"
 
     def __init__(self, model: str, **options: Any) -> None:
         config = llm_config(model, options)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.messages import Message
+from nanoinfer.inputs.messages import Message, is_list
 from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.tokenizers import decode
@@ -26,9 +27,22 @@ class ChatOptions:
     """Whether to end the prompt with the beginning of the assistant's answer."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Further variables of the template, such as {"enable_thinking": False}."""
+    continue_final_message: bool = False
+    """Whether the prompt ends inside the last message, which the output continues."""
+    documents: Sequence[Mapping[str, Any]] | None = None
+    """Documents for templates that have a place for them, such as [{"title": ..., "text": ...}]."""
 
     def __post_init__(self) -> None:
         require_bool("add_generation_prompt", self.add_generation_prompt)
+        require_bool("continue_final_message", self.continue_final_message)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise NanoinferError(
+                "continue_final_message=True continues the last message, add_generation_prompt=True begins another one:"
+                " set add_generation_prompt=False"
+            )
+        documents = self.documents
+        if documents is not None and not (is_list(documents) and all(isinstance(d, Mapping) for d in documents)):
+            raise NanoinferError(f"documents={show(documents)} is not a list of dicts, such as {{'text': ...}}")
         given = self.chat_template_kwargs
         if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
             raise NanoinferError(f"chat_template_kwargs={show(given)} is not a dict of names to values")
@@ -44,9 +58,18 @@ class ChatFormatter:
         self._template: ChatTemplate | None = None  # the one used last, whose process is still there
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        """Return the text of the prompt for checked messages. Raises as `ChatTemplate.render` and `template`."""
+        """Return the text of the prompt for checked messages.
+
+        Raises:
+            NanoinferError: as `ChatTemplate.render` and `template`; or the last message cannot be continued.
+        """
         given = {**(options.chat_template_kwargs or {}), "add_generation_prompt": options.add_generation_prompt}
-        return self.template(options.chat_template).render(messages, **given)
+        if options.documents is not None:
+            given["documents"] = options.documents
+        template = self.template(options.chat_template)
+        if options.continue_final_message:
+            return _up_to_end(template, messages, given)
+        return template.render(messages, **given)
 
     def template(self, source: str | None) -> ChatTemplate:
         """Return a template, or the model's own. Raises NanoinferError if the model has none, or it is too large."""
@@ -68,3 +91,23 @@ class ChatFormatter:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids; empty without a tokenizer."""
         return decode(self._model.tokenizer, token_ids) if self._model.tokenizer else ""
+
+
+def _up_to_end(template: ChatTemplate, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+    """Return the text of the messages up to the end of the last one's content.
+
+    As in transformers (`apply_chat_template`), a mark after the content is rendered with it. White space at the end of
+    the content is kept if the template keeps it.
+    """
+    content = messages[-1].get("content")
+    if not isinstance(content, str):
+        raise NanoinferError("continue_final_message=True: the last message has no content to continue")
+    mark = f"mark{secrets.token_hex(8)}"
+    text = template.render([*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}], **variables)
+    before, found, after = text.rpartition(mark)
+    if not found:
+        raise NanoinferError(
+            "continue_final_message=True: the chat template leaves the content of the last message out: give another"
+            " message, or another chat_template"
+        )
+    return before if after.startswith(" ") else before.rstrip()

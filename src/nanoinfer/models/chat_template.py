@@ -5,8 +5,7 @@ time nor memory: one filter or one multiplication can ask for any amount of both
 the interpreter runs. So a child process renders it (chat_template_worker.py), under limits of the operating system. It
 is started at the first rendering (about 60 ms), keeps the compiled template, and is replaced if a limit ended it.
 
-Covered: what `apply_chat_template` of transformers gives a template (docs/chat.md). Not covered: continuing the last
-message.
+Covered: what `apply_chat_template` of transformers gives a template (docs/chat.md).
 """
 
 from __future__ import annotations

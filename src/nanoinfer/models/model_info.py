@@ -46,7 +46,7 @@ class ModelInfo:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Variables of the template: {"bos_token": "<s>", ...}."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Sampling parameters of generation_config.json, not checked."""
+    """Parameters of generation_config.json for requests without their own, not checked; empty: there are none."""
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

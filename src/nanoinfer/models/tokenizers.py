@@ -51,6 +51,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     bos_token_id: int | None
     """Token that begins each prompt which is given as text; None: there is none. `encode` does not add it."""
+    special_tokens: Mapping[int, str]
+    """Tokens that are no text, such as those that end a turn, with their spelling."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` alone. Raises NanoinferError for text that cannot be tokenized."""
@@ -97,6 +99,8 @@ class GenericTokenizer:
         _bound_cache(core)
         self.core, self._longest = core, longest_token(core, byte_alphabet())
         self.vocab_size, self.bos_token_id = _table_size(core), _start_token(core)
+        added = core.get_added_tokens_decoder()
+        self.special_tokens: Mapping[int, str] = {i: token.content for i, token in added.items() if token.special}
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`."""
@@ -158,6 +162,7 @@ class CharTokenizer:
         self.chars = list(chars)
         self.vocab_size = len(self.chars)
         self.bos_token_id: int | None = None
+        self.special_tokens: Mapping[int, str] = {}
         self._ids = {c: i for i, c in enumerate(self.chars)}
         self._texts = dict(enumerate(self.chars))
 

@@ -12,7 +12,7 @@ A field that is null has its default. A field that is not supported is an error.
 
 from nanoinfer.openai_protocol.chunks import ChunkWriter
 from nanoinfer.openai_protocol.errors import as_sent, error_body, error_object, status_code
-from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, SAMPLING, FieldError
+from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, SAMPLING, TEMPLATE, FieldError
 from nanoinfer.openai_protocol.requests import GenerationRequest, parse, with_fields
 from nanoinfer.openai_protocol.responses import (
     Decode,
@@ -27,6 +27,7 @@ __all__ = [
     "CHAT",
     "COMPLETIONS",
     "SAMPLING",
+    "TEMPLATE",
     "ChunkWriter",
     "Decode",
     "FieldError",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from nanoinfer.openai_protocol.requests import GenerationRequest
+from nanoinfer.openai_protocol.requests import GenerationRequest, num_top
 from nanoinfer.openai_protocol.responses import (
     Decode,
     PromptPart,
@@ -120,7 +120,7 @@ class ChunkWriter:
 
     def _details(self, index: int, o: CompletionOutput, steps: Sequence[Mapping[int, Logprob]]) -> dict[str, Any]:
         """Return the choice of an output with its log-probabilities, and its tokens if they were asked for."""
-        request, top = self._request, self._request.params.logprobs or 0
+        request, top = self._request, num_top(self._request.params.logprobs, steps)
         if request.chat:
             logprobs = chat_logprobs(steps, top)
         else:

@@ -14,7 +14,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BOTH = (COMPLETIONS, CHAT)
 MAX_PROMPTS = 128
 """Prompts of one request to /v1/completions."""
-SAMPLING = tuple(f.name for f in fields(SamplingParams))
+SAMPLING = tuple(f.name for f in fields(SamplingParams) if f.name != "output_kind")  # a request has stream
 
 
 class FieldError(NanoinferError):
@@ -75,10 +75,14 @@ FIELDS: dict[str, Field] = {
     ),
     "max_completion_tokens": Field({"type": "integer", "minimum": 1}, "The newer name of max_tokens.", (CHAT,)),
     "top_logprobs": Field(
-        {"type": "integer", "minimum": 0}, "Most likely tokens to return with their log-probabilities.", (CHAT,)
+        {"type": "integer", "minimum": -1},
+        "Most likely tokens to return with their log-probabilities; -1: all tokens.",
+        (CHAT,),
     ),
     "chat_template_kwargs": Field(_OBJECT, "Further variables of the chat template.", (CHAT,)),
     "add_generation_prompt": Field(_BOOL, "End the prompt with the beginning of the answer (default: true).", (CHAT,)),
+    "continue_final_message": Field(_BOOL, "Continue the last message; needs add_generation_prompt=false.", (CHAT,)),
+    "documents": Field({"type": "array", "items": _OBJECT}, "Documents for the chat template.", (CHAT,)),
     "logprobs": Field(_BOOL, "Return the log-probability of each token.", (CHAT,)),
     "return_token_ids": Field(_BOOL, "Return the token ids of the prompt and of each choice."),
     "priority": Field(_INT, "Requests of smaller priority are admitted first (default: 0)."),
@@ -110,7 +114,9 @@ FIELDS: dict[str, Field] = {
 
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-_CONVERSATION = ("model", "messages", "chat_template_kwargs", "add_generation_prompt")
+TEMPLATE = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "documents")
+"""Fields that say how to apply the chat template."""
+_CONVERSATION = ("model", "messages", *TEMPLATE)
 TABLES: dict[str, dict[str, Field]] = {
     **{url: {name: field for name, field in FIELDS.items() if url in field.urls} for url in BOTH},
     TOKENIZE: {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol.errors import as_sent
-from nanoinfer.openai_protocol.fields import CHAT, FIELDS, MAX_PROMPTS, SAMPLING, FieldError, check_names
-from nanoinfer.sampling_params import KINDS, RANGES, SamplingParams, StructuredOutputsParams
+from nanoinfer.openai_protocol.fields import CHAT, FIELDS, MAX_PROMPTS, SAMPLING, TEMPLATE, FieldError, check_names
+from nanoinfer.sampling_params import KINDS, RANGES, WHOLE_VOCABULARY, SamplingParams, StructuredOutputsParams
 from nanoinfer.utils.checks import require_bool, require_int, show
 
 INTEGERS = {*(name for name, (low, _) in RANGES.items() if isinstance(low, int)),
@@ -28,8 +28,8 @@ class GenerationRequest:
     prompts: Sequence[Mapping[str, Any]] = ()
     messages: Any = None
     """Not checked yet; None: prompts are given."""
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    add_generation_prompt: bool = True
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """How to apply the chat template: the fields of TEMPLATE that are given."""
     model: str | None = None
     priority: int = 0
     cache_salt: str | None = None
@@ -87,12 +87,25 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
     if options["stream"]:
         _check_stream(params, options)
     if options["echo"] and params.logprobs is not None:
-        params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+        counts = (params.logprobs, params.prompt_logprobs or 0)
+        params = replace(params, prompt_logprobs=WHOLE_VOCABULARY if WHOLE_VOCABULARY in counts else max(counts))
     if url == CHAT:
         if "messages" not in given:
             raise FieldError("messages is missing: give a list of {'role': ..., 'content': ...}", "messages")
         return GenerationRequest(params, messages=given["messages"], **options)
     return GenerationRequest(params, _prompts(given.get("prompt")), **options)
+
+
+def num_top(count: int | None, found: Sequence[Mapping[int, Any] | None] | None) -> int:
+    """Return how many of the most likely tokens `logprobs=count` asks for at each position.
+
+    Args:
+        count: WHOLE_VOCABULARY is the number of tokens at a position of `found`.
+        found: log-probabilities of positions.
+    """
+    if count != WHOLE_VOCABULARY:
+        return count or 0
+    return max((len(step) for step in found or () if step is not None), default=0)
 
 
 def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
@@ -102,6 +115,7 @@ def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
         NanoinferError: a value is out of range.
     """
     for name, kinds, what in (("stop", (str, list), "a string or a list"), ("stop_token_ids", list, "a list"),
+                              ("bad_words", list, "a list"), ("allowed_token_ids", list, "a list"),
                               ("logit_bias", dict, "an object")):  # fmt: skip
         if given.get(name) is not None and not isinstance(given[name], kinds):
             raise NanoinferError(f"{name}={show(given[name])} is not {what}")
@@ -113,21 +127,29 @@ def with_fields(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingP
 def _options(given: Mapping[str, Any], streams: bool) -> dict[str, Any]:
     """Return the fields of GenerationRequest that are not about sampling."""
     found: dict[str, Any] = {}
-    for name, default in (("echo", False), ("stream", False), ("return_token_ids", False),
-                          ("add_generation_prompt", True)):  # fmt: skip
-        found[name] = given.get(name, default)
+    for name in ("echo", "stream", "return_token_ids"):
+        found[name] = given.get(name, False)
         require_bool(name, found[name])
+    found["template"] = template_options(given)
     if found["stream"] and not streams:
         raise FieldError("stream=True is not supported here: leave it out", "stream")
     found["priority"] = require_int("priority", given.get("priority", 0), -(2**31), 2**31 - 1)
-    for name, kind, what in (("model", str, "a string"), ("cache_salt", str, "a string of one or more characters"),
-                             ("chat_template_kwargs", dict, "an object")):  # fmt: skip
+    for name, what in (("model", "a string"), ("cache_salt", "a string of one or more characters")):
         found[name] = given.get(name)
-        if found[name] is not None and (
-            not isinstance(found[name], kind) or (name == "cache_salt" and not found[name])
-        ):
+        if found[name] is not None and (not isinstance(found[name], str) or (name == "cache_salt" and not found[name])):
             raise FieldError(f"{name}={show(found[name])} is not {what}", name)
     found.update(_stream_options(given.get("stream_options"), found["stream"]))
+    return found
+
+
+def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of TEMPLATE that are given. Raises NanoinferError."""
+    found = {name: given[name] for name in TEMPLATE if name in given}
+    for name in ("add_generation_prompt", "continue_final_message"):
+        require_bool(name, found.get(name, True))
+    for name, kind, what in (("chat_template_kwargs", dict, "an object"), ("documents", list, "a list")):
+        if not isinstance(found.get(name, kind()), kind):
+            raise FieldError(f"{name}={show(found[name])} is not {what}", name)
     return found
 
 

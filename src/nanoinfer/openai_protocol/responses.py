@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 from nanoinfer.errors import ResultError
-from nanoinfer.openai_protocol.requests import GenerationRequest
+from nanoinfer.openai_protocol.requests import GenerationRequest, num_top
 from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoinfer.utils.json_pieces import Items, Joined, Text
 
@@ -66,10 +66,13 @@ def num_values(
         prompts: those of them whose prompts are written, too; None: all.
     """
     params = request.params
-    total = sum(len(o.token_ids) for output in outputs for o in output.outputs) * (1 + (params.logprobs or 0))
+    total = sum(
+        len(o.token_ids) * (1 + num_top(params.logprobs, o.logprobs)) for output in outputs for o in output.outputs
+    )
     if in_prompt := request.echo + request.prompt_logprobs + request.return_token_ids:
-        num_prompt = sum(len(output.prompt_token_ids) for output in (outputs if prompts is None else prompts))
-        total += params.n * in_prompt * num_prompt * (1 + (params.prompt_logprobs or 0))
+        for output in outputs if prompts is None else prompts:
+            top = num_top(params.prompt_logprobs, output.prompt_logprobs)
+            total += params.n * in_prompt * len(output.prompt_token_ids) * (1 + top)
     return total
 
 
@@ -120,6 +123,7 @@ class PromptPart:
 
     def __init__(self, request: GenerationRequest, output: RequestOutput, decode: Decode) -> None:
         self._output, self._decode = output, decode
+        self._shortened = request.params.truncate_prompt_tokens is not None
         keep = request.params.n > 1
         self.token_ids = Items(lambda: output.prompt_token_ids, keep=keep)
         self.echo = request.echo
@@ -131,17 +135,19 @@ class PromptPart:
         if (steps := output.prompt_logprobs) is None:
             return
         if request.echo:
-            top = request.params.logprobs or 0
+            top = num_top(request.params.logprobs, steps)
             first = decode(output.prompt_token_ids[:1])
             self.logprobs = completion_logprobs(steps, top, lambda: 0, first, keep=keep)
         if request.prompt_logprobs:
-            weight = 4 * (1 + (request.params.prompt_logprobs or 0))
+            weight = 4 * (1 + num_top(request.params.prompt_logprobs, steps))
             self.plain_logprobs = Items(lambda: plain_logprobs(steps), weight, keep=keep)
 
     def text(self) -> str:
         """Return its text."""
         found = self._output.prompt
-        return self._decode(self._output.prompt_token_ids) if found is None else found
+        if found is None or self._shortened:
+            return self._decode(self._output.prompt_token_ids)
+        return found
 
     def num_chars(self) -> int:
         """Return the characters of its tokens, one by one."""
@@ -155,7 +161,7 @@ def _choice(request: GenerationRequest, o: CompletionOutput, prompt: PromptPart)
     written: Any = Text(prompt.text, lambda: text) if prompt.echo else text
     logprobs: Mapping[str, Any] | None = None
     if steps is not None:
-        top = request.params.logprobs or 0
+        top = num_top(request.params.logprobs, steps)
         if request.chat:
             logprobs = chat_logprobs(steps, top)
         else:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE, FieldError, check_names
+from nanoinfer.openai_protocol.fields import DETOKENIZE, TEMPLATE, TOKENIZE, FieldError, check_names
+from nanoinfer.openai_protocol.requests import template_options
 from nanoinfer.utils.checks import require_bool, show
 
 
@@ -18,8 +19,8 @@ class TokenizeRequest:
     prompt: str | None = None
     messages: Any = None
     """Not checked yet; None: a prompt is given."""
-    chat_template_kwargs: Any = None
-    add_generation_prompt: bool = True
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """How to apply the chat template: the fields of TEMPLATE that are given."""
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -28,8 +29,9 @@ def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     """Read the body of a request to /tokenize. Raises FieldError."""
     given = {name: value for name, value in body.items() if value is not None}
     check_names(given, TOKENIZE)
-    request = TokenizeRequest(**given)
-    for name in ("add_generation_prompt", "add_special_tokens", "return_token_strs"):
+    options = {name: value for name, value in given.items() if name not in TEMPLATE}
+    request = TokenizeRequest(**options, template=template_options(given))
+    for name in ("add_special_tokens", "return_token_strs"):
         require_bool(name, getattr(request, name))
     if (request.prompt is None) == (request.messages is None):
         raise FieldError("give one of prompt and messages", "prompt")

@@ -8,6 +8,7 @@ B rows, V tokens; logits are (B, V) float64, -inf for excluded tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,14 @@ def presence_frequency_penalty(logits: Floats, counts: Floats, presence: Floats,
         frequency: (B, 1); 0 is neutral.
     """
     return logits - presence * (counts > 0) - frequency * counts
+
+
+def only(logits: Floats, token_ids: Sequence[int]) -> None:
+    """Exclude all other tokens of one row, in place: logits (V,), of any type of floats."""
+    ids = list(token_ids)
+    kept = logits[ids]
+    logits[:] = EXCLUDED
+    logits[ids] = kept
 
 
 def top_k(logits: Floats, k: NDArray[np.int64]) -> Floats:

@@ -4,7 +4,7 @@ The kernels sample from the same distribution by rejection, with their own rando
 reference's, and a request's output depends on the tokens sampled before it; `auto` therefore never chooses them. They
 differ from the reference in two details: probabilities are float32, and tokens equal to the k-th may be dropped.
 
-Penalties, logit_bias, min_tokens and greedy rows are computed by the reference, on the host.
+Penalties, logit_bias, excluded tokens and greedy rows are computed by the reference, on the host.
 Source: Ye et al., "Sorting-Free GPU Kernels for LLM Sampling", 2025; API of flashinfer-python 0.6.
 """
 

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from nanoinfer.sampling import filters
 from nanoinfer.sampling import sampler as reference
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import Sampled, SamplerRow
@@ -39,11 +41,26 @@ def sample(logits: Array, rows: Sequence[SamplerRow]) -> list[Sampled]:
     logits = to_numpy(logits)
     if logits.strides[-1] != logits.itemsize:
         logits = np.ascontiguousarray(logits)
+    if limited := [i for i, row in enumerate(rows) if row.params.allowed_token_ids is not None]:
+        other = [i for i, row in enumerate(rows) if row.params.allowed_token_ids is None]
+        return reference.sample_parts(logits, rows, ((limited, _sample_allowed), (other, _sample_tokens)))
+    return reference.add_logprobs(logits, _sample_tokens(logits, rows), rows)
+
+
+def _sample_allowed(logits: NDArray[np.float32], rows: Sequence[SamplerRow]) -> list[int]:
+    """Return the next token of rows with allowed_token_ids, whose other tokens are excluded in a copy of the logits."""
+    logits = logits.copy()
+    for row, values in zip(rows, logits, strict=True):
+        filters.only(values, row.params.allowed_token_ids or ())
+    return _sample_tokens(logits, rows)
+
+
+def _sample_tokens(logits: NDArray[np.float32], rows: Sequence[SamplerRow]) -> list[int]:
     options = [None if reference.is_plain(row) else _options(row, logits.shape[-1]) for row in rows]
     tokens: list[int] = _native.sample_rows(logits=logits, rows=options)
     if min(tokens) < 0:  # the largest logit of a row is not finite
-        return reference.sample(logits, rows)  # raises the error
-    return reference.add_logprobs(logits, tokens, rows)
+        return reference.sample_tokens(logits, rows)  # raises the error
+    return tokens
 
 
 def _options(row: SamplerRow, V: int) -> Any:
@@ -56,8 +73,8 @@ def _options(row: SamplerRow, V: int) -> Any:
         given["output_ids"] = row.output_token_ids
     if p.logit_bias:
         given["bias_ids"], given["bias_values"] = list(p.logit_bias), list(p.logit_bias.values())
-    if reference.excludes_end_tokens(row):
-        given["excluded_ids"] = row.end_token_ids
+    if excluded := reference.excluded_tokens(row):
+        given["excluded_ids"] = excluded
     return _native.SampleOptions(
         uniform=uniform(seed=row.seed, sample=row.sample_index, position=row.num_output_tokens),
         temperature=p.temperature,

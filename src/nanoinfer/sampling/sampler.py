@@ -1,6 +1,6 @@
 """The reference sampler, which defines the token that is sampled (docs/sampling.md).
 
-    logits (B, V) -> penalties, bias, min_tokens -> greedy: the first largest
+    logits (B, V) -> penalties, bias, exclusions -> greedy: the first largest
                                                  -> else: temperature, top-k, top-p, min-p
                                                           -> inverse transform of one uniform per row
 
@@ -22,7 +22,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling import filters
 from nanoinfer.sampling.filters import Floats
 from nanoinfer.sampling.rng import uniform
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import WHOLE_VOCABULARY, BadWords, SamplingParams
 from nanoinfer.utils.arrays import Array, to_numpy
 
 
@@ -56,6 +56,10 @@ class SamplerRow(Protocol):
     @property
     def end_token_ids(self) -> Sequence[int]:
         """Tokens that end the sequence: end-of-text and stop tokens."""
+
+    @property
+    def bad_words(self) -> BadWords | None:
+        """The tokens of its parameters' bad_words; None: there are none."""
 
 
 class Sampled(NamedTuple):
@@ -130,13 +134,15 @@ def is_plain(row: SamplerRow) -> bool:
 
 
 def changes_logits(row: SamplerRow) -> bool:
-    """Return whether penalties, bias or min_tokens change the row's logits."""
+    """Return whether penalties, bias or exclusions change the row's logits."""
     p = row.params
     return bool(
         p.repetition_penalty != 1
         or p.presence_penalty
         or p.frequency_penalty
         or p.logit_bias
+        or p.allowed_token_ids
+        or p.bad_words
         or excludes_end_tokens(row)
     )
 
@@ -145,6 +151,12 @@ def excludes_end_tokens(row: SamplerRow) -> bool:
     """Return whether min_tokens excludes the row's end tokens at this position."""
     most = row.params.min_tokens
     return bool(most and most > row.num_output_tokens and row.end_token_ids)
+
+
+def excluded_tokens(row: SamplerRow) -> list[int]:
+    """Return the tokens that min_tokens and bad_words exclude at this position."""
+    excluded = list(row.end_token_ids) if excludes_end_tokens(row) else []
+    return excluded if row.bad_words is None else excluded + row.bad_words.excluded(row.output_token_ids)
 
 
 def _argmax(logits: NDArray[Any], rows: Sequence[SamplerRow]) -> list[int]:
@@ -165,7 +177,7 @@ def not_finite(value: object = "not finite") -> str:
     """Return the error message for a row whose largest logit is not finite."""
     return (
         f"the model's largest logit is {value}: its arithmetic overflowed, or the parameters exclude every token: use"
-        " dtype=float32, and check logit_bias and the weights"
+        " dtype=float32, and check logit_bias, bad_words, allowed_token_ids and the weights"
     )
 
 
@@ -233,7 +245,7 @@ def inverse_transform(weights: Floats, u: Floats) -> NDArray[np.int64]:
 
 
 def adjust(logits: Array, rows: Sequence[SamplerRow]) -> Floats:
-    """Return the logits, (B, V), after penalties, bias and min_tokens, as new memory."""
+    """Return the logits, (B, V), after penalties, bias and exclusions, as new memory."""
     adjusted: Floats = to_numpy(logits).astype(np.float64)
     V, params = adjusted.shape[-1], [row.params for row in rows]
     if any(p.repetition_penalty != 1 for p in params):
@@ -255,8 +267,10 @@ def adjust(logits: Array, rows: Sequence[SamplerRow]) -> Floats:
     for i, row in enumerate(rows):
         if bias := row.params.logit_bias:
             adjusted[i, list(bias)] += list(bias.values())
-        if excludes_end_tokens(row):
-            adjusted[i, list(row.end_token_ids)] = filters.EXCLUDED
+        if (allowed := row.params.allowed_token_ids) is not None:
+            filters.only(adjusted[i], allowed)
+        if excluded := excluded_tokens(row):
+            adjusted[i, excluded] = filters.EXCLUDED
     return adjusted
 
 
@@ -271,10 +285,14 @@ def _ids(token_ids: Sequence[int] | set[int], V: int) -> NDArray[np.int64]:
 
 
 def find_logprobs(logits: Array, token: int, count: int | None) -> dict[int, tuple[float, int]] | None:
-    """Return log-probability and rank of the sampled token and the `count` most likely, from raw logits (V,)."""
+    """Return log-probability and rank of the sampled token and the `count` most likely, from raw logits (V,).
+
+    A count of WHOLE_VOCABULARY is V.
+    """
     if count is None:
         return None
     logprobs = to_numpy(logits).astype(np.float64)
+    count = len(logprobs) if count == WHOLE_VOCABULARY else count
     with np.errstate(invalid="ignore"):  # an infinite logit gives NaN
         logprobs -= logprobs.max()
         logprobs -= np.log(np.exp(logprobs).sum())

@@ -89,6 +89,8 @@ class TritonSampler:
     def why_not_by_kernels(self, row: SamplerRow) -> str | None:
         """Return why the kernels cannot sample the row's tokens, or None; log-probabilities are not considered."""
         p, bias, ends = row.params, row.params.logit_bias or {}, row.end_token_ids if row.params.min_tokens else ()
+        if p.allowed_token_ids or p.bad_words:
+            return "allowed_token_ids and bad_words: the fused sampler does not exclude tokens by them"
         max_bias, max_ends = self._kernels.MAX_BIAS.value, self._kernels.MAX_ENDS.value
         if len(bias) > max_bias:
             return f"logit_bias has {len(bias)} entries: the fused sampler supports up to {max_bias}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from nanoinfer.errors import NanoinferError, too_long
-from nanoinfer.sampling_params import BeamSearchParams, SamplingParams
+from nanoinfer.sampling_params import BadWords, BeamSearchParams, SamplingParams
 from nanoinfer.scheduling.text import OutputText
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class Request:
     seed: int
     end_token_ids: tuple[int, ...] = ()
     """Tokens that end a sequence: the model's end-of-text tokens (unless ignored) and the stop tokens."""
+    bad_words: BadWords | None = None
+    """The tokens of its parameters' bad_words; None: there are none."""
     sequences: list[Sequence] = field(default_factory=list)
     num_dropped_tokens: int = 0
     """Tokens at the start of the prompt that are outside the sliding window of the first generated token."""
@@ -211,6 +213,11 @@ class Sequence:
         self._ends_at = most if params.overflow == "slide" else min(most, self.block_size + 1)
 
     @property
+    def bad_words(self) -> BadWords | None:
+        """The request's bad words."""
+        return self.request.bad_words
+
+    @property
     def num_output_tokens(self) -> int:
         """Number of tokens generated so far."""
         return len(self.token_ids) - len(self.prompt_token_ids)
@@ -268,6 +275,8 @@ class Sequence:
         length = len(self.token_ids)
         may_stop = length >= self._stops_from
         if may_stop and token_id in self.end_token_ids:
+            if self.params.include_stop_str_in_output:
+                self.text.push(token_id, may_stop=False)
             self.text.flush(may_stop=False)
             return self._finish("stop", token_id)
         complete = self.grammar is not None and self.grammar.push(token_id)

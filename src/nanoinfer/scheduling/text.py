@@ -9,7 +9,7 @@ tokens decide:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -73,10 +73,20 @@ class OutputText:
     Args:
         stream: decodes tokens; None for a model without a tokenizer, whose text stays empty.
         stop: strings that end the sequence.
+        skipped: tokens that are left out of the text, with their own text. One that is a stop string ends the sequence.
+        include_stop: whether the text contains the stop string.
     """
 
-    def __init__(self, stream: TokenStream | None, stop: Sequence[str]) -> None:
+    def __init__(
+        self,
+        stream: TokenStream | None,
+        stop: Sequence[str],
+        skipped: Mapping[int, str] | None = None,
+        *,
+        include_stop: bool = False,
+    ) -> None:
         self._stream = stream
+        self._stop, self._skipped, self._include_stop = stop, skipped or {}, include_stop
         self._matches = [_Match(s) for s in stop]
         self.text = ""
         """The whole text so far, including the part that is held back."""
@@ -84,7 +94,7 @@ class OutputText:
         self._num_held_back = 0  # characters at the end that may be the beginning of a stop string
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str | None:
-        """Add a token; return the stop string that it completes, if any. The text is truncated before that string.
+        """Add a token; return the stop string that it completes, if any. The text is truncated there.
 
         Args:
             token_id: the token.
@@ -92,6 +102,8 @@ class OutputText:
         """
         if self._stream is None:
             return None
+        if (content := self._skipped.get(token_id)) is not None:
+            return content if may_stop and content in self._stop else None
         return self._grow(self._stream.push(token_id), may_stop)
 
     def flush(self, *, may_stop: bool = True) -> str | None:
@@ -101,7 +113,7 @@ class OutputText:
         return self._grow(self._stream.flush(), may_stop)
 
     def _grow(self, piece: str, may_stop: bool) -> str | None:
-        """Append to the text; return the stop string that ends first in the new part, truncating the text before it."""
+        """Append to the text; return the stop string that ends first in the new part, truncating the text there."""
         old = len(self.text)
         self.text += piece
         if not self._matches:
@@ -116,7 +128,7 @@ class OutputText:
         if not ends or not may_stop:
             return None
         end, _, stop = min(ends)  # if several end at the same place, the longest
-        self.text = self.text[: old + end - len(stop)]
+        self.text = self.text[: old + end - (0 if self._include_stop else len(stop))]
         return stop
 
     def take(self, *, finished: bool) -> str:

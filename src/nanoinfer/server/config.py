@@ -61,10 +61,12 @@ class ServerConfig:
     """Maximum number of log-probabilities that one request may return: outputs times tokens times (logprobs + 1)."""
     max_stop: int = 16
     """Maximum number of stop strings."""
+    max_bad_words: int = 128
+    """Maximum number of bad words."""
     max_stop_chars: int = 256
-    """Maximum length of a stop string, in characters."""
+    """Maximum length of a stop string and of a bad word, in characters."""
     max_token_entries: int = 1024
-    """Maximum number of entries of logit_bias, and of stop_token_ids."""
+    """Maximum number of entries of logit_bias, of stop_token_ids and of allowed_token_ids."""
     header_timeout_sec: float = 10.0
     """Maximum time to receive a request's line and headers, in seconds."""
     body_timeout_sec: float = 30.0

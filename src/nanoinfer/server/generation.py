@@ -37,12 +37,12 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
 
     def convert(body: Mapping[str, Any]) -> GenerationRequest:
         request = service.parse(scope["path"], body)
-        check_request(request, service.config, service.block_size)
+        check_request(request, service.config, *service.sizes)
         return request
 
     request = await service.bodies.read(receive, convert)
     request_id = new_id()
-    bounds = TokenBounds(request, service.block_size, service.config, service.quotas)
+    bounds = TokenBounds(request, service.sizes, service.config, service.quotas)
     streams = service.start(request, request_id, combined_salt(scope, request.cache_salt), bounds.check)
     with service.metrics.watch(scope, request.params, len(streams)) as watch:
         merged = MergedStreams(streams, watch.receive)

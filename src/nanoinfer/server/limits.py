@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.errors import NanoinferError, QueueFull, too_long
 from nanoinfer.openai_protocol import FieldError, GenerationRequest
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import WHOLE_VOCABULARY, SamplingParams
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.errors import Refusal, headers_too_large, internal_error, refusal_of, too_many, unexpected
 from nanoinfer.utils.files import escaped
@@ -30,15 +30,15 @@ NUM_ENTRIES_IN_FLIGHT = 4
 # For the routes ------------------------------------------------------------------------------------------
 
 
-def check_request(request: GenerationRequest, config: ServerConfig, block_size: int) -> None:
-    """Check what a request asks for against the server's config and the context length.
+def check_request(request: GenerationRequest, config: ServerConfig, block_size: int, vocab_size: int) -> None:
+    """Check what a request asks for against the server's config, the context length and the size of the vocabulary.
 
     Raises:
         FieldError: a value is above its limit.
         NanoinferError: a list of token ids is too long. It is refused here, so that it need not wait for its turn.
     """
     params = request.params
-    if params.overflow != "slide":
+    if params.overflow != "slide" and params.truncate_prompt_tokens is None:
         for prompt in request.prompts:
             if (num_tokens := len(prompt.get("prompt_token_ids", ()))) > block_size:
                 raise too_long(str(num_tokens), block_size)
@@ -50,16 +50,21 @@ def check_request(request: GenerationRequest, config: ServerConfig, block_size: 
             f"{config.max_sequences}: send fewer prompts, or lower {name}",
             "prompt" if num_prompts > 1 else name,
         )
-    _check_values(params, config)
+    _check_values(params, config, vocab_size)
 
 
-def _check_values(params: SamplingParams, config: ServerConfig) -> None:
+def _check_values(params: SamplingParams, config: ServerConfig, vocab_size: int) -> None:
     for name in ("logprobs", "prompt_logprobs"):
-        _require_at_most(name, getattr(params, name) or 0, "max_logprobs", config.max_logprobs)
-    _require_at_most("the number of strings in stop", len(params.stop), "max_stop", config.max_stop, "stop")
-    for text in params.stop:
-        _require_at_most("the length of a string in stop", len(text), "max_stop_chars", config.max_stop_chars, "stop")
-    for name in ("logit_bias", "stop_token_ids"):
+        count = getattr(params, name)
+        what = f"{name}=-1, the whole vocabulary," if count == WHOLE_VOCABULARY else name
+        _require_at_most(what, _num_top(count, vocab_size), "max_logprobs", config.max_logprobs, name)
+    for name, limit in (("stop", "max_stop"), ("bad_words", "max_bad_words")):
+        words = getattr(params, name)
+        _require_at_most(f"the number of strings in {name}", len(words), limit, getattr(config, limit), name)
+        for text in words:
+            most = config.max_stop_chars
+            _require_at_most(f"the length of a string in {name}", len(text), "max_stop_chars", most, name)
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         size = len(getattr(params, name) or ())
         _require_at_most(f"the size of {name}", size, "max_token_entries", config.max_token_entries, name)
 
@@ -105,13 +110,16 @@ class TokenBounds:
 
     Args:
         request: whose prompts are tokenized.
-        block_size: the context length.
+        sizes: the context length, and the number of tokens of the vocabulary.
         config: of the server.
         quotas: shared with the other requests, until `release` is called.
     """
 
-    def __init__(self, request: GenerationRequest, block_size: int, config: ServerConfig, quotas: Quotas) -> None:
-        self._params, self._block_size, self._config = request.params, block_size, config
+    def __init__(
+        self, request: GenerationRequest, sizes: tuple[int, int], config: ServerConfig, quotas: Quotas
+    ) -> None:
+        self._params, self._config = request.params, config
+        self._block_size, self._vocab_size = sizes
         self._num_entries = 0  # log-probabilities of all prompts so far, and of their outputs
         self._num_sliding = 0  # tokens of the prompts so far that are longer than the context, each for every output
         self._quotas = quotas
@@ -156,8 +164,8 @@ class TokenBounds:
             self._hold(self._quotas.sliding, num_prompt * width)
         num_output = sys.maxsize if slides else max(1, self._block_size + 1 - num_prompt)
         num_output = min(num_output, params.max_tokens or sys.maxsize)
-        found = _entries(params.logprobs, width * num_output)
-        found += _entries(params.prompt_logprobs, params.n * num_prompt)
+        found = _entries(params.logprobs, self._vocab_size, width * num_output)
+        found += _entries(params.prompt_logprobs, self._vocab_size, params.n * num_prompt)
         with self._lock:
             self._num_entries += found
             total = self._num_entries
@@ -172,8 +180,12 @@ class TokenBounds:
         self._hold(self._quotas.entries, found)
 
 
-def _entries(count: int | None, num_tokens: int) -> int:
-    return 0 if count is None else num_tokens * (count + 1)
+def _entries(count: int | None, vocab_size: int, num_tokens: int) -> int:
+    return 0 if count is None else num_tokens * (_num_top(count, vocab_size) + 1)
+
+
+def _num_top(count: int | None, vocab_size: int) -> int:
+    return vocab_size if count == WHOLE_VOCABULARY else count or 0
 
 
 # The middleware ------------------------------------------------------------------------------------------

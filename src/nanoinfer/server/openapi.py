@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import nanoinfer
-from nanoinfer.openai_protocol.fields import BOTH, CHAT, COMPLETIONS, DETOKENIZE, TABLES, TOKENIZE
+from nanoinfer.openai_protocol.fields import BOTH, CHAT, COMPLETIONS, DETOKENIZE, SAMPLING, TABLES, TOKENIZE
 from nanoinfer.sampling_params import OVERFLOWS, RANGES, SamplingParams
 from nanoinfer.server.table import RouteSpec
 from nanoinfer.utils.field_docs import field_docs
@@ -22,6 +22,8 @@ _FORMS: dict[str, dict[str, Any]] = {
     },
     "logit_bias": {"type": "object", "additionalProperties": {"type": "number"}},
     "overflow": {"type": "string", "enum": list(OVERFLOWS)},
+    "bad_words": {"type": "array", "items": {"type": "string", "minLength": 1}},
+    "allowed_token_ids": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
 }
 """Schemas of fields of SamplingParams whose types do not say what JSON may have."""
 _TEXT, _TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
@@ -94,7 +96,7 @@ def _sampling(defaults: SamplingParams) -> dict[str, dict[str, Any]]:
     """Return the schemas of the fields of SamplingParams."""
     hints, docs = typing.get_type_hints(SamplingParams), field_docs(SamplingParams)
     found = {}
-    for name in (f.name for f in dataclasses.fields(SamplingParams)):
+    for name in SAMPLING:
         schema = dict(_FORMS[name]) if name in _FORMS else _schema(hints[name])
         if name in RANGES:
             low, high = RANGES[name]

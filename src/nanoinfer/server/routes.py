@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, error_object
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, SAMPLING, FieldError, error_object
 from nanoinfer.openai_protocol.tokens import parse_detokenize, parse_tokenize
 from nanoinfer.server.http import respond, respond_json
 from nanoinfer.server.metrics import CONTENT_TYPE as METRICS_TYPE
@@ -66,8 +65,8 @@ async def info(service: Service, scope: Scope, receive: Receive, send: Send) -> 
             "speculation": llm.core.speculator is not None,
             "roofline_tokens_per_sec": service.roofline_tokens_per_sec,
             "sampling_params": {
-                "completions": dataclasses.asdict(service.defaults[COMPLETIONS]),
-                "chat": dataclasses.asdict(service.defaults[CHAT]),
+                name: {field: getattr(service.defaults[url], field) for field in SAMPLING}
+                for name, url in (("completions", COMPLETIONS), ("chat", CHAT))
             },
         },
     )
@@ -79,11 +78,7 @@ async def tokenize(service: Service, scope: Scope, receive: Receive, send: Send)
     service.check_model(request.model)
     tokenizer = service.llm.llm.model.require_tokenizer()
     if request.messages is not None:
-        ids = await service.llm.apply_chat_template(
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt,
-            chat_template_kwargs=request.chat_template_kwargs,
-        )
+        ids = await service.llm.apply_chat_template(request.messages, **request.template)
     else:
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         ids = await service.llm.tokenize(request.prompt) if request.prompt else start

@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from nanoinfer.server.metrics import Metrics
 from nanoinfer.utils.checks import show
 
 MAX_TOKENS = 16
-"""OpenAI's default of max_tokens for completions; a chat's answer ends at the context length."""
+"""OpenAI's default of max_tokens for completions. A chat's is the model's max_new_tokens, else the context length."""
 
 
 class Service:
@@ -37,14 +38,16 @@ class Service:
         self.names = config.served_model_name or names_of(llm.llm.model_name)
         """Names of the model; responses have the first."""
         self.created = int(time.time())
-        self.block_size = llm.llm.config.block_size
+        self.sizes = llm.llm.config.block_size, llm.llm.model.vocab_size
+        """The context length, and the number of tokens that may be sampled."""
         self.bodies = Bodies()
         self.quotas = Quotas(config)
         self.metrics = Metrics(llm, self.names[0])
-        chosen = config.default_max_tokens
-        self.defaults = {
-            COMPLETIONS: SamplingParams(max_tokens=chosen or MAX_TOKENS),
-            CHAT: SamplingParams(max_tokens=chosen),
+        chosen, of_model = config.default_max_tokens, llm.llm.requests.defaults
+        of_chats = of_model.max_tokens if "max_new_tokens" in llm.llm.model.sampling_defaults else None
+        self.defaults: dict[str, SamplingParams] = {
+            COMPLETIONS: replace(of_model, max_tokens=chosen or MAX_TOKENS),
+            CHAT: replace(of_model, max_tokens=chosen or of_chats),
         }
         measured = roofline.tokens_per_sec(llm.llm.model) if config.measure_roofline else None
         self.roofline_tokens_per_sec = measured
@@ -83,8 +86,7 @@ class Service:
         kind = "delta" if request.stream else "final_only"
         options: dict[str, Any] = {"priority": request.priority, "output_kind": kind, "check": check}
         if request.chat:
-            options |= {"chat_template_kwargs": request.chat_template_kwargs, "cache_salt": salt}
-            options["add_generation_prompt"] = request.add_generation_prompt
+            options |= {**request.template, "cache_salt": salt}
             return [self.llm.chat(request.messages, request.params, request_id, **options)]
         salted = {} if salt is None else {"cache_salt": salt}
         return [

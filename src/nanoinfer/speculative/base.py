@@ -88,17 +88,18 @@ class UsesHidden(Protocol):
 class LookaheadRow:
     """A sequence's sampling state after `tokens` have been appended.
 
-    Penalties and min_tokens count the tokens, and the uniform is the one of the later position. The sampler therefore
-    samples the token of plain decoding, provided that `tokens` are the tokens of plain decoding.
+    Penalties, bad_words and min_tokens read the tokens, and the uniform is the one of the later position. The sampler
+    therefore samples the token of plain decoding, provided that `tokens` are the tokens of plain decoding.
     """
 
-    __slots__ = ("_row", "_tokens", "end_token_ids", "params", "prompt_token_ids", "sample_index", "seed")
+    __slots__ = ("_row", "_tokens", "bad_words", "end_token_ids", "params", "prompt_token_ids", "sample_index", "seed")
 
     def __init__(self, row: SamplerRow, tokens: Sequence[int]) -> None:
         self._row, self._tokens = row, tokens
         self.params: SamplingParams = row.params
         self.seed, self.sample_index = row.seed, row.sample_index
         self.prompt_token_ids, self.end_token_ids = row.prompt_token_ids, row.end_token_ids
+        self.bad_words = row.bad_words
 
     @property
     def num_output_tokens(self) -> int:
