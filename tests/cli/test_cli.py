@@ -260,6 +260,44 @@ def test_defaults_give_readable_text(run: Run, tiny_folder: Path) -> None:
     assert same("--temp", 0, "--top-k", 1, temperature=0)
 
 
+def test_flags_that_are_not_given_are_the_models(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from helpers.models import make_folder
+    from nanoinfer import LLM
+
+    folder = make_folder(tmp_path / "tiny")
+    (folder / "generation_config.json").write_text('{"temperature": 2.0, "top_p": 0.9, "max_new_tokens": 7}')
+    llm = LLM(str(folder))
+    for flags, params in (
+        ((), {"temperature": 2.0, "top_k": 50, "top_p": 0.9, "max_tokens": 7}),
+        (("--temp", "1", "--max-tokens", "4"), {"temperature": 1.0, "top_k": 50, "top_p": 0.9, "max_tokens": 4}),
+        (("--generation-config", "vllm"), {"temperature": 0.8, "top_k": 50, "max_tokens": 128}),
+    ):
+        (output,) = llm.generate("Go", SamplingParams(seed=3, **params))  # type: ignore[arg-type]
+        code, out, err = run("generate", "Go", "-m", folder, "--seed", 3, *flags)
+        assert (code, out) == (0, output.outputs[0].text + "\n")
+        assert ("generation_config.json (temperature=2.0" in err + caplog.text) is (
+            flags[:1] != ("--generation-config",)
+        )
+        caplog.clear()
+
+
+def test_flags_of_text_and_exclusions(run: Run, tiny_folder: Path) -> None:
+    from nanoinfer import LLM
+
+    llm = LLM(str(tiny_folder))
+    (whole,) = llm.generate("Go", SamplingParams(temperature=0, max_tokens=9))
+    text = whole.outputs[0].text
+    flags = ("generate", "Go", "-m", tiny_folder, "--temp", 0, "--max-tokens", 9)
+    found = run(*flags, "--stop", text[2], "--include-stop-str-in-output")[1]
+    assert found == text[: text.index(text[2]) + 1] + "\n"
+    params = SamplingParams(temperature=0, max_tokens=9, bad_words=(text[0],), allowed_token_ids=(3, 9, 12))
+    (expected,) = llm.generate("Go", params)
+    words = ("--bad-words", text[0].replace("\n", r"\n"), "--allowed-token-ids", 3, "--allowed-token-ids", 9)
+    assert run(*flags, *words, "--allowed-token-ids", 12)[1] == expected.outputs[0].text + "\n"
+    (cut,) = llm.generate("o", SamplingParams(temperature=0, max_tokens=9))
+    assert run(*flags, "--truncate-prompt-tokens", 1, "--no-skip-special-tokens")[1] == cut.outputs[0].text + "\n"
+
+
 def test_aliases(run: Run, tiny_folder: Path) -> None:
     flags = ("-m", tiny_folder, "--max-tokens", 5, "--seed", 1)
     expected = run("generate", "Go", "Ho", "--n", 2, "--temperature", 0.5, *flags)

@@ -178,6 +178,49 @@ def test_messages_go_through_the_template(run: Run, tmp_path: Path) -> None:
     assert read("plain.jsonl")[0]["outputs"][0]["text"] == plain.outputs[0].text
 
 
+def test_the_rest_of_vllms_fields(run: Run, tmp_path: Path) -> None:
+    """In both forms; what neither the line nor the command says is the model's."""
+    folder = chat_folder(tmp_path / "chat")
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 3, "top_k": 9}')
+    chat = LLM(str(folder))
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Once "}]
+    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False, "documents": [{"a": 1}]}
+    more: dict[str, Any] = {"bad_words": ["a"], "skip_special_tokens": False, "truncate_prompt_tokens": 6}
+    write(
+        "in.jsonl",
+        {"messages": messages, **options, **more},
+        openai(CHAT, messages=messages, **options, **more),
+        openai(CHAT, messages=messages, add_generation_prompt=False),
+        {"prompt": "a", "output_kind": "delta"},
+        {"messages": messages, "continue_final_message": True},
+        {"prompt": "a", "documents": []},
+    )
+    assert run("in.jsonl", "out.jsonl", model=folder)[0] == 1
+    own, theirs, closed, kind, both, prompt = read("out.jsonl")
+    (expected,) = chat.chat(messages, SamplingParams(temperature=0, max_tokens=3, **more), **options)
+    assert own["outputs"][0]["text"] == expected.outputs[0].text
+    assert own["usage"]["prompt_tokens"] == 6
+    assert theirs["response"]["body"]["choices"][0]["message"]["content"] == expected.outputs[0].text
+    ids = chat.apply_chat_template(messages, add_generation_prompt=False)
+    assert closed["response"]["body"]["usage"]["prompt_tokens"] == len(ids)
+    assert "the field 'output_kind' is unknown" in kind["error"]
+    assert "set add_generation_prompt=False" in both["error"]
+    assert prompt["error"] == "documents needs messages: a prompt has no template"
+    write("one.jsonl", {"prompt": "a", "seed": 1})
+    for flags, params in (
+        ((), {"temperature": 0.0, "top_k": 9, "max_tokens": 3}),
+        (("--max-tokens", 4, "--temp", 2), {"temperature": 2.0, "top_k": 9, "max_tokens": 4}),
+        (("--generation-config", "vllm", "--max-tokens", 5), {"temperature": 0.8, "top_k": 50, "max_tokens": 5}),
+    ):
+        assert run("one.jsonl", "one.out", "--overwrite", *flags, model=folder)[0] == 0
+        (output,) = chat.generate("a", SamplingParams(seed=1, **params))  # type: ignore[arg-type]
+        assert read("one.out")[0]["outputs"][0]["token_ids"] == output.outputs[0].token_ids
+    code, _, err = run(
+        "one.jsonl", "one.out", "--generation-config", "vllm", "--max-tokens", 5, "--temp", 0.8, model=folder
+    )
+    assert (code, "flags" in err) == (2, True)  # a flag that is given replaces what the model says
+
+
 def test_openai_completions(run: Run, llm: LLM) -> None:
     body = {"prompt": ["To be", "Go"], "n": 2, "best_of": 2, "seed": 3, "logprobs": 1, "user": "u", "model": "gpt-9"}
     write("in.jsonl", openai(COMPLETIONS, 5, **body, stream=False, stop=None), openai(COMPLETIONS, prompt=[3, 4]))

@@ -19,7 +19,7 @@ httpx = pytest.importorskip("httpx", reason="the extra test is not installed")
 pytest.importorskip("starlette", reason="the extra server is not installed")
 
 from helpers.chat import chat_folder  # noqa: E402
-from helpers.models import make_folder  # noqa: E402
+from helpers.models import CHARS, make_folder  # noqa: E402
 from nanoinfer import LLM, AsyncLLM, SamplingParams  # noqa: E402
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS  # noqa: E402
 from nanoinfer.openai_protocol.fields import TABLES  # noqa: E402
@@ -100,6 +100,9 @@ SAMPLED: list[dict[str, Any]] = [
     {"seed": 7, "logit_bias": {"5": 100.0}, "max_tokens": 3},
     {"seed": 8, "stop_token_ids": [3, 4, 5, 6, 7, 8, 9, 10], "ignore_eos": True, "max_tokens": 20},
     {"seed": 9, "overflow": "slide", "slide_stride": 4, "max_tokens": 40},
+    {"seed": 6, "stop": ["a", "e"], "include_stop_str_in_output": True, "max_tokens": 20},
+    {"seed": 9, "bad_words": ["a", "th"], "allowed_token_ids": [*range(7, 40)], "n": 2, "skip_special_tokens": False},
+    {"seed": 9, "detokenize": False, "spaces_between_special_tokens": True, "max_tokens": 3},
 ]
 
 
@@ -218,6 +221,44 @@ def test_logprobs_of_completions(client: Client, top: int, echo: bool) -> None:
         assert [at for c in mine for at in c["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
 
 
+def test_log_probabilities_of_the_whole_vocabulary(client: Client, chat: Client) -> None:
+    status, error = client.error(COMPLETIONS, prompt="To be", logprobs=-1)
+    assert (status, error["param"]) == (400, "logprobs")
+    assert f"logprobs=-1, the whole vocabulary, is {len(CHARS)}; the server's max_logprobs is 20" in error["message"]
+    wide = Client(client.llm, max_logprobs=len(CHARS))
+    given: dict[str, Any] = {"prompt": "To be", "max_tokens": 2, "seed": 1}
+    for more in ({"echo": True}, {"prompt_logprobs": -1}, {}):
+        (whole,) = wide.post(COMPLETIONS, **given, **more, logprobs=-1)["choices"]
+        counted = {name: len(CHARS) if value == -1 else value for name, value in more.items()}
+        assert wide.post(COMPLETIONS, **given, **counted, logprobs=len(CHARS))["choices"] == [whole]
+        assert len(whole["logprobs"]["top_logprobs"][-1]) == len(CHARS)
+    chunks = [c["logprobs"] for chunk in wide.stream(COMPLETIONS, **given, logprobs=-1) for c in chunk["choices"]]
+    assert [step for found in chunks for step in found["top_logprobs"]] == whole["logprobs"]["top_logprobs"]
+    status, error = Client(client.llm, max_logprobs=len(CHARS), max_logprob_entries=100).error(
+        COMPLETIONS, **given, logprobs=-1
+    )
+    assert (status, f"makes {2 * (len(CHARS) + 1)} log-probabilities" in error["message"]) == (400, True)
+    V = chat.llm.model.vocab_size
+    (choice,) = Client(chat.llm, max_logprobs=V).post(CHAT, messages=HI, max_tokens=1, logprobs=True, top_logprobs=-1)[
+        "choices"
+    ]
+    assert [len(t["top_logprobs"]) for t in choice["logprobs"]["content"]] == [V]
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}])
+def test_a_prompt_is_truncated(client: Client, more: dict[str, bool]) -> None:
+    """Of a text and of token ids that are longer than the context; echo returns what is left."""
+    text = "abcdefghij" * 5
+    (expected,) = client.llm.generate(text[-8:], SamplingParams(max_tokens=4, seed=1))
+    for prompt in (text, client.llm.tokenize(text)):
+        given: dict[str, Any] = {"prompt": prompt, "max_tokens": 4, "seed": 1, "echo": True}
+        given["truncate_prompt_tokens"] = 8
+        found = [client.post(COMPLETIONS, **given)] if not more else client.stream(COMPLETIONS, **given)
+        assert "".join(c["text"] for body in found for c in body["choices"]) == text[-8:] + expected.outputs[0].text
+    status, error = client.error(COMPLETIONS, prompt=client.llm.tokenize(text), truncate_prompt_tokens=0)
+    assert (status, error["param"]) == (400, "truncate_prompt_tokens")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_alone_is_scored(client: Client, stream: bool) -> None:
     (expected,) = client.llm.generate("To be", SamplingParams(max_tokens=1, prompt_logprobs=1))
@@ -321,6 +362,45 @@ def test_response_format_of_a_chat(chat: Client) -> None:
 
 
 # Chats --------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_message_is_continued(chat: Client) -> None:
+    messages = [*HI, {"role": "assistant", "content": "Once "}]
+    options: dict[str, Any] = {"continue_final_message": True, "add_generation_prompt": False}
+    ids = chat.llm.apply_chat_template(messages, **options)
+    assert chat.llm.decode(ids).endswith("Once ")
+    assert chat.post("/tokenize", messages=messages, **options)["tokens"] == ids
+    (expected,) = chat.llm.generate([ids], SamplingParams(max_tokens=4, seed=1))
+    (choice,) = chat.post(CHAT, messages=messages, max_tokens=4, seed=1, documents=[{"text": "a"}], **options)[
+        "choices"
+    ]
+    assert choice["message"]["content"] == expected.outputs[0].text
+    for wrong, param in (
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": 1}, "continue_final_message"),
+        ({"documents": {}}, "documents"),
+        ({"documents": ["a"]}, "documents"),
+        ({"output_kind": "delta"}, "output_kind"),
+    ):
+        status, error = chat.error(CHAT, messages=messages, **wrong)
+        assert (status, error["param"]) == (400, param), error
+
+
+def test_fields_that_are_not_given_are_those_of_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = chat_folder(tmp_path / "chat")
+    (folder / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 5}')
+    llm = LLM(str(folder), engine="native")
+    made = Client(llm)
+    assert len([m for m in caplog.messages if "generation_config.json (temperature=0.0" in m]) == 1
+    (expected,) = llm.chat(HI, SamplingParams(temperature=0.0, max_tokens=5))
+    assert made.post(CHAT, messages=HI)["choices"][0]["message"]["content"] == expected.outputs[0].text
+    (sampled,) = llm.chat(HI, SamplingParams(temperature=2.0, max_tokens=5, seed=1))
+    (choice,) = made.post(CHAT, messages=HI, temperature=2.0, seed=1)["choices"]
+    assert choice["message"]["content"] == sampled.outputs[0].text
+    found = made.get("/info")["sampling_params"]
+    assert [(found[name]["temperature"], found[name]["max_tokens"]) for name in found] == [(0.0, 16), (0.0, 5)]
+    off = Client(LLM(str(folder), engine="native", generation_config="vllm")).get("/info")["sampling_params"]["chat"]
+    assert (off["temperature"], off["max_tokens"]) == (1.0, None)
 
 
 def test_chats_are_those_of_chat(chat: Client) -> None:

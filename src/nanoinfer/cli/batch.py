@@ -21,6 +21,7 @@ from nanoinfer.cli.generate import DEFAULTS
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import (
     NO_FLAGS,
+    are_given,
     chat_template_flag,
     flags,
     generation_config_flag,
@@ -168,6 +169,7 @@ def _settings(config: LLMConfig, options: BatchOptions) -> dict[str, Any]:
         **dataclasses.asdict(options.defaults),
         "seed": options.seed,
         "generation_config": config.generation_config,
+        "flags": are_given(("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens")),
     }
     return {name: value for name, value in settings.items() if name not in _CAPACITY}
 

@@ -55,6 +55,12 @@ NO_FLAGS = ("logit_bias", "structured_outputs", "spaces_between_special_tokens",
 """Fields of SamplingParams that are no flags: they are written otherwise, or have no effect on what is printed."""
 
 
+def are_given(names: Iterable[str]) -> list[str]:
+    """Return those of some parameters of the running command that its user has given."""
+    source, default = click.get_current_context().get_parameter_source, click.core.ParameterSource.DEFAULT
+    return [name for name in names if source(name) is not default]
+
+
 def of_model(params: SamplingParams, model: SamplingParams, names: Iterable[str]) -> SamplingParams:
     """Return the parameters of a command with the model's own in the place of flags that are not given.
 
@@ -63,13 +69,9 @@ def of_model(params: SamplingParams, model: SamplingParams, names: Iterable[str]
         model: those of the model.
         names: what its generation_config.json has.
     """
-    context, own = click.get_current_context(), {"max_new_tokens": "max_tokens"}
-    not_given = [
-        name
-        for name in (own.get(name, name) for name in names)
-        if context.get_parameter_source(name) is click.core.ParameterSource.DEFAULT
-    ]
-    return dataclasses.replace(params, **{name: getattr(model, name) for name in not_given})
+    fields = ["max_tokens" if name == "max_new_tokens" else name for name in names]
+    given = are_given(fields)
+    return dataclasses.replace(params, **{name: getattr(model, name) for name in fields if name not in given})
 
 
 def json_flag(help: str) -> Callable[[_Command], _Command]:

@@ -6,7 +6,7 @@ import { element } from "./tokens.js";
 
 // The rest is folded.
 const FIRST = ["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "logprobs"];
-const OMITTED = ["prompt_logprobs", "detokenize", "spaces_between_special_tokens"]; // the page does not show them, or has none
+const OMITTED = ["prompt_logprobs", "detokenize", "spaces_between_special_tokens"]; // no effect on what the page shows
 const ALTERNATIVES = 5; // logprobs, if the server has no default
 
 /** How to make, fill and read the control of a type. `read` returns null for what is empty. */
