@@ -69,6 +69,21 @@ def test_excluded_tokens_are_the_same_on_every_engine(name: str, folder: Path, l
     assert texts(llm, replace(GREEDY, bad_words=("no such", "zq")))[0] == plain
 
 
+def test_rejected_proposals_are_replaced_by_permitted_tokens(folder: Path, llm: LLM) -> None:
+    """With speculate_rule=reject the tokens differ from plain decoding, and excluded ones have probability 0, too."""
+    engine = LLM(str(folder), draft="prompt-lookup", speculate_k=3, speculate_rule="reject")
+    allowed = tuple(llm.tokenize("abc"))
+    params = SamplingParams(
+        max_tokens=25, temperature=3.0, seed=1, n=4, allowed_token_ids=allowed, bad_words=("ab", "c")
+    )
+    (out,) = engine.generate("abcabcab", params)
+    found = [o.text for o in out.outputs]
+    assert out.metrics.speculation is not None
+    assert out.metrics.speculation.num_rejected > 0
+    assert {*"".join(found)} == {"a", "b"}
+    assert not any("ab" in text for text in found)
+
+
 @pytest.mark.parametrize("sampler", ["auto", "reference"])
 def test_a_bad_word_is_excluded_only_after_its_other_tokens(sampler: str, folder: Path) -> None:
     llm = LLM(str(folder), engine="static", sampler=sampler)
