@@ -9,6 +9,9 @@
 
 #include "products.h"
 
+// Bytes to prefetch ahead with narrow registers, and for chunks: the next are read while rows are multiplied with this one.
+constexpr std::int64_t kPrefetchFar = 16 << 10;
+
 // How many lines of codes can be multiplied and added in 16 bits, where that takes fewer instructions than dot4, else 0.
 // Codes of 8 bits are made signed for that.
 __attribute__((always_inline)) constexpr int lines_in_16_bits(const BlockFormat& f) {
@@ -28,11 +31,13 @@ struct Record {
   static constexpr bool kMinimum = f.minimum;
   static constexpr int kOffsetBits = f.offset ? __builtin_ctz(f.offset) : 0;
   const std::uint8_t* data;
+  std::int64_t ahead;  // bytes to prefetch ahead
   f32x16 scales[2], minimums[2];
   alignas(64) std::uint8_t values[f.num_values() ? f.num_values() * kPanel : 64];  // group scales, then group minimums
 
-  __attribute__((always_inline)) explicit Record(const std::uint8_t* data) : data(data) {
-    for (std::int64_t at = 0; at < f.codes(); at += 64) prefetch_l2(data + f.ahead() + at);
+  __attribute__((always_inline)) explicit Record(const std::uint8_t* data, std::int64_t ahead)
+      : data(data), ahead(ahead) {
+    for (std::int64_t at = 0; at < f.codes(); at += 64) prefetch_l2(data + ahead + at);
     NI_HALVES {
       if constexpr (f.exponent) scales[h] = load_exponents(data + 16 * h);
       else scales[h] = load_f16((const std::uint16_t*)data + 16 * h);
@@ -62,7 +67,7 @@ struct Record {
     return q;
   }
   NI_INLINE void prefetch_group(const Record& r, int group) {
-    const std::uint8_t* next = r.data + f.codes() + group * f.lines() * kLine + f.ahead();
+    const std::uint8_t* next = r.data + f.codes() + group * f.lines() * kLine + r.ahead;
     for (int at = 0; at < f.lines() * kLine; at += 64) prefetch_l2(next + at);
   }
   NI_INLINE f32x16 scale(const Record& r, int group, int s, int h) {
@@ -101,7 +106,7 @@ template <WeightType type>
 void unpack_chunk(const std::uint8_t* panel, std::int64_t from, int count, ChunkOf<type>& to) {
   using R = Record<type>;
   for (int g = 0; g < count; g += R::kGroups) {
-    const R record(panel + (from + g) / R::kGroups * R::f.record());
+    const R record(panel + (from + g) / R::kGroups * R::f.record(), kPrefetchFar);
     for (int j = 0; j < R::kGroups; ++j) {
       R::prefetch_group(record, j);
       NI_UNROLL(8) for (int i = 0; i < 8; ++i)
@@ -203,7 +208,7 @@ void multiply_rows(const MatmulTask& task, std::int64_t panel) {
   Acc<M> acc;
   NI_ROWS NI_HALVES acc.v[m][h] = broadcast(0.0f);
   for (std::int64_t g = 0; g < w.depth / 32; g += R::kGroups) {
-    const R record(t.w + g / R::kGroups * R::f.record());
+    const R record(t.w + g / R::kGroups * R::f.record(), kWidth == 16 ? R::f.ahead() : kPrefetchFar);
     add_groups<R, M>(record, R::kOffsetBits, R::kGroups, BlockUnits<M>(t, g), acc);
   }
   finish_panel<M>(task, panel, 0, acc);

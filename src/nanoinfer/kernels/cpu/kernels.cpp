@@ -40,7 +40,7 @@ std::uint64_t read(const std::uint8_t* data, std::size_t n) {
   for (int j = 0; j < 4; ++j) sums[j] = broadcast(0);
   for (std::size_t at = 0; at < n; at += 256) {
     for (int j = 0; j < 4; ++j) {
-      prefetch_l2(data + at + kPrefetch + 64 * j);
+      prefetch_l2(data + at + kPrefetchRow + 64 * j);
       const i32x16 x = load_ints(data + at + 64 * j);
       NI_EACH sums[j].v[i] ^= x.v[i];
     }

@@ -94,7 +94,7 @@ struct BlockFormat {
   NI_LAYOUT std::int64_t values() const { return minimums() + (minimum ? 2 * kPanel : 0); }
   NI_LAYOUT std::int64_t codes() const { return values() + num_values() * scale_bits / 8 * kPanel; }
   NI_LAYOUT std::int64_t record() const { return block * kPanel; }
-  // How many bytes ahead a product prefetches into the second-level cache (kPrefetch in products.h has the measurement).
+  // Bytes that a product of one or two rows prefetches ahead with wide registers (products.h says why).
   NI_LAYOUT std::int64_t ahead() const { return bits == 8 ? 3 << 10 : bits == 4 && more == 0 ? 1 << 10 : 12 << 10; }
 };
 

@@ -2,11 +2,11 @@
 // Part of kernels.cpp, which includes it in the namespace of each instruction set.
 #pragma once
 
-// Products of one row wait for memory. Prefetches go into the second-level cache: into the first level they are slower at
-// every distance. Numbers of 8 to 32 bits are read nearly as fast without them, because the CPU has many loads in flight and
-// its own prefetchers; a long distance is slower there, but faster where a line of weights takes more instructions. Measured
-// on Zen 4 (docs/log.md, 2026-11-25).
-constexpr std::int64_t kPrefetch = 3 << 10, kPrefetchInt4 = 12 << 10;
+// One row waits for memory. With wide registers, its prefetches go into the second-level cache: into the first level they are
+// slower at every distance. Numbers of 8 to 32 bits are read nearly as fast without them, because the CPU has many loads in
+// flight and its own prefetchers; a long distance is slower there, but faster where a line of weights takes more instructions.
+// With more rows or narrow registers, a line takes longer. Measured on Zen 4 (docs/log.md, 2026-11-25).
+constexpr std::int64_t kPrefetch = 4 << 10, kPrefetchRow = 3 << 10, kPrefetchRowInt4 = 12 << 10;
 
 // Rows of activations that share one pass over a panel: as many as fit in the registers for accumulators.
 constexpr int kRowsFloat = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 2;
@@ -44,6 +44,14 @@ struct Acc {
 #define NI_ROWS NI_UNROLL(16) for (int m = 0; m < M; ++m)
 #define NI_HALVES NI_UNROLL(2) for (int h = 0; h < 2; ++h)
 
+// Prefetch the 128 bytes of a line for M rows; `row`: the distance for one or two.
+template <int M>
+NI_INLINE void prefetch_line(const void* w, std::int64_t row = kPrefetchRow) {
+  constexpr bool far = M <= 2 && kWidth == 16;
+  const char* const line = (const char*)w + (far ? row : kPrefetch);
+  for (int at = 0; at < 128; at += 64) far ? prefetch_l2(line + at) : prefetch(line + at);
+}
+
 NI_INLINE f32x16 weights_at(const float* w) { return load(w); }
 NI_INLINE f32x16 weights_at(const std::uint16_t* w) { return load_f16(w); }
 
@@ -52,8 +60,7 @@ NI_INLINE void tile_floats(const Tile& t, Acc<M>& acc) {
   const W* w = (const W*)t.w;
   const float* x = t.units<float>(0, M);
   for (std::int64_t k = 0; k < t.depth; ++k, w += kPanel, x += M) {
-    prefetch_l2((const char*)w + kPrefetch);
-    if (sizeof(W) == 4) prefetch_l2((const char*)w + kPrefetch + 64);
+    prefetch_line<M>(w);
     const f32x16 w0 = weights_at(w), w1 = weights_at(w + 16);
     NI_ROWS {
       const f32x16 a = broadcast(x[m]);
@@ -68,8 +75,7 @@ NI_INLINE void tile_bf16(const Tile& t, Acc<M>& acc) {  // two inputs in each st
   const std::uint8_t* w = t.w;
   const std::int32_t* x = t.units<std::int32_t>(0, M);
   for (std::int64_t k = 0; k < t.depth / 2; ++k, w += 128, x += M) {
-    prefetch_l2(w + kPrefetch);
-    prefetch_l2(w + kPrefetch + 64);
+    prefetch_line<M>(w);
     const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
     NI_ROWS {
       acc.v[m][0] = dot2_bf16(acc.v[m][0], w0, x[m]);
@@ -100,8 +106,7 @@ NI_INLINE void tile_i8(const Tile& t, Acc<M>& acc) {
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(u.shift[m]);
     for (int k = 0; k < kGroup / 4; ++k, w += kLine, u.x += M) {
-      prefetch_l2(w + kPrefetch);
-      prefetch_l2(w + kPrefetch + 64);
+      prefetch_line<M>(w);
       const i32x16 w0 = load_ints(w), w1 = load_ints(w + 64);
       NI_ROWS {
         dot[m][0] = dot4(dot[m][0], w0, u.x[m]);
@@ -125,8 +130,7 @@ NI_INLINE void tile_i4(const Tile& t, Acc<M>& acc) {
     i32x16 dot[M][2];
     NI_ROWS NI_HALVES dot[m][h] = broadcast(0);
     for (int k = 0; k < kGroup / 8; ++k, w += kLine, u.x += M) {
-      prefetch_l2(w + kPrefetchInt4);
-      prefetch_l2(w + kPrefetchInt4 + 64);
+      prefetch_line<M>(w, kPrefetchRowInt4);
       const i32x16 q0 = load_ints(w), q1 = load_ints(w + 64);
       const i32x16 low0 = bit_field(q0, 0, 4, 0), low1 = bit_field(q1, 0, 4, 0);
       NI_ROWS {
