@@ -22,6 +22,28 @@ class Logprob:
     """Text of this token alone; None without a tokenizer."""
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that a chat model wrote."""
+
+    id: str
+    """"call_" and random characters; a result names it as its tool_call_id."""
+    name: str
+    arguments: str
+    """JSON text of an object; a prefix of one if the answer ended within the call."""
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """The answer of a chat model, by parts."""
+
+    content: str | None
+    """Text for the user; None if there are only calls."""
+    reasoning: str | None = None
+    """Text that the model wrote before its answer, within markers; None without any."""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
 @dataclass
 class CompletionOutput:
     """One generated output of a request."""
@@ -44,6 +66,8 @@ class CompletionOutput:
     """Sum of the generated tokens' log-probabilities; None without logprobs, best_of and beam search."""
     draft_accepted: list[bool] | None = field(default=None, compare=False)
     """For each token, whether a drafter proposed it and the model accepted it; None without a draft."""
+    message: ChatMessage | None = None
+    """Reasoning, content and tool calls of `text`; chats only."""
 
 
 @dataclass(frozen=True)
