@@ -78,7 +78,7 @@ def as_choice(value: Any, tools: Sequence[Tool]) -> str:
     names = [tool.name for tool in tools]
     if not isinstance(value, str) or value not in (*CHOICES, *names):
         raise NanoinferError(
-            f"tool_choice={show(value)} is unknown: use none, auto, required or the name of one of the {len(tools)} tools"
+            f"tool_choice={show(value)} is unknown: use none, auto, required or the name of one of {len(tools)} tools"
         )
     if value not in ("none", "auto") and not tools:
         raise NanoinferError(f"tool_choice={value!r} needs tools: give some, or tool_choice='none'")
@@ -88,7 +88,9 @@ def as_choice(value: Any, tools: Sequence[Tool]) -> str:
 def _as_tool(item: Any) -> Tool:
     function = item.get("function") if isinstance(item, Mapping) else None
     if not isinstance(function, Mapping) or item.get("type", "function") != "function":
-        raise NanoinferError(f"{show(item)} is not {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}")
+        raise NanoinferError(
+            f"{show(item)} is not {{'type': 'function', 'function': {{'name': ..., 'parameters': ...}}}}"
+        )
     if unknown := [key for key in function if key not in ("name", "description", "parameters", "strict")]:
         raise NanoinferError(f"function has the unknown field {show(unknown[0])}")
     given = {key: value for key, value in function.items() if value is not None}
@@ -108,7 +110,9 @@ def _check(tool: Tool) -> int:
     require_bool("strict", tool.strict)
     schema = tool.parameters
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
-        raise NanoinferError(f"parameters={show(schema)} is not the JSON schema of an object: use {{'type': 'object', ...}}")
+        raise NanoinferError(
+            f"parameters={show(schema)} is not the JSON schema of an object: use {{'type': 'object', ...}}"
+        )
     try:
         size = len(json.dumps(schema, allow_nan=False, ensure_ascii=False).encode())
         len(tool.description.encode())

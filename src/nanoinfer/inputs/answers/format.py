@@ -4,11 +4,11 @@ An answer is  [reasoning] [content] [calls], and a call is a sequence of pieces:
 
     calls_start  before_name NAME after_name ARGUMENTS after_arguments  separator  ... (more calls)  calls_end
 
-Hermes, Qwen 3     before_name='<tool_call>\\n{"name": "'  after_name='", "arguments": '  after_arguments='}\\n</tool_call>'
-Mistral Nemo       calls_start='[TOOL_CALLS][', before_name='{"name": "', ..., separator=', ', calls_end=']'
-DeepSeek V3.1      calls_start='<｜tool▁calls▁begin｜>', before_name='<｜tool▁call▁begin｜>', after_name='<｜tool▁sep｜>'
-Qwen3-Coder        before_name='<tool_call>\\n<function=', after_name='>', notation='tagged', before_key='\\n<parameter=', ...
-LFM2               calls_start='<|tool_call_start|>[', after_name='(', notation='python', after_arguments=')'
+Hermes, Qwen 3 before_name='<tool_call>\\n{"name": "', after_name='", "arguments": ', after_arguments='}\\n</tool_call>'
+Mistral Nemo   calls_start='[TOOL_CALLS][', before_name='{"name": "', ..., separator=', ', calls_end=']'
+DeepSeek V3.1  calls_start='<|tool_calls_begin|>', before_name='<|tool_call_begin|>', after_name='<|tool_sep|>', ...
+Qwen3-Coder    before_name='<tool_call>\\n<function=', after_name='>', before_key='\\n<parameter=', after_key='>', ...
+LFM2           calls_start='<|tool_call_start|>[', after_name='(', after_arguments=')', calls_end=']<|tool_call_end|>'
 
 The parser (parser.py) reads all of them with any white space; the grammar (grammar.py) writes exactly these pieces.
 """
@@ -35,8 +35,8 @@ class AnswerFormat:
     """Marker before the content; mostly empty."""
     content_end: str = ""
     trigger: str = ""
-    """The text that begins calls, up to white space or JSON: "<tool_call>". Empty: calls are the whole content, and begin
-    with a brace or a bracket."""
+    """The text that begins calls, up to white space or JSON: "<tool_call>". Empty: calls are the whole content, and
+    begin with a brace or a bracket."""
     calls_start: str = ""
     """Before the first of several calls, once."""
     calls_end: str = ""
@@ -55,9 +55,7 @@ class AnswerFormat:
     after_key: str = ""
     """... between key and value, ..."""
     after_value: str = ""
-    """... after each value, ..."""
-    argument_separator: str = ""
-    """... and between two arguments."""
+    """... and after each value."""
     parallel: bool = True
     """Whether the model can write several calls in one answer."""
     opened: str = ""
@@ -100,3 +98,35 @@ JSON_IN_MARKERS = AnswerFormat(
     arguments_key="arguments",
 )
 """The last resort, for models whose own format cannot be found."""
+PYTHON_IN_MARKERS = AnswerFormat(
+    trigger="<|tool_call_start|>",
+    calls_start="<|tool_call_start|>[",
+    after_name="(",
+    after_arguments=")",
+    separator=", ",
+    calls_end="]<|tool_call_end|>",
+    notation="python",
+)
+"""LFM2's, whose first templates describe it in words only."""
+HARMONY = AnswerFormat(
+    reasoning_start="<|channel|>analysis<|message|>",
+    reasoning_end="<|end|>",
+    content_start="<|channel|>final<|message|>",
+    content_end="<|end|>",
+    trigger="<|channel|>commentary to=functions.",
+    before_name="<|channel|>commentary to=functions.",
+    after_name=" <|constrain|>json<|message|>",
+    parallel=False,
+    also=(
+        ("content_start", "<|channel|>commentary<|message|>"),
+        ("trigger", "<|start|>assistant to=functions."),
+        ("trigger", "<|channel|>analysis to=functions."),
+        ("after_name", "<|channel|>commentary json<|message|>"),
+        ("after_name", "<|channel|>commentary <|constrain|>json<|message|>"),
+        ("after_name", "<|channel|>analysis json<|message|>"),
+        ("after_name", " json<|message|>"),
+        ("after_name", "<|message|>"),
+    ),
+    ignored=("<|start|>assistant", "<|call|>", "<|return|>"),
+)
+"""gpt-oss's, whose templates write messages in another order of parts than the model does."""

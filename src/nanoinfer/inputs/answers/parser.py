@@ -3,9 +3,9 @@
 Text is released as soon as it can no longer be part of a marker. White space beside a marker belongs to the marker.
 Arguments become JSON text, whatever the model's notation. The result does not depend on how the text was cut.
 
-    truncated answer    what is there: a call whose name is complete has the arguments so far, a prefix of JSON text. The
-                        beginning of a call without its name is left out
-    malformed call      (bad JSON, a name that is not a tool's) it becomes content, as it was written
+    truncated answer   what is there: a call whose name is complete has the arguments so far, a prefix of JSON text. The
+                       beginning of a call without its name is left out
+    malformed call     (bad JSON, a name that is not a tool's) it becomes content, as it was written
 
 So that a malformed call can become content, the arguments of a call are released when they are complete. Those of
 answers that a grammar constrains cannot be malformed: with `constrained=True` they are released as they arrive.
@@ -13,15 +13,16 @@ answers that a grammar constrains cannot be malformed: with `constrained=True` t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.reader import Ended, Malformed, Markers, Reader, Values, Waiting
+from nanoinfer.inputs.answers.schema_types import to_json, types_of
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import ChatMessage, ToolCall
 
@@ -199,24 +200,20 @@ class AnswerParser:
             before = f.calls_start + head if f.name_key and f.trigger != trigger else ""
         separator, end = f.separator.strip(), f.calls_end.strip()
         more = yield from self._call(before, space + trigger)
+        first = (head.split() or ["{" if f.name_key else ""])[0]
         while more:
             yield from self._reader.space()
             if end and (yield from self._reader.skip(end)):
                 return
-            if separator and (yield from self._reader.skip(separator)):
-                continue
-            first = (head.split() or ["{"])[0] if head.strip() or f.name_key else ""
-            if not (f.calls_start or not f.trigger) or not self._is_next(first, f):
-                return
-            if first and not (yield from self._reader.begins(first)):
-                return
-            if not first and not _NAME.match((yield from self._reader.peek())):
+            separated = bool(separator) and (yield from self._reader.skip(separator))
+            yield from self._reader.space()
+            if first:
+                own_trigger = f.trigger and not f.calls_start  # then it is found in the text
+                if own_trigger or not (yield from self._reader.begins(first)):
+                    return
+            elif not separated:
                 return
             more = yield from self._call(head, "")
-
-    @staticmethod
-    def _is_next(first: str, format: AnswerFormat) -> bool:
-        return bool(first or format.separator)
 
     def _call(self, before: str, raw: str) -> Waiting[bool]:
         """Read one call; return whether more may follow.
@@ -226,7 +223,8 @@ class AnswerParser:
             raw: text before it that becomes content with the call if it is malformed.
         """
         reader, opened = self._reader, len(self._calls)
-        reader.raw, self._name, self._held = [raw], None, []
+        reader.raw = [raw]
+        self._forget()
         try:
             yield from reader.piece(before)
             if self._format.name_key:
@@ -254,10 +252,8 @@ class AnswerParser:
         piece = self._format.after_arguments
         if self._format.name_key:
             piece = piece.partition("}")[2]
-        try:
+        with contextlib.suppress(Malformed, Ended):
             yield from self._reader.piece(piece)
-        except (Malformed, Ended):
-            pass
 
     def _object(self) -> Waiting[None]:
         """Read a call that is a JSON object, with its keys in any order."""
@@ -315,9 +311,6 @@ class AnswerParser:
         while True:
             yield from reader.space()
             yield from reader.next()
-            if f.argument_separator.strip() and not first:
-                yield from reader.skip(f.argument_separator.strip())
-                yield from reader.space()
             if not (yield from reader.skip(before)):
                 break
             parts: list[str] = []
@@ -333,6 +326,9 @@ class AnswerParser:
         self._argument("}")
 
     # Deltas of calls ------------------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._name, self._held = None, []
 
     def _named(self, name: str) -> None:
         if name not in self._tools:
@@ -378,48 +374,3 @@ def _space_before(piece: str) -> str:
 def _without(text: str, prefix: str, suffix: str) -> str:
     """Return a raw value without the white space of the pieces around it."""
     return text.removeprefix(prefix).removesuffix(suffix)
-
-
-def types_of(schema: Any, key: str) -> set[str] | None:
-    """Return the JSON types that a property may have; None if its schema does not say."""
-    properties = schema.get("properties")
-    found = properties.get(key) if hasattr(properties, "get") else None
-    return _types(found, 0)
-
-
-def _types(schema: Any, depth: int) -> set[str] | None:
-    if not hasattr(schema, "get") or depth > 8:
-        return None
-    if (named := schema.get("type")) is not None:
-        return {named} if isinstance(named, str) else {t for t in named if isinstance(t, str)}
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
-    if values is not None:
-        return {_type(value) for value in values}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list):
-            found = [_types(option, depth + 1) for option in options]
-            return None if None in found else set().union(*(f for f in found if f is not None))
-    return None
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, bool):
-        return "boolean"
-    names = {str: "string", int: "integer", float: "number", dict: "object", list: "array"}
-    return names.get(type(value), "null")
-
-
-def to_json(text: str, types: set[str] | None) -> str:
-    """Return a raw value as JSON: of the types that its schema permits, else a string."""
-    if types == {"string"}:
-        return json.dumps(text, ensure_ascii=False)
-    word = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text.strip())
-    try:
-        value = json.loads(word, parse_constant=lambda name: None)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    found = _type(value)
-    accepted = {found, "number"} if found == "integer" else {found}
-    if types is None or accepted & types or "string" not in types:
-        return word
-    return json.dumps(text, ensure_ascii=False)
