@@ -32,6 +32,7 @@ IDS = ("callid001", "callid002")
 ENDS = ("<|eom_id|>", "<|call|>", "<|calls|>", "<|tool_response>")
 """Ends of turns with calls, where they are other tokens than those of turns without."""
 MAX_MARKER = 200  # characters of a marker of reasoning
+_LEADING_ID = re.compile(r'\{\s*"[^"]*id[^"]*":\s*"[^"]*",\s*')  # of a call in JSON, before its name
 _SEGMENT = re.compile(r"</?[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s|.", re.S)
 _TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _THINK = re.compile(r"(<|\[)/([\w:]*think[\w:]*)(>|\])", re.I)
@@ -51,26 +52,25 @@ _TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def detect(template: ChatTemplate, end_tokens: Collection[str] = ()) -> AnswerFormat:
+def detect(
+    template: ChatTemplate, end_tokens: Collection[str] = (), special_tokens: Collection[str] = ()
+) -> AnswerFormat:
     """Return the format of the answers of a model with a chat template.
 
     Args:
         template: of the model.
         end_tokens: texts of the tokens that end an output.
+        special_tokens: texts of the tokenizer's special tokens.
     """
     if "<|channel|>" in template.source and "<|message|>" in template.source:
         return HARMONY
     prober = _Prober(template, end_tokens)
     found = prober.calls()
     if found is None:
-        found, described = _as_described(prober.prompt), prober.prompt
-        log.info(
-            "the chat template shows no tool calls: %s",
-            "taken from what it says to the model"
-            if "tool_call" in described
-            else "JSON within <tool_call> is expected",
-        )
-    return replace(found, **prober.texts)
+        found = _as_described(prober.prompt + " ".join(special_tokens))
+        log.info("the chat template renders no tool calls: they are expected as %s", found.calls_start or found.trigger)
+    texts: dict[str, Any] = {**prober.texts}
+    return replace(found, **texts)
 
 
 class _Prober:
@@ -78,7 +78,7 @@ class _Prober:
 
     def __init__(self, template: ChatTemplate, end_tokens: Collection[str]) -> None:
         self._template = template
-        self._ends = (*(text for text in end_tokens if text), *ENDS)
+        self._ends = {*end_tokens, *ENDS, template.special_tokens.get("eos_token", "")} - {""}
         self.prompt = self._render([], add_generation_prompt=True) or ""
         self._opening = self._after_question(self.prompt)
         plain = self._answer({"content": CONTENT})
@@ -126,17 +126,23 @@ class _Prober:
             found_end = _THINK.search(self._template.source) or _THINK.search(self.prompt)
             end = found_end[0] if found_end is not None else ""
             start = end.replace("/", "", 1)
-        elif not start:  # the prompt has it
-            opening = _TAG.search(self._opening)
-            start = opening[1] if opening is not None else self._opening.strip().rpartition("\n")[2]
+        elif not start or start == end:  # the prompt has it, and may have the end, too
+            opening = self._opening.rstrip().removesuffix(end).rstrip()
+            tag = _TAG.search(opening)
+            start = tag[1] if tag is not None else opening.rpartition("\n")[2]
         return {"reasoning_start": start, "reasoning_end": end}
 
     def calls(self) -> AnswerFormat | None:
         """Return the format of calls; None if the template writes none."""
         for as_text in (False, True):
             parts = self._parts(1, 1, as_text)
-            if parts is not None and "\\" not in parts[2]:
-                return self._format(parts, as_text)
+            if parts is None or "\\" in parts[2]:
+                continue
+            found = self._format(parts, as_text)
+            if found is not None and not any(
+                probe in found.after_name + found.separator for probe in (*NAMES, *VALUES)
+            ):
+                return found
         return None
 
     def _parts(self, num_calls: int, num_keys: int, as_text: bool) -> list[str] | None:
@@ -146,6 +152,7 @@ class _Prober:
             return None
         for made in IDS:
             text = text.replace(made, ID)
+        text = _LEADING_ID.sub("{", text)
         if (end := self.texts["reasoning_end"]) and end in text.partition(NAMES[0])[0]:
             text = text.partition(end)[2]
         for end in self._ends:
@@ -163,7 +170,7 @@ class _Prober:
     def _format(self, parts: list[str], as_text: bool) -> AnswerFormat | None:
         head, name_to_key, key_to_value, tail = parts
         content = self.texts.get("content_start", "") + self.texts.get("content_end", "")
-        head = re.sub(r'\{\s*"[^"]*id[^"]*":\s*"[^"]*",\s*', "{", head.lstrip().removeprefix(content))
+        head = head.lstrip().removeprefix(content)
         two = self._parts(2, 1, as_text)
         if re.fullmatch(r'"\s*:\s*"', key_to_value):
             notation, after_name, ending = "json", name_to_key[: name_to_key.rfind("{")], re.match(r'"\s*\}', tail)
@@ -204,6 +211,8 @@ class _Prober:
             text_arguments=as_text,
             **made,
         )
+        if 'string="true"' in key_to_value:  # DeepSeek V3.2
+            found = replace(found, also=(("after_key", key_to_value.replace("true", "false")),))
         return self._with_trigger(found)
 
     def _with_trigger(self, found: AnswerFormat) -> AnswerFormat:
@@ -278,11 +287,11 @@ def _with_keys(found: AnswerFormat) -> AnswerFormat:
 
 
 def _as_described(prompt: str) -> AnswerFormat:
-    """Return the format that a prompt with tools describes; JSON in markers if none."""
-    if "<|tool_call_start|>" in prompt:
+    """Return the format whose tokens a prompt with tools, or the tokenizer, has; JSON in markers if none."""
+    if "<|tool_call_start|>" in prompt or "<|tool_list_start|>" in prompt:
         return PYTHON_IN_MARKERS
-    if "<|tool_call|>" in prompt:
-        closing = "<|/tool_call|>" if "<|/tool_call|>" in prompt else ""
+    if "<|tool_call|>" in prompt or "<|/tool|>" in prompt:
+        closing = "<|/tool_call|>" if "<|/tool|>" in prompt else ""
         return replace(
             JSON_IN_MARKERS,
             trigger="<|tool_call|>",

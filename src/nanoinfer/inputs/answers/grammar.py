@@ -104,7 +104,7 @@ class _Answer:
         if not self._bodies:
             body = self._structured(answer) if answer is not None else self._plain(f.trigger)
         elif choice != "auto":
-            body = f"{self._noise('ignored')} {self._calls()}"
+            body = f"{self._noise('ignored')} {self._calls(f.opened)}"
         elif answer is not None:
             body = f"({self._calls()} | {self._structured(answer)})"
         else:
@@ -142,7 +142,7 @@ class _Answer:
         """Return calls. Args: skipped: the beginning of the first one, which the grammar has already."""
         f, lark = self._format, self._lark
         first, end = self._one(f.calls_start, skipped), lark.literal(f.calls_end)
-        if not self._parallel or (skipped and not f.calls_start):  # else text goes on, and may have more calls
+        if not self._parallel or (skipped and skipped != f.opened and not f.calls_start):  # more are found in the text
             return f"{first} {end}"
         return f"{first} ({self._one(f.separator)})* {end}"
 
@@ -162,11 +162,19 @@ class _Answer:
             return f"({self._calls()} | {text})"
         repeated = "*" if self._parallel else "?"
         if lark.is_special(f.trigger):
-            text, noise = self._plain(f.trigger), self._noise("ignored", "content_start", "content_end")
-            return f"({text}? {noise} {self._calls()}){repeated} {text}? {noise} {text}?"
+            text, noise = (
+                self._plain(*f.spellings("trigger")),
+                self._noise("ignored", "content_start", "content_end", one=True),
+            )
+            calls = self._calls()
+            between = lark.rule(f"({calls}{noise and ' | '}{noise})" if self._parallel else noise or '""')
+            return f"({text}? {between})* {text}?" if self._parallel else f"({text}? {between})* {text}? ({calls})?"
         text = self._plain()
         head = lark.rule(lark.rule(f"{text} {lark.literal(f.trigger)}", "HEAD"), "head", "[lazy]")
-        return f"({head} {self._calls(f.trigger)}){repeated} {text}"
+        made = f"({head} {self._calls(f.trigger)}){repeated} {text}"
+        if not f.opened:
+            return made
+        return f"({self._calls(f.opened)} | {lark.literal(f.content_start[len(f.opened) :])} {made})"
 
     def _plain(self, *refused: str) -> str:
         """Return a terminal for text that contains no marker of another part."""
@@ -176,10 +184,11 @@ class _Answer:
         found = "|".join(regex(text) for text in markers if text)
         return self._lark.rule(f"{ANY} & ~/(?s:.*)({found})(?s:.*)/" if found else ANY, "TEXT")
 
-    def _noise(self, *fields: str) -> str:
-        """Return markers between the parts that are special tokens, any number of them."""
-        texts = [text for name in fields for text in self._all(name) if self._lark.is_special(text)]
-        return f"({' | '.join(self._lark.literal(text) for text in texts)})*" if texts else ""
+    def _noise(self, *fields: str, one: bool = False) -> str:
+        """Return markers between the parts that are special tokens: one of them, or any number."""
+        texts = {text for name in fields for text in self._all(name) if self._lark.is_special(text)}
+        made = " | ".join(self._lark.literal(text) for text in sorted(texts))
+        return made if one or not made else f"({made})*"
 
     def _all(self, name: str) -> Sequence[str]:
         return self._format.ignored if name == "ignored" else self._format.spellings(name)

@@ -138,10 +138,13 @@ class Arguments:
         if notation == "python":
             return self._sequence(schema, ", ", lambda key: f"{key}=", self._leaf) or '""'
         between = self._format
-        parts = []
+        parts, after_value = [], self._lark.literal(between.after_value)
         for key, value, needed in _members(schema):
-            before = self._lark.literal(between.before_key + key + between.after_key)
-            parts.append(f"({before} {self._raw(value, between.after_value)}){'' if needed else '?'}")
+            permitted = types(schema, value)
+            is_text = permitted is not None and permitted <= {"string", "null"}
+            after_key = between.spellings("after_key")[0 if is_text else -1]
+            made = self._raw(value, between.after_value) if is_text else f"{self._leaf(value)} {after_value}"
+            parts.append(f"({self._lark.literal(between.before_key + key + after_key)} {made}){'' if needed else '?'}")
         if not parts and schema.get("additionalProperties") is not False:
             key = self._lark.until(between.after_key, "/[^<>\\n]{1,64}/")
             before = self._lark.literal(between.before_key)
@@ -166,10 +169,7 @@ class Arguments:
         return first
 
     def _raw(self, schema: Any, end: str) -> str:
-        """Return a value of notation "tagged", with the piece after it."""
-        permitted = types(self._root, schema)
-        if permitted is None or not permitted <= {"string", "null"}:
-            return f"{self._leaf(schema)} {self._lark.literal(end)}"
+        """Return a string or null of notation "tagged", with the piece after it."""
         options = [self._string(option, end.strip()) for option in self._options(schema)]
         texts = [option for option in options if option is not None]
         if len(texts) < len(options):

@@ -13,7 +13,6 @@ answers that a grammar constrains cannot be malformed: with `constrained=True` t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import secrets
@@ -205,6 +204,8 @@ class AnswerParser:
             yield from self._reader.space()
             if end and (yield from self._reader.skip(end)):
                 return
+            if self._reader.ends_within([end, separator, first]):
+                self._reader.rest()
             separated = bool(separator) and (yield from self._reader.skip(separator))
             yield from self._reader.space()
             if first:
@@ -233,27 +234,38 @@ class AnswerParser:
                 yield from self._pieces()
             self._flush()
         except Ended:
+            reader.rest()
             if self._name is not None:
                 self._flush()
+            elif not self._format.trigger:  # text that only begins like a call
+                self._refuse()
             return False
         except Malformed:
             if len(self._calls) == opened:
-                text = "".join(reader.raw)
-                self._blank, self._joins, self._space = True, False, ""
-                self._emit_content(("\n" if self._texts[ContentDelta] else "") + text)
+                self._refuse()
             return False
         finally:
             reader.raw = None
         yield from self._tail()
         return True
 
+    def _refuse(self) -> None:
+        """Make the text of a call content."""
+        text = "".join(self._reader.raw or ())
+        self._blank, self._joins, self._space = True, False, ""
+        self._emit_content(("\n" if self._texts[ContentDelta] else "") + text)
+
     def _tail(self) -> Waiting[None]:
         """Read the end of a call, as far as it is there."""
         piece = self._format.after_arguments
         if self._format.name_key:
             piece = piece.partition("}")[2]
-        with contextlib.suppress(Malformed, Ended):
+        try:
             yield from self._reader.piece(piece)
+        except Ended:
+            self._reader.rest()
+        except Malformed:  # the call is complete without it
+            pass
 
     def _object(self) -> Waiting[None]:
         """Read a call that is a JSON object, with its keys in any order."""
@@ -306,12 +318,14 @@ class AnswerParser:
     def _tagged(self, tool: Tool) -> Waiting[None]:
         reader, f = self._reader, self._format
         first, before = True, f.before_key.strip()
-        after_key, end = Markers([f.after_key.strip()]), Markers([f.after_value.strip()])
+        after_key, end = Markers(text.strip() for text in f.spellings("after_key")), Markers([f.after_value.strip()])
         self._argument("{")
         while True:
             yield from reader.space()
             yield from reader.next()
             if not (yield from reader.skip(before)):
+                if reader.ends_within([before]):
+                    raise Ended
                 break
             parts: list[str] = []
             if (yield from reader.until(after_key, parts.append)) is None:

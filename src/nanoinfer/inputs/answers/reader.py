@@ -130,10 +130,18 @@ class Reader:
             self.take(len(text))
         return found
 
+    def rest(self) -> str:
+        """Read what is there."""
+        return self.take(len(self._text) - self._at)
+
+    def ends_within(self, texts: Iterable[str]) -> bool:
+        """Return whether the answer ends here, or within one of some texts."""
+        return self.closed and any(text.startswith(self._text[self._at :]) for text in texts)
+
     def expect(self, text: str) -> Waiting[None]:
         """Read a text. Raises Malformed if another one is next."""
         if not (yield from self.skip(text)):
-            raise Ended if self.closed and text.startswith(self._text[self._at :]) else Malformed
+            raise Ended if self.ends_within([text]) else Malformed
 
     def piece(self, piece: str) -> Waiting[None]:
         """Read a piece of a format with any white space between its parts. Raises Malformed."""
@@ -154,7 +162,7 @@ class Reader:
         for text in texts:
             if (yield from self.skip(text)):
                 return
-        raise Ended if self.closed and any(t.startswith(self._text[self._at :]) for t in texts) else Malformed
+        raise Ended if self.ends_within(texts) else Malformed
 
     def until(self, markers: Markers, sink: Sink) -> Waiting[str | None]:
         """Read up to and including a marker; return it, None at the end of the answer. `sink` gets the text before."""
@@ -243,7 +251,8 @@ class Values:
                 self._sink(", ")
             first = False
             if colon == "=" or (yield from reader.next()) not in "\"'<":
-                self._sink(json.dumps((yield from self._bare_key(colon)), ensure_ascii=False))
+                key = yield from self._bare_key(colon)
+                self._sink(json.dumps(key, ensure_ascii=False))
             else:
                 yield from self._string()
             yield from reader.space()
@@ -260,6 +269,7 @@ class Values:
         key = yield from self._reader.run(re.compile(rf"[^\s{colon},()\[\]{{}}\"]+"))
         if not key:
             raise Malformed
+        yield from self._reader.next()  # else it may be longer
         return key
 
     def _items(self, depth: int) -> Waiting[None]:
