@@ -189,3 +189,33 @@ def _gemma(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(map(_gemma, value)) + "]"
     return json.dumps(value)
+
+
+def valid(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Whether a value matches a schema, for the keywords that these tests use."""
+    if "$ref" in schema:
+        return valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    if "anyOf" in schema:
+        return any(valid(value, option, root) for option in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == option and type(value) is type(option) for option in schema["enum"])
+    kinds = {"string": str, "boolean": bool, "integer": int, "object": dict, "array": list, "null": type(None)}
+    named = schema.get("type", "object" if "properties" in schema else None)
+    if named == "number":
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if named is not None and type(value) is not kinds[named]:
+        return False
+    if named == "object":
+        known = schema.get("properties", {})
+        closed = schema.get("additionalProperties", not known) is False
+        return (
+            set(schema.get("required", ())) <= value.keys()
+            and (not closed or value.keys() <= known.keys())
+            and all(valid(item, known[key], root) for key, item in value.items() if key in known)
+        )
+    if named == "array":
+        sizes = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return sizes and all(valid(item, schema.get("items", {}), root) for item in value)
+    if named == "string":
+        return bool(schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)))
+    return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value)) if named == "integer" else True

@@ -124,9 +124,9 @@ class AnswerParser:
             yield from self._bare_call()
         while True:
             if in_reasoning:
-                marker = yield from self._reader.until(in_reasoning_markers, self._emit_reasoning)
+                marker = yield from self._reader.until(in_reasoning_markers, self._emit_reasoning, True)
             else:
-                marker = yield from self._reader.until(in_content, self._emit_content)
+                marker = yield from self._reader.until(in_content, self._emit_content, True)
             if marker is None:
                 self._end_text(ReasoningDelta if in_reasoning else ContentDelta)
                 return
@@ -191,30 +191,27 @@ class AnswerParser:
 
     def _section(self, trigger: str, space: str = "") -> Waiting[None]:
         """Read calls after their trigger."""
-        f = self._format
+        f, reader = self._format, self._reader
         opening, head = f.calls_start + f.before_name, _head(f)
         if opening.strip().startswith(trigger):
             before = (f.calls_start + head).strip()[len(trigger) :]
         else:
             before = f.calls_start + head if f.name_key and f.trigger != trigger else ""
         separator, end = f.separator.strip(), f.calls_end.strip()
-        more = yield from self._call(before, space + trigger)
         first = (head.split() or ["{" if f.name_key else ""])[0]
+        more = yield from self._call(before, space + trigger)
         while more:
-            yield from self._reader.space()
-            if end and (yield from self._reader.skip(end)):
-                return
-            if self._reader.ends_within([end, separator, first]):
-                self._reader.rest()
-            separated = bool(separator) and (yield from self._reader.skip(separator))
-            yield from self._reader.space()
-            if first:
-                own_trigger = f.trigger and not f.calls_start  # then it is found in the text
-                if own_trigger or not (yield from self._reader.begins(first)):
-                    return
-            elif not separated:
-                return
+            yield from reader.space()
+            if end and (yield from reader.skip(end)):
+                break
+            separated = bool(separator) and (yield from reader.skip(separator))
+            yield from reader.space()
+            own_trigger = f.trigger and not f.calls_start  # then it is found in the text
+            if own_trigger or not ((yield from reader.begins(first)) if first else separated):
+                break
             more = yield from self._call(head, "")
+        if reader.ends_within([end, separator, first]):
+            reader.rest()
 
     def _call(self, before: str, raw: str) -> Waiting[bool]:
         """Read one call; return whether more may follow.

@@ -164,15 +164,22 @@ class Reader:
                 return
         raise Ended if self.ends_within(texts) else Malformed
 
-    def until(self, markers: Markers, sink: Sink) -> Waiting[str | None]:
-        """Read up to and including a marker; return it, None at the end of the answer. `sink` gets the text before."""
+    def until(self, markers: Markers, sink: Sink, partial: bool = False) -> Waiting[str | None]:
+        """Read up to and including a marker; return it, None at the end of the answer.
+
+        Args:
+            markers: to look for.
+            sink: gets the text before.
+            partial: whether it gets the beginning of a marker at the end of the answer, too.
+        """
         while True:
-            begin, end, found = markers.find(self._text, self._at, self.closed)
+            begin, end, found = markers.find(self._text, self._at, self.closed and partial)
             if begin > self._at:
                 sink(self.take(begin - self._at))
             if found:
                 return self.take(end - begin)
             if self.closed:
+                self.rest()
                 return None
             yield
 
@@ -267,9 +274,9 @@ class Values:
         if self._notation == "json":
             raise Malformed
         key = yield from self._reader.run(re.compile(rf"[^\s{colon},()\[\]{{}}\"]+"))
+        yield from self._reader.next()  # else it may be longer
         if not key:
             raise Malformed
-        yield from self._reader.next()  # else it may be longer
         return key
 
     def _items(self, depth: int) -> Waiting[None]:
