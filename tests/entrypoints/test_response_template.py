@@ -6,6 +6,7 @@ import json
 import logging
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from helpers.chat import chat_folder
 from helpers.response_templates import CALL, TEMPLATES, random_answer, random_pieces
+from nanoinfer import LLM
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers import response_template
 from nanoinfer.inputs.answers.parser import AnswerDelta, CallDelta, ContentDelta, ReasoningDelta
@@ -278,12 +280,43 @@ def test_empty_markers_end(caplog: pytest.LogCaptureFixture) -> None:
     assert "markers match the empty string again and again" in caplog.text
 
 
-def test_long_answers_take_linear_time(templates: dict[str, ResponseTemplate]) -> None:
-    """Each piece is read once: what is held back is short. With quadratic work, this takes minutes."""
-    for name in ("json", "dialect"):
-        parser = ResponseTemplateParser(templates[name], [ADD])
-        text = "".join(delta.text for _ in range(20000) for delta in parser.feed("ab <c")[:1])  # type: ignore[union-attr]
-        assert len(text) >= 99990
+@pytest.mark.parametrize("name", ["json", "tags", "channels"])
+def test_a_long_answer_keeps_a_short_state(name: str) -> None:
+    """So each piece takes the same time. The bodies of calls are kept elsewhere, once."""
+    template = Template(TEMPLATES[name])
+    _, state = template.start(ANCHORS[name] + (ANSWERS[name][1] if name == "channels" else "<call>"))
+    sizes = set()
+    for _ in range(3000):
+        _, state = template.scan(state, "ab <c", False)
+        sizes.add(len(state["before"]) + len(state["held"]))
+    assert max(sizes) < 80
+
+
+def changed(value: Any, chance: random.Random) -> Any:
+    """Return a template with some values replaced."""
+    if chance.random() < 0.03:
+        return chance.choice(
+            [None, 0, -1, True, "", "a", "{content.x}", [], ["<"], [["", ""]], {}, {"name": "json"}, 1e9]
+        )
+    if isinstance(value, dict):
+        return {chance.choice([key] * 30 + ["content", "close"]): changed(item, chance) for key, item in value.items()}
+    return [changed(item, chance) for item in value] if isinstance(value, list) else value
+
+
+def test_changed_templates_are_refused_or_read_something() -> None:
+    reasons = []
+    for seed in range(400):
+        chance = random.Random(seed)
+        name = chance.choice([name for name in TEMPLATES if "_pattern" not in json.dumps(TEMPLATES[name])])
+        try:
+            template = ResponseTemplate(changed(TEMPLATES[name], chance))
+        except NanoinferError as e:
+            reasons.append(str(e))
+            continue
+        message, deltas = read(template, random_pieces(random_answer(name, chance), chance), ANCHORS[name])
+        assert_deltas_give(message, deltas)
+    assert 50 < len(reasons) < 350
+    assert not any("\n" in reason for reason in reasons)
 
 
 ODD: list[tuple[Any, str]] = [
@@ -341,3 +374,15 @@ def test_fields_that_are_no_part_of_a_message_are_named(caplog: pytest.LogCaptur
     spec = {"start_anchor": "A", "fields": {"plan": {"open": "<p>", "close": "</p>"}, "content": {}}}
     assert read(ResponseTemplate(spec), ["a<p>b</p>c"])[0] == ChatMessage("a\nc")
     assert "the response template has the fields plan, which are dropped" in caplog.text
+
+
+def test_a_template_that_cannot_be_used_is_not(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = chat_folder(tmp_path)
+    model = LLM(str(folder), engine="recompute").model
+    assert response_template.of_model(model) is None
+    assert caplog.text == ""
+    used = response_template.of_model(replace(model, response_template=TEMPLATES["json"]))
+    assert used is not None
+    assert list(used.fields) == ["thinking", "tool_calls", "content"]
+    assert response_template.of_model(replace(model, response_template=["a"])) is None
+    assert "response_template=['a'] is not an object: answers are read by the format of the chat" in caplog.text

@@ -47,8 +47,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.answers.parser import AnswerDelta, CallDelta, ContentDelta, ReasoningDelta, to_json, types_of
+from nanoinfer.inputs.answers.parser import AnswerDelta, CallDelta, ContentDelta, ReasoningDelta
 from nanoinfer.inputs.answers.response_template_worker import PARSERS, answer
+from nanoinfer.inputs.answers.schema_types import to_json, types_of
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import ChatMessage, ToolCall
