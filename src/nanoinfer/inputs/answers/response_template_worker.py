@@ -121,7 +121,7 @@ def _beginning(state: Any, op: Any, value: Any) -> list[Any]:
     if name == "ATOMIC_GROUP":
         return list(inside(value))
     if name.endswith("_REPEAT") and value[1] > 0:
-        if len(value[2]) == 1 and str(value[2][0][0]) in _SINGLE:  # white space, mostly: less work than the general form
+        if len(value[2]) == 1 and str(value[2][0][0]) in _SINGLE:  # white space, mostly: the same, faster
             return [(_ops.MAX_REPEAT, (0, value[1], value[2])), _END]
         most = value[1] if value[1] is _ops.MAXREPEAT else value[1] - 1
         return [(_ops.MAX_REPEAT, (0, most, value[2])), *inside(value[2])]
