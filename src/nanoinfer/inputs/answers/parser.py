@@ -17,45 +17,15 @@ import json
 import re
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.reader import Ended, Malformed, Markers, Reader, Values, Waiting
 from nanoinfer.inputs.answers.schema_types import to_json, types_of
 from nanoinfer.inputs.tools import Tool
-from nanoinfer.outputs import ChatMessage, ToolCall
+from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta, ToolCall
 
 _NAME = re.compile(r"[\w.-]+")
 _ARGUMENT_KEYS = ("arguments", "parameters")
-
-
-@dataclass(frozen=True)
-class ContentDelta:
-    """New text of the content."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ReasoningDelta:
-    """New text of the reasoning."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class CallDelta:
-    """The beginning of a call, with id and name and without arguments; or more of its arguments."""
-
-    index: int
-    """Index of the call in the answer."""
-    id: str | None
-    name: str | None
-    arguments: str
-    """JSON text, in pieces."""
-
-
-AnswerDelta = ContentDelta | ReasoningDelta | CallDelta
 
 
 class AnswerParser:

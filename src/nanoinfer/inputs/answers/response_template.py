@@ -47,12 +47,11 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.answers.parser import AnswerDelta, CallDelta, ContentDelta, ReasoningDelta
 from nanoinfer.inputs.answers.response_template_worker import PARSERS, answer
 from nanoinfer.inputs.answers.schema_types import to_json, types_of
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.outputs import ChatMessage, ToolCall
+from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta, ToolCall
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import escaped
 from nanoinfer.utils.limited_process import LimitedProcess
