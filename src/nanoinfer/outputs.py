@@ -5,7 +5,9 @@ Those that are made for each token are not frozen, which would make creating one
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanoinfer.errors import ResultError
 
@@ -20,6 +22,78 @@ class Logprob:
     """Rank among all tokens; 1 is the most likely."""
     decoded_token: str | None
     """Text of this token alone; None without a tokenizer."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that a chat model wrote."""
+
+    id: str
+    """"call_" and random characters; a result names it as its tool_call_id."""
+    name: str
+    arguments: str
+    """JSON text of an object; a prefix of one if the answer ended within the call."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the arguments are the JSON of an object."""
+        try:
+            return isinstance(json.loads(self.arguments), dict)
+        except (ValueError, RecursionError):
+            return False
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """The answer of a chat model, by parts."""
+
+    content: str | None
+    """Text for the user; None if there are only calls."""
+    reasoning: str | None = None
+    """Text that the model wrote before its answer, within markers; None without any."""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def as_message(self) -> dict[str, Any]:
+        """Return it as a message for `LLM.chat`. A call that was cut off is left out."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning is not None:
+            made["reasoning_content"] = self.reasoning
+        calls = [call for call in self.tool_calls if call.is_complete]
+        if calls:
+            made["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        return made if calls or self.content is not None else {**made, "content": ""}
+
+
+@dataclass(frozen=True)
+class ContentDelta:
+    """New text of a message's content."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """New text of a message's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """The beginning of a call, with id and name and without arguments; or more of its arguments."""
+
+    index: int
+    """Index of the call in the message."""
+    id: str | None
+    name: str | None
+    arguments: str
+    """JSON text, in pieces."""
+
+
+AnswerDelta = ContentDelta | ReasoningDelta | CallDelta
 
 
 @dataclass
@@ -44,6 +118,12 @@ class CompletionOutput:
     """Sum of the generated tokens' log-probabilities; None without logprobs, best_of and beam search."""
     draft_accepted: list[bool] | None = field(default=None, compare=False)
     """For each token, whether a drafter proposed it and the model accepted it; None without a draft."""
+    message: ChatMessage | None = field(default=None, compare=False)
+    """Reasoning, content and tool calls of `text`; chats only. Deltas of `AsyncLLM` have it when they are the last."""
+    message_deltas: list[AnswerDelta] | None = field(default=None, compare=False)
+    """What `text` adds to the message, in deltas of `AsyncLLM`; None if it adds itself to the content."""
+    num_reasoning_tokens: int | None = field(default=None, compare=False)
+    """Tokens of the reasoning with its markers; None if the model writes none, and until the output is finished."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from helpers.batch import run_on, runner
 from helpers.chat import chat_folder
 from helpers.models import make_folder
 from helpers.terminal import Terminal
+from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch import run as batch_run
 from nanoinfer.batch.lines import MAX_LINE_BYTES, LineReader
@@ -221,6 +222,30 @@ def test_the_rest_of_vllms_fields(run: Run, tmp_path: Path) -> None:
     assert (code, "flags" in err) == (2, True)  # a flag that is given replaces what the model says
 
 
+def test_tools_and_reasoning(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}], "tools": TWO, "tool_choice": "required", "max_tokens": 100,
+        "enable_thinking": True, "thinking_token_budget": 4, "temperature": 1.0, "parallel_tool_calls": False,
+    }  # fmt: skip
+    write("in.jsonl", body, openai(CHAT, **body), {"prompt": "a", "tools": TWO})
+    model = tools_folder(tmp_path / "tools")
+    assert run("in.jsonl", "out.jsonl", model=model)[0] == 1
+    own, theirs, refused = read("out.jsonl")
+    message = own["outputs"][0]["message"]
+    (call,) = message["tool_calls"]
+    check_call(call["name"], call["arguments"], TWO)
+    assert call["id"] == "call_1_0_0"
+    assert (message["content"], own["outputs"][0]["num_reasoning_tokens"] > 0) == (None, True)
+    (choice,) = theirs["response"]["body"]["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    check_call(call["function"]["name"], call["function"]["arguments"], TWO)
+    assert (call["id"], choice["finish_reason"]) == ("call_2_0_0", "tool_calls")
+    assert refused["error"].endswith("tools needs messages: a prompt has no template")
+    run("in.jsonl", "again.jsonl", model=model)
+    assert read("again.jsonl") == [own, theirs, refused]
+
+
 def test_openai_completions(run: Run, llm: LLM) -> None:
     body = {"prompt": ["To be", "Go"], "n": 2, "best_of": 2, "seed": 3, "logprobs": 1, "user": "u", "model": "gpt-9"}
     write("in.jsonl", openai(COMPLETIONS, 5, **body, stream=False, stop=None), openai(COMPLETIONS, prompt=[3, 4]))
@@ -287,7 +312,7 @@ OPENAI_ERRORS: list[tuple[dict[str, object], str, str | None]] = [
     (openai(CHAT), "messages is missing", "messages"),
     (openai(CHAT, messages=[]), "messages=[] is not a conversation", "messages"),
     (openai(CHAT, messages=[{"role": "user", "content": "a"}]), "has no chat template", None),
-    (openai(CHAT, messages=[], tools=[{}]), "tools=[{}] is not supported", "tools"),
+    (openai(CHAT, messages=[{"role": "user", "content": "a"}], tools=[{}]), "tools[0]: {} is not {'type'", "tools"),
     (openai(CHAT, messages=[], top_logprobs=2), "needs logprobs=true", "top_logprobs"),
     (openai(CHAT, messages=[], max_tokens=1, max_completion_tokens=1), "both given", "max_completion_tokens"),
     (openai("/v1/embeddings", input="a"), "url='/v1/embeddings'", "url"),

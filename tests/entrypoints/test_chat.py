@@ -68,7 +68,7 @@ def test_options_of_the_template(llm: LLM) -> None:
     assert llm.chat(HI, GREEDY, add_generation_prompt=False, **options)[0].prompt == "Hi<|im_end|>!False"
     assert llm.decode(llm.apply_chat_template(HI, **options)) == "Hi<|im_end|>!True"
     with pytest.raises(TypeError):
-        llm.chat(HI, tools=[])  # type: ignore[call-arg]
+        llm.chat(HI, tool=[])
     refuses(lambda: llm.chat(HI, add_generation_prompt=1), "add_generation_prompt=1 is not a bool")  # type: ignore[arg-type]
     refuses(lambda: llm.chat(HI, chat_template_kwargs=[1]), "chat_template_kwargs=[1] is not a dict")  # type: ignore[arg-type]
     refuses(lambda: llm.chat(HI, chat_template_kwargs={"messages": 1}), "messages is a parameter of its own")
@@ -98,7 +98,7 @@ def test_malformed_messages(llm: LLM, messages: Any, message: str) -> None:
 
 
 def test_refusals_of_the_template_and_the_context(llm: LLM) -> None:
-    odd = [{"role": "tool", "content": "Hi"}]
+    odd = [{"role": "assistant", "content": "Hi"}]
     refuses(lambda: llm.chat(odd, chat_template=TEMPLATES["gemma"]), "refuses the messages: Roles must alternate")
     refuses(lambda: llm.chat([HI, odd], chat_template=TEMPLATES["gemma"]), "conversation 2 of 2: the chat template")
     refuses(lambda: llm.chat([{"role": "user", "content": "x" * 400}]), "the context length is 256: shorten it")

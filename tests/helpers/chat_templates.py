@@ -8,6 +8,29 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TOOLS = """{%- if tools %}
+    {{- '<|im_start|>system\\nTools:' }}
+    {%- for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+    {{- m.content or '' }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined %}
+        {{- '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}
+"""
+"""A template with tools, calls and reasoning."""
 TEMPLATES = {
     "chatml": CHATML,
     "llama3": (

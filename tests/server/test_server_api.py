@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ pytest.importorskip("starlette", reason="the extra server is not installed")
 
 from helpers.chat import chat_folder  # noqa: E402
 from helpers.models import CHARS, make_folder  # noqa: E402
-from nanoinfer import LLM, AsyncLLM, SamplingParams  # noqa: E402
+from helpers.server_client import Client  # noqa: E402
+from nanoinfer import LLM, SamplingParams  # noqa: E402
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS  # noqa: E402
 from nanoinfer.openai_protocol.fields import TABLES  # noqa: E402
 from nanoinfer.outputs import CompletionOutput, RequestOutput  # noqa: E402
@@ -29,43 +29,6 @@ from nanoinfer.server.config import ServerConfig  # noqa: E402
 from nanoinfer.server.service import names_of  # noqa: E402
 
 HI = [{"role": "user", "content": "Hi"}]
-
-
-class Client:
-    """Sends requests to the application, without a network."""
-
-    def __init__(self, llm: LLM, **config: Any) -> None:
-        self.llm, self.async_llm = llm, AsyncLLM.from_llm(llm)
-        self.app = build_app(self.async_llm, ServerConfig(**config))
-
-    def request(self, method: str, path: str, **options: Any) -> Any:
-        async def send() -> Any:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-                return await client.request(method, path, **options)
-
-        return asyncio.run(asyncio.wait_for(send(), 60))
-
-    def get(self, path: str) -> Any:
-        return self.request("GET", path).json()
-
-    def post(self, path: str, **body: Any) -> Any:
-        response = self.request("POST", path, json=body)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    def stream(self, path: str, **body: Any) -> list[dict[str, Any]]:
-        """Return the chunks of a stream."""
-        response = self.request("POST", path, json={**body, "stream": True})
-        assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
-        events = response.text.split("\n\n")
-        assert events[-2:] == ["data: [DONE]", ""]
-        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-
-    def error(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
-        response = self.request("POST", path, json=body)
-        assert set(response.json()) == {"error"}
-        return response.status_code, response.json()["error"]
 
 
 @pytest.fixture(scope="module")
@@ -503,7 +466,7 @@ ERRORS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "has no content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "read text only"),
     (CHAT, {"messages": HI, "prompt": "a"}, 400, "prompt", "not supported for /v1/chat/completions"),
-    (CHAT, {"messages": HI, "tools": [{}]}, 400, "tools", "tools=[{}] is not supported"),
+    (CHAT, {"messages": HI, "tools": [{}]}, 400, "tools", "tools[0]: {} is not {'type': 'function'"),
     (CHAT, {"messages": HI, "logprobs": 3}, 400, "logprobs", "logprobs=3 is not a bool"),
     (CHAT, {"messages": HI, "top_logprobs": 3}, 400, "top_logprobs", "needs logprobs=true"),
     (CHAT, {"messages": HI, "chat_template_kwargs": 3}, 400, "chat_template_kwargs", "is not an object"),

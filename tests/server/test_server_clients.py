@@ -27,6 +27,7 @@ pytest.importorskip("uvicorn", reason="the extra server is not installed")
 from helpers.chat import chat_folder  # noqa: E402
 from helpers.chat_templates import CHATML  # noqa: E402
 from helpers.server_process import ServerProcess, serving  # noqa: E402
+from helpers.tools import TWO, check_call  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -78,6 +79,28 @@ def test_the_commands_of_the_page_work_as_written() -> None:
 
 
 # openai-python ------------------------------------------------------------------------------------------------
+
+
+def test_tool_calls_of_openai_python(client: Any) -> None:
+    """Whole, streamed and put together by the client, and the turn after it."""
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    tools = [{**t, "function": {**t["function"], "strict": True}} for t in TWO]
+    options = {"model": "tiny", "tools": tools, "tool_choice": "required", "parallel_tool_calls": False,
+               "max_tokens": 100, "seed": 3}  # fmt: skip
+    made = client.chat.completions.create(messages=HI, **options).choices[0]
+    assert (made.finish_reason, made.message.content) == ("tool_calls", None)
+    (call,) = made.message.tool_calls
+    check_call(call.function.name, call.function.arguments, TWO)
+    with client.chat.completions.stream(messages=HI, **options) as stream:
+        names = [event.name for event in stream if event.type == "tool_calls.function.arguments.done"]
+        final = stream.get_final_completion().choices[0]
+    (streamed,) = final.message.tool_calls
+    assert (names, final.finish_reason) == ([call.function.name], "tool_calls")
+    assert streamed.function.arguments == call.function.arguments
+    assert streamed.function.parsed_arguments == json.loads(call.function.arguments)
+    messages = [*HI, made.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+    options |= {"tool_choice": "none", "max_tokens": 5}
+    assert client.chat.completions.create(messages=messages, **options).choices[0].message.content
 
 
 def test_openai_lists_the_models(client: Any) -> None:

@@ -334,7 +334,7 @@ def test_the_bytes_of_tokens_are_the_text_of_outputs(name: str) -> None:
     tokenizer: Tokenizer = CharTokenizer(list(CHARS + "é☃")) if core is None else from_core(core)
     V = tokenizer.vocab_size
     table, generator = vocabulary._bytes(tokenizer, V), np.random.default_rng(0)
-    special = vocabulary._special(tokenizer, V)
+    special = set(vocabulary.special_tokens(tokenizer, V).values())
     ordinary = [i for i in range(V) if i not in special]
     (start,) = tokenizer.encode("a")[-1:]
     for _ in range(300):

@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 from nanoinfer import openai_protocol as openai
 from nanoinfer.batch.lines import MAX_LINE_BYTES, Line, Place
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.openai_protocol import SAMPLING, TEMPLATE, GenerationRequest
-from nanoinfer.outputs import RequestOutput
+from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import decode_utf8, parse_json
@@ -56,6 +57,14 @@ def derive_seed(seed: int, number: int, index: int) -> int:
     """
     digest = hashlib.sha256(f"{seed} {number} {index}".encode()).digest()
     return int.from_bytes(digest[:6], "little")
+
+
+def with_call_ids(o: CompletionOutput, number: int) -> CompletionOutput:
+    """Return an output whose calls have ids made of the line's number: the same input gives the same bytes."""
+    if o.message is None:
+        return o
+    calls = (replace(c, id=f"call_{number}_{o.index}_{i}") for i, c in enumerate(o.message.tool_calls))
+    return replace(o, message=replace(o.message, tool_calls=tuple(calls)))
 
 
 def to_bytes(record: Record) -> bytes:
@@ -114,6 +123,8 @@ class OwnForm:
         for o in made:
             if "logprobs" in o:
                 o["logprobs"] = list(openai.plain_logprobs(o["logprobs"]))
+            if "message" in o:
+                o["message"] = asdict(o["message"])
         record = {**self._start, "outputs": made, "usage": openai.usage(outputs), "seed": output.seed, "error": None}
         if output.prompt_logprobs is not None:
             record["prompt_logprobs"] = list(openai.plain_logprobs(output.prompt_logprobs))

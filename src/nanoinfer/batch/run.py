@@ -16,8 +16,9 @@ from typing import Any, cast
 
 from nanoinfer.batch.lines import Line, LineReader, Place
 from nanoinfer.batch.output import FileOutput, StreamOutput
-from nanoinfer.batch.records import Form, derive_seed, read_form, to_bytes
+from nanoinfer.batch.records import Form, derive_seed, read_form, to_bytes, with_call_ids
 from nanoinfer.core.core import Core
+from nanoinfer.entrypoints.chat import AnswerReader, Answers, chat_prompt
 from nanoinfer.entrypoints.input_processor import RequestFactory
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
@@ -54,6 +55,8 @@ class _Entry:
     num_bytes: int
     """Bytes of the line, and of the record when there is one."""
     requests: list[Request] = field(default_factory=list)
+    answers: Answers | None = None
+    """Of a chat whose messages have reasoning or calls."""
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     """Of the requests that have ended, by id."""
     record: bytes | None = None
@@ -137,7 +140,7 @@ class BatchRunner:
         self._num_bytes += entry.num_bytes
         if error is None:
             try:
-                entry.requests = self._make(form.request(self._options.defaults), line.place)
+                self._make(form.request(self._options.defaults), entry)
             except NanoinferError as e:
                 error = e
         if error is not None:
@@ -148,18 +151,21 @@ class BatchRunner:
             self._num_running += len(request.sequences)
         self._core.submit(entry.requests)
 
-    def _make(self, given: GenerationRequest, place: Place) -> list[Request]:
-        """Return the requests of a line, not queued. Raises NanoinferError if one of them is refused."""
+    def _make(self, given: GenerationRequest, entry: _Entry) -> None:
+        """Make the requests of a line, without queueing them. Raises NanoinferError if one of them is refused."""
         prompts: Sequence[Any] = given.prompts
+        base: Any = given.params
         if given.messages is not None:
             options = ChatOptions(self._options.chat_template, **given.template)
-            text = self._formatter.render(as_conversation(given.messages), options)
-            prompts = [{"prompt_token_ids": self._factory.fit(text, given.params, rendered=True)}]
-        params = [given.params] * len(prompts)
+            chat = chat_prompt(self._formatter, as_conversation(given.messages), options, given.params)
+            prompts = [{"prompt_token_ids": self._factory.fit(chat.text, given.params, rendered=True)}]
+            chat.compile(self._factory)
+            base, entry.answers = chat.params, None if chat.answers.plain else chat.answers
+        params = [base] * len(prompts)
         if given.params.seed is None:
-            seeds = (derive_seed(self._options.seed, place.number, i) for i in range(len(prompts)))
-            params = [replace(given.params, seed=seed) for seed in seeds]
-        return self._factory.make_all(prompts, params)
+            seeds = (derive_seed(self._options.seed, entry.place.number, i) for i in range(len(prompts)))
+            params = [replace(base, seed=seed) for seed in seeds]
+        entry.requests = self._factory.make_all(prompts, params)
 
     def _collect(self) -> None:
         """Count what the last step added, and make the records of lines that have ended."""
@@ -177,6 +183,9 @@ class BatchRunner:
     def _finish(self, entry: _Entry) -> None:
         """Make the record of a line whose requests have ended."""
         outputs = [entry.outputs[r.request_id] for r in entry.requests]
+        if entry.answers is not None:
+            for output in (outputs := [AnswerReader(entry.answers).read(output) for output in outputs]):
+                output.outputs = [with_call_ids(o, entry.place.number) for o in output.outputs]
         entry.outputs = {}
         entry.requests = []
         try:

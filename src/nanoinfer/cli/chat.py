@@ -4,6 +4,7 @@ Examples:
     nanoinfer chat path/to/model            # /help lists the commands
     nanoinfer chat path/to/model --system "Be brief." --temp 0.5
     nanoinfer chat shakespeare --chat-template turns.jinja --engine native
+    nanoinfer chat path/to/model --tools tools.json     # you answer the calls of tools
     cat questions.txt | nanoinfer chat path/to/model    # one turn a line
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -18,6 +20,7 @@ from nanoinfer.cli.generate import DEFAULTS
 from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import (
     NO_FLAGS,
+    PATH,
     chat_template_flag,
     flags,
     generation_config_flag,
@@ -26,7 +29,7 @@ from nanoinfer.cli.options import (
 )
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.sampling_params import SamplingParams
-from nanoinfer.utils.files import escaped, read_text
+from nanoinfer.utils.files import escaped, parse_json, read_text
 
 _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", *NO_FLAGS)
 
@@ -36,6 +39,10 @@ _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_toke
 @tokenizer_flag
 @click.option("--system", metavar="TEXT", help="System message.")
 @chat_template_flag
+@click.option("--tools", metavar="FILE", type=PATH, help="JSON list of tools, in OpenAI's shape, that may be called.")
+@click.option("--tool-choice", metavar="TEXT", help="none, auto, required or the name of a tool. [default: auto]")
+@click.option("--thinking/--no-thinking", default=None, help="Whether the model shall reason; the template decides.")
+@click.option("--hide-reasoning", is_flag=True, help="Do not show reasoning, which is dimmed on a terminal only.")
 @generation_config_flag
 @flags(SamplingParams, "params", skip=_SKIPPED, defaults={**DEFAULTS, "max_tokens": 1024})
 @flags(SpeculationConfig, "speculation")
@@ -45,13 +52,21 @@ def chat(
     tokenizer: str | None,
     system: str | None,
     chat_template: Path | None,
+    tools: Path | None,
+    tool_choice: str | None,
+    thinking: bool | None,
+    hide_reasoning: bool,
     generation_config: str,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     params: SamplingParams,
 ) -> None:
     """Hold a conversation with a model that has a chat template."""
-    template = read_text(chat_template, "a chat template") if chat_template is not None else None
+    options: dict[str, Any] = {"tool_choice": tool_choice, "enable_thinking": thinking}
+    if chat_template is not None:
+        options["chat_template"] = read_text(chat_template, "a chat template")
+    if tools is not None:
+        options["tools"] = parse_json(read_text(tools, "a list of tools"), f"{escaped(tools)} is not JSON")
 
     from nanoinfer.cli.chat_session import Session
     from nanoinfer.entrypoints.llm import LLM
@@ -61,7 +76,7 @@ def chat(
     )
     llm = LLM.from_config(config)
     params = of_model(params, llm.requests.defaults, llm.model.sampling_defaults)
-    session = Session(llm.conversation(system, chat_template=template), params)
+    session = Session(llm.conversation(system, **options), params, hide_reasoning=hide_reasoning)
     if sys.stdin.isatty():
         print(
             f"{escaped(llm.model_name)} on {llm.engine_name}, {llm.dtype}. /help lists the commands.\n"

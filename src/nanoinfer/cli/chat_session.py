@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from nanoinfer.cli.chat_input import messages, reader
 from nanoinfer.cli.terminal import complain, visible
-from nanoinfer.entrypoints.conversation import Conversation
-from nanoinfer.entrypoints.streams import TextStream
+from nanoinfer.entrypoints.conversation import AnswerStream, Conversation
 from nanoinfer.errors import NanoinferError
+from nanoinfer.outputs import ContentDelta, ReasoningDelta
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.files import parse_json, read_text, reason
 
@@ -29,7 +30,7 @@ HELP = r"""/system TEXT   set the system message (without TEXT: show it)
 A line that ends with a backslash continues on the next line. Lines between
 triple quotes are one message. A line that begins with a space is not a
 command. Ctrl-C ends an answer and keeps its text so far; at the prompt it
-clears the line."""
+clears the line. After calls of tools, each message is the result of one."""
 
 
 class Session:
@@ -38,10 +39,12 @@ class Session:
     Args:
         conversation: without an answer that is being generated.
         params: of each answer.
+        hide_reasoning: whether reasoning is not shown on a terminal, either.
     """
 
-    def __init__(self, conversation: Conversation, params: SamplingParams) -> None:
+    def __init__(self, conversation: Conversation, params: SamplingParams, *, hide_reasoning: bool = False) -> None:
         self._conversation, self._params = conversation, params
+        self._dims_reasoning = not hide_reasoning and sys.stdout.isatty()
         self._commands: dict[str, Callable[[str], None]] = {
             "/system": self._system,
             "/regenerate": self._regenerate,
@@ -62,7 +65,7 @@ class Session:
                 if name.startswith("/"):
                     self._command(name, rest.strip())
                 elif message.strip():
-                    self._print(self._conversation.send(message, self._params))
+                    self._send(message)
             except NanoinferError as e:
                 complain(str(e))
                 succeeded = False
@@ -75,12 +78,43 @@ class Session:
             )
         command(rest)
 
-    def _print(self, answer: TextStream) -> None:
+    def _send(self, message: str) -> None:
+        """Send a message of the user, or the result of the next call that has none; after the last one, answer."""
+        found = self._conversation.messages
+        if (call := _open_call(found)) is None:
+            return self._print(self._conversation.send(message, self._params))
+        result = {"role": "tool", "tool_call_id": call["id"], "content": message}
+        if _open_call([*found, result]) is not None:
+            self._conversation.messages = [*found, result]
+        else:  # a choice that requires calls would never end them
+            self._print(self._conversation.send([result], self._params, tool_choice=None))
+
+    def _shown(self, answer: AnswerStream) -> Iterator[str]:
+        """Yield what is printed of an answer, in pieces."""
+        if answer.answers.plain:
+            yield from map(visible, answer)
+            return
+        between, begun = "", False
+        for delta in answer.deltas():
+            if isinstance(delta, ReasoningDelta):
+                if self._dims_reasoning:
+                    yield f"\x1b[2m{visible(delta.text)}\x1b[0m"
+                    between = "\n"
+                continue
+            if isinstance(delta, ContentDelta):
+                yield between + visible(delta.text)
+            elif delta.name is not None:
+                yield f"{between if not begun else chr(10)}call {delta.name}: "
+            else:
+                yield visible(delta.arguments)
+            between, begun = "", True
+
+    def _print(self, answer: AnswerStream) -> None:
         """Print an answer as it is generated, and its tokens per second on stderr."""
         try:
             with _deferred_interrupts() as interrupted:
-                for piece in answer:
-                    print(visible(piece), end="", flush=True)
+                for piece in self._shown(answer):
+                    print(piece, end="", flush=True)
                     if interrupted():
                         break
         except KeyboardInterrupt:  # the second one, before the first was noticed
@@ -95,6 +129,12 @@ class Session:
         speed = f", {1 / metrics.tpot_sec:.1f} tokens/s" if metrics.tpot_sec else ""
         new = num_prompt - output.num_cached_tokens
         note = f"[{num} tokens{speed}; prompt: {new} new of {num_prompt} tokens, {metrics.ttft_sec:.2f} s]"
+        self._note(note)
+        if (call := _open_call(self._conversation.messages)) is not None:
+            self._note(f"[give the result of each call, beginning with that of {call['function']['name']}]")
+
+    @staticmethod
+    def _note(note: str) -> None:
         print(f"\x1b[2m{note}\x1b[0m" if sys.stderr.isatty() else note, file=sys.stderr, flush=True)
 
     def _regenerate(self, rest: str) -> None:
@@ -125,6 +165,17 @@ class Session:
         found = [parse_json(line, f"{name} is not one JSON object a line") for line in text.split("\n") if line.strip()]
         self._conversation.messages = found
         print(f"{visible(name)}: {len(found)} messages", file=sys.stderr)
+
+
+def _open_call(messages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the first call at the end of a conversation that has no result."""
+    done = set()
+    for message in reversed(messages):
+        if message["role"] != "tool":
+            open_calls = (call for call in message.get("tool_calls", ()) if call.get("id") not in done)
+            return next(open_calls, None)
+        done.add(message.get("tool_call_id"))
+    return None
 
 
 def _path(name: str) -> Path:

@@ -64,7 +64,8 @@ def pack(model: str, output: Path, tokenizer: str | None, options: EngineConfig)
         num_bytes = packed.write_folder(
             loaded.take(), output, format, tokenizer_json, options.threads or environment.num_cpus(), bar.update
         )
-    write_folder(output, chat_files.to_files(loaded.chat_template, loaded.special_tokens, loaded.sampling_defaults))
+    chat = loaded.chat_template, loaded.special_tokens, loaded.sampling_defaults, loaded.response_template
+    write_folder(output, chat_files.to_files(*chat))
     kept = sorted({name for formats in block_formats.values() for name, _ in formats})
     print(
         f"{escaped(output)}: {' '.join(kept) or format} weights of {escaped(model)}, {num_bytes:,} bytes",

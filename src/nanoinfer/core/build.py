@@ -69,6 +69,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
         chat_template=loaded.chat_template,
         no_chat_template_reason=loaded.no_chat_template_reason,
         special_tokens=loaded.special_tokens,
+        response_template=loaded.response_template,
         sampling_defaults=loaded.sampling_defaults if config.generation_config == "auto" else {},
     )
     if options.dtype == "auto" and options.quantization is None:

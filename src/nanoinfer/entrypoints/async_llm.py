@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_engine import CLOSED, AsyncEngine
-from nanoinfer.entrypoints.async_requests import CUMULATIVE, OUTPUT_KINDS, AsyncRequest
+from nanoinfer.entrypoints.async_requests import CUMULATIVE, DELTA, OUTPUT_KINDS, AsyncRequest
+from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
@@ -152,63 +153,70 @@ class AsyncLLM:
         sampling_params: Params | None = None,
         request_id: str | None = None,
         *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        documents: Sequence[Mapping[str, Any]] | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
         output_kind: str | None = None,
         check: Callable[[int], None] | None = None,
+        **options: Any,
     ) -> AsyncOutputStream:
         """Generate the next message of one conversation. Return an asynchronous iterator over the outputs.
 
+        Each output has the `message` so far; with output_kind="delta", `message_deltas`, and the message at the end.
+
         Args:
-            messages, chat_template, add_generation_prompt, chat_template_kwargs, continue_final_message, documents: as
-                for `LLM.chat`.
+            messages, options: as for `LLM.chat`.
             cache_salt: only conversations and prompts of the same salt share their prefixes.
             sampling_params, request_id, priority, output_kind, check: as for `generate`.
 
         Raises:
-            NanoinferError: as `generate`. From the iterator: a message is malformed, the model has no chat template, or
-                the template refuses the messages or exceeds a limit (docs/chat.md).
+            NanoinferError: as `generate`. From the iterator: a message or a tool is malformed, the model has no chat
+                template, or the template refuses the messages or exceeds a limit (docs/chat.md).
+            TypeError: an option is unknown.
         """
-        options = ChatOptions(
-            chat_template, add_generation_prompt, chat_template_kwargs, continue_final_message, documents
-        )
+        if output_kind is None:
+            output_kind = getattr(sampling_params, "output_kind", CUMULATIVE)
+        given, reader = ChatOptions(**options), AnswerReader(deltas=output_kind == DELTA)
 
-        def prompt() -> Prompt:
-            return {"prompt": self._render(messages, options), "cache_salt": cache_salt}
+        def prompt() -> ChatPrompt:
+            params = self.llm.requests.defaults if sampling_params is None else sampling_params
+            made = chat_prompt(self.llm.formatter, as_conversation(messages), given, params)
+            reader.answers = made.answers
+            return made
 
-        making = self._make(prompt, sampling_params, priority, check, rendered=True)
-        return self._stream(making, request_id, output_kind, sampling_params)
+        making = self._make(prompt, sampling_params, priority, check, salt=cache_salt)
+        return self._stream(making, request_id, output_kind, sampling_params, reader)
 
     def _make(
         self,
-        prompt: Callable[[], Prompt],
+        prompt: Callable[[], Prompt | ChatPrompt],
         params: Params | None,
         priority: int,
         check: Callable[[int], None] | None,
         *,
-        rendered: bool = False,
+        salt: str | None = None,
     ) -> Generator[Workers, None, Request]:
-        """Make a request; yield the workers that run the next part. `rendered`: see `RequestFactory.fit`."""
+        """Make a request; yield the workers that run the next part. `salt`: of a chat."""
         threads, factory = self._running(), self.llm.requests
         yield threads.preparing
         params = factory.defaults if params is None else params
+        given, chat = prompt(), None
+        if isinstance(given, ChatPrompt):
+            chat, params = given, given.params
+            given = {"prompt": chat.text, "cache_salt": salt}
         salts: list[str | None] = []
-        (found,) = as_list([prompt()], salts)
+        (found,) = as_list([given], salts)
         text = found if isinstance(found, str) else None
         if text is not None:
             factory.check_fits(text, params)
             if len(text) > LONG_TEXT:
                 yield threads.tokenizing
-        found = factory.fit(found, params, rendered=rendered)
+        found = factory.fit(found, params, rendered=chat is not None)
         if check is not None:
             check(len(found))
         if getattr(params, "structured_outputs", None) is not None:
             yield threads.compiling
+            if chat is not None:
+                chat.compile(factory)
         request = factory.make(found, params, salt=salts[0], priority=priority)
         request.prompt = text
         return request
@@ -219,6 +227,7 @@ class AsyncLLM:
         request_id: str | None,
         output_kind: str | None,
         params: Params | None,
+        reader: AnswerReader | None = None,
     ) -> AsyncOutputStream:
         if output_kind is None:
             output_kind = getattr(params, "output_kind", CUMULATIVE)
@@ -227,7 +236,7 @@ class AsyncLLM:
             request_id = secrets.token_hex(8)
         elif not isinstance(request_id, str) or not request_id:
             raise NanoinferError(f"request_id={show(request_id)} is not a string of one or more characters")
-        return AsyncOutputStream(self, making, request_id, output_kind)
+        return AsyncOutputStream(self, making, request_id, output_kind, reader)
 
     async def abort(self, request_id: str) -> None:
         """End a request before the next step. Its iterator returns the output so far, with finish_reason "abort".
@@ -265,11 +274,9 @@ class AsyncLLM:
     async def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the token ids of the prompt of a conversation. Arguments and errors: see `LLM.apply_chat_template`."""
         given = ChatOptions(**options)
-        text = await self._running().preparing.run(lambda: self._render(messages, given))
+        render = self.llm.formatter.render
+        text = await self._running().preparing.run(lambda: render(as_conversation(messages), given))
         return await self._workers(len(text)).run(lambda: self.llm.formatter.encode(text))
-
-    def _render(self, messages: Sequence[Message], options: ChatOptions) -> str:
-        return self.llm.formatter.render(as_conversation(messages), options)
 
     def _workers(self, size: int) -> Workers:
         """Return the threads that convert a text of `size` characters."""
@@ -340,8 +347,9 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         making: Generator[Workers, None, Request],
         request_id: str,
         output_kind: str,
+        reader: AnswerReader | None = None,
     ) -> None:
-        self._llm, self._making, self._output_kind = llm, making, output_kind
+        self._llm, self._making, self._output_kind, self._reader = llm, making, output_kind, reader
         self.request_id = request_id
         """The id that the caller gave, or that was made."""
 
@@ -376,7 +384,7 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         core = self._llm.llm.core
         output = self._request.take(core.outputs.logprobs, core.clock)
         self.finished = self._request.ended
-        return output
+        return output if self._reader is None else self._reader.read(output)
 
     async def aclose(self) -> None:
         """Cancel the request if it is not finished. The iterator yields nothing more."""

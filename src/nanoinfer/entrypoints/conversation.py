@@ -11,21 +11,38 @@ with the tokens that were generated, not with a second tokenization of their tex
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from nanoinfer.core.core import Core
+from nanoinfer.entrypoints.chat import AnswerReader, Answers, chat_prompt
 from nanoinfer.entrypoints.input_processor import RequestFactory
 from nanoinfer.entrypoints.streams import OutputStream, TextStream
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
-from nanoinfer.inputs.messages import Message, as_conversation
-from nanoinfer.outputs import RequestOutput
+from nanoinfer.inputs.messages import Message, as_conversation, is_list
+from nanoinfer.outputs import AnswerDelta, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.checks import show
 
 log = logging.getLogger("nanoinfer")
+
+
+class AnswerStream(TextStream):
+    """Yields the text of an answer, as the model writes it; `deltas` yields its parts instead."""
+
+    def __init__(self, outputs: OutputStream, answers: Answers) -> None:
+        super().__init__(outputs)
+        self.answers = answers
+
+    def deltas(self) -> Iterator[AnswerDelta]:
+        """Yield new content, reasoning and calls of tools. Raises as the iterator."""
+        parser = self.answers.parser()
+        for text in self:
+            yield from parser.feed(text)
+        yield from parser.finish()
 
 
 class Conversation:
@@ -77,27 +94,35 @@ class Conversation:
         self.stop()
         return self._output
 
-    def send(self, content: str, sampling_params: SamplingParams | None = None) -> TextStream:
+    def send(
+        self, content: str | Sequence[Message], sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AnswerStream:
         """Add a message of the user, and return the answer as a stream of text, in pieces of whole characters.
 
         The answer becomes a message when it has ended. If the stream is closed or dropped before, the message is what
         was generated so far. If the request fails, this turn is taken back.
 
+        Args:
+            content: of the user's message; or a list of messages to add, such as the results of calls.
+            sampling_params: of the answer; None is SamplingParams().
+            options: as for `LLM.conversation`, such as tools; for this answer only.
+
         Raises:
             NanoinferError: the template refuses the messages, a parameter is invalid, or the message does not fit into
                 the context. The conversation is then unchanged.
+            TypeError: an option is unknown.
         """
         self.stop()
-        return self._answer(
-            [*self._messages, *as_conversation([{"role": "user", "content": content}])], sampling_params
-        )
+        added = content if is_list(content) else [{"role": "user", "content": content}]
+        messages = as_conversation([*self._messages, *added])
+        return self._answer(messages, sampling_params, replace(self._options, **options))
 
-    def regenerate(self, sampling_params: SamplingParams | None = None) -> TextStream:
+    def regenerate(self, sampling_params: SamplingParams | None = None) -> AnswerStream:
         """Generate the last answer again, as `send` does. Raises NanoinferError if there is none."""
         self.stop()
         if not self._messages or self._messages[-1]["role"] != "assistant":
             raise NanoinferError("there is no answer to generate again: send a message first")
-        return self._answer(self._messages[:-1], sampling_params)
+        return self._answer(self._messages[:-1], sampling_params, self._options)
 
     def stop(self) -> None:
         """End the answer that is being generated, and add what was generated to the messages."""
@@ -105,12 +130,13 @@ class Conversation:
             return
         if not request.finished:
             self._core.abort(request)
-        self._output = self._core.output(request)
+        self._output = AnswerReader(self._answers).read(self._core.output(request))
         answer = self._output.outputs[0]
         if answer.error is not None:
             self._messages = self._before
         else:
-            self._messages = [*self._asked, {"role": "assistant", "content": answer.text}]
+            assert answer.message is not None
+            self._messages = [*self._asked, answer.message.as_message()]
             text, token_ids = self._known[0]
             params, reason = request.params, answer.stop_reason
             ended = isinstance(reason, int) and not params.include_stop_str_in_output
@@ -129,7 +155,9 @@ class Conversation:
     def _num_system(self) -> int:
         return int(bool(self._messages) and self._messages[0]["role"] == "system")
 
-    def _answer(self, messages: list[dict[str, Any]], params: SamplingParams | None) -> TextStream:
+    def _answer(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None, options: ChatOptions
+    ) -> AnswerStream:
         """Return the stream of the answer to `messages`, which become the conversation's."""
         params = self._requests.defaults if params is None else params
         if not isinstance(params, SamplingParams):
@@ -140,27 +168,31 @@ class Conversation:
                 "a conversation has one answer, in text, to all its messages, and no prompt_logprobs: use chat for n,"
                 " best_of, prompt_logprobs, truncate_prompt_tokens and detokenize=False"
             )
-        first, text, token_ids = self._fit(messages, params)
-        request = self._requests.make(token_ids, params)
+        first, text, token_ids = self._fit(messages, params, options)
+        prompt = chat_prompt(self._formatter, text, options, params)
+        prompt.compile(self._requests)
+        request = self._requests.make(token_ids, prompt.params)
         if first > self._first:
             log.warning(
                 "the conversation exceeds the context length of %d tokens: its oldest %d messages are left out",
                 self._core.engine.limits.block_size, first - self._num_system,
             )  # fmt: skip
-        stream = TextStream(OutputStream(self._core, [request]))
+        stream = AnswerStream(OutputStream(self._core, [request]), prompt.answers)
         self._before, self._asked, self._first = self._messages, messages, first
         self._known = [(text, token_ids)]
-        self._request = request
+        self._request, self._answers = request, prompt.answers
         return stream
 
-    def _fit(self, messages: list[dict[str, Any]], params: SamplingParams) -> tuple[int, str, list[int]]:
+    def _fit(
+        self, messages: list[dict[str, Any]], params: SamplingParams, options: ChatOptions
+    ) -> tuple[int, str, list[int]]:
         """Return the first message after the system message that fits, and the prompt as text and token ids."""
         block_size = self._core.engine.limits.block_size
         limit = block_size - min(params.max_tokens or block_size, block_size // 4)
         first, system = min(self._first, len(messages) - 1), messages[: self._num_system]
         turns = [i for i, m in enumerate(messages) if m["role"] == "user" and i > first]
         while True:
-            text = self._formatter.render([*system, *messages[first:]], self._options)
+            text = self._formatter.render([*system, *messages[first:]], options)
             token_ids = self._token_ids(text)
             if len(token_ids) <= limit or not turns:
                 break

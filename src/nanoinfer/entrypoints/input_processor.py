@@ -15,9 +15,10 @@ from nanoinfer.errors import NanoinferError, too_long
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.tokenizers import LONG_TEXT
-from nanoinfer.sampling_params import BadWords, BeamSearchParams, SamplingParams
+from nanoinfer.sampling_params import BadWords, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.structured.grammars import Grammars
+from nanoinfer.structured.lexers import Grammar
 from nanoinfer.structured.masks import OutputGrammar
 from nanoinfer.utils.checks import require_int, show
 
@@ -107,7 +108,7 @@ class RequestFactory:
             tokenizer = self._model.tokenizer if params.detokenize else None
             scoring.read_prompt_logprobs(request, count, tokenizer, self._model.vocab_size)
         if params.structured_outputs is not None:
-            grammar = self._grammars.compile(params.structured_outputs)
+            grammar = self.compile(params.structured_outputs)
             for s in request.sequences:
                 s.grammar = OutputGrammar(grammar, request.end_token_ids)
         if request.num_dropped_tokens:
@@ -116,6 +117,10 @@ class RequestFactory:
                 len(token_ids), self._model.config.block_size, request.num_dropped_tokens,
             )  # fmt: skip
         return request
+
+    def compile(self, wanted: StructuredOutputsParams) -> Grammar:
+        """Return a grammar, which `make` then has already. Raises NanoinferError as `Grammars.compile`."""
+        return self._grammars.compile(wanted)
 
     def fit(self, prompt: str | list[int], params: Params, *, rendered: bool = False) -> list[int]:
         """Return the token ids of a prompt that is to be continued, after truncate_prompt_tokens.

@@ -11,7 +11,7 @@ llm.chat([{"role": "user", "content": "Hi"}])                # a model with a ch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from nanoinfer.config import LLMConfig, SpeculationConfig
 from nanoinfer.core.beam_search import beam_search_output
 from nanoinfer.core.build import build_core
 from nanoinfer.entrypoints import scoring
+from nanoinfer.entrypoints.chat import AnswerReader, chat_prompt
 from nanoinfer.entrypoints.conversation import Conversation
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
@@ -234,12 +235,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
-        chat_template: str | None = None,
         chat_template_content_format: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of one or several conversations, and return the outputs in order.
 
@@ -249,41 +246,38 @@ class LLM:
             messages: a conversation, or a list of conversations. A conversation is a list of {"role": ..., "content":
                 ...}; a content is a string or a list of {"type": "text", "text": ...}. Other keys go to the template.
             sampling_params, use_tqdm: as for `generate`.
-            chat_template: Jinja template to use instead of the model's own.
             chat_template_content_format: "auto" or "string": the template gets contents as strings.
-            add_generation_prompt: whether to end the prompt with the beginning of the assistant's message.
-            continue_final_message: whether to continue the last message; add_generation_prompt must then be False.
-            documents: for templates of models that read documents, such as [{"title": ..., "text": ...}].
-            chat_template_kwargs: further variables of the template, such as {"enable_thinking": False}.
+            options: fields of `ChatOptions`: tools, tool_choice, enable_thinking, chat_template, ...; docs/chat.md.
+
+        Returns:
+            the outputs; each of `outputs` has a `message`: content, reasoning and calls of tools.
 
         Raises:
-            NanoinferError: as `generate`; or the model has no chat template, a message is malformed, or the template
-                refuses the messages or exceeds a limit (docs/chat.md).
+            NanoinferError: as `generate`; or the model has no chat template, a message or a tool is malformed, or the
+                template refuses the messages or exceeds a limit (docs/chat.md).
+            TypeError: an option is unknown.
         """
         require_choice("chat_template_content_format", chat_template_content_format, ("auto", "string"))
-        options = ChatOptions(
-            chat_template, add_generation_prompt, chat_template_kwargs, continue_final_message, documents
-        )
-        many = as_conversations(messages)
-        texts = []
-        for i, conversation in enumerate(many):
+        given, many = ChatOptions(**options), as_conversations(messages)
+        each = self.requests.per_prompt(sampling_params, len(many))
+        prompts, tokens = [], []
+        for i, (conversation, params) in enumerate(zip(many, each, strict=True)):
             with numbered(i, len(many), "conversation"):
-                texts.append(self.formatter.render(conversation, options))
-        each = self.requests.per_prompt(sampling_params, len(texts))
-        prompts = []
-        for i, (text, params) in enumerate(zip(texts, each, strict=True)):
-            with numbered(i, len(many), "conversation"):
-                prompts.append({"prompt_token_ids": self.requests.fit(text, params, rendered=True)})
-        outputs = self.generate(prompts, each, use_tqdm=use_tqdm)
-        return [replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
+                prompts.append(prompt := chat_prompt(self.formatter, conversation, given, params))
+                tokens.append({"prompt_token_ids": self.requests.fit(prompt.text, params, rendered=True)})
+                prompt.compile(self.requests)
+        outputs = self.generate(tokens, [prompt.params for prompt in prompts], use_tqdm=use_tqdm)
+        return [
+            replace(AnswerReader(prompt.answers).read(output), prompt=prompt.text)
+            for output, prompt in zip(outputs, prompts, strict=True)
+        ]
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the token ids of the prompt that `chat` makes of a conversation: for `stream` and `generate`.
 
         Args:
             messages: one conversation.
-            options: chat_template, add_generation_prompt, continue_final_message, documents, chat_template_kwargs: as
-                for `chat`.
+            options: as for `chat`.
 
         Raises:
             NanoinferError: as `chat`.
@@ -291,25 +285,19 @@ class LLM:
         """
         return self.formatter.encode(self.formatter.render(as_conversation(messages), ChatOptions(**options)))
 
-    def conversation(
-        self,
-        system: str | None = None,
-        *,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Conversation:
+    def conversation(self, system: str | None = None, **options: Any) -> Conversation:
         """Return an empty conversation: it keeps the messages, and each turn processes its new tokens only.
 
         Args:
             system: content of the system message; None: no such message.
-            chat_template, chat_template_kwargs: as for `chat`.
+            options: as for `chat`, of all turns.
 
         Raises:
             NanoinferError: the model has no chat template or no tokenizer.
+            TypeError: an option is unknown.
         """
         self.model.require_tokenizer()
-        options = ChatOptions(chat_template, True, chat_template_kwargs)
-        return Conversation(self.core, self.requests, self.formatter, options, system)
+        return Conversation(self.core, self.requests, self.formatter, ChatOptions(**options), system)
 
     # Scoring ---------------------------------------------------------------------------------------------
 

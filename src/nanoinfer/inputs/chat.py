@@ -1,40 +1,64 @@
-"""Prompts of chats: a model's chat template applied to messages, as text and as token ids."""
+"""Prompts of chats: a model's chat template applied to messages, as text and as token ids; the format of answers."""
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.messages import Message, is_list
+from nanoinfer.inputs.answers.detect import detect
+from nanoinfer.inputs.answers.format import AnswerFormat
+from nanoinfer.inputs.answers.response_template import ResponseTemplate, of_model
+from nanoinfer.inputs.messages import Message, is_list, with_arguments
+from nanoinfer.inputs.tools import Tool, as_choice, as_tools
 from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.tokenizers import decode
-from nanoinfer.utils.checks import require_bool, show
+from nanoinfer.structured.vocabulary import special_tokens
+from nanoinfer.utils.checks import require_bool, require_int, show
 
+log = logging.getLogger("nanoinfer")
 _ARGUMENTS = ("messages", "add_generation_prompt")  # of a template, with parameters of their own
+_MAX_FORMATS = 8  # of chat templates that are kept
 
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How to apply a chat template."""
+    """How to apply a chat template, and what the answer may be.
+
+    The tools are checked when they are used: in a worker thread where there is one.
+    """
 
     chat_template: str | None = None
     """Jinja template to use instead of the model's own."""
     add_generation_prompt: bool = True
     """Whether to end the prompt with the beginning of the assistant's answer."""
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """Further variables of the template, such as {"enable_thinking": False}."""
+    """Further variables of the template."""
     continue_final_message: bool = False
     """Whether the prompt ends inside the last message, which the output continues."""
     documents: Sequence[Mapping[str, Any]] | None = None
     """Documents for templates that have a place for them, such as [{"title": ..., "text": ...}]."""
+    tools: Any = None
+    """Functions that the model may call: OpenAI's list, or `Tool`s."""
+    tool_choice: Any = None
+    """none, auto, required, the name of a tool or OpenAI's object with it; None: auto."""
+    parallel_tool_calls: bool = True
+    """Whether an answer may have several calls."""
+    enable_thinking: bool | None = None
+    """Variable of the template: whether the model shall reason; None: as the template has it."""
+    reasoning_effort: str | None = None
+    """Variable of the template, such as "low"; "none" is enable_thinking=False, too."""
+    thinking_token_budget: int | None = None
+    """Largest number of tokens of the reasoning, after which its end is forced; None: any."""
+    _tools: tuple[Tool, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        require_bool("add_generation_prompt", self.add_generation_prompt)
-        require_bool("continue_final_message", self.continue_final_message)
+        for name in ("add_generation_prompt", "continue_final_message", "parallel_tool_calls"):
+            require_bool(name, getattr(self, name))
         if self.continue_final_message and self.add_generation_prompt:
             raise NanoinferError(
                 "continue_final_message=True continues the last message, add_generation_prompt=True begins another one:"
@@ -43,11 +67,47 @@ class ChatOptions:
         documents = self.documents
         if documents is not None and not (is_list(documents) and all(isinstance(d, Mapping) for d in documents)):
             raise NanoinferError(f"documents={show(documents)} is not a list of dicts, such as {{'text': ...}}")
+        if self.enable_thinking is not None:
+            require_bool("enable_thinking", self.enable_thinking)
+        if self.thinking_token_budget is not None:
+            require_int("thinking_token_budget", self.thinking_token_budget, 0)
+        if not isinstance(effort := self.reasoning_effort, (str, type(None))) or effort == "":
+            raise NanoinferError(f"reasoning_effort={show(effort)} is not a string such as 'low'")
         given = self.chat_template_kwargs
         if given is not None and not (isinstance(given, Mapping) and all(isinstance(key, str) for key in given)):
             raise NanoinferError(f"chat_template_kwargs={show(given)} is not a dict of names to values")
         if clash := [name for name in _ARGUMENTS if name in (given or {})]:
             raise NanoinferError(f"chat_template_kwargs: {clash[0]} is a parameter of its own: give it there")
+
+    @property
+    def checked_tools(self) -> tuple[Tool, ...]:
+        """The tools. Raises NanoinferError as `as_tools`."""
+        if self._tools is None:  # without functools.cached_property, whose lock a fork may inherit held
+            object.__setattr__(self, "_tools", as_tools(self.tools))
+        return self._tools or ()
+
+    @property
+    def choice(self) -> str:
+        """The tool_choice: none, auto, required or the name of a tool. Raises NanoinferError as `as_choice`."""
+        return as_choice(self.tool_choice, self.checked_tools)
+
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the template. Raises NanoinferError for tools that are malformed."""
+        found: dict[str, Any] = {}
+        thinks = self.enable_thinking
+        if (effort := self.reasoning_effort) is not None:
+            found["reasoning_effort"] = effort
+            thinks = effort != "none" if thinks is None else thinks
+        if thinks is not None:
+            found |= {"enable_thinking": thinks, "thinking": thinks}  # the name depends on the template
+        if tools := self.checked_tools:
+            found["tools"] = [tool.for_template() for tool in tools]
+        if self.documents is not None:
+            found["documents"] = self.documents
+        given = self.chat_template_kwargs or {}
+        if "tools" in found and "tools" in given:
+            raise NanoinferError("chat_template_kwargs: tools is given twice: leave it out here")
+        return {**found, **given, "add_generation_prompt": self.add_generation_prompt}
 
 
 class ChatFormatter:
@@ -56,6 +116,10 @@ class ChatFormatter:
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
         self._template: ChatTemplate | None = None  # the one used last, whose process is still there
+        self._formats: dict[str, AnswerFormat] = {}  # by the source of the template
+        self._response_templates: tuple[ResponseTemplate | None, ...] = ()  # of the model, when it was needed
+        self._special_tokens: Mapping[str, int] | None = None
+        self._warned = False  # that a template does not show the tools
 
     def render(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """Return the text of the prompt for checked messages.
@@ -63,13 +127,43 @@ class ChatFormatter:
         Raises:
             NanoinferError: as `ChatTemplate.render` and `template`; or the last message cannot be continued.
         """
-        given = {**(options.chat_template_kwargs or {}), "add_generation_prompt": options.add_generation_prompt}
-        if options.documents is not None:
-            given["documents"] = options.documents
+        variables = options.variables()
+        if any("tool_calls" in message for message in messages):
+            as_text = self.format(options.chat_template).text_arguments
+            messages = with_arguments(messages, as_text=as_text)
         template = self.template(options.chat_template)
         if options.continue_final_message:
-            return _up_to_end(template, messages, given)
-        return template.render(messages, **given)
+            text = _up_to_end(template, messages, variables)
+        else:
+            text = template.render(messages, **variables)
+        if not self._warned and (hidden := [tool.name for tool in options.checked_tools if tool.name not in text]):
+            self._warned = True
+            log.warning(
+                "the chat template does not show tool %r to the model: describe the tools in a message", hidden[0]
+            )
+        return text
+
+    def format(self, source: str | None) -> AnswerFormat:
+        """Return the format of the answers to what a template, or the model's own, makes. Raises as `template`.
+
+        It is found once for each template, in about a tenth of a second.
+        """
+        template = self.template(source)
+        if (found := self._formats.get(template.source)) is None:
+            ends = [self.decode([token]) for token in self._model.end_token_ids]
+            found = detect(template, ends, self.special_tokens)
+            log.info("answers of the chat template: %s", found)
+            kept = list(self._formats.items())[1 - _MAX_FORMATS :]
+            self._formats = {**dict(kept), template.source: found}  # no lock: an interrupt could leave it held
+        return found
+
+    def response_template(self, source: str | None) -> ResponseTemplate | None:
+        """Return the model's response template, which is about its own chat template only; None without one."""
+        if source is not None or self._model.response_template is None:
+            return None
+        if not self._response_templates:
+            self._response_templates = (of_model(self._model),)
+        return self._response_templates[0]
 
     def template(self, source: str | None) -> ChatTemplate:
         """Return a template, or the model's own. Raises NanoinferError if the model has none, or it is too large."""
@@ -83,6 +177,14 @@ class ChatFormatter:
         if template is None or template.source != source:  # another thread may set another one meanwhile
             self._template = template = ChatTemplate(source, model.special_tokens)
         return template
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Text -> id of the tokenizer's special tokens, which an answer's markers may be."""
+        if self._special_tokens is None:
+            tokenizer = self._model.tokenizer
+            self._special_tokens = special_tokens(tokenizer, self._model.vocab_size) if tokenizer is not None else {}
+        return self._special_tokens
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a rendered prompt; the template, not the tokenizer, has added its start token."""

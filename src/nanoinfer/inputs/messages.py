@@ -2,19 +2,30 @@
 
 as_conversations([{"role": "user", "content": "Hi"}])  ->  [[{"role": "user", "content": "Hi"}]]
 content [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]  ->  "a\\nb"
+
+Calls of tools and their results have OpenAI's shape; without ids, as transformers has them, too:
+
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}]}
+    {"role": "tool", "tool_call_id": "call_1", "content": "noon"}
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, about
 from nanoinfer.inputs.prompts import numbered
 from nanoinfer.utils.checks import show
 
 Message = Mapping[str, Any]
-"""{"role": ..., "content": ...}; further keys, such as tool_calls, are passed to the template."""
+"""{"role": ..., "content": ...}; further keys are passed to the template."""
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Names of the reasoning of an assistant's message: templates read one of them, so they get all."""
+MAX_CALLS = 128
+"""Calls of one message."""
 
 
 def as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[list[dict[str, Any]]]:
@@ -31,29 +42,87 @@ def as_conversation(messages: Any) -> list[dict[str, Any]]:
     """Return the messages of one conversation, at least one, with contents as strings.
 
     Raises:
-        NanoinferError: it is not a list of messages, a message has no role, or a content is not text.
+        NanoinferError: it is not a list of messages, a message has no role, a content is not text, a call is malformed,
+            or a result is of no earlier call.
     """
     if not is_list(messages) or not messages:
         raise NanoinferError(
             f"messages={show(messages)} is not a conversation: give a list of {{'role': ..., 'content': ...}}"
         )
-    made = []
+    made: list[dict[str, Any]] = []
+    call_ids: set[str | None] = set()
     for i, message in enumerate(messages):
         with numbered(i, len(messages), "message"):
             made.append(_as_message(message))
+            call_ids.update(call.get("id") for call in made[-1].get("tool_calls", ()))
+            if made[-1]["role"] == "tool" and (found := made[-1].get("tool_call_id")) not in call_ids:
+                what = "is missing" if found is None else f"{show(found)} is the id of no call before it"
+                raise NanoinferError(f"tool_call_id {what}: give the id of the call that this is the result of")
     return made
+
+
+def with_arguments(messages: Sequence[Message], *, as_text: bool) -> list[dict[str, Any]]:
+    """Return checked messages, whose calls have arguments as JSON text, or as objects: what a template takes."""
+
+    def converted(call: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, str) and not as_text:
+            arguments = json.loads(arguments)
+        elif not isinstance(arguments, str) and as_text:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {**m, "tool_calls": [converted(call) for call in m["tool_calls"]]} if "tool_calls" in m else dict(m)
+        for m in messages
+    ]
 
 
 def _as_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not all(isinstance(key, str) for key in message):
         raise NanoinferError(f"message={show(message)} is not a dict with role and content")
+    made = dict(message)
+    if not made.get("tool_calls"):  # clients send null, or an empty list
+        made.pop("tool_calls", None)
+    else:
+        with about("tool_calls"):
+            made["tool_calls"] = _as_calls(made["tool_calls"])
+    reasoning = next((made[key] for key in REASONING_KEYS if made.get(key) is not None), None)
+    if made.get("role") == "assistant" and reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise NanoinferError(f"reasoning_content={show(reasoning)} is not a string")
+        made |= dict.fromkeys(REASONING_KEYS, reasoning)
+    needs_content = "tool_calls" not in made and reasoning is None
     for key in ("role", "content"):
-        if key not in message and not (key == "content" and "tool_calls" in message):
-            raise NanoinferError(f"message={show(dict(message))} has no {key}")
-    if not isinstance(role := message["role"], str) or not role:
+        if key not in made and (key == "role" or needs_content):
+            raise NanoinferError(f"message={show(made)} has no {key}")
+    if not isinstance(role := made["role"], str) or not role:
         raise NanoinferError(f"role={show(role)} is not a string such as 'user', 'assistant' or 'system'")
-    content = message.get("content")
-    return {**message, "content": content if content is None and "tool_calls" in message else _text(content)}
+    content = made.get("content")
+    return {**made, "content": content if content is None and not needs_content else _text(content)}
+
+
+def _as_calls(calls: Any) -> list[dict[str, Any]]:
+    if not is_list(calls) or len(calls) > MAX_CALLS:
+        raise NanoinferError(f"{show(calls)} is not a list of at most {MAX_CALLS} calls")
+    made = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise NanoinferError(
+                f"{show(call)} is not {{'id': ..., 'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}"
+            )
+        if not isinstance(call.get("id"), (str, type(None))) or call.get("type", "function") != "function":
+            raise NanoinferError(f"id={show(call.get('id'))}, type={show(call.get('type'))}: give a string, 'function'")
+        arguments = function.get("arguments", {})
+        try:
+            found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, Mapping):
+            raise NanoinferError(f"arguments={show(arguments)} are not the JSON of an object")
+        made.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+    return made
 
 
 def _text(content: Any) -> str:

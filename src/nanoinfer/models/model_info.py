@@ -45,6 +45,8 @@ class ModelInfo:
     """Why it could not be read; empty if there is none."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """Variables of the template: {"bos_token": "<s>", ...}."""
+    response_template: Any = None
+    """The description of the model's answers in tokenizer_config.json, not checked."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of generation_config.json for requests without their own, not checked; empty: there are none."""
 

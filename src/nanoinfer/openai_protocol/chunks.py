@@ -15,12 +15,14 @@ from nanoinfer.openai_protocol.responses import (
     PromptPart,
     chat_logprobs,
     completion_logprobs,
+    finish_reason_of,
     head,
     num_values,
+    reasoning_fields,
     token_counts,
     token_fields,
 )
-from nanoinfer.outputs import CompletionOutput, Logprob, RequestOutput
+from nanoinfer.outputs import AnswerDelta, CallDelta, CompletionOutput, Logprob, ReasoningDelta, RequestOutput
 from nanoinfer.utils.json_pieces import Items, Text, encode, json_strings
 
 Outputs = Sequence[tuple[int, RequestOutput]]
@@ -47,6 +49,8 @@ class ChunkWriter:
         self._begins = request.chat or request.echo or request.return_token_ids
         self._num_prompt: dict[int, int] = {}  # tokens of each prompt whose first output has come
         self._num_output = 0
+        self._num_reasoning: int | None = None
+        self._called: set[int] = set()  # choices that have called a tool
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice, with logprobs
 
     def num_values(self, found: Outputs) -> int:
@@ -83,7 +87,9 @@ class ChunkWriter:
                         yield self._plain(index, '""', '"length"')
                     continue
                 self._num_output += len(o.token_ids)
-                if o.logprobs is not None:
+                if o.message_deltas is not None:
+                    yield from self._message(index, o, o.message_deltas, write)
+                elif o.logprobs is not None:
                     yield from self._chunk(self._details(index, o, o.logprobs), write)
                 elif o.text or o.finish_reason or request.return_token_ids:
                     # else a part of a character, or of what may become a stop string
@@ -131,6 +137,29 @@ class ChunkWriter:
         choice = {"index": index, self._name: text, "logprobs": logprobs, "finish_reason": o.finish_reason}
         return choice | token_fields(o) if request.return_token_ids else choice
 
+    def _message(
+        self, index: int, o: CompletionOutput, deltas: Sequence[AnswerDelta], write: Callable[[Any], Iterable[str]]
+    ) -> Iterator[str]:
+        """Yield the chunks of an output that has reasoning or calls: one for each delta, and one for its end."""
+        parts = [_delta_fields(delta) for delta in deltas]
+        details = self._request.return_token_ids or o.logprobs is not None
+        if o.finish_reason is not None or (details and not parts):
+            parts.append({})
+        if any(isinstance(delta, CallDelta) for delta in deltas):
+            self._called.add(index)
+        if o.num_reasoning_tokens is not None:
+            self._num_reasoning = (self._num_reasoning or 0) + o.num_reasoning_tokens
+        finish_reason = finish_reason_of(o.finish_reason, index in self._called)
+        for i, part in enumerate(parts):
+            choice = {"index": index, "delta": part, "logprobs": None, "finish_reason": None}
+            if i == 0 and o.logprobs is not None:
+                choice["logprobs"] = chat_logprobs(o.logprobs, self._request.params.logprobs or 0)
+            if i == 0 and self._request.return_token_ids:
+                choice |= token_fields(o)
+            if i == len(parts) - 1:
+                choice["finish_reason"] = finish_reason
+            yield from self._chunk(choice, write)
+
     def _chunk(
         self, choice: Mapping[str, Any], write: Callable[[Any], Iterable[str]], ids: Items | None = None
     ) -> Iterator[str]:
@@ -156,4 +185,13 @@ class ChunkWriter:
         return f',"usage":{self._counts()}}}\n\n'
 
     def _counts(self) -> str:
-        return encode(token_counts(*self.num_tokens))
+        return encode(token_counts(*self.num_tokens, self._num_reasoning))
+
+
+def _delta_fields(delta: AnswerDelta) -> dict[str, Any]:
+    """Return the delta of a chunk."""
+    if isinstance(delta, CallDelta):
+        begin = {} if delta.id is None else {"id": delta.id, "type": "function"}
+        function = {"arguments": delta.arguments} if delta.name is None else {"name": delta.name, "arguments": ""}
+        return {"tool_calls": [{"index": delta.index, **begin, "function": function}]}
+    return reasoning_fields(delta.text) if isinstance(delta, ReasoningDelta) else {"content": delta.text}

@@ -64,7 +64,8 @@ def error_object(message: str, status: int, param: str | None = None, code: str 
 
 _ABOUT = {
     r"(the prompt|prompt|token id)\b": "prompt",
-    r"(message|role|content|content part|messages)\b": "messages",
+    r"(message|role|content|content part|messages|tool_calls|tool_call_id|reasoning_content)\b": "messages",
+    r"tool '|\d+ tools:": "tools",
     r"model '": None,  # without a chat template
 }
 """How messages begin that do not begin with the name of the field they are about."""

@@ -49,6 +49,11 @@ _BOOL = {"type": "boolean"}
 _STRING = {"type": "string"}
 _INT = {"type": "integer"}
 _OBJECT = {"type": "object"}
+_FUNCTION = {
+    "type": "object",
+    "properties": {"name": _STRING, "description": _STRING, "parameters": _OBJECT, "strict": _BOOL},
+    "required": ["name"],
+}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 FIELDS: dict[str, Field] = {
@@ -94,9 +99,30 @@ FIELDS: dict[str, Field] = {
         for name in ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
     },
     "suffix": Field(_STRING, "Not supported: the models here do not fill in.", (COMPLETIONS,), ("",)),
-    "tools": Field({"type": "array"}, "Not supported.", (CHAT,), ([],)),
-    "tool_choice": Field({}, "Not supported.", (CHAT,), ("none", "auto")),
-    "parallel_tool_calls": Field(_BOOL, "Not supported.", (CHAT,), (True, False)),
+    "tools": Field(
+        {
+            "type": "array",
+            "maxItems": 128,
+            "items": {
+                "type": "object",
+                "properties": {"type": {"enum": ["function"]}, "function": _FUNCTION},
+                "required": ["function"],
+            },
+        },
+        "Functions that the model may call; parameters is a JSON schema, which the arguments match.",
+        (CHAT,),
+    ),
+    "tool_choice": Field(
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, {**_OBJECT, "required": ["function"]}]},
+        'Whether it calls one: none, auto (default), required, or {"type": "function", "function": {"name": ...}}.',
+        (CHAT,),
+    ),
+    "parallel_tool_calls": Field(_BOOL, "Whether an answer may have several calls (default: true).", (CHAT,)),
+    "enable_thinking": Field(_BOOL, "Variable of the chat template: whether the model shall reason.", (CHAT,)),
+    "reasoning_effort": Field(_STRING, "Variable of the chat template; none is enable_thinking=false, too.", (CHAT,)),
+    "thinking_token_budget": Field(
+        {"type": "integer", "minimum": 0}, "Most tokens of the reasoning, after which its end is forced.", (CHAT,)
+    ),
     "response_format": Field(
         {
             "type": "object",
@@ -114,8 +140,11 @@ FIELDS: dict[str, Field] = {
 
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-TEMPLATE = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message", "documents")
-"""Fields that say how to apply the chat template."""
+TEMPLATE = (
+    "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "documents", "tools", "tool_choice",
+    "parallel_tool_calls", "enable_thinking", "reasoning_effort", "thinking_token_budget",
+)  # fmt: skip
+"""Fields of a chat that are options of `LLM.chat`: how to apply the chat template, and what answers may be."""
 _CONVERSATION = ("model", "messages", *TEMPLATE)
 TABLES: dict[str, dict[str, Field]] = {
     **{url: {name: field for name, field in FIELDS.items() if url in field.urls} for url in BOTH},

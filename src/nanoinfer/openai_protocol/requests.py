@@ -14,7 +14,7 @@ from nanoinfer.sampling_params import KINDS, RANGES, WHOLE_VOCABULARY, SamplingP
 from nanoinfer.utils.checks import require_bool, require_int, show
 
 INTEGERS = {*(name for name, (low, _) in RANGES.items() if isinstance(low, int)),
-            "max_completion_tokens", "top_logprobs", "priority"}  # fmt: skip
+            "max_completion_tokens", "top_logprobs", "priority", "thinking_token_budget"}  # fmt: skip
 """Fields that may be written as 10.0: in JSON Schema, and for vLLM, that is an integer."""
 _OPTIONS = {f.name for f in fields(StructuredOutputsParams)} - {*KINDS}
 

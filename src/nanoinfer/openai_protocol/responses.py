@@ -85,16 +85,44 @@ def check_finite(outputs: Sequence[RequestOutput]) -> None:
                     raise ResultError("a log-probability is not finite (nan or infinity): try --dtype float32")
 
 
-def usage(outputs: Sequence[RequestOutput], prompt_only: bool = False) -> dict[str, int]:
+def usage(outputs: Sequence[RequestOutput], prompt_only: bool = False) -> dict[str, Any]:
     """Return the token counts of a response. `prompt_only`: see `GenerationRequest`."""
     num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
     num_output = 0 if prompt_only else sum(len(o.token_ids) for output in outputs for o in output.outputs)
-    return token_counts(num_prompt, num_output)
+    found = [o.num_reasoning_tokens for output in outputs for o in output.outputs if o.num_reasoning_tokens is not None]
+    return token_counts(num_prompt, num_output, sum(found) if found else None)
 
 
-def token_counts(num_prompt: int, num_output: int) -> dict[str, int]:
-    """Return OpenAI's usage."""
-    return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+def token_counts(num_prompt: int, num_output: int, num_reasoning: int | None = None) -> dict[str, Any]:
+    """Return OpenAI's usage. `num_reasoning` of the output's tokens are those of reasoning; None: it has none."""
+    found = {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}
+    details = {"reasoning_tokens": num_reasoning}
+    return found if num_reasoning is None else {**found, "completion_tokens_details": details}
+
+
+def message_fields(o: CompletionOutput) -> dict[str, Any]:
+    """Return the message of a chat's output."""
+    if (message := o.message) is None:
+        return {"role": "assistant", "content": o.text}
+    made: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning is not None:
+        made |= reasoning_fields(message.reasoning)
+    if message.tool_calls:
+        made["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return made
+
+
+def reasoning_fields(text: str) -> dict[str, str]:
+    """Return reasoning by its two names: DeepSeek's, which most clients read, and the one of newer servers."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def finish_reason_of(finish_reason: str | None, calls: bool) -> str | None:
+    """Return OpenAI's finish_reason. Args: calls: whether the message has some."""
+    return "tool_calls" if calls and finish_reason == "stop" else finish_reason
 
 
 def plain_logprobs(found: Iterable[Mapping[int, Logprob] | None]) -> Iterator[dict[int, dict[str, Any]] | None]:
@@ -168,7 +196,8 @@ def _choice(request: GenerationRequest, o: CompletionOutput, prompt: PromptPart)
             logprobs = completion_logprobs(steps, top, prompt.num_chars)
             if prompt.logprobs:
                 logprobs = {name: Joined(prompt.logprobs[name], items) for name, items in logprobs.items()}
-    choice: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if request.chat else {"text": written}
+    choice: dict[str, Any] = {"message": message_fields(o)} if request.chat else {"text": written}
+    finish_reason = finish_reason_of(finish_reason, o.message is not None and bool(o.message.tool_calls))
     choice |= {"logprobs": logprobs, "finish_reason": finish_reason}
     if prompt.plain_logprobs is not None:  # as vLLM has it
         choice["prompt_logprobs"] = prompt.plain_logprobs

@@ -40,6 +40,22 @@ WALKS, MAX_BYTES, WALK_SEC = 4, 250, 0.3  # outputs, the bytes of each, and thei
 LIKELY = (ord("{"), ord('"'))  # half of the time: begin an object where a value begins, end a string within one
 
 
+class Vocabulary:
+    """What `llguidance.TokenizerWrapper` reads: the bytes, special tokens named <special_ID>, and the end."""
+
+    bos_token_id = None
+
+    def __init__(self, special_token_ids: list[int]) -> None:
+        names = [b"<special_%d>" % token_id for token_id in special_token_ids]
+        self.tokens = [*(bytes([i]) for i in range(256)), *names, b"<end>"]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+        self.eos_token_id = len(self.tokens) - 1
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Not called: no grammar forces tokens."""
+        raise NotImplementedError
+
+
 class Mallinfo(ctypes.Structure):
     """The result of glibc's mallinfo2."""
 
@@ -61,25 +77,30 @@ def memory() -> Callable[[], int] | None:
     return allocated
 
 
-def check(matcher: llguidance.LLMatcher) -> str | None:
-    """Return why a grammar cannot be used, or None. Args: matcher: at the start of an output, not in error."""
+def check(matcher: llguidance.LLMatcher, num_tokens: int) -> str | None:
+    """Return why a grammar cannot be used, or None.
+
+    Args:
+        matcher: at the start of an output, not in error.
+        num_tokens: bytes and special tokens.
+    """
     matcher.compute_bitmask()
     if matcher.is_error():
         return matcher.get_error()[:MAX_ERROR]
     end = time.process_time() + WALK_SEC
     for seed in range(WALKS):
-        if (error := walk(matcher.deep_copy(), random.Random(seed), end)) is not None:
+        if (error := walk(matcher.deep_copy(), random.Random(seed), end, num_tokens)) is not None:
             return error[:MAX_ERROR]
     return None
 
 
-def walk(matcher: llguidance.LLMatcher, chance: random.Random, end: float) -> str | None:
+def walk(matcher: llguidance.LLMatcher, chance: random.Random, end: float, num_tokens: int) -> str | None:
     """Follow an output byte by byte; return the error if a limit is exceeded."""
     for _ in range(MAX_BYTES):
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error():
             break
-        permitted = [byte for byte in range(256) if bits >> byte & 1]
+        permitted = [token_id for token_id in range(num_tokens) if bits >> token_id & 1]
         if not permitted or time.process_time() > end:
             return None
         likely = LIKELY[len(permitted) > 64]
@@ -100,7 +121,9 @@ def to_lark(text: str) -> tuple[str, str | None]:
 def main() -> None:
     """Answer until standard input is closed."""
     setup = json.loads(sys.stdin.buffer.readline())
-    tokenizer = llguidance.LLTokenizer("byte")
+    vocabulary = Vocabulary(setup["special_token_ids"])
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(vocabulary))
+    num_tokens = len(vocabulary.tokens) - 1
     parser_limits = llguidance.LLParserLimits(**setup["limits"])
     allocated = memory()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -116,7 +139,7 @@ def main() -> None:
             before = allocated() if allocated is not None else 0
             matcher = llguidance.LLMatcher(tokenizer, lark + setup["options"], log_level=0, limits=parser_limits)
             num_bytes = allocated() - before if allocated is not None else None
-            error = matcher.get_error()[:MAX_ERROR] if matcher.is_error() else check(matcher)
+            error = matcher.get_error()[:MAX_ERROR] if matcher.is_error() else check(matcher, num_tokens)
             del matcher
         signal.setitimer(signal.ITIMER_PROF, 0)
         answer = {"lark": lark, "error": error, "num_bytes": num_bytes}

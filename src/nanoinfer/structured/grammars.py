@@ -23,6 +23,7 @@ from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.sampling_params import StructuredOutputsParams
 from nanoinfer.structured import schemas
 from nanoinfer.structured.lexers import LIMITS, MAX_STATES, OPTIONS, FreedMemory, Grammar, explain
+from nanoinfer.structured.vocabulary import special_tokens
 from nanoinfer.utils import processes
 from nanoinfer.utils.files import parse_json
 from nanoinfer.utils.limited_process import LimitedProcess
@@ -57,10 +58,12 @@ class Grammars:
 
     def __init__(self, model: ModelInfo) -> None:
         self._model = model
+        tokenizer = model.tokenizer
+        special = [] if tokenizer is None else sorted(special_tokens(tokenizer, model.vocab_size).values())
         self._checker = LimitedProcess(
             Path(__file__).with_name("check_worker.py"),
             ("llguidance",),
-            _SETUP,
+            {**_SETUP, "special_token_ids": special},
             "structured_outputs: the grammar cannot be compiled",
         )
         self._start()

@@ -35,11 +35,11 @@ def close(root: Schema) -> None:
 
     If it refers to anything but paths in the document, it is left as it is.
     """
-    schemas = _reachable(root, [root])
-    if any("$ref" in s and _target(root, s["$ref"]) is None for s in schemas):
+    schemas = reachable(root, [root])
+    if any("$ref" in s and target(root, s["$ref"]) is None for s in schemas):
         return
     composed = [part for s in schemas for part in _composed(s)]
-    left_open = {id(s) for s in _reachable(root, composed)}
+    left_open = {id(s) for s in reachable(root, composed)}
     for schema in schemas:
         properties = schema.get("properties")
         if isinstance(properties, dict) and id(schema) not in left_open and not any(k in schema for k in KEEPS_OPEN):
@@ -50,7 +50,7 @@ def close(root: Schema) -> None:
 
 def check(root: Schema) -> None:
     """Raise NanoinferError if an object of a schema has more optional properties in a row than can be generated."""
-    for schema in _reachable(root, [root]):
+    for schema in reachable(root, [root]):
         properties = schema.get("properties")
         if not isinstance(properties, dict) or len(properties) <= MAX_OPTIONAL:
             continue
@@ -66,7 +66,7 @@ def check(root: Schema) -> None:
             )
 
 
-def _reachable(root: Schema, found: list[Any]) -> list[Schema]:
+def reachable(root: Schema, found: list[Any]) -> list[Schema]:
     """Return schemas and all schemas within them or referred to, each once."""
     reached: dict[int, Schema] = {}
     found = list(found)
@@ -82,7 +82,7 @@ def _reachable(root: Schema, found: list[Any]) -> list[Schema]:
             if isinstance(named := schema.get(key), dict):
                 found += named.values()
         if "$ref" in schema:
-            found.append(_target(root, schema["$ref"]))
+            found.append(target(root, schema["$ref"]))
     return list(reached.values())
 
 
@@ -96,7 +96,7 @@ def _composed(schema: Schema) -> list[Any]:
     return _items(schema, "oneOf")
 
 
-def _target(root: Schema, reference: Any) -> Schema | None:
+def target(root: Schema, reference: Any) -> Schema | None:
     """Return the schema that a reference is to; None unless it is a path in the document, such as "#/$defs/a"."""
     if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
         return None

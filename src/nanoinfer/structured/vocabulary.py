@@ -28,8 +28,20 @@ def build(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Collection[int])
     import llguidance
 
     tokens = _bytes(tokenizer, vocab_size)
-    special = sorted(_special(tokenizer, vocab_size) | set(end_token_ids))
+    named = special_tokens(tokenizer, vocab_size).values()
+    for token_id in named:
+        tokens[token_id] = b"<special_%d>" % token_id
+    special = sorted({*named, *end_token_ids})
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Table([*tokens, b"<end>"], [*special, vocab_size])))
+
+
+def special_tokens(tokenizer: Tokenizer, vocab_size: int) -> dict[str, int]:
+    """Return text -> id of a tokenizer's special tokens. In grammars they are <special_ID>, and match no text."""
+    if isinstance(tokenizer, CharTokenizer):
+        return {}
+    assert isinstance(tokenizer, GenericTokenizer)
+    added: dict[int, Any] = tokenizer.core.get_added_tokens_decoder()
+    return {token.content: i for i, token in added.items() if token.special and i < vocab_size}
 
 
 class _Table:
@@ -44,14 +56,6 @@ class _Table:
     def __call__(self, text: str | bytes) -> list[int]:
         """Not called: no grammar forces tokens (grammars.py)."""
         raise NotImplementedError
-
-
-def _special(tokenizer: Tokenizer, vocab_size: int) -> set[int]:
-    if isinstance(tokenizer, CharTokenizer):
-        return set()
-    assert isinstance(tokenizer, GenericTokenizer)
-    added: dict[int, Any] = tokenizer.core.get_added_tokens_decoder()
-    return {i for i, token in added.items() if token.special and i < vocab_size}
 
 
 def _bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:

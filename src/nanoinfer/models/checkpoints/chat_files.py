@@ -1,8 +1,9 @@
-"""The chat template of a Hugging Face folder, the special tokens that it may use, and default sampling parameters.
+"""The chat template of a Hugging Face folder, its special tokens, response template and default sampling parameters.
 
 The template is in chat_template.jinja, else in tokenizer_config.json (a string, or a list of named templates, of which
 "default" is taken), else in chat_template.json. Special tokens are in tokenizer_config.json, else in
-special_tokens_map.json. Sampling parameters are in generation_config.json.
+special_tokens_map.json. The response template is in tokenizer_config.json, sampling parameters are in
+generation_config.json.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ def read(folder: Path) -> tuple[str | None, dict[str, str]]:
     return None, tokens
 
 
+def response_template(folder: Path) -> Any:
+    """Return the response template of a folder, which is not checked; None if it has none.
+
+    Raises:
+        NanoinferError: the file is too large or malformed.
+    """
+    return _read_object(folder / FILES[1]).get("response_template")
+
+
 def sampling_defaults(folder: Path) -> dict[str, Any]:
     """Return the sampling parameters of a folder, as generation_config.json has them: {"temperature": 0.7, ...}.
 
@@ -51,10 +61,15 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
 
 
 def to_files(
-    template: str | None, special_tokens: Mapping[str, str], sampling_defaults: Mapping[str, Any]
+    template: str | None,
+    special_tokens: Mapping[str, str],
+    sampling_defaults: Mapping[str, Any],
+    response_template: Any = None,
 ) -> dict[str, bytes]:
     """Return the files that these are read from; none for what there is not."""
     files: dict[str, Any] = {GENERATION_CONFIG: sampling_defaults} if sampling_defaults else {}
+    if response_template is not None:
+        files[FILES[1]] = {"response_template": response_template}
     if template is not None:
         files[FILES[3]] = special_tokens
     made = {name: json.dumps(dict(content), indent=2).encode() + b"\n" for name, content in files.items()}

@@ -60,6 +60,8 @@ class LoadedModel:
     """Why `chat_template` could not be read; empty if there is none."""
     special_tokens: dict[str, str] = field(default_factory=dict)
     """Variables of the template: {"bos_token": "<s>", ...}."""
+    response_template: Any = None
+    """The description of the model's answers in tokenizer_config.json, not checked."""
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     """Sampling parameters of generation_config.json, not checked."""
     _gpt: GPT | None = field(default=None, init=False, repr=False)
@@ -161,13 +163,14 @@ def open_weights(path: Path, dtype: str = "float32") -> Weights:
 
 
 def _read_defaults(loaded: LoadedModel, path: Path, metadata: Mapping[str, Value] | None) -> None:
-    """Set the chat template of a GGUF file or a folder, its special tokens, and a folder's sampling parameters."""
+    """Set the templates of a GGUF file or a folder, its special tokens, and a folder's sampling parameters."""
     if metadata is not None:
         loaded.chat_template = gguf_tokenizer.chat_template(metadata)
         loaded.special_tokens = gguf_tokenizer.special_tokens(metadata)
     elif path.is_dir():
         loaded.sampling_defaults = chat_files.sampling_defaults(path)
         try:
+            loaded.response_template = chat_files.response_template(path)
             loaded.chat_template, loaded.special_tokens = chat_files.read(path)
         except NanoinferError as e:
             loaded.no_chat_template_reason = str(e)  # everything but chat works; chat raises this message

@@ -1,0 +1,227 @@
+"""Chats: from messages and tools to a prompt and its sampling parameters, and from an output to a message.
+
+    messages, ChatOptions, SamplingParams  ->  ChatPrompt: text, SamplingParams with the grammar of the answer
+    RequestOutput                          ->  the same with reasoning, content and tool calls (AnswerReader)
+
+The core generates text. What the parts of an answer are, only this file and inputs/answers/ know.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from typing import cast
+
+from nanoinfer.entrypoints.input_processor import Params, RequestFactory
+from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.inputs.answers.format import AnswerFormat
+from nanoinfer.inputs.answers.grammar import to_grammar
+from nanoinfer.inputs.answers.parser import AnswerParser
+from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
+from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
+from nanoinfer.inputs.messages import Message
+from nanoinfer.inputs.tools import Tool
+from nanoinfer.outputs import ChatMessage, CompletionOutput, RequestOutput
+from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+
+EXPLAIN_SEC = 2.0
+"""Time after which no further tool is tried, to find out which of them cannot be compiled."""
+log = logging.getLogger("nanoinfer")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the answers to a prompt are made of."""
+
+    formatter: ChatFormatter
+    format: AnswerFormat
+    tools: tuple[Tool, ...] = ()
+    """That may be called."""
+    in_reasoning: bool | None = False
+    """See `AnswerFormat.reasoning_of`."""
+    constrained: bool = False
+    """Whether a grammar holds the calls to their format."""
+    template: ResponseTemplate | None = None
+    """What the model itself says about its answers; None: the format says it."""
+    prompt: str = ""
+    """Text of the prompt."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the text of an answer is its content."""
+        return not (self.tools or self.format.reasoning_end or self.template)
+
+    def parser(self) -> AnswerParser | ResponseTemplateParser:
+        """Return a parser for one answer."""
+        if self.template is not None:
+            return ResponseTemplateParser(self.template, self.tools, prompt=self.prompt)
+        return AnswerParser(
+            self.format, self.tools, starts_in_reasoning=self.in_reasoning is True, constrained=self.constrained
+        )
+
+    def num_reasoning_tokens(self, message: ChatMessage, token_ids: Sequence[int]) -> int | None:
+        """Return the tokens of the reasoning, with its markers. Args: token_ids: of the answer, or its beginning."""
+        if not self.format.reasoning_end:
+            return None
+        if message.reasoning is None:
+            return 0
+        text, end = self.formatter.decode(token_ids), self.format.reasoning_end.strip()
+        if (at := text.find(end)) < 0:
+            return len(token_ids)
+        decode = self.formatter.decode
+        return bisect_left(range(len(token_ids)), at + len(end), key=lambda n: len(decode(token_ids[:n])))
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """What a chat asks the core for."""
+
+    text: str
+    params: Params
+    answers: Answers
+
+    def compile(self, requests: RequestFactory) -> None:
+        """Compile the grammar of calls. Raises NanoinferError with the name of the tool that cannot be compiled."""
+        if not self.answers.constrained:
+            return
+        try:
+            requests.compile(_structured(self.params))
+        except NanoinferError as e:
+            until = time.monotonic() + EXPLAIN_SEC
+            for tool in self.answers.tools:
+                if time.monotonic() > until:
+                    break
+                try:
+                    requests.compile(_required(to_grammar(self.answers.format, [tool], tool.name)))
+                except NanoinferError as found:
+                    raise NanoinferError(f"tools: tool {tool.name!r}: {_without_field(found)}") from None
+            raise NanoinferError(f"tools: {_without_field(e)}") from None
+
+
+def chat_prompt(
+    formatter: ChatFormatter, messages: Sequence[Message] | str, options: ChatOptions, params: Params | None
+) -> ChatPrompt:
+    """Return the prompt for checked messages, or a rendered one, and parameters with what its answers must match.
+
+    Raises:
+        NanoinferError: as `LLM.chat`.
+    """
+    params = params or SamplingParams()
+    text = messages if isinstance(messages, str) else formatter.render(messages, options)
+    format = formatter.format(options.chat_template)
+    tools, choice = options.checked_tools, options.choice
+    in_reasoning = format.reasoning_of(text)
+    if in_reasoning is None and options.continue_final_message:
+        in_reasoning = False
+    if options.thinking_token_budget is not None and not format.reasoning_end:
+        raise NanoinferError(
+            f"thinking_token_budget={options.thinking_token_budget}: the chat template has no reasoning: leave it out"
+        )
+    answer = params.structured_outputs if isinstance(params, SamplingParams) else None
+    grammar = to_grammar(
+        format,
+        tools,
+        choice,
+        parallel=options.parallel_tool_calls,
+        answer=answer,
+        in_reasoning=in_reasoning,
+        thinking_budget=options.thinking_token_budget,
+        special_tokens=formatter.special_tokens,
+    )
+    free = choice in ("none", "auto") and answer is None and options.thinking_token_budget is None
+    if grammar is not None and grammar is not answer and free and find_spec("llguidance") is None:
+        log.warning("tools: calls may be malformed, because %s", missing_extra("llguidance", "structured"))
+        grammar = None
+    callable_tools = tuple(tool for tool in tools if choice in ("auto", "required", tool.name))
+    answers = Answers(
+        formatter,
+        format,
+        callable_tools,
+        in_reasoning,
+        constrained=bool(callable_tools) and grammar is not None,
+        template=formatter.response_template(options.chat_template),
+        prompt=text,
+    )
+    if isinstance(params, SamplingParams):
+        shows = not answers.plain and (answers.template is not None or _is_special(format, formatter.special_tokens))
+        hides = params.skip_special_tokens and not shows
+        params = replace(params, structured_outputs=grammar, skip_special_tokens=hides)
+    elif grammar is not None:
+        raise NanoinferError("a beam search cannot call tools, or end reasoning: give SamplingParams")
+    return ChatPrompt(text, params, answers)
+
+
+def _is_special(format: AnswerFormat, special_tokens: Collection[str]) -> bool:
+    """Return whether special tokens are a part of how answers are written, so that their text is needed."""
+    written = "\n".join([*(str(v) for v in vars(format).values()), *(text for _, text in format.also)])
+    return any(token in written for token in special_tokens)
+
+
+class AnswerReader:
+    """Reads the outputs of one request, as they come.
+
+    Args:
+        answers: to its prompt; may be set later, before the first output.
+        deltas: whether each output has only what is new.
+    """
+
+    def __init__(self, answers: Answers | None = None, *, deltas: bool = False) -> None:
+        self.answers, self._deltas = answers, deltas
+        self._states: dict[int, _State] = {}
+
+    def read(self, output: RequestOutput) -> RequestOutput:
+        """Return an output with messages."""
+        assert self.answers is not None
+        if self.answers.plain and self._deltas:
+            return output
+        return replace(output, outputs=[self._read(o) for o in output.outputs])
+
+    def _read(self, o: CompletionOutput) -> CompletionOutput:
+        assert self.answers is not None
+        if self.answers.plain:
+            return replace(o, message=ChatMessage(o.text))
+        if (state := self._states.get(o.index)) is None:
+            state = self._states[o.index] = _State(self.answers.parser())
+        made = state.parser.feed(o.text if self._deltas else o.text[state.num_chars :])
+        state.num_chars = len(o.text)
+        message, num_reasoning = None, None
+        if self._deltas:
+            state.token_ids += o.token_ids
+        if o.finish_reason is not None:
+            made += state.parser.finish()
+            message = state.parser.message()
+            token_ids = state.token_ids if self._deltas else o.token_ids
+            num_reasoning = self.answers.num_reasoning_tokens(message, token_ids)
+        elif not self._deltas:
+            message = state.parser.message()
+        return replace(
+            o, message=message, message_deltas=made if self._deltas else None, num_reasoning_tokens=num_reasoning
+        )
+
+
+@dataclass
+class _State:
+    """What was read of one output."""
+
+    parser: AnswerParser | ResponseTemplateParser
+    num_chars: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    """Of deltas."""
+
+
+def _structured(params: Params) -> StructuredOutputsParams:
+    return _required(cast(SamplingParams, params).structured_outputs)
+
+
+def _required(grammar: StructuredOutputsParams | None) -> StructuredOutputsParams:
+    assert grammar is not None
+    return grammar
+
+
+def _without_field(error: NanoinferError) -> str:
+    """Return a message without the name of the field that the user has not given."""
+    return str(error).removeprefix("structured_outputs.grammar: ")

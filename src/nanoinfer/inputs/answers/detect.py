@@ -1,0 +1,304 @@
+"""Find the format of a model's answers: render its chat template with probe messages and compare.
+
+    content alone            what ends a turn, and what stands around content
+    content and reasoning    what stands around reasoning
+    a call                   what stands before its name, between name, key and value, and after them
+    a call with two keys     what belongs to each argument
+    two calls                what belongs to each call, and what to all of them
+
+Names, keys and values of the probes are found in the renderings; the text between them is divided where two renderings
+agree, at the borders of tags and words. The idea is that of llama.cpp's automatic parser (its pull request 18675).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nanoinfer.errors import NanoinferError
+from nanoinfer.inputs.answers.format import HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
+from nanoinfer.inputs.answers.reader import STRING_MARK
+from nanoinfer.models.chat_template import ChatTemplate
+
+log = logging.getLogger("nanoinfer")
+QUESTION, CONTENT, REASON = "probe question", "Probe content.", "Probe reason."
+NAMES, KEYS, VALUES = ("probe_one", "probe_two"), ("alpha", "beta"), ("first value", "second value")
+_ARGUMENTS = (KEYS[0], VALUES[0], KEYS[1], VALUES[1])
+IDS = ("callid001", "callid002")
+ENDS = ("<|eom_id|>", "<|call|>", "<|calls|>", "<|tool_response>")
+"""Ends of turns with calls, where they are other tokens than those of turns without."""
+MAX_MARKER = 200  # characters of a marker of reasoning
+_LEADING_ID = re.compile(r'\{\s*"[^"]*id[^"]*":\s*"[^"]*",\s*')  # of a call in JSON, before its name
+_SEGMENT = re.compile(r"</?[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s|.", re.S)
+_TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
+_THINK = re.compile(r"(<|\[)/([\w:]*think[\w:]*)(>|\])", re.I)
+_TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "A probe.",
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string", "description": key} for key in KEYS},
+            },
+        },
+    }
+    for name in NAMES
+]
+
+
+def detect(
+    template: ChatTemplate, end_tokens: Collection[str] = (), special_tokens: Collection[str] = ()
+) -> AnswerFormat:
+    """Return the format of the answers of a model with a chat template.
+
+    Args:
+        template: of the model.
+        end_tokens: texts of the tokens that end an output.
+        special_tokens: texts of the tokenizer's special tokens.
+    """
+    if "<|channel|>" in template.source and "<|message|>" in template.source:
+        return HARMONY
+    prober = _Prober(template, end_tokens)
+    found = prober.calls()
+    if found is None:
+        found = _as_described(prober.prompt + " ".join(special_tokens))
+        log.info("the chat template renders no tool calls: they are expected as %s", found.calls_start or found.trigger)
+    texts: dict[str, Any] = {**prober.texts}
+    return replace(found, **texts)
+
+
+class _Prober:
+    """Renders probes and divides them."""
+
+    def __init__(self, template: ChatTemplate, end_tokens: Collection[str]) -> None:
+        self._template = template
+        self._ends = {*end_tokens, *ENDS, template.special_tokens.get("eos_token", "")} - {""}
+        self.prompt = self._render([], add_generation_prompt=True) or ""
+        self._opening = self._after_question(self.prompt)
+        plain = self._answer({"content": CONTENT})
+        before, _, after = (plain or "").partition(CONTENT)
+        self._turn_end = after
+        self.texts = self._reasoning()
+        end = self.texts["reasoning_end"]
+        start = (before.rpartition(end)[2] if end else before).strip()
+        if plain is not None and start and start != self.texts["reasoning_start"]:
+            self.texts["content_start"] = start
+            self.texts["content_end"] = "".join(_SEGMENT.findall(after.strip())[:1]) if after.strip() else ""
+
+    def _render(self, answer: Sequence[dict[str, Any]], **variables: Any) -> str | None:
+        messages = [{"role": "user", "content": QUESTION}, *answer]
+        try:
+            return self._template.render(messages, tools=_TOOLS, **variables)
+        except NanoinferError:
+            return None
+
+    @staticmethod
+    def _after_question(text: str) -> str:
+        return text[text.rfind(QUESTION) + len(QUESTION) :]
+
+    def _answer(self, message: dict[str, Any], **variables: Any) -> str | None:
+        """Return what the template makes of an assistant's message, without what begins its turn."""
+        text = self._render([{"role": "assistant", "content": "", **message}], add_generation_prompt=False, **variables)
+        if text is None or QUESTION not in text:
+            return None
+        text = self._after_question(text)
+        return text[len(_common(text, self._opening)) :]
+
+    def _reasoning(self) -> dict[str, str]:
+        """Return the markers of reasoning."""
+        reason = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), REASON)
+        found = self._answer({"content": CONTENT, **reason}, enable_thinking=True, thinking=True) or ""
+        before, is_there, rest = found.partition(REASON)
+        end = rest.partition(CONTENT)[0].strip()
+        if not is_there:  # a template may keep reasoning beside calls only
+            plain, _, _ = (self._answer({"tool_calls": _calls(1)}) or "").partition(NAMES[0])
+            found = self._answer({"tool_calls": _calls(1), **reason}, enable_thinking=True, thinking=True) or ""
+            before, is_there, rest = found.partition(REASON)
+            end = rest.partition(NAMES[0])[0].removesuffix(plain.lstrip()).strip()
+        start = before.strip()
+        if not is_there or not end or len(end) > MAX_MARKER:
+            found_end = _THINK.search(self._template.source) or _THINK.search(self.prompt)
+            end = found_end[0] if found_end is not None else ""
+            start = end.replace("/", "", 1)
+        elif not start or start == end:  # the prompt has it, and may have the end, too
+            opening = self._opening.rstrip().removesuffix(end).rstrip()
+            tag = _TAG.search(opening)
+            start = tag[1] if tag is not None else opening.rpartition("\n")[2]
+        return {"reasoning_start": start, "reasoning_end": end}
+
+    def calls(self) -> AnswerFormat | None:
+        """Return the format of calls; None if the template writes none."""
+        for as_text in (False, True):
+            parts = self._parts(1, 1, as_text)
+            if parts is None or "\\" in parts[2]:
+                continue
+            found = self._format(parts, as_text)
+            if found is not None and not any(
+                probe in found.after_name + found.separator for probe in (*NAMES, *VALUES)
+            ):
+                return found
+        return None
+
+    def _parts(self, num_calls: int, num_keys: int, as_text: bool) -> list[str] | None:
+        """Return the text between the probe's names, keys and values, in their order."""
+        text = self._answer({"tool_calls": _calls(num_calls, num_keys, as_text)})
+        if text is None:
+            return None
+        for made in IDS:
+            text = text.replace(made, ID)
+        text = _LEADING_ID.sub("{", text)
+        if (end := self.texts["reasoning_end"]) and end in text.partition(NAMES[0])[0]:
+            text = text.partition(end)[2]
+        for end in self._ends:
+            text = text.partition(end)[0]
+        text = text.removesuffix(_common(text, self._turn_end, backwards=True))
+        parts = []
+        for name in NAMES[:num_calls]:
+            for probe in (name, *_ARGUMENTS[: 2 * num_keys]):
+                before, found, text = text.partition(probe)
+                if not found:
+                    return None
+                parts.append(before)
+        return [*parts, text]
+
+    def _format(self, parts: list[str], as_text: bool) -> AnswerFormat | None:
+        head, name_to_key, key_to_value, tail = parts
+        content = self.texts.get("content_start", "") + self.texts.get("content_end", "")
+        head = head.lstrip().removeprefix(content)
+        two = self._parts(2, 1, as_text)
+        if re.fullmatch(r'"\s*:\s*"', key_to_value):
+            notation, after_name, ending = "json", name_to_key[: name_to_key.rfind("{")], re.match(r'"\s*\}', tail)
+        elif re.fullmatch(r"\s*=\s*[\"']", key_to_value):
+            notation, after_name, ending = "python", name_to_key, re.match("[\"']", tail)
+        elif STRING_MARK in key_to_value:
+            notation, after_name, ending = (
+                "gemma",
+                name_to_key.removesuffix("{"),
+                re.match(re.escape(STRING_MARK) + r"\}", tail),
+            )
+        else:
+            return self._tagged(head, name_to_key, key_to_value, two, as_text)
+        if ending is None:
+            return None
+        made = _divide(head, tail[ending.end() :], None if two is None else two[3][ending.end() :])
+        found = AnswerFormat(notation=notation, after_name=after_name, text_arguments=as_text, **made)
+        return self._with_trigger(_with_keys(found))
+
+    def _tagged(
+        self, head: str, name_to_key: str, key_to_value: str, two: list[str] | None, as_text: bool
+    ) -> AnswerFormat | None:
+        """Return the format of calls with a piece around each key and value."""
+        if (both := self._parts(1, 2, as_text)) is None or len(both) < 6:
+            return None
+        between, tail = both[3], both[5]
+        before_key = _common(name_to_key, between, backwards=True)
+        after_value = _common(between.removesuffix(before_key), tail)
+        if not before_key.strip() or not after_value.strip():
+            return None
+        made = _divide(head, tail.removeprefix(after_value), None if two is None else two[3].removeprefix(after_value))
+        found = AnswerFormat(
+            notation="tagged",
+            after_name=name_to_key.removesuffix(before_key),
+            before_key=before_key,
+            after_key=key_to_value,
+            after_value=after_value,
+            text_arguments=as_text,
+            **made,
+        )
+        if 'string="true"' in key_to_value:  # DeepSeek V3.2
+            found = replace(found, also=(("after_key", key_to_value.replace("true", "false")),))
+        return self._with_trigger(found)
+
+    def _with_trigger(self, found: AnswerFormat) -> AnswerFormat:
+        opening = found.calls_start + found.before_name
+        if not opening and found.separator and self._opening.endswith(found.separator):
+            mark = found.separator  # the prompt ends with it
+            start = self.texts.get("content_start", "")
+            self.texts |= {"content_start": mark + start, "content_end": ""}
+            return replace(found, before_name=mark, separator="", opened=mark, trigger=mark)
+        if found.name_key or found.notation == "python":
+            trigger = re.split(r"\{", opening)[0].rstrip("[ \t\n")
+        elif (tag := re.match(r"[<\[]\S*?[>\]]", opening)) is not None:
+            trigger = tag[0]
+        else:
+            trigger = opening.strip()
+        if "{" in trigger or trigger == "[":
+            trigger = re.split(r"[\[{]\s*[\"{]", trigger)[0].strip()
+        return replace(found, trigger=trigger)
+
+
+def _calls(num_calls: int, num_keys: int = 1, as_text: bool = False) -> list[dict[str, Any]]:
+    arguments: Any = dict(zip(KEYS[:num_keys], VALUES, strict=False))
+    if as_text:
+        arguments = json.dumps(arguments)
+    pairs = list(zip(IDS, NAMES, strict=True))[:num_calls]
+    return [{"id": i, "type": "function", "function": {"name": name, "arguments": arguments}} for i, name in pairs]
+
+
+def _common(a: str, b: str, backwards: bool = False) -> str:
+    """Return the beginning that two texts share, or the end, in whole tags and words."""
+    left, right = _SEGMENT.findall(a), _SEGMENT.findall(b)
+    if backwards:
+        left.reverse()
+        right.reverse()
+    shared = []
+    for x, y in zip(left, right, strict=False):
+        if x != y:
+            break
+        shared.append(x)
+    return "".join(reversed(shared) if backwards else shared)
+
+
+def _divide(head: str, tail: str, between: str | None) -> dict[str, Any]:
+    """Return the pieces around calls.
+
+    Args:
+        head: the text before the first name.
+        tail: the text after the last call's arguments.
+        between: the text between the arguments of a call and the name of the next; None if there is only one.
+    """
+    if between is None:
+        return {"before_name": head, "after_arguments": tail.rstrip(), "parallel": False}
+    before_name = _common(head, between, backwards=True).lstrip()
+    middle = between.removesuffix(before_name)
+    after_arguments = _common(middle, tail)
+    return {
+        "calls_start": head.removesuffix(before_name),
+        "calls_end": tail.removeprefix(after_arguments).rstrip(),
+        "separator": middle.removeprefix(after_arguments),
+        "before_name": before_name,
+        "after_arguments": after_arguments,
+    }
+
+
+def _with_keys(found: AnswerFormat) -> AnswerFormat:
+    """Return the format with the keys of name and arguments, if a call is one JSON object."""
+    opening = re.search(r'\{[^{}]*"(\w+)"\s*:\s*"$', found.before_name)
+    middle = re.fullmatch(r'"\s*,[^{}]*"(\w+)"\s*:\s*', found.after_name)
+    if opening is None or middle is None or found.before_name.count("{") > 1 or found.notation != "json":
+        return found
+    return replace(found, name_key=opening[1], arguments_key=middle[1])
+
+
+def _as_described(prompt: str) -> AnswerFormat:
+    """Return the format whose tokens a prompt with tools, or the tokenizer, has; JSON in markers if none."""
+    if "<|tool_call_start|>" in prompt or "<|tool_list_start|>" in prompt:
+        return PYTHON_IN_MARKERS
+    if "<|tool_call|>" in prompt or "<|/tool|>" in prompt:
+        closing = "<|/tool_call|>" if "<|/tool|>" in prompt else ""
+        return replace(
+            JSON_IN_MARKERS,
+            trigger="<|tool_call|>",
+            calls_start="<|tool_call|>[",
+            before_name='{"name": "',
+            after_arguments="}",
+            separator=", ",
+            calls_end="]" + closing,
+        )
+    return JSON_IN_MARKERS

@@ -1,0 +1,194 @@
+"""The grammar that a model's answer must match: its own format of calls, with arguments that match the tools' schemas.
+
+    choice      answer
+    none        text without calls, or the structured output that is asked for
+    auto        text; once it opens a call, the call must be complete before the text goes on
+    required    calls only
+    a name      calls of that tool only
+
+Before it, reasoning is free text up to its end marker, with at most `thinking_budget` tokens. Markers that are special
+tokens of the tokenizer are references to them; what is not constrained cannot spell a marker by other tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from nanoinfer.errors import NanoinferError, about
+from nanoinfer.inputs.answers.format import AnswerFormat
+from nanoinfer.inputs.answers.lark import Arguments, Lark, own, regex
+from nanoinfer.inputs.tools import Tool
+from nanoinfer.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams
+from nanoinfer.structured.grammars import to_text
+
+ANY = "/(?s:.*)/"
+_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")
+
+
+def to_grammar(
+    format: AnswerFormat,
+    tools: Sequence[Tool] = (),
+    choice: str = "auto",
+    *,
+    parallel: bool = True,
+    answer: StructuredOutputsParams | None = None,
+    in_reasoning: bool | None = False,
+    thinking_budget: int | None = None,
+    special_tokens: Mapping[str, int] | None = None,
+) -> StructuredOutputsParams | None:
+    """Return what an answer must match; None if it is free.
+
+    Args:
+        format: of the model's answers.
+        tools: that it may call.
+        choice: none, auto, required or the name of a tool.
+        parallel: whether it may write several calls, if the format can.
+        answer: what the content must match, without the reasoning; with choice auto, an answer is calls or this.
+        in_reasoning: what `AnswerFormat.reasoning_of` says about the prompt.
+        thinking_budget: largest number of tokens of the reasoning.
+        special_tokens: text -> id of the tokenizer's special tokens (`structured.vocabulary.special_tokens`).
+
+    Raises:
+        NanoinferError: the format has no calls that could be required, or cannot express a schema; the tools are too
+            large.
+    """
+    calling = bool(tools) and choice != "none" and format.has_calls
+    if tools and choice not in ("none", "auto") and not format.has_calls:
+        raise NanoinferError(f"tool_choice={choice!r} needs a chat template with tool calls: use tool_choice='auto'")
+    reasons = bool(format.reasoning_end) and in_reasoning is not False
+    if reasons and in_reasoning is None and thinking_budget == 0:
+        reasons = False
+    forbids = bool(tools) and choice == "none" and bool(format.trigger) and answer is None
+    if not (calling or forbids or (reasons and (answer is not None or thinking_budget is not None))):
+        return answer
+    made = _Answer(format, special_tokens or {}, in_reasoning if reasons else False)
+    if calling:
+        made.add_tools([tool for tool in tools if choice in ("auto", "required", tool.name)], parallel)
+    text = made.text(choice, answer, thinking_budget)
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise NanoinferError(
+            f"tools: their grammar has {len(text)} characters, the limit is {MAX_GRAMMAR_CHARS}: give fewer tools"
+        )
+    return StructuredOutputsParams(grammar=text)
+
+
+class _Answer:
+    """Builds one grammar.
+
+    Args:
+        format: of the answers.
+        special_tokens: text -> id.
+        in_reasoning: whether the answer begins within reasoning; None: reasoning may begin it.
+    """
+
+    def __init__(self, format: AnswerFormat, special_tokens: Mapping[str, int], in_reasoning: bool | None) -> None:
+        self._format, self._lark, self._in_reasoning = format, Lark(special_tokens), in_reasoning
+        self._openings: list[str] = []
+        self._bodies: list[str] = []
+        self._parallel = False
+
+    def add_tools(self, tools: Sequence[Tool], parallel: bool) -> None:
+        """Add the rules of calls."""
+        f, lark = self._format, self._lark
+        self._parallel = parallel and f.parallel
+        for tool in tools:
+            with about(f"tool {tool.name!r}"):
+                arguments = Arguments(lark, f, own(tool.parameters)).rule()
+            self._openings.append(f.before_name + tool.name + f.after_name)
+            self._bodies.append(lark.rule(f"{arguments} {lark.literal(f.after_arguments)}"))
+
+    def text(self, choice: str, answer: StructuredOutputsParams | None, thinking_budget: int | None) -> str:
+        """Return the grammar."""
+        f, lark = self._format, self._lark
+        if not self._bodies:
+            body = self._structured(answer) if answer is not None else self._plain(f.trigger)
+        elif choice != "auto":
+            body = f"{self._noise('ignored')} {self._calls(f.opened)}"
+        elif answer is not None:
+            body = f"({self._calls()} | {self._structured(answer)})"
+        else:
+            body = self._auto()
+        if self._in_reasoning is False:
+            return lark.text(body)
+        free = answer is None and choice in ("none", "auto")
+        space = "" if free else lark.rule("/[ \\n]{1,4}/", "SPACE") + "?"
+        thought = self._reasoning(thinking_budget)
+        if self._in_reasoning:
+            return lark.text(f"{thought} {space} {body}")
+        return lark.text(f"({lark.literal(f.reasoning_start)} {thought} {space})? {body}")
+
+    def _reasoning(self, budget: int | None) -> str:
+        """Return the rule of the reasoning and its end marker."""
+        lark, end = self._lark, self._format.reasoning_end
+        if budget is None:
+            return lark.until(end)
+        if budget == 0:
+            return lark.literal(end)
+        stop = "" if lark.is_special(end) else f", stop={lark.literal(end)}"
+        body = lark.rule(lark.rule(ANY, "TEXT"), "thought", f"[max_tokens={budget}{stop}]")
+        return f"{body} {lark.literal(end)}"
+
+    def _structured(self, answer: StructuredOutputsParams) -> str:
+        f, lark = self._format, self._lark
+        text = to_text(answer)
+        if answer.grammar is not None and not _LARK.search(text):
+            raise NanoinferError("structured_outputs.grammar in GBNF cannot follow reasoning or tools: give it in Lark")
+        inner = lark.rule(f"%lark {{\n{text}\n}}")
+        start = f"({lark.literal(f.content_start)})?" if lark.is_special(f.content_start) else ""
+        return f"{self._noise('ignored')} {start} {inner}"
+
+    def _calls(self, skipped: str = "") -> str:
+        """Return calls. Args: skipped: the beginning of the first one, which the grammar has already."""
+        f, lark = self._format, self._lark
+        first, end = self._one(f.calls_start, skipped), lark.literal(f.calls_end)
+        if not self._parallel or (skipped and skipped != f.opened and not f.calls_start):  # more are found in the text
+            return f"{first} {end}"
+        return f"{first} ({self._one(f.separator)})* {end}"
+
+    def _one(self, before: str, skipped: str = "") -> str:
+        """Return a call of any tool after a piece. Each opening is one literal, so that text can be told from it."""
+        pairs = zip(self._openings, self._bodies, strict=True)
+        return self._lark.rule(
+            " | ".join(f"{self._lark.literal((before + opening)[len(skipped) :])} {body}" for opening, body in pairs)
+        )
+
+    def _auto(self) -> str:
+        """Return text with calls in it."""
+        f, lark = self._format, self._lark
+        if not f.trigger:
+            openings = "|".join(regex(f.calls_start + opening) for opening in self._openings)
+            text = lark.rule(f"{ANY} & ~/\\s*({openings})(?s:.*)/", "TEXT")
+            return f"({self._calls()} | {text})"
+        repeated = "*" if self._parallel else "?"
+        if lark.is_special(f.trigger):
+            text, noise = (
+                self._plain(*f.spellings("trigger")),
+                self._noise("ignored", "content_start", "content_end", one=True),
+            )
+            calls = self._calls()
+            between = lark.rule(f"({calls}{noise and ' | '}{noise})" if self._parallel else noise or '""')
+            return f"({text}? {between})* {text}?" if self._parallel else f"({text}? {between})* {text}? ({calls})?"
+        text = self._plain()
+        head = lark.rule(lark.rule(f"{text} {lark.literal(f.trigger)}", "HEAD"), "head", "[lazy]")
+        made = f"({head} {self._calls(f.trigger)}){repeated} {text}"
+        if not f.opened:
+            return made
+        return f"({self._calls(f.opened)} | {lark.literal(f.content_start[len(f.opened) :])} {made})"
+
+    def _plain(self, *refused: str) -> str:
+        """Return a terminal for text that contains no marker of another part."""
+        markers = [
+            text.strip() for text in (*refused, self._format.reasoning_start if self._in_reasoning is None else "")
+        ]
+        found = "|".join(regex(text) for text in markers if text)
+        return self._lark.rule(f"{ANY} & ~/(?s:.*)({found})(?s:.*)/" if found else ANY, "TEXT")
+
+    def _noise(self, *fields: str, one: bool = False) -> str:
+        """Return markers between the parts that are special tokens: one of them, or any number."""
+        texts = {text for name in fields for text in self._all(name) if self._lark.is_special(text)}
+        made = " | ".join(self._lark.literal(text) for text in sorted(texts))
+        return made if one or not made else f"({made})*"
+
+    def _all(self, name: str) -> Sequence[str]:
+        return self._format.ignored if name == "ignored" else self._format.spellings(name)

@@ -1,0 +1,348 @@
+"""Text that arrives in pieces, and the values in it, as generators: each `yield` waits for more text.
+
+`Values` translates arguments from the notations that models write to JSON text, piece by piece. What it has emitted is
+always a prefix of JSON text: strings are emitted as they arrive, numbers and words when they are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Iterable
+from typing import TypeVar
+
+from nanoinfer.inputs.answers.format import ID
+
+T = TypeVar("T")
+Waiting = Generator[None, None, T]
+Sink = Callable[[str], None]
+MAX_DEPTH = 128
+STRING_MARK = '<|"|>'
+"""Before and after a string in notation "gemma"."""
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_WORD = re.compile(r"[\w.+-]+")
+_SPACE = re.compile(r"\s+")
+_TOKENS = re.compile(r'"[^"\s]*"?|[{}\[\],:()]|[^\s"{}\[\],:()]+')
+_PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+
+
+class Ended(Exception):
+    """The answer ends here."""
+
+
+class Malformed(Exception):
+    """This is no call."""
+
+
+class Markers:
+    """Strings to look for in a text that arrives in pieces."""
+
+    def __init__(self, markers: Iterable[str]) -> None:
+        texts = sorted({m for m in markers if m}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
+        self._longest = max(map(len, texts), default=1)
+
+    def find(self, text: str, at: int, closed: bool) -> tuple[int, int, bool]:
+        """Return begin and end of the first marker from `at`, and whether there is one.
+
+        Without one, begin is where the text ends, or where a marker may begin that is not there as a whole.
+        """
+        begin = len(text)
+        if not closed:
+            first = max(at, begin - self._longest + 1)
+            begin = next((i for i in range(first, begin) if text[i:] in self._beginnings), begin)
+        found = self._pattern.search(text, at)
+        if found is not None and found.start() < begin:
+            return found.start(), found.end(), True
+        return begin, begin, False
+
+
+class Reader:
+    """The text of an answer that was not read yet."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        """Whether the answer is complete."""
+        self.raw: list[str] | None = None
+        """What was read since it was set to a list."""
+        self._text, self._at = "", 0
+
+    def feed(self, text: str) -> None:
+        """Append text."""
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def take(self, count: int) -> str:
+        """Read characters that are there."""
+        text = self._text[self._at : self._at + count]
+        self._at += count
+        if self.raw is not None:
+            self.raw.append(text)
+        return text
+
+    def peek(self) -> Waiting[str]:
+        """Return the next character; empty at the end of the answer."""
+        while self._at == len(self._text):
+            if self.closed:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def next(self) -> Waiting[str]:
+        """Return the next character. Raises Ended."""
+        if not (found := (yield from self.peek())):
+            raise Ended
+        return found
+
+    def one(self) -> Waiting[str]:
+        """Read a character. Raises Ended."""
+        yield from self.next()
+        return self.take(1)
+
+    def run(self, pattern: re.Pattern[str]) -> Waiting[str]:
+        """Read what a repeated class of characters matches; it may be empty."""
+        parts = []
+        while (yield from self.peek()):
+            if (found := pattern.match(self._text, self._at)) is None:
+                break
+            parts.append(self.take(found.end() - self._at))
+        return "".join(parts)
+
+    def space(self) -> Waiting[None]:
+        """Read white space."""
+        yield from self.run(_SPACE)
+
+    def begins(self, text: str) -> Waiting[bool]:
+        """Return whether a text is next."""
+        while True:
+            have = self._text[self._at : self._at + len(text)]
+            if have == text:
+                return True
+            if self.closed or not text.startswith(have):
+                return False
+            yield
+
+    def skip(self, text: str) -> Waiting[bool]:
+        """Read a text if it is next; return whether it was."""
+        if found := (yield from self.begins(text)):
+            self.take(len(text))
+        return found
+
+    def rest(self) -> str:
+        """Read what is there."""
+        return self.take(len(self._text) - self._at)
+
+    def ends_within(self, texts: Iterable[str]) -> bool:
+        """Return whether the answer ends here, or within one of some texts."""
+        return self.closed and any(text.startswith(self._text[self._at :]) for text in texts)
+
+    def expect(self, text: str) -> Waiting[None]:
+        """Read a text. Raises Malformed if another one is next."""
+        if not (yield from self.skip(text)):
+            raise Ended if self.ends_within([text]) else Malformed
+
+    def piece(self, piece: str) -> Waiting[None]:
+        """Read a piece of a format with any white space between its parts. Raises Malformed."""
+        for i, part in enumerate(piece.split(ID)):
+            if i:
+                yield from self.run(re.compile(r"[\w.:-]+"))
+            for token in _TOKENS.findall(part) if '"' in part else part.split():
+                yield from self.space()
+                yield from self.expect(token)
+
+    def one_of(self, pieces: list[str]) -> Waiting[None]:
+        """Read one of several pieces. Raises Malformed."""
+        if len(pieces) < 2:
+            yield from self.piece(pieces[0] if pieces else "")
+            return
+        yield from self.space()
+        texts = sorted((piece.strip() for piece in pieces), key=len, reverse=True)
+        for text in texts:
+            if (yield from self.skip(text)):
+                return
+        raise Ended if self.ends_within(texts) else Malformed
+
+    def until(self, markers: Markers, sink: Sink, partial: bool = False) -> Waiting[str | None]:
+        """Read up to and including a marker; return it, None at the end of the answer.
+
+        Args:
+            markers: to look for.
+            sink: gets the text before.
+            partial: whether it gets the beginning of a marker at the end of the answer, too.
+        """
+        while True:
+            begin, end, found = markers.find(self._text, self._at, self.closed and partial)
+            if begin > self._at:
+                sink(self.take(begin - self._at))
+            if found:
+                return self.take(end - begin)
+            if self.closed:
+                self.rest()
+                return None
+            yield
+
+
+class Values:
+    """Reads values of one notation and emits them as JSON.
+
+    Args:
+        reader: of the answer.
+        notation: "json", "python" or "gemma".
+        sink: gets pieces of JSON text.
+    """
+
+    def __init__(self, reader: Reader, notation: str, sink: Sink) -> None:
+        self._reader, self._notation, self._sink = reader, notation, sink
+
+    def arguments(self) -> Waiting[None]:
+        """Read all arguments of a call. Raises Malformed and Ended."""
+        reader = self._reader
+        if self._notation == "python":
+            yield from self._members(")", "=")
+            return
+        yield from reader.space()
+        first = yield from reader.next()
+        if first == '"' and self._notation == "json":  # an object as a string of JSON
+            text = yield from self.text()
+            if not is_object(text):
+                raise Malformed
+            self._sink(text)
+        elif first == "{":
+            yield from self.value()
+        else:
+            raise Malformed
+
+    def text(self) -> Waiting[str]:
+        """Return a JSON string."""
+        parts: list[str] = []
+        yield from Values(self._reader, "json", parts.append)._string()
+        found: str = json.loads("".join(parts))
+        return found
+
+    def value(self, depth: int = 0) -> Waiting[None]:
+        """Read a value. Raises Malformed and Ended."""
+        reader = self._reader
+        yield from reader.space()
+        first = yield from reader.next()
+        if depth > MAX_DEPTH:
+            raise Malformed
+        if first == "{":
+            reader.take(1)
+            yield from self._members("}", ":", depth)
+        elif first == "[":
+            reader.take(1)
+            yield from self._items(depth)
+        elif first in ('"' if self._notation == "json" else "\"'" if self._notation == "python" else "<"):
+            yield from self._string()
+        else:
+            word = yield from reader.run(_WORD)
+            if not (yield from reader.peek()):
+                raise Ended
+            if word not in _WORDS and not _NUMBER.fullmatch(word):
+                raise Malformed
+            self._sink(_WORDS.get(word, word))
+
+    def _members(self, end: str, colon: str, depth: int = 0) -> Waiting[None]:
+        """Read the members of an object, or the arguments of a Python call, whose `end` is another character."""
+        reader, first = self._reader, True
+        self._sink("{")
+        while True:
+            yield from reader.space()
+            if (yield from reader.next()) == end:
+                break
+            if not first:
+                yield from reader.expect(",")
+                yield from reader.space()
+                self._sink(", ")
+            first = False
+            if colon == "=" or (yield from reader.next()) not in "\"'<":
+                key = yield from self._bare_key(colon)
+                self._sink(json.dumps(key, ensure_ascii=False))
+            else:
+                yield from self._string()
+            yield from reader.space()
+            yield from reader.expect(colon)
+            self._sink(": ")
+            yield from self.value(depth + 1)
+        if end == "}":  # a parenthesis belongs to the format
+            reader.take(1)
+        self._sink("}")
+
+    def _bare_key(self, colon: str) -> Waiting[str]:
+        if self._notation == "json":
+            raise Malformed
+        key = yield from self._reader.run(re.compile(rf"[^\s{colon},()\[\]{{}}\"]+"))
+        yield from self._reader.next()  # else it may be longer
+        if not key:
+            raise Malformed
+        return key
+
+    def _items(self, depth: int) -> Waiting[None]:
+        reader, first = self._reader, True
+        self._sink("[")
+        while True:
+            yield from reader.space()
+            if (yield from reader.next()) == "]":
+                break
+            if not first:
+                yield from reader.expect(",")
+                self._sink(", ")
+            first = False
+            yield from self.value(depth + 1)
+        reader.take(1)
+        self._sink("]")
+
+    def _string(self) -> Waiting[None]:
+        reader = self._reader
+        if self._notation == "gemma":
+            yield from reader.expect(STRING_MARK)
+            self._sink('"')
+            if (yield from reader.until(Markers([STRING_MARK]), self._sink_text)) is None:
+                raise Ended
+            self._sink('"')
+            return
+        quote = yield from reader.one()
+        if quote != '"' and self._notation == "json":
+            raise Malformed
+        self._sink('"')
+        ends = Markers([quote, "\\"])
+        while (found := (yield from reader.until(ends, self._sink_text))) == "\\":
+            yield from self._escape()
+        if found is None:
+            raise Ended
+        self._sink('"')
+
+    def _sink_text(self, text: str) -> None:
+        self._sink(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _escape(self) -> Waiting[None]:
+        """Read what follows a backslash."""
+        reader, python = self._reader, self._notation == "python"
+        kind = yield from reader.one()
+        if kind == "u" or (python and kind in _HEX_DIGITS):
+            digits = ""
+            for _ in range(_HEX_DIGITS[kind]):
+                digits += yield from reader.one()
+            if not re.fullmatch("[0-9a-fA-F]+", digits) or (code := int(digits, 16)) > 0x10FFFF:
+                raise Malformed
+            self._sink(f"\\u{code:04x}" if code < 0x10000 else chr(code))
+        elif kind in '"\\/bfnrt':
+            self._sink("\\" + kind)
+        elif python:
+            self._sink_text(_PYTHON_ESCAPES.get(kind, kind if kind == "'" else "\\" + kind))
+        else:
+            raise Malformed
+
+
+def is_object(text: str) -> bool:
+    """Return whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text, parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(name)

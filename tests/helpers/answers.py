@@ -1,0 +1,221 @@
+"""Formats of answers, small chat templates of our own that write them, and answers in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nanoinfer.inputs.answers.format import HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
+from nanoinfer.inputs.answers.reader import STRING_MARK
+from nanoinfer.inputs.tools import Tool
+
+THINK = {"reasoning_start": "<think>", "reasoning_end": "</think>"}
+FORMATS = {
+    "hermes": JSON_IN_MARKERS,
+    "llama": AnswerFormat(
+        before_name='{"name": "', after_name='", "parameters": ', after_arguments="}", name_key="name",
+        arguments_key="parameters", parallel=False,
+    ),
+    "nemo": AnswerFormat(
+        trigger="[TOOL_CALLS]", calls_start="[TOOL_CALLS][", calls_end="]", separator=", ", before_name='{"name": "',
+        after_name='", "arguments": ', after_arguments=f', "id": "{ID}"}}', name_key="name", arguments_key="arguments",
+    ),
+    "mistral": AnswerFormat(
+        reasoning_start="[THINK]", reasoning_end="[/THINK]", trigger="[TOOL_CALLS]", before_name="[TOOL_CALLS]",
+        after_name="[ARGS]",
+    ),
+    "deepseek": AnswerFormat(
+        **THINK, trigger="<｜calls▁begin｜>", calls_start="<｜calls▁begin｜>", calls_end="<｜calls▁end｜>",
+        separator="\n", before_name="<｜call▁begin｜>function<｜sep｜>", after_name="\n```json\n",
+        after_arguments="\n```<｜call▁end｜>",
+    ),
+    "functionary": AnswerFormat(
+        trigger="<function=", before_name="<function=", after_name=">", after_arguments="</function>",
+    ),
+    "recipients": AnswerFormat(
+        content_start=">>>all", trigger=">>>", before_name=">>>", after_name="\n", opened=">>>", text_arguments=True,
+    ),
+    "coder": AnswerFormat(
+        **THINK, trigger="<tool_call>", separator="\n", before_name="<tool_call>\n<function=", after_name=">",
+        after_arguments="\n</function>\n</tool_call>", notation="tagged", before_key="\n<parameter=", after_key=">\n",
+        after_value="\n</parameter>",
+    ),
+    "glm": AnswerFormat(
+        **THINK, trigger="<tool_call>", separator="\n", before_name="<tool_call>", after_arguments="\n</tool_call>",
+        notation="tagged", before_key="\n<arg_key>", after_key="</arg_key>\n<arg_value>", after_value="</arg_value>",
+    ),
+    "lfm": PYTHON_IN_MARKERS,
+    "pythonic": AnswerFormat(
+        calls_start="[", after_name="(", after_arguments=")", separator=", ", calls_end="]", notation="python",
+    ),
+    "gemma": AnswerFormat(
+        reasoning_start="<|channel>thought", reasoning_end="<channel|>", trigger="<|tool_call>",
+        before_name="<|tool_call>call:", after_arguments="<tool_call|>", notation="gemma",
+    ),
+    "harmony": HARMONY,
+}  # fmt: skip
+
+_LOOP = (
+    "{{% if tools %}}{{{{ '<|system|>' + (tools | tojson) + '<|end|>' }}}}{{% endif %}}{{% for m in messages %}}"
+    "{{{{ '<|' + m.role + '|>\\n' }}}}{{% if m.role == 'assistant' %}}{reasoning}{{% if m.content %}}"
+    "{{{{ {content} }}}}{{% endif %}}{calls}{{% else %}}{{{{ m.content }}}}{{% endif %}}{{{{ '<|end|>\\n' }}}}"
+    "{{% endfor %}}{{% if add_generation_prompt %}}{{{{ '<|assistant|>\\n{prompt}' }}}}{{% endif %}}"
+)
+_THINKING = "{% if m.reasoning_content %}{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}"
+_CALLS = "{% for c in m.tool_calls or [] %}"
+
+
+def template(calls: str, reasoning: str = "", content: str = "m.content", prompt: str = "") -> str:
+    """Return a chat template. Args: calls: what writes `m.tool_calls`."""
+    return _LOOP.format(calls=calls, reasoning=reasoning, content=content, prompt=prompt)
+
+
+TEMPLATES = {
+    "hermes": template(
+        _CALLS + "{% if not loop.first %}{{ '\\n' }}{% endif %}{{ '<tool_call>\\n{\"name\": \"' + c.function.name +"
+        " '\", \"arguments\": ' }}{{ c.function.arguments | tojson }}{{ '}\\n</tool_call>' }}{% endfor %}",
+        _THINKING,
+    ),
+    "llama": template(
+        "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
+        '{% set c = m.tool_calls[0].function %}{{ \'{"name": "\' + c.name + \'", "parameters": \' }}'
+        "{{ c.arguments | tojson }}{{ '}' }}{% endif %}"
+    ),
+    "nemo": template(
+        "{% if m.tool_calls %}{{ '[TOOL_CALLS][' }}" + _CALLS + "{% set j = c.function | tojson %}{{ j[:-1] +"
+        " ', \"id\": \"' + c.id + '\"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}{{ ']' }}{% endif %}"
+    ),
+    "mistral": template(
+        _CALLS + "{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + (c.function.arguments | tojson) }}{% endfor %}",
+        "{% if m.reasoning_content %}{{ '[THINK]' + m.reasoning_content + '[/THINK]' }}{% endif %}",
+    ),
+    "deepseek": template(
+        "{% if m.tool_calls %}{{ '<｜calls▁begin｜>' }}" + _CALLS + "{% if not loop.first %}{{ '\\n' }}{% endif %}"
+        "{{ '<｜call▁begin｜>function<｜sep｜>' + c.function.name + '\\n```json\\n' }}"
+        "{{ c.function.arguments | tojson }}"
+        "{{ '\\n```<｜call▁end｜>' }}{% endfor %}{{ '<｜calls▁end｜>' }}{% endif %}",
+        "{% set x = '</think>' %}",
+        prompt="<think>\\n",
+    ),
+    "functionary": template(
+        _CALLS + "{{ '<function=' + c.function.name + '>' + (c.function.arguments | tojson) + '</function>' }}"
+        "{% endfor %}"
+    ),
+    "recipients": template(
+        _CALLS + "{{ '>>>' + c.function.name + '\\n' + c.function.arguments }}{% endfor %}",
+        content="'>>>all\\n' + m.content",
+        prompt=">>>",
+    ),
+    "coder": template(
+        _CALLS + "{% if not loop.first %}{{ '\\n' }}{% endif %}{{ '<tool_call>\\n<function=' + c.function.name + '>' }}"
+        "{% for k, v in c.function.arguments | items %}{{ '\\n<parameter=' + k + '>\\n' + (v if v is string else v |"
+        " tojson) + '\\n</parameter>' }}{% endfor %}{{ '\\n</function>\\n</tool_call>' }}{% endfor %}",
+        _THINKING,
+    ),
+    "glm": template(
+        _CALLS + "{{ '\\n<tool_call>' + c.function.name }}{% for k, v in c.function.arguments.items() %}"
+        "{{ '\\n<arg_key>' + k + '</arg_key>\\n<arg_value>' + (v if v is string else v | tojson) + '</arg_value>' }}"
+        "{% endfor %}{{ '\\n</tool_call>' }}{% endfor %}",
+        "{{ '<think>' + (m.reasoning_content or '') + '</think>' }}",
+        prompt="<think>",
+    ),
+    "lfm": template(
+        "{% if m.tool_calls %}{{ '<|tool_call_start|>[' }}" + _CALLS + "{{ c.function.name + '(' }}{% for k, v in"
+        " c.function.arguments.items() %}{{ k + '=' + (v | tojson) }}{% if not loop.last %}{{ ', ' }}{% endif %}"
+        "{% endfor %}{{ ')' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+        "{{ ']<|tool_call_end|>' }}{% endif %}"
+    ),
+    "gemma": template(
+        _CALLS + "{{ '<|tool_call>call:' + c.function.name + '{' }}{% for k, v in c.function.arguments | dictsort %}"
+        "{{ k + ':' }}{% if v is string %}{{ '<|\"|>' + v + '<|\"|>' }}{% else %}{{ v | tojson }}{% endif %}"
+        "{% if not loop.last %}{{ ',' }}{% endif %}{% endfor %}{{ '}<tool_call|>' }}{% endfor %}",
+        "{% if m.reasoning and m.tool_calls %}{{ '<|channel>thought\\n' + m.reasoning + '\\n<channel|>' }}{% endif %}",
+    ),
+    "harmony": "{{ '<|start|>assistant<|channel|>final<|message|>' }}",
+}
+DETECTED: dict[str, AnswerFormat] = {
+    name: replace(found, also=(), ignored=()) if name != "harmony" else found
+    for name, found in FORMATS.items()
+    if name in TEMPLATES
+} | {
+    "hermes": JSON_IN_MARKERS,
+    "lfm": PYTHON_IN_MARKERS,
+}
+"""The formats that TEMPLATES have."""
+
+
+def tool(name: str, properties: Mapping[str, Any], required: Sequence[str] = ()) -> Tool:
+    return Tool(name, "", {"type": "object", "properties": dict(properties), "required": list(required)})
+
+
+def write_call(f: AnswerFormat, name: str, arguments: Mapping[str, Any]) -> str:
+    """Return a call as the model writes it, without what surrounds all calls."""
+    if f.notation == "json":
+        text = json.dumps(arguments, ensure_ascii=False)
+    elif f.notation == "python":
+        text = ", ".join(f"{key}={_python(value)}" for key, value in arguments.items())
+    elif f.notation == "gemma":
+        text = _gemma(dict(arguments))
+    else:
+        raw = {k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in arguments.items()}
+        text = "".join(f.before_key + key + f.after_key + value + f.after_value for key, value in raw.items())
+    made = f.before_name + name + f.after_name + text + f.after_arguments
+    return made.replace(ID, "abcdefghi")
+
+
+def write(
+    f: AnswerFormat, calls: Sequence[tuple[str, Mapping[str, Any]]] = (), content: str = "", reasoning: str = ""
+) -> str:
+    """Return an answer as the model writes it."""
+    made = f"{f.reasoning_start}{reasoning}{f.reasoning_end}\n\n" if reasoning else ""
+    made += f"{f.content_start}\n{content}{f.content_end}" if content and f.content_start else content
+    if calls:
+        made += f.calls_start + f.separator.join(write_call(f, *call) for call in calls) + f.calls_end
+    return made.removeprefix(f.opened)
+
+
+def _python(value: Any) -> str:
+    return re.sub("'", "\\'", repr(value)) if isinstance(value, float) else repr(value)
+
+
+def _gemma(value: Any) -> str:
+    if isinstance(value, str):
+        return f"{STRING_MARK}{value}{STRING_MARK}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_gemma(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_gemma, value)) + "]"
+    return json.dumps(value)
+
+
+def valid(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Whether a value matches a schema, for the keywords that these tests use."""
+    if "$ref" in schema:
+        return valid(value, root["$defs"][schema["$ref"].rpartition("/")[2]], root)
+    if "anyOf" in schema:
+        return any(valid(value, option, root) for option in schema["anyOf"])
+    if "enum" in schema:
+        return any(value == option and type(value) is type(option) for option in schema["enum"])
+    kinds = {"string": str, "boolean": bool, "integer": int, "object": dict, "array": list, "null": type(None)}
+    named = schema.get("type", "object" if "properties" in schema else None)
+    if named == "number":
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if named is not None and type(value) is not kinds[named]:
+        return False
+    if named == "object":
+        known = schema.get("properties", {})
+        closed = schema.get("additionalProperties", not known) is False
+        return (
+            set(schema.get("required", ())) <= value.keys()
+            and (not closed or value.keys() <= known.keys())
+            and all(valid(item, known[key], root) for key, item in value.items() if key in known)
+        )
+    if named == "array":
+        sizes = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return sizes and all(valid(item, schema.get("items", {}), root) for item in value)
+    if named == "string":
+        return bool(schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)))
+    return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value)) if named == "integer" else True

@@ -1,0 +1,50 @@
+"""The format of a model's answers is found by rendering its chat template; templates of our own stand for families."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from helpers.answers import DETECTED, TEMPLATES, template
+from nanoinfer.inputs.answers.detect import detect
+from nanoinfer.inputs.answers.format import JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
+from nanoinfer.models.chat_template import ChatTemplate
+
+TURN_ENDS = ("<|end|>",)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_format_is_that_of_the_template(name: str) -> None:
+    assert detect(ChatTemplate(TEMPLATES[name])) == DETECTED[name]
+
+
+def test_a_template_without_calls_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "nanoinfer"):
+        found = detect(ChatTemplate(template("")))
+    assert found == AnswerFormat(**{**vars(JSON_IN_MARKERS), "reasoning_start": "", "reasoning_end": ""})
+    assert "renders no tool calls: they are expected as <tool_call>" in caplog.text
+
+
+def test_a_template_that_cannot_be_rendered_gives_the_last_resort() -> None:
+    found = detect(ChatTemplate("{{ raise_exception('no') }}"))
+    assert (found.trigger, found.reasoning_end) == ("<tool_call>", "")
+
+
+def test_special_tokens_tell_the_format_of_a_template_without_calls() -> None:
+    assert detect(ChatTemplate(template("")), special_tokens=["<|tool_call_start|>"]) == PYTHON_IN_MARKERS
+
+
+def test_end_tokens_are_no_part_of_calls() -> None:
+    calls = TEMPLATES["functionary"].replace("{% endfor %}{% else %}", "{% endfor %}{{ '<|eot|>' }}{% else %}")
+    assert calls != TEMPLATES["functionary"]
+    assert detect(ChatTemplate(calls), end_tokens=["<|eot|>"]) == DETECTED["functionary"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "found"),
+    [("<|assistant|>\n", None), ("<|assistant|>\n<think>\n", True), ("a<think>\n\n</think>\n\n", False)],
+)
+def test_the_prompt_says_where_an_answer_begins(prompt: str, found: bool | None) -> None:
+    assert DETECTED["coder"].reasoning_of(prompt) is found
+    assert DETECTED["functionary"].reasoning_of(prompt) is False

@@ -1,0 +1,318 @@
+"""Answers that match the grammar parse, call tools that there are, and their arguments match the schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+
+from helpers.answers import FORMATS, THINK, tool, valid, write
+from helpers.errors import refuses
+from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
+from nanoinfer.inputs.answers.format import HARMONY, JSON_IN_MARKERS, AnswerFormat
+from nanoinfer.inputs.answers.grammar import to_grammar
+from nanoinfer.inputs.answers.parser import AnswerParser
+from nanoinfer.inputs.tools import Tool
+from nanoinfer.outputs import ChatMessage
+from nanoinfer.structured.check_worker import Vocabulary
+
+llguidance = pytest.importorskip("llguidance")
+
+SPECIAL = {
+    "nemo": ["[TOOL_CALLS]"],
+    "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
+    "deepseek": ["<｜calls▁begin｜>", "<｜calls▁end｜>", "<｜call▁begin｜>", "<｜call▁end｜>", "<｜sep｜>"],
+    "lfm": ["<|tool_call_start|>", "<|tool_call_end|>"],
+    "gemma": ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'],
+    "harmony": ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>"],
+}
+"""Markers that are special tokens of a family's tokenizer."""
+CASES = [
+    (name, with_special) for name in FORMATS for with_special in (False, True) if name in SPECIAL or not with_special
+]
+FEW = "\"<>\n})]'"
+SIMPLE = (
+    tool("get", {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}, ["city"]),
+    tool("get_all", {}),
+)
+
+
+def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
+    kinds = ["string", "integer", "boolean", "enum", "short", "union", "number"] + ["array", "object"] * (depth < 2)
+    kind = chance.choice(kinds)
+    if kind == "enum":
+        return {"enum": chance.choice([["a", "b c"], [1, 2], ["x", None]])}
+    if kind == "short":
+        return {"type": "string", "minLength": 1, "maxLength": 4}
+    if kind == "union":
+        return {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]}
+    if kind == "array":
+        return {
+            "type": "array",
+            "items": random_schema(chance, depth + 1),
+            "minItems": chance.randrange(2),
+            "maxItems": 3,
+        }
+    if kind == "object":
+        return random_object(chance, depth + 1)
+    return {"type": kind, "description": "What it is."}
+
+
+def random_object(chance: random.Random, depth: int = 0) -> dict[str, Any]:
+    names = chance.sample(["a", "bb", "c_d", "description", "x1"], chance.randrange(0 if depth == 0 else 1, 4))
+    required = [name for name in names if chance.random() < 0.6]
+    made = {"type": "object", "properties": {n: random_schema(chance, depth) for n in names}, "required": required}
+    return made | {"additionalProperties": False}
+
+
+@cache
+def vocabulary(ids: int) -> Any:
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Vocabulary(list(range(ids)))))
+
+
+def walk(grammar: str, special: list[str], seed: int, given: str = "", limit: int = 1500) -> tuple[str, bool]:
+    """Return a random text of a grammar after a given beginning, and whether it is complete."""
+    chance, end = random.Random(seed), 256 + len(special)
+    tokens = [bytes([i]) for i in range(256)] + [text.encode() for text in special]
+    text = grammar + '\n%llguidance {"no_forcing": true}'
+    matcher = llguidance.LLMatcher(vocabulary(len(special)), text, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    written, rest = b"", given.encode()
+    for _ in range(limit):
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        permitted = [i for i in range(end + 1) if bits >> i & 1]
+        assert permitted, (written, matcher.get_error())
+        if rest:
+            found = next((256 + i for i, text in enumerate(special) if rest.startswith(text.encode())), rest[0])
+            rest = rest[len(tokens[found]) :]
+        elif end in permitted and (matcher.is_stopped() or chance.random() < 0.3):
+            return written.decode(), True
+        else:
+            few = [i for i in permitted if i >= 256 or chr(i) in FEW] if len(permitted) > 40 else permitted
+            printable = [i for i in permitted if 97 <= i < 123 or i == 32] if len(permitted) > 40 else permitted
+            found = chance.choice((few if chance.random() < 0.3 else printable) or permitted)
+        if found == end:
+            return written.decode(), True
+        assert matcher.consume_token(found), (written, tokens[found], matcher.get_error()[:100])
+        written += tokens[found]
+        if matcher.is_stopped():
+            return written.decode(), True
+    return written.decode(errors="ignore"), False
+
+
+def parse(f: AnswerFormat, text: str, tools: Any, in_reasoning: bool = False) -> ChatMessage:
+    for constrained in (True, False):
+        parser = AnswerParser(f, tools, starts_in_reasoning=in_reasoning, constrained=constrained)
+        parser.feed(text)
+        parser.finish()
+    return parser.message()
+
+
+def check(message: ChatMessage, tools: Any, complete: bool = True) -> int:
+    """Check the calls of a message; return their number."""
+    schemas = {tool.name: tool.parameters for tool in tools}
+    for call in message.tool_calls if complete else message.tool_calls[:-1]:
+        assert valid(json.loads(call.arguments), schemas[call.name], schemas[call.name]), call
+    return len(message.tool_calls)
+
+
+def special_of(name: str, with_special: bool) -> list[str]:
+    return SPECIAL[name] if with_special else []
+
+
+def grammar_of(f: AnswerFormat, tools: Any, choice: str, special: list[str] = [], **options: Any) -> str:  # noqa: B006
+    made = to_grammar(f, tools, choice, special_tokens={text: i for i, text in enumerate(special)}, **options)
+    assert made is not None
+    return str(made.grammar)
+
+
+@pytest.mark.parametrize(("name", "with_special"), CASES)
+def test_required_calls_parse_and_match_random_schemas(name: str, with_special: bool) -> None:
+    f, special, complete = FORMATS[name], special_of(name, with_special), 0
+    for seed in range(25):
+        chance = random.Random(seed)
+        tools = tuple(Tool(f"tool_{i}", "", random_object(chance)) for i in range(chance.randrange(1, 4)))
+        text, ended = walk(grammar_of(f, tools, "required", special), special, seed)
+        message = parse(f, text, tools)
+        assert message.content is None, text
+        assert check(message, tools, ended) >= ended, text
+        complete += ended
+    assert complete >= 15
+
+
+@pytest.mark.parametrize(("name", "with_special"), CASES)
+def test_a_call_that_is_opened_in_text_is_completed(name: str, with_special: bool) -> None:
+    f, special = FORMATS[name], special_of(name, with_special)
+    grammar = grammar_of(f, SIMPLE, "auto", special)
+    given = write(f, [("get", {"city": "x"})]) if not f.trigger else write(f, [("get", {"city": "x"})], "Some text. ")
+    if name == "harmony":
+        given = write(f, [("get", {"city": "x"})])
+    opening = given[: given.index("get") + 3 if f.trigger else given.index("city")]
+    for seed in range(8):
+        text, ended = walk(grammar, special, seed, opening, 400)
+        message = parse(f, text, SIMPLE)
+        assert check(message, SIMPLE, ended) >= 1, text
+        assert f.trigger.strip() not in (message.content or "") or not f.trigger
+
+
+@pytest.mark.parametrize(("name", "with_special"), CASES)
+def test_text_alone_is_permitted_with_auto(name: str, with_special: bool) -> None:
+    f, special = FORMATS[name], special_of(name, with_special)
+    grammar = grammar_of(f, SIMPLE, "auto", special)
+    given = write(f, content="Hello [there] {you}.")
+    text, _ = walk(grammar, special, 1, given, len(given.encode()) + 1)
+    assert text.startswith(given)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_call_where_they_are_not_parallel(name: str) -> None:
+    f = FORMATS[name]
+    for choice in ("required", "get"):
+        grammar = grammar_of(f, SIMPLE, choice, parallel=False)
+        for seed in range(6):
+            text, ended = walk(grammar, [], seed)
+            message = parse(f, text, SIMPLE)
+            assert len(message.tool_calls) == 1
+            assert choice == "required" or message.tool_calls[0].name == "get"
+            assert check(message, SIMPLE, ended)
+
+
+@pytest.mark.parametrize("special", [[], ["</think>"]])
+@pytest.mark.parametrize("budget", [None, 0, 12])
+def test_reasoning_comes_before_calls_within_its_budget(budget: int | None, special: list[str]) -> None:
+    grammar = grammar_of(JSON_IN_MARKERS, SIMPLE, "get", special, in_reasoning=True, thinking_budget=budget)
+    for seed in range(5):
+        text, ended = walk(grammar, special, seed, "" if budget is not None else "Hm.</think>")
+        message = parse(JSON_IN_MARKERS, text, SIMPLE, in_reasoning=True)
+        assert check(message, SIMPLE, ended) >= 1
+        assert budget is None or len((message.reasoning or "").encode()) <= budget
+
+
+def test_reasoning_may_begin_an_answer() -> None:
+    grammar = grammar_of(JSON_IN_MARKERS, SIMPLE, "required", in_reasoning=None)
+    message = parse(JSON_IN_MARKERS, walk(grammar, [], 1, "<think>Hm.</think>\n")[0], SIMPLE)
+    assert (message.reasoning, message.tool_calls[0].name[:3]) == ("Hm.", "get")
+    assert parse(JSON_IN_MARKERS, walk(grammar, [], 2, "<tool_call>")[0], SIMPLE).reasoning is None
+
+
+def test_structured_output_follows_the_reasoning_or_is_an_alternative_to_calls() -> None:
+    answer = StructuredOutputsParams(json={"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]})
+    grammar = grammar_of(JSON_IN_MARKERS, (), "auto", answer=answer, in_reasoning=True)
+    message = parse(JSON_IN_MARKERS, walk(grammar, [], 0, "Hm.</think>")[0], (), in_reasoning=True)
+    assert json.loads(message.content or "")["x"] in (1, 2)
+    grammar = grammar_of(JSON_IN_MARKERS, SIMPLE, "auto", answer=answer)
+    assert json.loads(parse(JSON_IN_MARKERS, walk(grammar, [], 0, "{")[0], SIMPLE).content or "")["x"] in (1, 2)
+    assert check(parse(JSON_IN_MARKERS, walk(grammar, [], 0, "<")[0], SIMPLE), SIMPLE, False) >= 1
+    assert to_grammar(JSON_IN_MARKERS, SIMPLE, "none", answer=answer) is answer
+    for kind in ({"regex": "[ab]+c"}, {"choice": ["ac", "bc"]}, {"grammar": 'start: x "c"\nx: "a" | "b"'}):
+        made = StructuredOutputsParams(**kind)
+        text, _ = walk(grammar_of(JSON_IN_MARKERS, (), "none", answer=made, in_reasoning=True), [], 3, "</think>")
+        assert text.strip()[-2:] in ("ac", "bc")
+
+
+def test_what_is_free_has_no_grammar() -> None:
+    assert to_grammar(JSON_IN_MARKERS) is None
+    assert to_grammar(AnswerFormat(), SIMPLE) is None
+    assert to_grammar(JSON_IN_MARKERS, in_reasoning=True) is None
+    assert to_grammar(JSON_IN_MARKERS, in_reasoning=None, thinking_budget=5) is not None
+
+
+def test_without_calls_text_cannot_contain_one() -> None:
+    grammar = grammar_of(JSON_IN_MARKERS, SIMPLE, "none")
+    matcher = llguidance.LLMatcher(vocabulary(0), grammar, log_level=0)
+    assert matcher.validate_tokens(list(b"a <tool_call>")) == len(b"a <tool_call")
+
+
+def test_text_cannot_spell_a_special_token() -> None:
+    special = SPECIAL["lfm"]
+    grammar = grammar_of(FORMATS["lfm"], SIMPLE, "auto", special)
+    matcher = llguidance.LLMatcher(vocabulary(2), grammar, log_level=0)
+    assert matcher.validate_tokens(list(b"a <|tool_call_start|>")) == len(b"a <|tool_call_start|")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("coder", {"type": "object", "allOf": [{"required": ["a"]}]}, "tool 'f': parameters have allOf"),
+        (
+            "coder",
+            {"properties": {"a": {"$ref": "#"}}},
+            "tool 'f': parameters have a $ref to something else than $defs",
+        ),
+        ("gemma", {"properties": {"a": {"not": {}, "type": "object"}}}, "tool 'f': parameters have not"),
+        ("gemma", {"properties": {"a": {"$ref": "#/$defs/no"}}}, "'#/$defs/no', which is not there"),
+    ],
+)
+def test_schemas_that_a_notation_cannot_express_are_refused(name: str, parameters: Any, message: str) -> None:
+    refuses(lambda: to_grammar(FORMATS[name], [Tool("f", "", parameters)]), message)
+
+
+def test_too_many_tools_are_refused() -> None:
+    many = [tool(f"f{i}", {f"property_{j}_of_a_tool": {"type": "string"} for j in range(60)}) for i in range(100)]
+    refuses(lambda: to_grammar(JSON_IN_MARKERS, many), "tools: their grammar has")
+    refuses(lambda: to_grammar(AnswerFormat(), SIMPLE, "required"), "needs a chat template with tool calls")
+
+
+def test_references_within_tools_are_followed() -> None:
+    tree = {
+        "type": "object",
+        "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/tree"}},
+        "required": ["v"],
+    }
+    made = Tool(
+        "f",
+        "",
+        {"type": "object", "properties": {"t": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}, "required": ["t"]},
+    )
+    for name in ("hermes", "coder", "lfm", "gemma"):
+        for seed in range(4):
+            text, ended = walk(grammar_of(FORMATS[name], [made], "required"), [], seed, limit=3000)
+            check(parse(FORMATS[name], text, [made]), [made], ended)
+
+
+# With a model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"draft": "shakespeare-draft"}, {"draft": "prompt-lookup"}])
+def test_calls_of_a_model_parse_and_match(options: dict[str, Any]) -> None:
+    llm = LLM("shakespeare", engine="native", max_num_seqs=8, **options)
+    for name, choice in (("hermes", "required"), ("coder", "required"), ("lfm", "get"), ("gemma", "required")):
+        f = FORMATS[name]
+        made = to_grammar(f, SIMPLE, choice, parallel=False)
+        (output,) = llm.generate("Call:", SamplingParams(max_tokens=300, n=6, seed=3, structured_outputs=made))
+        for o in output.outputs:
+            assert o.error is None
+            message = parse(f, o.text, SIMPLE)
+            assert check(message, SIMPLE, o.finish_reason == "stop") == 1
+
+
+def test_a_model_obeys_its_budget_of_thinking_tokens_with_a_draft() -> None:
+    outputs = []
+    for options in ({}, {"draft": "shakespeare-draft"}):
+        llm = LLM("shakespeare", engine="native", **options)
+        f = AnswerFormat(**THINK)
+        made = to_grammar(f, in_reasoning=True, thinking_budget=10)
+        params = SamplingParams(max_tokens=40, temperature=0, structured_outputs=made)
+        (output,) = llm.generate("O Romeo,", params)
+        outputs.append(output.outputs[0].token_ids)
+        message = parse(f, output.outputs[0].text, (), in_reasoning=True)
+        tokenizer = llm.get_tokenizer()
+        assert len(tokenizer.encode(message.reasoning or "")) <= 12
+        assert message.content
+    assert outputs[0] == outputs[1]
+
+
+def test_harmony_answers_may_have_all_channels() -> None:
+    special = SPECIAL["harmony"]
+    grammar = grammar_of(HARMONY, SIMPLE, "auto", special, in_reasoning=None)
+    given = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.get"
+    )
+    text, ended = walk(grammar, special, 0, given)
+    message = parse(HARMONY, text, SIMPLE)
+    assert (message.reasoning, message.content) == ("Hm.", "I look.")
+    assert check(message, SIMPLE, ended) == 1

@@ -1,0 +1,288 @@
+"""Answers become reasoning, content and calls: the same for every split, and what is there for every prefix."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from helpers.answers import FORMATS, tool, write
+from nanoinfer.inputs.answers.format import AnswerFormat
+from nanoinfer.inputs.answers.parser import AnswerDelta, AnswerParser, CallDelta, ContentDelta, ReasoningDelta
+from nanoinfer.inputs.tools import Tool
+from nanoinfer.outputs import ChatMessage, ToolCall
+
+GET = tool("get_weather", {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {}}, ["city"])
+SET = tool("set", {"value": {"type": ["number", "null"]}, "on": {"type": "boolean"}})
+TOOLS = (GET, SET)
+Plain = tuple[str | None, str | None, list[tuple[str, Any]]]
+
+
+def plain(message: ChatMessage) -> Plain:
+    """A message without ids, with arguments as values."""
+    return message.content, message.reasoning, [(c.name, json.loads(c.arguments)) for c in message.tool_calls]
+
+
+def parse(
+    f: AnswerFormat, text: str, cuts: Sequence[int] = (), tools: Sequence[Tool] = TOOLS, **options: Any
+) -> tuple[ChatMessage, list[AnswerDelta]]:
+    parser = AnswerParser(f, tools, **options)
+    places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    deltas = [delta for a, b in pairwise(places) for delta in parser.feed(text[a:b])]
+    deltas += parser.finish()
+    return parser.message(), deltas
+
+
+def joined(deltas: Sequence[AnswerDelta]) -> ChatMessage:
+    """The message that a client makes of deltas."""
+    content = "".join(d.text for d in deltas if isinstance(d, ContentDelta))
+    reasoning = "".join(d.text for d in deltas if isinstance(d, ReasoningDelta))
+    calls: list[list[str]] = []
+    for d in deltas:
+        if isinstance(d, CallDelta) and d.id is not None:
+            assert d.index == len(calls)
+            assert d.arguments == ""
+            calls.append([d.id, str(d.name), ""])
+        elif isinstance(d, CallDelta):
+            assert d.name is None
+            calls[d.index][2] += d.arguments
+    return ChatMessage(content or (None if calls else ""), reasoning or None, tuple(ToolCall(*call) for call in calls))
+
+
+def markers(f: AnswerFormat) -> list[str]:
+    names = ("trigger", "reasoning_start", "reasoning_end", "content_start", "content_end")
+    return [text.strip() for name in names for text in f.spellings(name)] + [*f.ignored]
+
+
+CALLS = [
+    ("get_weather", {"city": "Zürich \U0001f600\n\"x\" 'y' \\ <b>", "days": 3}),
+    ("set", {"value": -1.5e3, "on": True}),
+    ("get_weather", {"city": "", "more": {"a": [1, None, {"b": "c"}], "d": False}}),
+]
+TEXT = 'It is <not> a {"name": 1}, nor [a] call.\n\nIs it? '
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_model_writes_is_read(name: str, constrained: bool) -> None:
+    f = FORMATS[name]
+    calls = CALLS if f.parallel else CALLS[:1]
+    reasoning = "First,\nthink." if f.reasoning_end else ""
+    content = TEXT if f.trigger else ""
+    text = write(f, calls, content, reasoning)
+    message, deltas = parse(f, text, range(len(text)), constrained=constrained)
+    expected = (content.strip() if f.content_start else content.rstrip()) or None
+    assert plain(message) == (expected, reasoning or None, calls)
+    assert joined(deltas) == message
+    assert len({c.id for c in message.tool_calls}) == len(calls)
+    assert all(c.id.startswith("call_") for c in message.tool_calls)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_content_alone_is_as_it_was_written(name: str) -> None:
+    f = FORMATS[name]
+    for text in (TEXT, " {", "[", "<tool", '{"name": "other", "parameters": {}}', '[x for x in "a"]', ""):
+        message, _ = parse(f, write(f, content=text), range(99))
+        expected = text.strip() if f.content_end else text.lstrip() if f.content_start else text
+        assert plain(message) == (expected, None, []), text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_prefix_is_what_is_there(name: str) -> None:
+    f = FORMATS[name]
+    calls = CALLS if f.parallel else CALLS[:1]
+    text = write(f, calls, "Some text." if f.trigger else "", "Think." if f.reasoning_end else "")
+    whole, _ = parse(f, text)
+    for end in range(len(text) + 1):
+        unconstrained, _ = parse(f, text[:end])
+        message, deltas = parse(f, text[:end], range(end), constrained=True)
+        assert joined(deltas) == message
+        assert [c.arguments for c in unconstrained.tool_calls] == [c.arguments for c in message.tool_calls]
+        assert (unconstrained.content, unconstrained.reasoning) == (message.content, message.reasoning)
+        assert len(message.tool_calls) <= len(calls)
+        for got, complete in zip(message.tool_calls, whole.tool_calls, strict=False):
+            assert got.name == complete.name
+            assert complete.arguments.startswith(got.arguments)
+        for part, expected in ((message.content, whole.content), (message.reasoning, whole.reasoning)):
+            assert not any(marker in (part or "") for marker in markers(f))
+            if f.trigger:  # else a call that has no name yet is text
+                assert (expected or "").startswith(without_beginning(f, part or ""))
+
+
+def without_beginning(f: AnswerFormat, text: str) -> str:
+    """A text without the beginning of a marker at its end."""
+    found = [i for i in range(len(text)) if any(marker.startswith(text[i:]) for marker in markers(f))]
+    return text[: min(found, default=len(text))].rstrip()
+
+
+text_values = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<>\r\0"), max_size=30).map(str.strip)
+keys = st.from_regex("[a-z_]{1,8}", fullmatch=True)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+    | text_values.filter(lambda s: not s or s[0].isalpha()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+def type_of(value: Any) -> str:
+    names = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
+    return names.get(type(value), "null")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    arguments=st.lists(
+        st.dictionaries(keys, values | text_values, max_size=4),
+        min_size=1,
+        max_size=3,
+    ),
+    cuts=st.lists(st.integers(0, 10**6), max_size=12),
+    constrained=st.booleans(),
+)
+def test_calls_are_read_as_they_were_written(
+    name: str, arguments: list[dict[str, Any]], cuts: list[int], constrained: bool
+) -> None:
+    f = FORMATS[name]
+    calls = [(f"tool_{i}", made) for i, made in enumerate(arguments)][: 3 if f.parallel else 1]
+    tools = [tool(n, {k: {"type": type_of(v)} for k, v in made.items()}) for n, made in calls]
+    text = write(f, calls)
+    whole, _ = parse(f, text, tools=tools, constrained=constrained)
+    message, deltas = parse(f, text, cuts, tools=tools, constrained=constrained)
+    assert plain(message) == plain(whole) == (None, None, calls)
+    assert joined(deltas) == message
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    parts=st.lists(
+        st.sampled_from(
+            ['{"name": "set", "arguments": {}}', "set", "{", "}", "[", '"', "\n", " ", "a", "city=", "(", ")"]
+        )
+        | st.sampled_from([marker for f in FORMATS.values() for marker in markers(f)])
+        | st.text(max_size=5),
+        max_size=12,
+    ),
+    cuts=st.lists(st.integers(0, 10**6), max_size=12),
+)
+def test_any_text_gives_the_same_message_for_every_split(name: str, parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    whole, _ = parse(FORMATS[name], text)
+    message, deltas = parse(FORMATS[name], text, cuts)
+    assert (message.content, message.reasoning) == (whole.content, whole.reasoning)
+    assert [(c.name, c.arguments) for c in message.tool_calls] == [(c.name, c.arguments) for c in whole.tool_calls]
+    assert joined(deltas) == message
+    for call in message.tool_calls:
+        assert call.name in ("get_weather", "set")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>\n{"name": "unknown", "arguments": {}}\n</tool_call> x',
+        '<tool_call>\n{"name": "set", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"name": "set", "arguments": {"on": nope}}\n</tool_call>',
+        '<tool_call>\n{"name": 3}\n</tool_call>',
+        "<tool_call> is a marker",
+        '<tool_call>\n{"name": "set", "arguments": ' + '{"a": ' * 200 + "1",
+    ],
+)
+def test_a_malformed_call_is_content(text: str) -> None:
+    message, deltas = parse(FORMATS["hermes"], text, range(len(text)))
+    assert plain(message) == (text, None, [])
+    assert joined(deltas) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('<tool_call>{"arguments":{"on":true},"name":"set"}</tool_call>', [("set", {"on": True})]),
+        ('<tool_call>{"id": 7, "name": "set"}</tool_call>', [("set", {})]),
+        ('<tool_call>\n{"name": "set", "parameters": "{\\"on\\": false}"}', [("set", {"on": False})]),
+        ('<tool_call>\n{"name": "set", "arguments": {"a": "x\ny"}}', [("set", {"a": "x\ny"})]),
+    ],
+)
+def test_other_json_than_the_template_writes_is_read(text: str, calls: list[tuple[str, Any]]) -> None:
+    assert plain(parse(FORMATS["hermes"], text)[0]) == (None, None, calls)
+
+
+def test_without_tools_a_call_is_content() -> None:
+    text = write(FORMATS["hermes"], CALLS[:1])
+    assert plain(parse(FORMATS["hermes"], text, tools=())[0]) == (text, None, [])
+
+
+def test_types_of_the_schema_decide_what_a_bare_value_is() -> None:
+    properties = {
+        "a": {"type": "string"},
+        "b": {"type": "integer"},
+        "c": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    }
+    properties |= {"d": {"$ref": "#/$defs/d"}, "e": {}, "f": {"type": "boolean"}, "g": {"enum": ["1", "2"]}}
+    made = Tool("f", "", {"type": "object", "properties": properties, "$defs": {"d": {"type": "number"}}})
+    raw = {"a": "12", "b": "12", "c": "null", "d": "1.5", "e": "x y", "f": "True", "g": "1"}
+    (name, found), *_ = plain(parse(FORMATS["coder"], write(FORMATS["coder"], [("f", raw)]), tools=[made])[0])[2]
+    assert (name, found) == (
+        "f", {"a": "12", "b": 12, "c": None, "d": 1.5, "e": "x y", "f": True, "g": "1"}
+    )  # fmt: skip
+
+
+def test_reasoning_that_the_prompt_has_opened() -> None:
+    f = FORMATS["coder"]
+    message, deltas = parse(f, "Hm.\n</think>\n\nYes.", range(30), starts_in_reasoning=True)
+    assert plain(message) == ("Yes.", "Hm.", [])
+    assert joined(deltas) == message
+    assert plain(parse(f, "Hm", starts_in_reasoning=True)[0]) == ("", "Hm", [])
+    assert plain(parse(f, "A model writes <think> there.")[0]) == ("A model writes <think> there.", None, [])
+
+
+def test_harmony_as_gpt_oss_writes_it() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Need weather.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "Let me see.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"city": "Rome"}<|call|>'
+    )
+    assert plain(parse(FORMATS["harmony"], text, range(len(text)))[0]) == (
+        "Let me see.", "Need weather.", [("get_weather", {"city": "Rome"})]
+    )  # fmt: skip
+    text = '<|start|>assistant to=functions.set<|channel|>commentary json<|message|>{"on": true}'
+    assert plain(parse(FORMATS["harmony"], text, range(len(text)))[0]) == (None, None, [("set", {"on": True})])
+
+
+def test_text_is_released_as_soon_as_it_is_no_marker() -> None:
+    parser = AnswerParser(FORMATS["hermes"], TOOLS)
+    released = [
+        [d.text for d in parser.feed(piece) if isinstance(d, ContentDelta)] for piece in ("a <", "b> c", " <tool")
+    ]
+    assert released == [["a"], [" <b> c"], []]
+    assert parser.feed('_call>{"name": "set", "arguments": {"value": 1') == []
+    constrained = AnswerParser(FORMATS["hermes"], TOOLS, constrained=True)
+    first = constrained.feed('<tool_call>{"name": "get_weather", "arguments": {"city": "Ro')
+    assert [(d.name, d.arguments) for d in first if isinstance(d, CallDelta)] == [
+        ("get_weather", ""),
+        (None, '{"city": "Ro'),
+    ]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_time_is_linear(name: str) -> None:
+    f = FORMATS[name]
+
+    def seconds(size: int) -> float:
+        text = write(f, [("get_weather", {"city": "a, b " * size})]) + " <" * size
+        parser = AnswerParser(f, TOOLS)
+        start = time.thread_time()
+        for i in range(0, len(text), 5):
+            parser.feed(text[i : i + 5])
+        parser.finish()
+        return time.thread_time() - start
+
+    assert seconds(20_000) < 40 * min(seconds(2000) for _ in range(3)) + 0.5

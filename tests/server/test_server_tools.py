@@ -1,0 +1,171 @@
+"""Tool calls and reasoning in /v1/chat/completions: whole responses, streams, errors, and batch files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx", reason="the extra test is not installed")
+pytest.importorskip("starlette", reason="the extra server is not installed")
+pytest.importorskip("llguidance", reason="the extra structured is not installed")
+
+from helpers.chat import HI
+from helpers.server_client import Client
+from helpers.tools import TWO, check_call, tools_folder
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.openai_protocol import CHAT
+
+SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "max_tokens": 150}
+CALLS: dict[str, Any] = {"tools": TWO, "parallel_tool_calls": False, "enable_thinking": False}
+THINKS: dict[str, Any] = {"enable_thinking": True, "thinking_token_budget": 5}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    made = Client(LLM(str(tools_folder(tmp_path_factory.mktemp("tools") / "tiny")), engine="native", max_num_seqs=8))
+    yield made
+    made.async_llm.shutdown()
+
+
+def merged(chunks: list[dict[str, Any]], n: int = 1) -> list[dict[str, Any]]:
+    """Return the choices that a stream's chunks make, as OpenAI's clients put them together."""
+    found: list[dict[str, Any]] = [{"message": {"tool_calls": []}, "finish_reason": None} for _ in range(n)]
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            made = found[choice["index"]]
+            assert made["finish_reason"] is None  # nothing follows the last chunk of a choice
+            made["finish_reason"] = choice["finish_reason"]
+            message, delta = made["message"], choice["delta"]
+            for key in delta.keys() - {"tool_calls"}:
+                message[key] = message.get(key, "") + delta[key]
+            for part in delta.get("tool_calls", ()):
+                if part["index"] == len(message["tool_calls"]):
+                    assert (part["type"], part["function"]["arguments"]) == ("function", "")
+                    message["tool_calls"].append({**part, "function": dict(part["function"])})
+                else:
+                    assert set(part) == {"index", "function"}
+                    message["tool_calls"][part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    return found
+
+
+def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"].get("tool_calls", [])]
+
+
+def test_whole_responses_are_those_of_the_library(client: Client) -> None:
+    made = client.post(CHAT, messages=HI, n=2, tool_choice="required", **CALLS, **SAMPLED)
+    (expected,) = client.llm.chat(HI, SamplingParams(n=2, **SAMPLED), tool_choice="required", **CALLS)
+    for choice, output in zip(made["choices"], expected.outputs, strict=True):
+        assert output.message is not None
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] is None
+        assert choice["message"].keys() == {"role", "content", "tool_calls"}
+        assert calls_of(choice) == [(c.name, c.arguments) for c in output.message.tool_calls]
+        for call in choice["message"]["tool_calls"]:
+            assert call.keys() == {"id", "type", "function"}
+            check_call(call["function"]["name"], call["function"]["arguments"], TWO)
+    assert made["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+BODIES: list[dict[str, Any]] = [
+    {**CALLS, "tool_choice": "required"},
+    {**CALLS, "tool_choice": NAMED, "n": 2},
+    {"tools": TWO, "logit_bias": {"31": 5}},
+    {"tools": TWO, "tool_choice": "none"},
+    {"tools": TWO, "tool_choice": "required", **THINKS, "n": 2},
+    {**THINKS, "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}}},
+    {
+        "tools": TWO,
+        "enable_thinking": False,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a", "b"]}}},
+    },
+    {**CALLS, "tool_choice": NAMED, "logprobs": True, "top_logprobs": 1, "return_token_ids": True},
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: "-".join(body))
+def test_streams_are_whole_responses(client: Client, body: dict[str, Any]) -> None:
+    whole = client.post(CHAT, messages=HI, **body, **SAMPLED)
+    chunks = client.stream(CHAT, messages=HI, stream_options={"include_usage": True}, **body, **SAMPLED)
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["usage"] == whole["usage"]
+    for made, choice in zip(merged(chunks, body.get("n", 1)), whole["choices"], strict=True):
+        assert made["finish_reason"] == choice["finish_reason"]
+        assert calls_of(made) == calls_of(choice)
+        assert made["message"]["content"] == (choice["message"]["content"] or "")
+        for name in ("reasoning", "reasoning_content"):
+            assert made["message"].get(name) == choice["message"].get(name)
+        if "tool_choice" in body and body["tool_choice"] != "none":
+            assert calls_of(choice)
+    if "logprobs" in body:
+        tokens = [t for c in chunks for x in c["choices"] if x.get("logprobs") for t in x["logprobs"]["content"]]
+        assert tokens == whole["choices"][0]["logprobs"]["content"]
+        ids = [i for c in chunks for x in c["choices"] for i in x.get("token_ids", [])]
+        assert ids == whole["choices"][0]["token_ids"]
+
+
+def test_reasoning_has_both_names_and_is_counted(client: Client) -> None:
+    made = client.post(CHAT, messages=HI, **THINKS, **SAMPLED)
+    message = made["choices"][0]["message"]
+    assert message["reasoning_content"] == message["reasoning"]
+    assert "</think>" not in message["content"]
+    assert 0 < made["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 5 + len("</think>")
+    effort = client.post(CHAT, messages=HI, reasoning_effort="none", **SAMPLED)
+    off = client.post(CHAT, messages=HI, enable_thinking=False, **SAMPLED)
+    assert effort["choices"] == off["choices"]
+
+
+def test_a_conversation_goes_on_with_what_was_answered(client: Client) -> None:
+    first = client.post(CHAT, messages=HI, tool_choice="required", **CALLS, **SAMPLED)
+    said = {**first["choices"][0]["message"], "refusal": None}
+    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "7"}
+    second = client.post(CHAT, messages=[*HI, said, result], tools=TWO, tool_choice="none", **SAMPLED)
+    assert second["choices"][0]["message"]["content"]
+    status, error = client.error(CHAT, messages=[*HI, said, {**result, "tool_call_id": "x"}])
+    assert (status, error["param"]) == (400, "messages")
+
+
+def as_tool(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema, **fields}}
+
+
+DEEP: dict[str, Any] = {"type": "object"}
+for _ in range(20):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+ERRORS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": TWO, "tool_choice": "sub"}, "tool_choice", "tool_choice='sub' is unknown"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": [as_tool({"type": "object"})] * 129}, "tools", "129 tools: give a list of at most 128"),
+    ({"tools": [as_tool({"type": "object"})] * 2}, "tools", "tools[1]: name='f' is the name of another tool"),
+    ({"tools": [as_tool({"type": "array"})]}, "tools", "is not the JSON schema of an object"),
+    ({"tools": [as_tool({"type": "object"}, name="a b")]}, "tools", "name='a b' is not 1 to 64"),
+    ({"tools": [as_tool({"type": "object", "properties": {"a": {"type": "object", "x": "y" * 70_000}}})]}, "tools",
+     "the limit is 65536"),
+    ({"tools": [*TWO, as_tool({"type": "object", "properties": {"a": {"$ref": "#/x"}}})], "tool_choice": "required"},
+     "tools", "'f'"),
+    ({"tools": [*TWO, as_tool({"type": "object", "properties": {"a": {"$ref": "#/x"}}})]}, "tools", "'f'"),
+    ({"thinking_token_budget": -1}, "thinking_token_budget", "thinking_token_budget=-1"),
+    ({"enable_thinking": 1}, "enable_thinking", "enable_thinking=1 is not a bool"),
+    ({"reasoning_effort": 1}, "reasoning_effort", "reasoning_effort=1"),
+    ({"parallel_tool_calls": "x"}, "parallel_tool_calls", "parallel_tool_calls='x'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body, param, message", ERRORS, ids=lambda x: json.dumps(x)[:50])
+def test_errors_name_the_field(client: Client, body: dict[str, Any], param: str, message: str, stream: bool) -> None:
+    status, error = client.error(CHAT, messages=HI, stream=stream, **body)
+    assert (status, error["param"]) == (400, param)
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert client.async_llm.num_unfinished_requests == 0
+
+
+def test_deep_schemas_are_compiled_or_refused(client: Client) -> None:
+    body = {**CALLS, "tools": [as_tool(DEEP)], "tool_choice": "required"}
+    made = client.post(CHAT, messages=HI, **body, **SAMPLED)
+    assert calls_of(made["choices"][0])
