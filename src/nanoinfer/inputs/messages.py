@@ -92,7 +92,7 @@ def _as_message(message: Any) -> dict[str, Any]:
         if not isinstance(reasoning, str):
             raise NanoinferError(f"reasoning_content={show(reasoning)} is not a string")
         made |= dict.fromkeys(REASONING_KEYS, reasoning)
-    needs_content = "tool_calls" not in made and reasoning is None
+    needs_content = "tool_calls" not in message and reasoning is None
     for key in ("role", "content"):
         if key not in made and (key == "role" or needs_content):
             raise NanoinferError(f"message={show(made)} has no {key}")
