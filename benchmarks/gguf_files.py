@@ -54,7 +54,7 @@ def decode(system: Native | LlamaCpp, batch: int, context: int, steps: int) -> t
     return 1e3 * prompt, batch * steps / (time.perf_counter() - start)
 
 
-def speeds(path: str, rounds: int, llama_bench: str | None) -> dict[str, dict[str, float]]:
+def speeds(path: str, rounds: int, llama_bench: str | None, *, long: bool) -> dict[str, dict[str, float]]:
     """Return medians: case -> system -> figure."""
     native, llama = Native(path, max(BATCHES), LONG + 2 * LENGTH), LlamaCpp(path, 1, LENGTH)
     num_bytes = native.engine._decoder.weight_bytes
@@ -64,7 +64,7 @@ def speeds(path: str, rounds: int, llama_bench: str | None) -> dict[str, dict[st
         llama.resize(batch, LENGTH)
         for round_ in range(rounds + 1):
             for name, system in zip(SYSTEMS, (native, llama), strict=True):
-                rate = decode(system, batch, 32, STEPS)[1]
+                rate = decode(system, batch, 32, max(8, STEPS // batch))[1]
                 if round_:
                     times[name, f"batch {batch}"].append(rate)
             if batch == 1 and round_:
@@ -73,7 +73,7 @@ def speeds(path: str, rounds: int, llama_bench: str | None) -> dict[str, dict[st
     for _ in range(max(1, rounds // 2)):
         for name, system in zip(SYSTEMS, (native, llama), strict=True):
             times[name, "prompt"].append(decode(system, 1, PROMPT, 1)[0])
-    for _ in range(max(1, rounds // 2)):
+    for _ in range(max(1, rounds // 2) if long else 0):
         for name, system in zip(SYSTEMS, (native, llama), strict=True):
             times[name, "long"].append(decode(system, 1, LONG, STEPS)[1])
     del native, llama, buffer
@@ -165,6 +165,8 @@ def row(path: str, found: dict[str, Any]) -> str:
     """Return a file's line of the table."""
 
     def pair(case: str, digits: int = 0, *, inverse: bool = False) -> str:
+        if case not in found:
+            return ""
         ours, theirs = found[case]["native"], found[case]["llama.cpp"]
         ratio = theirs / ours if inverse else ours / theirs
         ik = found[case].get("ik")
@@ -195,6 +197,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--short", action="store_true", help=f"leave out {LONG:,} tokens of context")
     parser.add_argument("--kl", type=int, help="tokens to compare the distributions on")
     parser.add_argument("--llama-bench", help="that program of ik_llama.cpp")
     parser.add_argument("--output", type=Path, help="JSON file of all figures")
@@ -205,7 +208,7 @@ def main() -> None:
     print(HEAD)
     results = {}
     for path in given.files:
-        found: dict[str, Any] = speeds(path, given.rounds, given.llama_bench)
+        found: dict[str, Any] = speeds(path, given.rounds, given.llama_bench, long=not given.short)
         found["load"] = loads(path, max(1, given.rounds // 2))
         if given.kl:
             found["kl"] = divergences(path, given.kl)
