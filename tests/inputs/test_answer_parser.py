@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from helpers.answers import FORMATS, tool, write
 from nanoinfer.inputs.answers.format import AnswerFormat
 from nanoinfer.inputs.answers.parser import AnswerDelta, AnswerParser, CallDelta, ContentDelta, ReasoningDelta
+from nanoinfer.inputs.answers.reader import Markers
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import ChatMessage, ToolCall
 
@@ -273,16 +273,19 @@ def test_text_is_released_as_soon_as_it_is_no_marker() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_time_is_linear(name: str) -> None:
+def test_each_character_is_searched_a_bounded_number_of_times(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    searched, find = [0], Markers.find
+
+    def count(self: Markers, text: str, at: int, closed: bool) -> tuple[int, int, bool]:
+        searched[0] += len(text) - at
+        return find(self, text, at, closed)
+
+    monkeypatch.setattr(Markers, "find", count)
     f = FORMATS[name]
-
-    def seconds(size: int) -> float:
-        text = write(f, [("get_weather", {"city": "a, b " * size})]) + " <" * size
-        parser = AnswerParser(f, TOOLS)
-        start = time.thread_time()
-        for i in range(0, len(text), 5):
-            parser.feed(text[i : i + 5])
-        parser.finish()
-        return time.thread_time() - start
-
-    assert seconds(20_000) < 40 * min(seconds(2000) for _ in range(3)) + 0.5
+    text = write(f, [("get_weather", {"city": "a, b \n" * 3000})]) + " <" * 3000
+    parser = AnswerParser(f, TOOLS)
+    for character in text:
+        parser.feed(character)
+    parser.finish()
+    assert len(parser.message().tool_calls) == 1
+    assert searched[0] < 20 * len(text)

@@ -120,6 +120,7 @@ HARMONY = AnswerFormat(
     also=(
         ("content_start", "<|channel|>commentary<|message|>"),
         ("trigger", "<|start|>assistant to=functions."),
+        ("trigger", "to=functions."),
         ("trigger", "<|channel|>analysis to=functions."),
         ("after_name", "<|channel|>commentary json<|message|>"),
         ("after_name", "<|channel|>commentary <|constrain|>json<|message|>"),
