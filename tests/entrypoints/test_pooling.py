@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +19,14 @@ from tokenizers import processors
 
 from helpers.async_llm import freed
 from helpers.chat import chat_folder
+from helpers.environment import ROOT
 from helpers.errors import refuses
 from helpers.models import CHARS, TINY, make_folder, make_model
 from nanoinfer import LLM, AsyncLLM, PoolingParams, ResultError, SamplingParams
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import QueueFull
 from nanoinfer.models import pooling, special_tokens
+from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.models.pooling import Pooling
 from nanoinfer.models.tokenizers import from_core
 from nanoinfer.utils.files import write_folder
@@ -126,6 +129,34 @@ def test_generation_goes_on_beside_embeddings(tiny_folder: Path) -> None:
     begun = next(stream)
     llm.embed(["a" * 20] * 7)
     assert begun + "".join(stream) == expected
+
+
+@pytest.mark.parametrize("options", [{"draft": "prompt-lookup", "speculate_k": 3}, {"kv_cache_memory": 24_000}])
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_beside_speculation_and_preemption(tiny_folder: Path, kind: str, options: dict[str, Any]) -> None:
+    pytest.importorskip("nanoinfer._native")
+    prompts = [[i, *range(1, 28)] for i in range(6)]
+    alone = LLM(str(tiny_folder), engine="native", pooling_type=kind, kv_cache_dtype="float32")
+    expected, text = alone.embed(prompts), alone.generate("To be", LATER)[0].outputs[0].text
+    llm = LLM(str(tiny_folder), engine="native", pooling_type=kind, kv_cache_dtype="float32", max_num_seqs=3,
+              max_num_batched_tokens=9, **options)  # fmt: skip
+    streams = [llm.stream("To be", LATER) for _ in range(3)]
+    begun = [next(stream) for stream in streams]
+    found = llm.pool(llm.pooler.embed(prompts, None, priority=-1))  # preempts the streams
+    assert [o.outputs for o in found] == [o.outputs for o in expected]
+    assert [first + "".join(stream) for first, stream in zip(begun, streams, strict=True)] == [text] * 3
+    preempted = llm.core.published.num_preempted
+    assert preempted > 0
+    llm.reset_prefix_cache()
+    requests = (work := llm.pooler.embed(prompts, None)).make()
+    llm.core.submit(requests)
+    llm.core.step()
+    generated = llm.generate(["To be"] * 3, LATER, priority=[-1] * 3)  # they preempt embeddings
+    assert [o.outputs[0].text for o in generated] == [text] * 3
+    while not all(r.finished for r in requests):
+        llm.core.step()
+    assert [o.outputs for o in work.finish([llm.core.output(r) for r in requests])] == [o.outputs for o in expected]
+    assert llm.core.published.num_preempted > preempted
 
 
 # Inputs --------------------------------------------------------------------------------------------------
@@ -246,6 +277,9 @@ BAD_FILES: dict[str, Callable[[Path], object]] = {
     ),
     "is not the name of a folder": lambda f: (f / "modules.json").write_text(
         json.dumps([{"type": "a.Pooling", "path": "../x"}])
+    ),
+    "'..' is not the name of a folder": lambda f: (f / "modules.json").write_text(
+        json.dumps([{"type": "a.Pooling", "path": ".."}])
     ),
     "config.json": lambda f: write_modules(f, "Pooling"),
     "has no true_token_id": lambda f: write_modules(f, "LogitScore", LogitScore={}),
@@ -402,3 +436,19 @@ def test_states_that_are_not_finite_end_their_request_only(tiny_folder: Path) ->
         llm.embed([[5], [7]])
     assert llm.core.scheduler.running == []
     assert len(values(llm, [[5]])[0]) == TINY.n_embd
+
+
+# The page ------------------------------------------------------------------------------------------------
+
+
+def test_the_pages_program_and_template(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "embeddings.md").read_text()
+    program = re.findall(r"```python\n(.*?)```", page, re.S)[0]
+    exec(program, {})
+    first, second, *scores = capsys.readouterr().out.split("\n")[:4]
+    assert (first.split()[0], second.split()[0]) == ("64", "64")
+    assert all(-1 <= float(score) <= 1 for score in scores)
+    (template,) = re.findall(r"```jinja\n(.*?)```", page, re.S)
+    messages = [{"role": "query", "content": "Q?"}, {"role": "document", "content": "D."}]
+    text = ChatTemplate(template).render(messages)
+    assert text.endswith("<Query>: Q?\n<Document>: D.<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")

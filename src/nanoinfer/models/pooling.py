@@ -126,7 +126,7 @@ def _of_modules(folder: Path, modules: list[dict[str, Any]]) -> Pooling:
 
 def _config(folder: Path, module: Mapping[str, Any]) -> dict[str, Any]:
     name = module.get("path")
-    if not isinstance(name, str) or Path(name).name != name:  # a path could leave the folder
+    if not isinstance(name, str) or Path(name).name != name or name == "..":  # a path could leave the folder
         raise NanoinferError(f"{escaped(folder)}: the module's path {show(name)} is not the name of a folder in it")
     return read_object(folder / name / "config.json", MAX_BYTES, "the config of a module")
 
