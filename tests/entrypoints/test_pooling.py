@@ -165,6 +165,7 @@ def test_beside_speculation_and_preemption(tiny_folder: Path, kind: str, options
 def test_bad_inputs_are_refused(tiny_folder: Path) -> None:
     llm = LLM(str(tiny_folder), max_num_seqs=2)
     refuses(lambda: llm.embed("a" * 33), "the input has 33 tokens, the context length is 32", "truncate_prompt_tokens")
+    refuses(lambda: llm.embed("a" * 5000), "the input has at least ", "is 32: shorten", "truncate_prompt_tokens")
     refuses(lambda: llm.embed(["a", "b" * 40]), "prompt 2 of 2: the input has 40 tokens")
     refuses(lambda: llm.embed(""), "the input has no tokens")
     refuses(lambda: llm.embed([[5, 999]]), "token id 999")
