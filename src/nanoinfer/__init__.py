@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from nanoinfer.utils import processes  # noqa: F401  (registers handlers for forks and for the exit)
 
 if TYPE_CHECKING:
-    from nanoinfer.entrypoints.async_llm import AsyncLLM, AsyncOutputStream
+    from nanoinfer.entrypoints.async_llm import AsyncLLM
+    from nanoinfer.entrypoints.async_streams import AsyncOutputStream
     from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.entrypoints.streams import OutputStream, TextStream
     from nanoinfer.entrypoints.vllm_names import AsyncEngineArgs, EngineArgs
@@ -24,13 +25,18 @@ if TYPE_CHECKING:
         BeamSearchSequence,
         CompletionOutput,
         Delta,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
         LoglikelihoodOutput,
         Logprob,
         PerplexityOutput,
         RequestMetrics,
         RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
         SpeculationMetrics,
     )
+    from nanoinfer.pooling_params import PoolingParams
     from nanoinfer.sampling_params import (
         BeamSearchParams,
         RequestOutputKind,
@@ -50,17 +56,22 @@ __all__ = [
     "BeamSearchSequence",
     "CompletionOutput",
     "Delta",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LoglikelihoodOutput",
     "Logprob",
     "NanoinferError",
     "OutputStream",
     "PerplexityOutput",
+    "PoolingParams",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "ResultError",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "SpeculationMetrics",
     "StructuredOutputsParams",
     "TextStream",
@@ -69,12 +80,13 @@ __all__ = [
 _MODULES = {
     "AsyncEngineArgs": "entrypoints.vllm_names",
     "AsyncLLM": "entrypoints.async_llm",
-    "AsyncOutputStream": "entrypoints.async_llm",
+    "AsyncOutputStream": "entrypoints.async_streams",
     "LLM": "entrypoints.llm",
     "BeamSearchParams": "sampling_params",
     "EngineArgs": "entrypoints.vllm_names",
     "NanoinferError": "errors",
     "OutputStream": "entrypoints.streams",
+    "PoolingParams": "pooling_params",
     "RequestOutputKind": "sampling_params",
     "ResultError": "errors",
     "SamplingParams": "sampling_params",

@@ -5,10 +5,11 @@ The line under each field is its `--help` text. This module does not import PyTo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.utils.checks import keep_int, require_bool, require_choice, require_float, require_int, show
 
 ACTIVATIONS = ("gelu_new", "gelu", "silu", "relu2")
@@ -353,6 +354,9 @@ class SchedulerConfig:
         require_bool("enable_prefix_caching", self.enable_prefix_caching)
 
 
+PARTS = (EngineConfig, SpeculationConfig, SchedulerConfig, PoolingConfig)  # in the order of LLMConfig's fields
+
+
 @dataclass(frozen=True)
 class LLMConfig:
     """The complete configuration of an LLM: the model, and how to run it."""
@@ -368,24 +372,23 @@ class LLMConfig:
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
 
     def __post_init__(self) -> None:
         require_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
 
     @classmethod
     def from_options(cls, model: str, tokenizer: str | None, seed: int, options: dict[str, Any]) -> LLMConfig:
-        """Return the configuration from generation_config and the fields of the other configurations.
+        """Return the configuration from generation_config and the fields of PARTS.
 
         Raises TypeError if none of them has a field of that name.
         """
         options = dict(options)
         defaults = options.pop("generation_config", "auto")
-        kinds = (EngineConfig, SpeculationConfig, SchedulerConfig)
-        owner = {f.name: kind for kind in kinds for f in fields(kind)}
-        given: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
+        owner = {f.name: kind for kind in PARTS for f in fields(kind)}
+        given: dict[Any, dict[str, Any]] = {kind: {} for kind in PARTS}
         for name, value in options.items():
             if name not in owner:
                 raise TypeError(f"LLM() got an unexpected keyword argument {name!r}")
             given[owner[name]][name] = value
-        engine, speculation = EngineConfig(**given[EngineConfig]), SpeculationConfig(**given[SpeculationConfig])
-        return cls(model, tokenizer, seed, defaults, engine, speculation, SchedulerConfig(**given[SchedulerConfig]))
+        return cls(model, tokenizer, seed, defaults, *(kind(**given[kind]) for kind in given))

@@ -44,6 +44,14 @@ def too_long(num_tokens: str, block_size: int) -> NanoinferError:
     )
 
 
+def input_too_long(num_tokens: str, block_size: int) -> NanoinferError:
+    """Return the error about an input of an embedding or a score that exceeds the context length, as `too_long`."""
+    return NanoinferError(
+        f"the input has {num_tokens} tokens, the context length is {block_size}: shorten it, or use"
+        " truncate_prompt_tokens=-1, which shortens it"
+    )
+
+
 @contextmanager
 def about(what: str) -> Iterator[None]:
     """Begin the messages of the errors that the block raises with what they are about: a file, an option."""

@@ -6,6 +6,7 @@ Those that are made for each token are not frozen, which would make creating one
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -270,3 +271,55 @@ class LoglikelihoodOutput:
     """Tokens of the continuation."""
     num_dropped_tokens: int
     """Tokens at the start of the context that were dropped to fit the context length."""
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """An embedding."""
+
+    values: array[float]
+    """Its values in float32, of type code "f"."""
+
+    @property
+    def embedding(self) -> list[float]:
+        """The values as a list."""
+        return self.values.tolist()
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of values."""
+        return len(self.values)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The embedding of one input."""
+
+    request_id: int | str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    """Tokens of the input, with those that the tokenizer adds."""
+    num_cached_tokens: int = 0
+    """Tokens of the input that were in the KV cache already."""
+    finished: bool = True
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    """The score of a document for a query."""
+
+    score: float
+    """A probability in [0, 1], the difference of two logits, or the cosine of two embeddings."""
+
+
+@dataclass(frozen=True)
+class ScoringRequestOutput:
+    """The score of one pair of query and document."""
+
+    request_id: int | str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """Tokens of the reranker's prompt, or of both inputs."""
+    num_cached_tokens: int = 0
+    """Tokens of them that were in the KV cache already."""
+    finished: bool = True

@@ -163,6 +163,7 @@ class OneFails:
     """An LLM whose second prompt fails after a character."""
 
     tokenizer = SimpleNamespace()
+    model, requests = SimpleNamespace(sampling_defaults={}), SimpleNamespace(defaults=SamplingParams())
 
     @classmethod
     def from_config(cls, config: Any) -> OneFails:

@@ -23,13 +23,14 @@ from helpers.chat import chat_folder
 from helpers.models import make_folder
 from helpers.terminal import Terminal
 from helpers.tools import TWO, check_call, tools_folder
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, PoolingParams, SamplingParams
 from nanoinfer.batch import run as batch_run
 from nanoinfer.batch.lines import MAX_LINE_BYTES, LineReader
 from nanoinfer.batch.output import FileOutput, open_output
 from nanoinfer.batch.records import derive_seed
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.cli import main
+from nanoinfer.openai_protocol.fields import EMBEDDINGS, RERANK, SCORE
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar
 
@@ -275,6 +276,28 @@ def test_openai_completions(run: Run, llm: LLM) -> None:
     assert (other["text"], other["logprobs"]) == (expected_other.outputs[0].text, None)
 
 
+def test_openai_embeddings_and_scores(run: Run, llm: LLM) -> None:
+    texts = ["To be", "Go"]
+    write(
+        "in.jsonl",
+        openai(EMBEDDINGS, input=texts, dimensions=4),
+        {"prompt": "a", "max_tokens": 2},
+        openai(RERANK, query="Go", documents=texts, top_n=1),
+        openai(SCORE, queries=texts, documents=texts),
+    )
+    assert run("in.jsonl", "out.jsonl", "--pooling-type", "mean")[0] == 0
+    embedded, generated, ranked, scored = read("out.jsonl")
+    mean = LLM(str(llm.model_name), pooling_type="mean")
+    body = embedded["response"]["body"]
+    expected = mean.embed(texts, PoolingParams(dimensions=4))
+    assert [d["embedding"] for d in body["data"]] == [o.outputs.embedding for o in expected]
+    assert (body["id"], body["created"], body["usage"]["total_tokens"]) == ("embd-1", 0, 7)
+    assert len(generated["outputs"][0]["token_ids"]) == 2
+    (best,) = ranked["response"]["body"]["results"]
+    assert (best["index"], best["relevance_score"]) == (1, pytest.approx(1.0))
+    assert [d["score"] for d in scored["response"]["body"]["data"]] == pytest.approx([1.0, 1.0])
+
+
 def test_openai_echo_and_best_of(run: Run, llm: LLM) -> None:
     given: dict[str, Any] = {"max_tokens": 3, "seed": 3}
     write(
@@ -315,7 +338,9 @@ OPENAI_ERRORS: list[tuple[dict[str, object], str, str | None]] = [
     (openai(CHAT, messages=[{"role": "user", "content": "a"}], tools=[{}]), "tools[0]: {} is not {'type'", "tools"),
     (openai(CHAT, messages=[], top_logprobs=2), "needs logprobs=true", "top_logprobs"),
     (openai(CHAT, messages=[], max_tokens=1, max_completion_tokens=1), "both given", "max_completion_tokens"),
-    (openai("/v1/embeddings", input="a"), "url='/v1/embeddings'", "url"),
+    (openai("/v1/images", input="a"), "url='/v1/images'", "url"),
+    (openai(EMBEDDINGS, input=["a", "b" * 33]), "prompt 2 of 2: the input has 33 tokens", "input"),
+    (openai(RERANK, query="a"), "documents None is not a list", "documents"),
     ({**openai(COMPLETIONS, prompt="a"), "method": "GET"}, "method='GET' is not 'POST'", "method"),
     ({"url": COMPLETIONS, "method": "POST", "body": [1]}, "body=[1] is not a JSON object", "body"),
     ({**openai(COMPLETIONS, prompt="a"), "x": 1}, "the field 'x' is unknown", "x"),

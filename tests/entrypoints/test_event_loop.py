@@ -31,7 +31,7 @@ from helpers.chat import chat_folder
 from nanoinfer import LLM, AsyncLLM, AsyncOutputStream, SamplingParams
 from nanoinfer.engines.base import Engine, StepBatch
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS
-from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE
+from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server import page_routes
 from nanoinfer.server.table import ROUTES
 
@@ -147,6 +147,13 @@ CASES: dict[str, list[Route]] = {
         Route(PROMPT | {"n": 0}, status=400),
     ],
     f"POST {CHAT}": [Route(CHATTED, waits=True), Route(CHATTED | {"stream": True, "logprobs": True}, waits=True)],
+    f"POST {EMBEDDINGS}": [
+        Route({"input": "To be"}, waits=True),
+        Route({"input": ["a", [5, 6]], "encoding_format": "base64", "dimensions": 3}, waits=True),
+        Route({"input": []}, status=400),
+    ],
+    f"POST {RERANK}": [Route({"query": "a", "documents": ["b", {"text": "c"}]}, waits=True)],
+    f"POST {SCORE}": [Route({"queries": "a", "documents": ["b", "c"]}, waits=True)],
     "GET /v1/models": [Route()],
     "GET /v1/models/{model:path}": [Route(path="/v1/models/m"), Route(path="/v1/models/x", status=404)],
     f"POST {TOKENIZE}": [Route({"prompt": "To be", "return_token_strs": True}), Route({"messages": HI})],
@@ -215,6 +222,9 @@ async def enter(running: Running) -> None:
 WAITING: dict[str, Callable[[Running], Awaitable[Any]]] = {
     "AsyncLLM.generate": lambda r: anext(r.model.generate("To be", GREEDY)),
     "AsyncLLM.chat": lambda r: anext(r.model.chat(HI, GREEDY)),
+    "AsyncLLM.embed": lambda r: r.model.embed(["To be", "or"]),
+    "AsyncLLM.score": lambda r: r.model.score("To be", ["or", "not"]),
+    "AsyncLLM.pool": lambda r: r.model.pool(lambda: r.model.llm.pooler.embed("a", None)),
     "AsyncLLM.loglikelihood": lambda r: r.model.loglikelihood("To", " be"),
     "AsyncLLM.perplexity": lambda r: r.model.perplexity("To be"),
     "AsyncLLM.__aexit__": enter,  # it waits for its engine thread, which waits for the core
@@ -245,7 +255,8 @@ LOADS = ("AsyncLLM.from_config", "AsyncLLM.from_engine_args")  # as the construc
 
 def public(kind: type) -> set[str]:
     hooks = {"__aenter__", "__aexit__", "__anext__", "__del__"}
-    return {f"{kind.__name__}.{name}" for name in vars(kind) if not name.startswith("_") or name in hooks}
+    named = [name for base in (kind, *kind.__bases__) if base.__module__.startswith("nanoinfer") for name in vars(base)]
+    return {f"{kind.__name__}.{name}" for name in named if not name.startswith("_") or name in hooks}
 
 
 def test_every_method_has_a_case() -> None:

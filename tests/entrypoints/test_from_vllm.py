@@ -27,6 +27,7 @@ from nanoinfer import (
     BeamSearchParams,
     EngineArgs,
     NanoinferError,
+    PoolingParams,
     RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
@@ -468,7 +469,7 @@ def test_sharing(folder: Path) -> None:
 
 
 @row("`SamplingParams`", "`LLM(...)`", "speculative decoding")
-@row("`LLM.encode`, `LLM.embed`, `LLM.classify`, `LLM.score`")
+@row("`LLM.encode`, `LLM.classify`, `LLM.reward`")
 def test_what_is_not_here(folder: Path, llm: LLM) -> None:
     table = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in PAGE.splitlines() if "|" in line}
     for name in re.findall(r"`(\w+)`", table["`SamplingParams`"][1]):
@@ -484,7 +485,7 @@ def test_what_is_not_here(folder: Path, llm: LLM) -> None:
         assert len(names) >= 3
         assert all(name in ours for name in names)
     assert not ours.keys() & FOREIGN.keys()
-    for name in ("encode", "embed", "classify", "score"):
+    for name in ("encode", "classify", "reward"):
         assert not hasattr(LLM, name)
     assert llm.decode(llm.tokenize("To be")) == "To be"
 
@@ -558,3 +559,21 @@ def test_metrics(llm: LLM) -> None:
     assert (m.num_prompt_tokens, m.num_output_tokens) == (2, 8)
     assert m.tpot_sec is not None
     assert m.total_sec == pytest.approx(m.ttft_sec + 7 * m.tpot_sec)
+
+
+@row("`LLM.embed(prompts, pooling_params=PoolingParams(dimensions=..., use_activation=...))`")
+@row("`LLM.score(queries, documents, chat_template=...)`", "`truncate_prompt_tokens` of `embed` and `score`")
+@row("`dimensions` of an embedding", "score of a decoder without `classifier_from_token`")
+def test_embed_and_score(llm: LLM) -> None:
+    """tests/entrypoints/test_pooling.py has the values."""
+    whole, short = (
+        llm.embed(["Go", "To be"], pooling_params=PoolingParams(dimensions=d, use_activation=False)) for d in (None, 4)
+    )
+    assert [o.outputs.embedding[:4] for o in whole] == [o.outputs.embedding for o in short]
+    assert (short[0].outputs.hidden_size, short[0].finished, whole[0].outputs.hidden_size) == (4, True, TINY.n_embd)
+    cosines = [o.outputs.score for o in llm.score("Go", ["Go", "To be"])]
+    assert cosines[0] == pytest.approx(1.0)
+    assert cosines[1] == llm.score(["Go"], ["To be"])[0].outputs.score
+    (cut,) = llm.embed("a" * 40 + "Go", truncate_prompt_tokens=2)
+    assert cut.prompt_token_ids == llm.tokenize("Go")
+    assert len(llm.embed("a" * 40, truncate_prompt_tokens=-1)[0].prompt_token_ids) == TINY.block_size

@@ -39,10 +39,10 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "structured_outputs_config": ([None, {}], [{"backend": "xgrammar"}]),
     "override_generation_config": ([None, {}], [{"temperature": 0.5}]),
     "chat_template": ([None], ["{{ messages }}"]),
-    "task": (["generate", "auto"], ["embed"]),
-    "runner": (["generate", "auto"], ["pooling"]),
-    "convert": (["auto", "none"], ["embed"]),
-    "pooler_config": ([None], [{}]),
+    "task": (["generate", "auto", "embed", "score"], ["classify"]),
+    "runner": (["generate", "auto", "pooling"], ["draft"]),
+    "convert": (["auto", "none", "embed"], ["classify"]),
+    "pooler_config": ([None, {}], [{"normalize": True}]),
     "limit_mm_per_prompt": ([None, {}, {"image": 0}], [{"image": 1}, 1]),
     "mm_processor_kwargs": ([None, {}], [{"size": 1}]),
     "allowed_local_media_path": ([""], ["/tmp"]),
@@ -56,7 +56,7 @@ VALUES: dict[str, tuple[list[Any], list[Any]]] = {
     "tokenizer_revision": ([None, "main"], ["v2"]),
     "download_dir": ([None, "/models"], []),  # of a model on this machine
     "hf_token": ([None, True], ["hf_secret"]),
-    "hf_overrides": ([None, {}], [{"rope_theta": 1}]),
+    "hf_overrides": ([None, {}, {"is_matryoshka": True}], [{"rope_theta": 1}, 5]),
     "rope_scaling": ([None, {}], [{"type": "yarn"}]),
     "load_format": (["auto", "hf"], ["dummy"]),
     "config_format": (["auto", "hf"], ["mistral"]),
@@ -96,6 +96,21 @@ def test_values_without_effect_and_others(name: str, caplog: pytest.LogCaptureFi
         known = FOREIGN[name]
         message = f"{name}={shown} is not supported (accepted: {known.accepted.replace('`', '')})"
         refuses(lambda v=value: EngineArgs("shakespeare", **{name: v}), f"{message}: {known.why}: {known.remedy}")  # type: ignore[misc]
+
+
+def test_pooling_as_vllm_has_it() -> None:
+    reranker = {
+        "architectures": ["Qwen3ForSequenceClassification"],
+        "classifier_from_token": ["no", "yes"],
+        "is_original_qwen3_reranker": True,
+    }
+    args = EngineArgs("shakespeare", hf_overrides=reranker, pooler_config={"pooling_type": "MEAN"})
+    assert args == EngineArgs("shakespeare", classifier_from_token="no,yes", pooling_type="mean")
+    refuses(lambda: EngineArgs("shakespeare", pooler_config={"pooling_type": "ALL"}), "pooling_type='all'")
+    refuses(
+        lambda: EngineArgs("shakespeare", hf_overrides={"classifier_from_token": ["a"], "rope_theta": 1}),
+        "hf_overrides={'rope_theta': 1} is not supported",
+    )
 
 
 def test_all_arguments_are_named_in_one_line(tiny_folder: Path, caplog: pytest.LogCaptureFixture) -> None:

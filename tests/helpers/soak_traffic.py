@@ -21,7 +21,7 @@ from typing import Any
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS
-from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE
+from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server.table import ROUTES
 
 PROMPTS = [
@@ -126,6 +126,8 @@ class Expected:
     """The library's answers."""
 
     def __init__(self, llm: LLM) -> None:
+        self.embeddings = [output.outputs.embedding for output in llm.embed(PROMPTS)]
+        self.scores = [output.outputs.score for output in llm.score(PROMPTS[0], PROMPTS)]
         self.cases = [(prompt, shape) for prompt in PROMPTS for shape in SHAPES]
         outputs = llm.generate([p for p, _ in self.cases], [SamplingParams(**_python(s)) for _, s in self.cases])
         self.chats = [([{"role": "user", "content": prompt}], shape) for prompt in PROMPTS for shape in CHAT_SHAPES]
@@ -230,6 +232,20 @@ class Client:
         i = self.rng.randrange(len(TEXTS))
         assert json.load(self.ask("POST", DETOKENIZE, {"tokens": self.expected.tokens[i]}))["prompt"] == TEXTS[i]
 
+    def embed(self) -> None:
+        found = json.load(self.ask("POST", EMBEDDINGS, {"input": PROMPTS}))["data"]
+        assert [item["embedding"] for item in found] == self.expected.embeddings
+
+    def rerank(self) -> None:
+        body = {"query": PROMPTS[0], "documents": PROMPTS}
+        found = json.load(self.ask("POST", RERANK, body))["results"]
+        assert {item["index"]: item["relevance_score"] for item in found} == dict(enumerate(self.expected.scores))
+
+    def score(self) -> None:
+        body = {"queries": PROMPTS[0], "documents": PROMPTS}
+        found = json.load(self.ask("POST", SCORE, body))["data"]
+        assert [item["score"] for item in found] == self.expected.scores
+
     def models(self) -> None:
         (listed,) = {model["root"] for model in self.get("/v1/models")["data"]}
         assert listed
@@ -246,6 +262,9 @@ VALID: dict[str, Callable[[Client], Any]] = {
     "/v1/models/{model:path}": Client.model,
     TOKENIZE: Client.tokenize,
     DETOKENIZE: Client.detokenize,
+    EMBEDDINGS: Client.embed,
+    RERANK: Client.rerank,
+    SCORE: Client.score,
     **{path: (lambda client, path=path: client.get(path))
        for path in ("/tokenizer_info", "/info", "/health", "/metrics", "/openapi.json")},
 }  # fmt: skip

@@ -28,7 +28,7 @@ from helpers.chat import chat_folder  # noqa: E402
 from helpers.chat_templates import CHATML  # noqa: E402
 from helpers.server_process import ServerProcess, serving  # noqa: E402
 from helpers.tools import TWO, check_call  # noqa: E402
-from nanoinfer import LLM, SamplingParams  # noqa: E402
+from nanoinfer import LLM, PoolingParams, SamplingParams  # noqa: E402
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 SAMPLING: dict[str, Any] = {"max_tokens": 12, "seed": 3, "temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.2}
@@ -119,6 +119,21 @@ def test_openai_completions(client: Any, llm: LLM) -> None:
     for chunk in client.completions.create(model="tiny", prompt="To be", stream=True, **SAMPLING, extra_body=EXTRA):
         text += chunk.choices[0].text
     assert text == outputs[0].outputs[0].text
+
+
+def test_openai_embeddings(client: Any, llm: LLM) -> None:
+    """The client asks for base64 unless it is told otherwise."""
+    expected = [output.outputs.embedding for output in llm.embed(["To be", "Hi"])]
+    for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+        found = client.embeddings.create(model="tiny", input=["To be", "Hi"], **options)
+        if options.get("encoding_format") != "base64":
+            assert [item.embedding for item in found.data] == expected
+    short = client.embeddings.create(model="tiny", input=[40, 41], dimensions=5, extra_body={"use_activation": False})
+    params = PoolingParams(dimensions=5, normalize=False)
+    assert short.data[0].embedding == llm.embed([40, 41], params)[0].outputs.embedding
+    assert (short.usage.prompt_tokens, short.model) == (2, "tiny")
+    with pytest.raises(openai.BadRequestError, match="dimensions=0"):
+        client.embeddings.create(model="tiny", input="a", dimensions=0)
 
 
 def test_openai_chats(client: Any, llm: LLM) -> None:

@@ -27,7 +27,7 @@ from helpers.models import TINY, make_folder
 from helpers.server_process import ServerProcess, serving
 from nanoinfer import NanoinferError
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS
-from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE
+from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server import descriptors
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.descriptors import MAX_CONNECTIONS, RESERVE, with_max_connections
@@ -37,6 +37,9 @@ MESSAGES = [{"role": "user", "content": "a"}]
 BODIES: dict[str, list[dict[str, Any]]] = {
     TOKENIZE: [{"prompt": "abc", "return_token_strs": True}, {"messages": MESSAGES}, {"prompt": "a" * 100_000}],
     DETOKENIZE: [{"tokens": [1, 2]}],
+    EMBEDDINGS: [{"input": ["a", "b" * 100]}, {"input": "a", "encoding_format": "base64"}],
+    RERANK: [{"query": "a", "documents": ["b", "c"], "top_n": 1}],
+    SCORE: [{"text_1": "a", "text_2": ["b", "c"]}],
     CHAT: [{"messages": MESSAGES, "max_tokens": 4, "logprobs": True, "stream": stream} for stream in (False, True)],
     COMPLETIONS: [
         {"prompt": "a"},

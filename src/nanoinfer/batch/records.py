@@ -20,6 +20,8 @@ from nanoinfer import openai_protocol as openai
 from nanoinfer.batch.lines import MAX_LINE_BYTES, Line, Place
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.openai_protocol import SAMPLING, TEMPLATE, GenerationRequest
+from nanoinfer.openai_protocol.fields import POOLING
+from nanoinfer.openai_protocol.pooling import PoolingRequest, parse_pooling, pooling_body
 from nanoinfer.outputs import CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import show
@@ -144,9 +146,9 @@ class OpenAIForm:
         self._fields, self._model, self._decode = fields, model, decode
         self._number, self._line = place.number, place.line
         self._id = fields.get("custom_id") if _is_id(fields.get("custom_id")) else None
-        self._request: GenerationRequest | None = None
+        self._request: GenerationRequest | PoolingRequest | None = None
 
-    def request(self, defaults: SamplingParams) -> GenerationRequest:
+    def request(self, defaults: SamplingParams) -> GenerationRequest | PoolingRequest:
         """Return what the line asks for. Raises NanoinferError if a field is unknown or has a bad value."""
         fields = self._fields
         for name in fields:
@@ -156,17 +158,20 @@ class OpenAIForm:
         if fields.get("method") != "POST":
             raise openai.FieldError(f"method={show(fields.get('method'))} is not 'POST'", "method")
         url, body = fields.get("url"), fields.get("body")
-        if url not in (openai.COMPLETIONS, openai.CHAT):
-            raise openai.FieldError(f"url={show(url)} is neither {openai.COMPLETIONS} nor {openai.CHAT}", "url")
+        known = (openai.COMPLETIONS, openai.CHAT, *POOLING)
+        if url not in known:
+            raise openai.FieldError(f"url={show(url)} is not one of {', '.join(known)}", "url")
         if not isinstance(body, dict):
             raise openai.FieldError(f"body={show(body)} is not a JSON object", "body")
-        self._request = openai.parse(url, body, defaults)
+        self._request = parse_pooling(url, body) if url in POOLING else openai.parse(url, body, defaults)
         return self._request
 
-    def record(self, outputs: Sequence[RequestOutput]) -> Record:
-        """Return the record of a line that succeeded."""
+    def record(self, outputs: Sequence[Any]) -> Record:
+        """Return the record of a line that succeeded. Args: outputs: of `LLM.generate`, or of what embeds or scores."""
         assert self._request is not None
         number, model = str(self._number), self._model
+        if isinstance(self._request, PoolingRequest):
+            return self._response(200, pooling_body(self._request, outputs, request_id=number, model=model, created=0))
         body = openai.response_body(
             self._request, outputs, request_id=number, model=model, created=0, decode=self._decode
         )
@@ -174,7 +179,7 @@ class OpenAIForm:
 
     def error(self, error: NanoinferError) -> Record:
         """Return the record of a line that failed."""
-        error = openai.as_sent(error, response_format=self._request is not None and self._request.response_format)
+        error = openai.as_sent(error, response_format=getattr(self._request, "response_format", False))
         body = openai.error_body(error)
         body["error"]["message"] = f"line {self._line}: {error}"
         return self._response(openai.status_code(error), body)

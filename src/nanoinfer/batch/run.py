@@ -20,10 +20,12 @@ from nanoinfer.batch.records import Form, derive_seed, read_form, to_bytes, with
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.chat import AnswerReader, Answers, chat_prompt
 from nanoinfer.entrypoints.input_processor import RequestFactory
+from nanoinfer.entrypoints.pooling import Pooler, PoolingWork
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import as_conversation
 from nanoinfer.openai_protocol import GenerationRequest
+from nanoinfer.openai_protocol.pooling import PoolingRequest
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.sequence import Request
@@ -59,6 +61,8 @@ class _Entry:
     """Of a chat whose messages have reasoning or calls."""
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
     """Of the requests that have ended, by id."""
+    work: PoolingWork[Any] | None = None
+    """Of a line that embeds or scores."""
     record: bytes | None = None
     error: str = ""
     """The message of an error record, with its line."""
@@ -73,13 +77,20 @@ class BatchRunner:
         formatter: applies its chat template.
         model: name of the model.
         options: see `BatchOptions`.
+        pooler: makes the requests of embeddings and scores.
     """
 
     def __init__(
-        self, core: Core, requests: RequestFactory, formatter: ChatFormatter, model: str, options: BatchOptions
+        self,
+        core: Core,
+        requests: RequestFactory,
+        formatter: ChatFormatter,
+        model: str,
+        options: BatchOptions,
+        pooler: Pooler,
     ) -> None:
         self._core, self._factory, self._formatter = core, requests, formatter
-        self._model, self._options = model, options
+        self._model, self._options, self._pooler = model, options, pooler
         self._max_num_seqs = core.engine.limits.max_num_seqs
         self._window: deque[_Entry] = deque()
         self._queue: deque[Delta | RequestOutput] = deque()
@@ -151,8 +162,13 @@ class BatchRunner:
             self._num_running += len(request.sequences)
         self._core.submit(entry.requests)
 
-    def _make(self, given: GenerationRequest, entry: _Entry) -> None:
+    def _make(self, given: GenerationRequest | PoolingRequest, entry: _Entry) -> None:
         """Make the requests of a line, without queueing them. Raises NanoinferError if one of them is refused."""
+        if isinstance(given, PoolingRequest):
+            shared = given.cache_salt, given.priority
+            entry.work = self._pooler.plan(given.inputs, given.documents, given.params, *shared)
+            entry.requests = entry.work.make()
+            return
         prompts: Sequence[Any] = given.prompts
         base: Any = given.params
         if given.messages is not None:
@@ -182,14 +198,15 @@ class BatchRunner:
 
     def _finish(self, entry: _Entry) -> None:
         """Make the record of a line whose requests have ended."""
-        outputs = [entry.outputs[r.request_id] for r in entry.requests]
+        outputs: Any = [entry.outputs[r.request_id] for r in entry.requests]
         if entry.answers is not None:
             for output in (outputs := [AnswerReader(entry.answers).read(output) for output in outputs]):
                 output.outputs = [with_call_ids(o, entry.place.number) for o in output.outputs]
         entry.outputs = {}
         entry.requests = []
         try:
-            self._keep(entry, to_bytes(entry.form.record([output.check() for output in outputs])))
+            outputs = [output.check() for output in outputs]
+            self._keep(entry, to_bytes(entry.form.record(entry.work.finish(outputs) if entry.work else outputs)))
         except NanoinferError as e:
             self._fail(entry, e)
 

@@ -32,6 +32,7 @@ from nanoinfer.cli.options import (
 from nanoinfer.cli.terminal import complain
 from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_int
 from nanoinfer.utils.files import read_text
@@ -67,6 +68,7 @@ _CAPACITY = (
 )
 @generation_config_flag
 @flags(SamplingParams, "params", skip=("seed", *NO_FLAGS), defaults=DEFAULTS)
+@flags(PoolingConfig, "pooling")
 @flags(SpeculationConfig, "speculation")
 @flags(EngineConfig, "engine_config")
 def batch(
@@ -80,6 +82,7 @@ def batch(
     generation_config: str,
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
+    pooling: PoolingConfig,
     params: SamplingParams,
 ) -> None:
     """Generate for each line of a JSONL file; continue after an interruption."""
@@ -87,7 +90,12 @@ def batch(
     require_int("seed", seed, 0, 2**64 - 1)
     template = read_text(chat_template, "a chat template") if chat_template is not None else None
     config = LLMConfig(
-        model, tokenizer, generation_config=generation_config, engine=engine_config, speculation=speculation
+        model,
+        tokenizer,
+        generation_config=generation_config,
+        engine=engine_config,
+        speculation=speculation,
+        pooling=pooling,
     )
 
     from nanoinfer.batch.lines import LineReader
@@ -138,6 +146,7 @@ def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: 
     from nanoinfer.batch.run import BatchRunner
     from nanoinfer.core.build import build_core
     from nanoinfer.entrypoints.input_processor import RequestFactory
+    from nanoinfer.entrypoints.pooling import Pooler
     from nanoinfer.inputs.chat import ChatFormatter
     from nanoinfer.utils.progress import ProgressBar
 
@@ -145,7 +154,8 @@ def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: 
     requests, formatter = RequestFactory(built.core, built.model), ChatFormatter(built.model)
     defaults = of_model(options.defaults, requests.defaults, built.model.sampling_defaults)
     options = dataclasses.replace(options, defaults=defaults)
-    runner = BatchRunner(built.core, requests, formatter, built.model.name, options)
+    pooler = Pooler(built.core, built.model, requests)
+    runner = BatchRunner(built.core, requests, formatter, built.model.name, options, pooler)
     records.start()
     log = logging.getLogger("nanoinfer")
     level = log.level
@@ -166,6 +176,7 @@ def _settings(config: LLMConfig, options: BatchOptions) -> dict[str, Any]:
         "chat_template": None if template is None else hashlib.sha256(template.encode()).hexdigest()[:16],
         **dataclasses.asdict(config.engine),
         **dataclasses.asdict(config.speculation),
+        **dataclasses.asdict(config.pooling),
         **dataclasses.asdict(options.defaults),
         "seed": options.seed,
         "generation_config": config.generation_config,

@@ -4,7 +4,7 @@ Examples:
     nanoinfer chat path/to/model            # /help lists the commands
     nanoinfer chat path/to/model --system "Be brief." --temp 0.5
     nanoinfer chat shakespeare --chat-template turns.jinja --engine native
-    nanoinfer chat path/to/model --tools tools.json     # you answer the calls of tools
+    nanoinfer chat path/to/model --tools tools.json   # you answer its calls
     cat questions.txt | nanoinfer chat path/to/model    # one turn a line
 """
 

@@ -21,6 +21,7 @@ _ENGINE = (
     "engine device dtype quantization threads max_model_len max_num_seqs kv_cache_memory kv_cache_dtype graph_memory"
 )
 _LENGTH = "max_tokens min_tokens stop stop_token_ids include_stop_str_in_output ignore_eos overflow slide_stride"
+_POOLING = "pooling_type classifier_from_token score_template"
 _RUNNING = {"Speculative decoding": "draft speculate_k speculate_rule", "Engine and memory": _ENGINE}
 # Sub-command -> topic -> names of its parameters. What is in no topic stands under "Options", before the topics.
 TOPICS: dict[str, dict[str, str]] = {
@@ -40,6 +41,7 @@ TOPICS: dict[str, dict[str, str]] = {
     "batch": {
         "Output length": _LENGTH + " truncate_prompt_tokens",
         "Sampling": _SAMPLING + " generation_config logprobs prompt_logprobs skip_special_tokens",
+        "Embeddings and scores": _POOLING,
         **_RUNNING,
     },
     "serve": {
@@ -49,6 +51,7 @@ TOPICS: dict[str, dict[str, str]] = {
         "Limits of number and time": "max_connections max_requests_in_flight header_timeout_sec body_timeout_sec"
         " send_timeout_sec request_timeout_sec keep_alive_sec",
         "Sampling": "generation_config default_max_tokens",
+        "Embeddings and scores": _POOLING,
         "Speculative decoding": _RUNNING["Speculative decoding"],
         "Scheduling": "max_num_batched_tokens max_num_queued enable_prefix_caching",
         "Engine and memory": _ENGINE + " sampler",

@@ -47,6 +47,10 @@ def pack(model: str, output: Path, tokenizer: str | None, options: EngineConfig)
         if options.dtype != "auto":
             raise NanoinferError("the weight format is given twice: use either --quantization or --dtype")
     loaded = load_model(model, tokenizer=tokenizer)
+    if not loaded.weights.has_head:
+        raise NanoinferError(f"{escaped(model)} has no output head, which a packed folder has: use it as it is")
+    if loaded.pooling.unsupported:
+        complain(f"no pooling is written: {loaded.pooling.unsupported}")
     format = options.quantization or options.dtype
     if format != "auto":
         loaded.weights = dataclasses.replace(loaded.weights, block_formats={})
@@ -66,6 +70,8 @@ def pack(model: str, output: Path, tokenizer: str | None, options: EngineConfig)
         )
     chat = loaded.chat_template, loaded.special_tokens, loaded.sampling_defaults, loaded.response_template
     write_folder(output, chat_files.to_files(*chat))
+    for name, files in loaded.pooling.to_files().items():
+        write_folder(output / name, files)
     kept = sorted({name for formats in block_formats.values() for name, _ in formats})
     print(
         f"{escaped(output)}: {' '.join(kept) or format} weights of {escaped(model)}, {num_bytes:,} bytes",

@@ -11,6 +11,7 @@ from nanoinfer.cli.help import argument, command
 from nanoinfer.cli.options import flags, generation_config_flag, tokenizer_flag
 from nanoinfer.config import EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.server.config import ServerConfig
 
 
@@ -23,6 +24,7 @@ from nanoinfer.server.config import ServerConfig
 @tokenizer_flag
 @generation_config_flag
 @flags(ServerConfig, "server")
+@flags(PoolingConfig, "pooling")
 @flags(SchedulerConfig, "scheduler")
 @flags(SpeculationConfig, "speculation")
 @flags(EngineConfig, "engine_config")
@@ -34,6 +36,7 @@ def serve(
     engine_config: EngineConfig,
     speculation: SpeculationConfig,
     scheduler: SchedulerConfig,
+    pooling: PoolingConfig,
 ) -> None:
     """Serve a model over HTTP with OpenAI's interface."""
     config = LLMConfig(
@@ -43,6 +46,7 @@ def serve(
         engine=engine_config,
         speculation=speculation,
         scheduler=scheduler,
+        pooling=pooling,
     )
     try:
         from nanoinfer.server import auth, descriptors, run

@@ -71,6 +71,8 @@ def build_core(config: LLMConfig) -> BuiltCore:
         special_tokens=loaded.special_tokens,
         response_template=loaded.response_template,
         sampling_defaults=loaded.sampling_defaults if config.generation_config == "auto" else {},
+        has_head=loaded.weights.has_head,
+        pooling=loaded.pooling.with_options(config.pooling, loaded.tokenizer),
     )
     if options.dtype == "auto" and options.quantization is None:
         if formats := Counter(name for parts in model.block_formats.values() for name, _ in parts):

@@ -121,10 +121,15 @@ class StepRunner:
         groups: list[Group] = []  # the sequences to sample, with their proposals
         rows: list[int] = []  # their rows, in order
         beams: dict[Sequence, int] = {}
+        hidden: Array | None = None
         at = 0
         for w in step.work:
             if w.num_scored:
-                read_scores(step, w, logits[at : at + w.num_scored])
+                reads = cast(PromptReads, w.sequence.request.prompt_reads)
+                rows_read = logits
+                if reads.hidden:
+                    hidden = rows_read = self._engine.hidden() if hidden is None else hidden
+                read_scores(step, w, reads, rows_read[at : at + w.num_scored])
                 at += w.num_scored
             if not w.samples:
                 continue
@@ -190,13 +195,12 @@ def propose(step: Step) -> None:
         masks.start(sampling_sequences(step.work), step.proposed, step.rule)
 
 
-def read_scores(step: Step, w: ScheduledSequence, logits: Array) -> None:
-    """Give a scored sequence its rows of the logits. If they are refused, its siblings fail with it."""
+def read_scores(step: Step, w: ScheduledSequence, reads: PromptReads, rows: Array) -> None:
+    """Give a scored sequence its rows of logits or hidden states. If they are refused, its siblings fail with it."""
     request = w.sequence.request
-    reads = cast(PromptReads, request.prompt_reads)
     first, reads.next = reads.next, reads.next + w.num_scored
     try:
-        reads.read(logits, reads.target_ids[first : reads.next])
+        reads.read(rows, reads.target_ids[first : reads.next])
     except Exception as e:
         request.prompt_logprobs = None
         step.faults.update(dict.fromkeys(request.sequences, one_line(e)))

@@ -49,7 +49,7 @@ class AsyncEngine:
     """
 
     def __init__(self, core: Core) -> None:
-        self._core = core
+        self.core = core
         self._registered: dict[str, AsyncRequest] = {}  # all unfinished requests
         self._submitted: dict[int, AsyncRequest] = {}  # by the core's id; used by the engine thread only
         self._queue: deque[Delta | RequestOutput] = deque()  # of all submitted requests, in any thread's steps
@@ -104,7 +104,7 @@ class AsyncEngine:
         request.dropped = True
         self._forget(request)
         if (made := request.request) is not None:
-            self._core.cancel([made])  # even if many commands are queued
+            self.core.cancel([made])  # even if many commands are queued
         self._commands.put(request)
 
     def abort(self, request_id: str) -> None:
@@ -120,7 +120,7 @@ class AsyncEngine:
 
     def cancel_all(self) -> None:
         """Cancel the parent's requests in a forked child, where this engine has no thread."""
-        self._core.cancel([r.request for r in self._registered.values() if r.request is not None])
+        self.core.cancel([r.request for r in self._registered.values() if r.request is not None])
 
     def _forget(self, request: AsyncRequest) -> None:
         if self._registered.get(request.request_id) is request:
@@ -147,7 +147,7 @@ class AsyncEngine:
                 try:
                     if not self._run_commands():
                         return
-                    self._core.step()
+                    self.core.step()
                     self._send_queue()
                 except Exception as e:
                     self._fail(e)
@@ -157,7 +157,7 @@ class AsyncEngine:
             self._registered.clear()
             self._send([(r, NanoinferError(CLOSED)) for r in left])
             with suppress(Exception):  # an engine that fails has told the requests why
-                self._core.abort(*(r.request for r in left if r.request is not None))
+                self.core.abort(*(r.request for r in left if r.request is not None))
             self.ended.set_result(None)
 
     def _run_commands(self) -> bool:
@@ -181,14 +181,14 @@ class AsyncEngine:
         if made is None:  # ended before it was prepared: it comes again when it is
             return
         if made.request_id in self._submitted:
-            self._core.cancel([made])
+            self.core.cancel([made])
         elif request.aborted and not request.dropped:
-            self._core.abort(made)
-            self._end(request, self._result(request, self._core.output(made)))
+            self.core.abort(made)
+            self._end(request, self._result(request, self.core.output(made)))
         elif not request.dropped:
             made.queue = self._queue
             try:
-                self._core.submit([made])
+                self.core.submit([made])
             except Exception as e:  # for example, the queue is full
                 self._end(request, e if isinstance(e, NanoinferError) else ResultError(one_line(e)))
             else:
@@ -212,7 +212,7 @@ class AsyncEngine:
                 self._forget(request)
                 sent.append((request, self._result(request, item, reason)))
             elif item.error is not None and not at_end:  # the request fails with one of its sequences
-                self._core.cancel([] if made.finished else [made])
+                self.core.cancel([] if made.finished else [made])
             elif request.output_kind != FINAL_ONLY and not at_end:
                 sent.append((request, item))
         self._send(sent)
@@ -224,7 +224,7 @@ class AsyncEngine:
         self._send_queue(one_line(error))
         if len(self._submitted) == num_submitted:  # end all requests: the exception would come again in the next step
             for request in list(self._submitted.values()):
-                self._core.cancel([request.request] if request.request is not None else [])
+                self.core.cancel([request.request] if request.request is not None else [])
                 self._end(request, ResultError(f"the request was aborted: {one_line(error)}"))
 
     def _end(self, request: AsyncRequest, item: Item) -> None:

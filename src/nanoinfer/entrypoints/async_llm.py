@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_engine import CLOSED, AsyncEngine
-from nanoinfer.entrypoints.async_requests import CUMULATIVE, DELTA, OUTPUT_KINDS, AsyncRequest
+from nanoinfer.entrypoints.async_pooling import AsyncPoolingMethods
+from nanoinfer.entrypoints.async_requests import CUMULATIVE, DELTA, OUTPUT_KINDS
+from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
@@ -29,7 +31,7 @@ from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import Message, as_conversation
 from nanoinfer.inputs.prompts import Prompt, as_list
-from nanoinfer.outputs import LoglikelihoodOutput, PerplexityOutput, RequestOutput
+from nanoinfer.outputs import LoglikelihoodOutput, PerplexityOutput
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils import processes
 from nanoinfer.utils.checks import require_choice, show
@@ -61,7 +63,7 @@ class _Threads:
         self.scoring.stop()
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPoolingMethods):
     """A loaded model whose requests are awaited in event loops. Several loops, each in its own thread, may use it.
 
     Args:
@@ -226,7 +228,7 @@ class AsyncLLM:
         making: Generator[Workers, None, Request],
         request_id: str | None,
         output_kind: str | None,
-        params: Params | None,
+        params: Params | None = None,
         reader: AnswerReader | None = None,
     ) -> AsyncOutputStream:
         if output_kind is None:
@@ -236,7 +238,7 @@ class AsyncLLM:
             request_id = secrets.token_hex(8)
         elif not isinstance(request_id, str) or not request_id:
             raise NanoinferError(f"request_id={show(request_id)} is not a string of one or more characters")
-        return AsyncOutputStream(self, making, request_id, output_kind, reader)
+        return AsyncOutputStream(lambda: self._running().engine, making, request_id, output_kind, reader)
 
     async def abort(self, request_id: str) -> None:
         """End a request before the next step. Its iterator returns the output so far, with finish_reason "abort".
@@ -332,69 +334,3 @@ class AsyncLLM:
             self._threads.engine.cancel_all()
             self._threads = _Threads(self.llm)
         return self._threads
-
-
-class AsyncOutputStream(AsyncIterator[RequestOutput]):
-    """Yields the outputs of one request, which it owns. Use it in one task at a time."""
-
-    _request: AsyncRequest | None = None  # until the first iteration
-    finished = False
-    """Whether the iterator yields nothing more."""
-
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        making: Generator[Workers, None, Request],
-        request_id: str,
-        output_kind: str,
-        reader: AnswerReader | None = None,
-    ) -> None:
-        self._llm, self._making, self._output_kind, self._reader = llm, making, output_kind, reader
-        self.request_id = request_id
-        """The id that the caller gave, or that was made."""
-
-    async def __anext__(self) -> RequestOutput:
-        if self.finished:
-            raise StopAsyncIteration
-        try:
-            request = self._request or self.begin(asyncio.Event())
-            await request.wait()
-            return self.take()
-        except BaseException:  # the task was cancelled, or the request has failed
-            self.leave()
-            raise
-
-    def begin(self, event: asyncio.Event) -> AsyncRequest:
-        """Queue the request. The event is set when there is something to take."""
-        request = AsyncRequest(self.request_id, self._output_kind, asyncio.get_running_loop(), event)
-        self._engine = self._llm._running().engine
-        self._engine.register(request)
-        self._request = request
-        self._engine.prepare(request, self._making)
-        return request
-
-    @property
-    def ready(self) -> bool:
-        """Whether there is something to take."""
-        return self._request is not None and self._request.ready
-
-    def take(self) -> RequestOutput:
-        """Return the output that is ready. Raises the error of a request that has failed."""
-        assert self._request is not None
-        core = self._llm.llm.core
-        output = self._request.take(core.outputs.logprobs, core.clock)
-        self.finished = self._request.ended
-        return output if self._reader is None else self._reader.read(output)
-
-    async def aclose(self) -> None:
-        """Cancel the request if it is not finished. The iterator yields nothing more."""
-        self.leave()
-
-    def leave(self) -> None:
-        """Cancel the request if it is not finished."""
-        if not self.finished and (request := self._request) is not None and not request.ended:
-            self._engine.drop(request)
-        self.finished = True
-
-    def __del__(self) -> None:
-        self.leave()

@@ -1,16 +1,94 @@
-"""Read the streams of several requests of `AsyncLLM` in one task."""
+"""The stream of a request of `AsyncLLM`, and the streams of several requests that one task reads."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 
+from nanoinfer.entrypoints.async_engine import AsyncEngine
+from nanoinfer.entrypoints.async_requests import AsyncRequest
+from nanoinfer.entrypoints.chat import AnswerReader
 from nanoinfer.inputs.prompts import numbered
 from nanoinfer.outputs import RequestOutput
+from nanoinfer.scheduling.sequence import Request
+from nanoinfer.utils.workers import Workers
 
-if TYPE_CHECKING:
-    from nanoinfer.entrypoints.async_llm import AsyncOutputStream
+
+class AsyncOutputStream(AsyncIterator[RequestOutput]):
+    """Yields the outputs of one request, which it owns. Use it in one task at a time.
+
+    Args:
+        engine: returns what runs the steps.
+        making: makes the request; yields the workers that run the next part.
+        request_id: given by the caller, or made.
+        output_kind: one of OUTPUT_KINDS.
+        reader: reads the messages of a chat.
+    """
+
+    _request: AsyncRequest | None = None  # until the first iteration
+    finished = False
+    """Whether the iterator yields nothing more."""
+
+    def __init__(
+        self,
+        engine: Callable[[], AsyncEngine],
+        making: Generator[Workers, None, Request],
+        request_id: str,
+        output_kind: str,
+        reader: AnswerReader | None = None,
+    ) -> None:
+        self._running, self._making, self._output_kind, self._reader = engine, making, output_kind, reader
+        self.request_id = request_id
+        """The id that the caller gave, or that was made."""
+
+    async def __anext__(self) -> RequestOutput:
+        if self.finished:
+            raise StopAsyncIteration
+        try:
+            request = self._request or self.begin(asyncio.Event())
+            await request.wait()
+            return self.take()
+        except BaseException:  # the task was cancelled, or the request has failed
+            self.leave()
+            raise
+
+    def begin(self, event: asyncio.Event) -> AsyncRequest:
+        """Queue the request. The event is set when there is something to take."""
+        request = AsyncRequest(self.request_id, self._output_kind, asyncio.get_running_loop(), event)
+        self._engine = self._running()
+        self._engine.register(request)
+        self._request = request
+        self._engine.prepare(request, self._making)
+        return request
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to take."""
+        return self._request is not None and self._request.ready
+
+    def take(self) -> RequestOutput:
+        """Return the output that is ready. Raises the error of a request that has failed."""
+        assert self._request is not None
+        core = self._engine.core
+        output = self._request.take(core.outputs.logprobs, core.clock)
+        self.finished = self._request.ended
+        return output if self._reader is None else self._reader.read(output)
+
+    async def aclose(self) -> None:
+        """Cancel the request if it is not finished. The iterator yields nothing more."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Cancel the request if it is not finished."""
+        if not self.finished and (request := self._request) is not None and not request.ended:
+            self._engine.drop(request)
+        self.finished = True
+
+    def __del__(self) -> None:
+        self.leave()
+
+
+Observe = Callable[[Sequence[tuple[int, RequestOutput, bool]]], None]
 
 
 class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
@@ -27,7 +105,7 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
     def __init__(
         self,
         streams: Sequence[AsyncOutputStream],
-        observe: Callable[[Sequence[tuple[int, RequestOutput, bool]]], None] | None = None,
+        observe: Observe | None = None,
     ) -> None:
         self._streams, self._observe = streams, observe
         self._open = dict(enumerate(streams))

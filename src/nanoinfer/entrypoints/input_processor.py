@@ -11,7 +11,7 @@ from nanoinfer.core import beam_search as beams
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints import scoring
 from nanoinfer.entrypoints.vllm_names import model_defaults
-from nanoinfer.errors import NanoinferError, too_long
+from nanoinfer.errors import NanoinferError, input_too_long, too_long
 from nanoinfer.inputs.prompts import Prompt, as_list, as_prompt, numbered
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.tokenizers import LONG_TEXT
@@ -91,6 +91,7 @@ class RequestFactory:
     def make(self, prompt: str | list[int], params: Params, *, salt: str | None = None, priority: int = 0) -> Request:
         """Check and return one request without queueing it. `salt`, `priority`: see `Core.make`."""
         priority = require_int("priority", priority, -(2**31), 2**31 - 1)
+        self._model.require_head()
         search = None
         if isinstance(params, BeamSearchParams):
             beams.check(params, self._model.vocab_size, self._model.end_token_ids)
@@ -146,8 +147,11 @@ class RequestFactory:
         start = None if rendered or not isinstance(prompt, str) else self._model.require_tokenizer().bos_token_id
         return token_ids[-most:] if start is None else [start, *token_ids[len(token_ids) - most + 1 :]]
 
-    def check_fits(self, text: str, params: Params) -> None:
-        """Raise NanoinferError if a long prompt has too many tokens for the context, however it is tokenized."""
+    def check_fits(self, text: str, params: Params | None) -> None:
+        """Raise NanoinferError if a long prompt has too many tokens for the context, however it is tokenized.
+
+        `params`: None for an input of an embedding or a score.
+        """
         shortened = isinstance(params, SamplingParams) and (
             params.overflow == "slide" or params.truncate_prompt_tokens is not None
         )
@@ -155,7 +159,8 @@ class RequestFactory:
             return
         block_size = self._core.engine.limits.block_size
         if (least := self._model.require_tokenizer().least_tokens(text)) > block_size:
-            raise too_long(f"at least {least}", block_size)
+            error = input_too_long if params is None else too_long
+            raise error(f"at least {least}", block_size)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return a prompt's token ids; for an empty prompt, the model's start token. Raises as `LLM.tokenize`."""

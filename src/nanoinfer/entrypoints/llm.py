@@ -23,6 +23,8 @@ from nanoinfer.entrypoints.chat import AnswerReader, chat_prompt
 from nanoinfer.entrypoints.conversation import Conversation
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
+from nanoinfer.entrypoints.pooling import Pooler
+from nanoinfer.entrypoints.pooling_methods import PoolingMethods
 from nanoinfer.entrypoints.streams import OutputStream, Ownership, TextStream
 from nanoinfer.entrypoints.vllm_names import llm_config, llm_signature, model_defaults, one_of
 from nanoinfer.errors import NanoinferError
@@ -37,7 +39,7 @@ from nanoinfer.utils.processes import computing
 from nanoinfer.utils.progress import ProgressBar
 
 
-class LLM:
+class LLM(PoolingMethods):
     """A loaded model on an engine. Thread-safe: a lock serializes the steps of several threads.
 
     Args:
@@ -73,7 +75,7 @@ class LLM:
         built = build_core(config)
         self.core, self.model, self._drafts = built.core, built.model, built.drafts
         self.requests, self.formatter = RequestFactory(self.core, self.model), ChatFormatter(self.model)
-        self.engine = self.core.engine
+        self.pooler, self.engine = Pooler(self.core, self.model, self.requests), self.core.engine
         self.model_name, self.engine_name = self.model.name, self.model.engine
         self.config, self.tokenizer = self.model.config, self.model.tokenizer
         self.device, self.dtype = self.model.device, self.model.dtype
@@ -319,6 +321,7 @@ class LLM:
             NanoinferError: a continuation has no tokens or is longer than the context length, or a context is empty and
                 the model has no start token.
         """
+        self.model.require_head()
         before, after = as_list(contexts), as_list(continuations)
         if len(before) == 1:
             before *= len(after)
@@ -360,6 +363,7 @@ class LLM:
         Raises:
             NanoinferError: a text has fewer than two tokens, or the stride is invalid.
         """
+        self.model.require_head()
         block_size = self.config.block_size
         stride = max(1, block_size // 2) if stride is None else stride
         if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride <= block_size:

@@ -16,9 +16,10 @@ from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.config import EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
+from nanoinfer.config import PARTS, EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.messages import is_list
+from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanoinfer.utils.checks import plain, show
 
@@ -89,7 +90,7 @@ def _has_no_parts(value: Any, given: Mapping[str, Any]) -> bool:
 
 
 _ONE_DEVICE = ("one device computes", "leave it out, and run a process for each device")
-_TEXT = ("models here generate text", "use vLLM for embeddings, classes and scores")
+_TASKS = ("a model generates, embeds and scores", "use vLLM for classes and rewards")
 _READS_TEXT = "models here read text only"
 _ADAPTERS = ("adapters are not supported", "merge the adapter into the model's weights")
 _CONFIG = ("config.json describes the model", "change it in a copy of the folder")
@@ -100,6 +101,9 @@ _BRANCH = (
 _GUIDANCE = "llguidance compiles all grammars"
 _PARAMS = "sampling_params=None takes the parameters of generation_config.json"
 _FORMAT = "the format of a file is read from it"
+
+_BESIDE = {"architectures", "is_original_qwen3_reranker", "is_matryoshka", "matryoshka_dimensions"}
+"""Keys of hf_overrides that vLLM needs for embeddings and rerankers, and that change nothing here."""
 
 FOREIGN: dict[str, Foreign] = {
     # devices and memory
@@ -164,10 +168,15 @@ FOREIGN: dict[str, Foreign] = {
     "override_generation_config": _only([None, {}], _PARAMS, "give generate() the SamplingParams"),
     "chat_template": _only([None], "the model's own template is used", "give it to LLM.chat"),
     # the model
-    "task": _only(["auto", "generate"], *_TEXT),
-    "runner": _only(["auto", "generate"], *_TEXT),
-    "convert": _only(["auto", "none"], *_TEXT),
-    "pooler_config": _only([None], *_TEXT),
+    "task": _only(["auto", "generate", "embed", "embedding", "score"], *_TASKS),
+    "runner": _only(["auto", "generate", "pooling"], *_TASKS),
+    "convert": _only(["auto", "none", "embed"], *_TASKS),
+    "pooler_config": Foreign(
+        "`None`, `{}`; `pooling_type`: LAST, MEAN or CLS",
+        lambda value, given: value in (None, {}),
+        "the model's files say how it embeds",
+        "give PoolingParams to LLM.embed",
+    ),
     "limit_mm_per_prompt": Foreign("`None`, or 0 of each kind", _has_no_parts, _READS_TEXT),
     "mm_processor_kwargs": _only([None, {}], _READS_TEXT),
     "allowed_local_media_path": _only([""], _READS_TEXT),
@@ -188,7 +197,11 @@ FOREIGN: dict[str, Foreign] = {
     "hf_token": _only(
         [None, True], "the Hub's library finds this machine's token", "set the environment variable HF_TOKEN"
     ),
-    "hf_overrides": _only([None, {}], *_CONFIG),
+    "hf_overrides": Foreign(
+        "`None`, `{}`; `classifier_from_token`, and what vLLM wants beside it",
+        lambda value, given: isinstance(value or {}, Mapping) and not (value or {}).keys() - _BESIDE,
+        *_CONFIG,
+    ),
     "rope_scaling": _only([None, {}], *_CONFIG),
     "load_format": _only(["auto", "hf"], _FORMAT, "leave it out; random:PRESET is a model of random weights"),
     "config_format": _only(["auto", "hf"], _FORMAT),
@@ -217,9 +230,10 @@ def llm_config(model: str, options: Mapping[str, Any]) -> LLMConfig:
     foreign: dict[str, Any] = {}
     for name, value in options.items():
         (foreign if name in FOREIGN else own)[RENAMED.get(name, name)] = value
-    if len(own) + len(foreign) < len(options):
+    if len(own) + len(foreign) < len(options):  # before they are moved
         raise NanoinferError("kv_cache_memory and kv_cache_memory_bytes are both given: give one of them")
     own = {name: value for name, value in own.items() if value is not None or name not in _NONE_IS_DEFAULT}
+    own |= _pooling(foreign)
     if "dtype" in own:
         own["dtype"] = _dtype(own["dtype"])
     tokenizer, seed = own.pop("tokenizer", None), own.pop("seed", 0)
@@ -234,6 +248,24 @@ def llm_config(model: str, options: Mapping[str, Any]) -> LLMConfig:
     return config
 
 
+def _pooling(foreign: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that pooler_config and hf_overrides stand for, and take them out of `foreign`.
+
+    {"hf_overrides": {"classifier_from_token": ["no", "yes"], ...}}  ->  {"classifier_from_token": ["no", "yes"]}
+    """
+    found = {}
+    for name, key in (("pooler_config", "pooling_type"), ("hf_overrides", "classifier_from_token")):
+        value = foreign.get(name)
+        if isinstance(value, Mapping) and value.get(key) is not None:
+            given = value[key]
+            found[key] = given.lower() if key == "pooling_type" and isinstance(given, str) else given
+            if rest := {k: v for k, v in value.items() if k != key}:
+                foreign[name] = rest
+            else:
+                del foreign[name]
+    return found
+
+
 def _check(name: str, value: Any, given: Mapping[str, Any]) -> None:
     known, value = FOREIGN[name], plain(value)
     if not known.accepts(value, given):
@@ -243,7 +275,7 @@ def _check(name: str, value: Any, given: Mapping[str, Any]) -> None:
 
 def llm_signature() -> Signature:
     """Return the signature of `LLM.__init__` with all options."""
-    options = [f for config in (EngineConfig, SpeculationConfig, SchedulerConfig) for f in fields(config)]
+    options = [f for config in PARTS for f in fields(config)]
     kind, positional = Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD
     return Signature(
         [
@@ -294,7 +326,7 @@ def _dtype(value: Any) -> Any:
 
 
 @dataclass(frozen=True, init=False)
-class EngineArgs(EngineConfig, SpeculationConfig, SchedulerConfig):
+class EngineArgs(EngineConfig, SpeculationConfig, SchedulerConfig, PoolingConfig):
     """The arguments of `LLM(...)`, checked and without those that have no effect.
 
     `LLM(**dataclasses.asdict(args))` and `AsyncLLM.from_engine_args(args)` load the model.
@@ -310,9 +342,9 @@ class EngineArgs(EngineConfig, SpeculationConfig, SchedulerConfig):
 
     def __init__(self, model: str, **options: Any) -> None:
         config = llm_config(model, options)
-        for part in (config, config.engine, config.speculation, config.scheduler):
+        for part in (config, config.engine, config.speculation, config.scheduler, config.pooling):
             for f in fields(part):
-                if f.name not in ("engine", "speculation", "scheduler") or part is not config:
+                if f.name not in ("engine", "speculation", "scheduler", "pooling") or part is not config:
                     object.__setattr__(self, f.name, getattr(part, f.name))
 
     @property

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models.pooling import Pooling
 from nanoinfer.utils.arrays import BlockFormats
 
 if TYPE_CHECKING:
@@ -49,11 +50,20 @@ class ModelInfo:
     """The description of the model's answers in tokenizer_config.json, not checked."""
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of generation_config.json for requests without their own, not checked; empty: there are none."""
+    pooling: Pooling = field(default_factory=Pooling)
+    """How embeddings and scores are made."""
+    has_head: bool = True
+    """Whether it has an output head, and so generates text."""
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
         """The model's end-of-text tokens that may be sampled."""
         return tuple(t for t in self.config.eos_token_ids if t < self.vocab_size)
+
+    def require_head(self) -> None:
+        """Raise NanoinferError if the model has no output head."""
+        if not self.has_head:
+            raise NanoinferError(f"model {self.name!r} has no output head: it makes embeddings only: use embed")
 
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises NanoinferError without one."""

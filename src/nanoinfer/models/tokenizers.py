@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.least_tokens import longest_token
+from nanoinfer.models.special_tokens import around, prepend
 from nanoinfer.models.text_streams import MISSING, DecodeStream, SuffixStream, Utf8Stream, no_text, spelled
 from nanoinfer.models.tokenizer_limits import (
     MAX_TOKENS,
@@ -53,6 +54,8 @@ class Tokenizer(Protocol):
     """Token that begins each prompt which is given as text; None: there is none. `encode` does not add it."""
     special_tokens: Mapping[int, str]
     """Tokens that are no text, such as those that end a turn, with their spelling."""
+    suffix: tuple[int, ...]
+    """Tokens that end each text of which an embedding is made. `encode` does not add them."""
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text` alone. Raises NanoinferError for text that cannot be tokenized."""
@@ -98,7 +101,8 @@ class GenericTokenizer:
     def __init__(self, core: tokenizers.Tokenizer) -> None:
         _bound_cache(core)
         self.core, self._longest = core, longest_token(core, byte_alphabet())
-        self.vocab_size, self.bos_token_id = _table_size(core), _start_token(core)
+        self.vocab_size = _table_size(core)
+        self.bos_token_id, self.suffix = around(core)
         added = core.get_added_tokens_decoder()
         self.special_tokens: Mapping[int, str] = {i: token.content for i, token in added.items() if token.special}
 
@@ -163,6 +167,7 @@ class CharTokenizer:
         self.vocab_size = len(self.chars)
         self.bos_token_id: int | None = None
         self.special_tokens: Mapping[int, str] = {}
+        self.suffix: tuple[int, ...] = ()
         self._ids = {c: i for i, c in enumerate(self.chars)}
         self._texts = dict(enumerate(self.chars))
 
@@ -205,29 +210,6 @@ def _table_size(core: tokenizers.Tokenizer) -> int:
     if (size := 1 + max(ids)) > MAX_VOCAB_SIZE:
         raise NanoinferError(f"token id {size - 1} is too large: ids must be less than {MAX_VOCAB_SIZE}")
     return size
-
-
-def _start_token(core: tokenizers.Tokenizer) -> int | None:
-    """Return the token that the post-processor of a tokenizer.json adds before a text, or None.
-
-    As in transformers and vLLM, the post-processor decides, not `add_bos_token` in tokenizer_config.json.
-    """
-    encoded = core.encode("a")
-    mask: list[int] = encoded.special_tokens_mask
-    before = mask.index(0) if 0 in mask else len(mask)
-    if any(mask[before:]) or before > 1:
-        log.warning("the tokenizer adds special tokens other than one start token to a text: they are left out")
-    return encoded.ids[0] if before == 1 else None
-
-
-def prepend(core: tokenizers.Tokenizer, token: str, token_id: int) -> None:
-    """Let prompts begin with a token. A tokenizer.json that is saved says the same."""
-    from tokenizers import processors
-
-    special: Any = {"id": "bos", "ids": [token_id], "tokens": [token]}
-    core.post_processor = processors.TemplateProcessing(
-        single=["bos:0", "$A:0"], pair=["bos:0", "$A:0", "$B:0"], special_tokens=[special]
-    )
 
 
 def _encode(core: tokenizers.Tokenizer, text: str) -> list[int]:

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, QueueFull, ResultError
-from nanoinfer.openai_protocol.fields import FIELDS, SAMPLING, FieldError
+from nanoinfer.openai_protocol.fields import SAMPLING, TABLES, FieldError
 
 
 def status_code(error: NanoinferError) -> int:
@@ -66,9 +66,13 @@ _ABOUT = {
     r"(the prompt|prompt|token id)\b": "prompt",
     r"(message|role|content|content part|messages|tool_calls|tool_call_id|reasoning_content)\b": "messages",
     r"tool '|\d+ tools:": "tools",
+    r"the input\b": "input",
     r"model '": None,  # without a chat template
 }
 """How messages begin that do not begin with the name of the field they are about."""
+
+
+_NAMES = {*SAMPLING, *(name for table in TABLES.values() for name in table)}
 
 
 def _param(error: NanoinferError) -> str | None:
@@ -80,4 +84,4 @@ def _param(error: NanoinferError) -> str | None:
         if re.match(start, text):
             return name
     found = re.match(r"\w+", text)
-    return found[0] if found and (found[0] in SAMPLING or found[0] in FIELDS) else None
+    return found[0] if found and found[0] in _NAMES else None

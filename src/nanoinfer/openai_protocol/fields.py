@@ -140,6 +140,18 @@ FIELDS: dict[str, Field] = {
 
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+EMBEDDINGS, RERANK, SCORE = POOLING = "/v1/embeddings", "/v1/rerank", "/v1/score"
+MAX_INPUTS = 2048
+"""Inputs of one request to /v1/embeddings, and documents of one to /v1/rerank or /v1/score."""
+_TEXTS = {"anyOf": [_STRING, {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _STRING}]}
+_DOCUMENT = {"anyOf": [_STRING, {"type": "object", "properties": {"text": _STRING}, "required": ["text"]}]}
+_POOLED = {
+    **{name: FIELDS[name] for name in ("model", "user", "priority", "cache_salt")},
+    "truncate_prompt_tokens": Field(
+        {"type": "integer", "minimum": -1}, "Maximum number of tokens of an input; -1: the context length."
+    ),
+}
+_PAIRED = {**_POOLED, "use_activation": Field(_BOOL, "Of rerankers: return probabilities, not logits (default: true).")}
 TEMPLATE = (
     "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "documents", "tools", "tool_choice",
     "parallel_tool_calls", "enable_thinking", "reasoning_effort", "thinking_token_budget",
@@ -153,6 +165,37 @@ TABLES: dict[str, dict[str, Field]] = {
         "prompt": Field(_STRING, "The text, instead of messages."),
         "add_special_tokens": Field(_BOOL, "Begin with the tokenizer's start token, if it has one (default: true)."),
         "return_token_strs": Field(_BOOL, "Return the text of each token."),
+    },
+    EMBEDDINGS: {
+        **_POOLED,
+        "input": Field(
+            {"anyOf": [_STRING, _TOKEN_IDS, {"type": "array", "items": {"anyOf": [_STRING, _TOKEN_IDS]}}]},
+            f"A string, a list of token ids, or a list of 1 to {MAX_INPUTS} of these.",
+        ),
+        "encoding_format": Field({"enum": ["float", "base64"]}, "base64: float32 values, little endian."),
+        "dimensions": Field({"type": "integer", "minimum": 1}, "Number of values, the first ones (default: all)."),
+        "use_activation": Field(_BOOL, "Normalize the embeddings (default: as the model's files say)."),
+    },
+    RERANK: {
+        **_PAIRED,
+        "query": Field(_STRING, "The query."),
+        "documents": Field(
+            {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": _DOCUMENT}, "The documents."
+        ),
+        "top_n": Field({"type": "integer", "minimum": 0}, "Number of documents to return, the best; 0: all."),
+        "return_documents": Field(_BOOL, "Return the documents' texts (default: true)."),
+    },
+    SCORE: {
+        **_PAIRED,
+        **{
+            name: Field(_TEXTS, f"{what}; other names: {others}.")
+            for name, what, others in (
+                ("queries", "A query for all documents, or one for each", "text_1, data_1"),
+                ("documents", f"1 to {MAX_INPUTS} documents", "text_2, data_2, items"),
+            )
+        },
+        **{name: Field(_TEXTS, "The same as queries.") for name in ("text_1", "data_1")},
+        **{name: Field(_TEXTS, "The same as documents.") for name in ("text_2", "data_2", "items")},
     },
     DETOKENIZE: {"model": FIELDS["model"], "tokens": Field(_TOKEN_IDS, "The token ids.")},
 }

@@ -44,7 +44,7 @@ def window_start(num_tokens: int, block_size: int, stride: int) -> int:
 
 @dataclass(eq=False)
 class PromptReads:
-    """The logits of a prompt that a request reads.
+    """The logits or the final hidden states of a prompt that a request reads.
 
     A request that reads them at every token of its prompt generates nothing: its sequence ends when they are read. One
     that has no target for the last token samples there.
@@ -55,7 +55,10 @@ class PromptReads:
     next: int
     """Position in the prompt of the next token whose logits are read."""
     read: Callable[[Array, list[int]], None]
-    """Called for each part of the prompt, in order: with logits (M, V) and the tokens that follow."""
+    """Called for each part of the prompt, in order: with logits (M, V) or hidden states (M, C), and the tokens that
+    follow."""
+    hidden: bool = False
+    """Whether hidden states are read, not logits."""
 
     @property
     def num_unread(self) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import anyio
 from starlette.exceptions import HTTPException
@@ -23,6 +24,8 @@ from nanoinfer.utils.files import escaped
 
 MAX_SLIDING_TOKENS = 1 << 20
 """Prompt tokens times n or best_of, where overflow=slide permits more than the context length: of all requests."""
+MAX_EMBEDDING_VALUES = 1 << 24
+"""Values of the embeddings of all requests: 8 bytes of each while they are summed, 4 in the response."""
 NUM_ENTRIES_IN_FLIGHT = 4
 """Times max_logprob_entries that all requests may hold."""
 
@@ -86,6 +89,15 @@ class Quota:
         self._most, self._what = most, what
         self._num, self._lock = 0, threading.Lock()
 
+    @contextmanager
+    def holding(self, count: int) -> Iterator[None]:
+        """Count what a request holds within the context. Raises QueueFull."""
+        self.add(count)
+        try:
+            yield
+        finally:
+            self.add(-count)
+
     def add(self, count: int) -> None:
         """Count what a request will hold, or with a negative number has held. Raises QueueFull."""
         with self._lock:
@@ -102,6 +114,7 @@ class Quotas:
 
     def __init__(self, config: ServerConfig) -> None:
         self.sliding = Quota(MAX_SLIDING_TOKENS, "tokens of prompts that are longer than the context")
+        self.values = Quota(MAX_EMBEDDING_VALUES, "values of embeddings")
         self.entries = Quota(NUM_ENTRIES_IN_FLIGHT * config.max_logprob_entries, "log-probabilities")
 
 

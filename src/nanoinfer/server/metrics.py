@@ -50,11 +50,14 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float], _Value | None]] = {
     "request_params_max_tokens": ("max_tokens of a request, if it is given.", _TOKENS, lambda m, p: p.max_tokens),
 }  # fmt: skip
 """Name -> help text, buckets, and the value of a request that has ended, if it has one."""
+_POOLED = ("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prompt_tokens")
+"""Those of requests that generate nothing: embeddings and scores."""
 _SPECULATION = {
     "spec_decode_num_drafts": "Steps that verified a draft.",
     "spec_decode_num_draft_tokens": "Proposed tokens that were verified.",
     "spec_decode_num_accepted_tokens": "Proposed tokens that were accepted.",
 }
+_NO_PARAMS = SamplingParams()
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 
@@ -95,12 +98,12 @@ class Metrics:
         self._responses.labels(self._model_name, method, str(entry["status"])).inc()
 
     @contextmanager
-    def watch(self, scope: Scope, params: SamplingParams, num_prompts: int) -> Iterator[RequestWatch]:
+    def watch(self, scope: Scope, params: SamplingParams | None, num_prompts: int) -> Iterator[RequestWatch]:
         """Observe the requests of one HTTP request within the context. Those that do not finish were aborted or failed.
 
         Args:
             scope: gets their token counts, for the access log.
-            params: of all of them.
+            params: of all of them; None: they generate nothing.
             num_prompts: their number.
         """
         watch = RequestWatch(self, scope, params)
@@ -119,12 +122,14 @@ class Metrics:
         """Add a value to one of the histograms."""
         self._histograms[name].observe(value)
 
-    def finish(self, output: RequestOutput, params: SamplingParams) -> None:
+    def finish(self, output: RequestOutput, params: SamplingParams | None) -> None:
         """Observe the last output of a request."""
         metrics = output.metrics
         self._finished[_finish_reason(output)].inc()
         for name, (_, _, read) in _HISTOGRAMS.items():
-            if read is not None and (value := read(metrics, params)) is not None:
+            if params is None and name not in _POOLED:
+                continue
+            if read is not None and (value := read(metrics, params or _NO_PARAMS)) is not None:
                 self.observe(name, value)
         if (found := metrics.speculation) is not None:
             counts = (found.num_verify_steps, found.num_proposed, found.num_accepted)
@@ -140,7 +145,7 @@ class RequestWatch:
         scope, params: as for `Metrics.watch`.
     """
 
-    def __init__(self, metrics: Metrics, scope: Scope, params: SamplingParams) -> None:
+    def __init__(self, metrics: Metrics, scope: Scope, params: SamplingParams | None) -> None:
         self._metrics, self._scope, self._params = metrics, scope, params
         self._last: dict[int, float] = {}
         self.began = False

@@ -9,12 +9,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import nanoinfer
-from nanoinfer.openai_protocol.fields import BOTH, CHAT, COMPLETIONS, DETOKENIZE, SAMPLING, TABLES, TOKENIZE
+from nanoinfer.openai_protocol.fields import (
+    BOTH,
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    RERANK,
+    SAMPLING,
+    SCORE,
+    TABLES,
+    TOKENIZE,
+)
 from nanoinfer.sampling_params import OVERFLOWS, RANGES, SamplingParams
 from nanoinfer.server.table import RouteSpec
 from nanoinfer.utils.field_docs import field_docs
 
-REQUIRED = {COMPLETIONS: ["prompt"], CHAT: ["messages"], TOKENIZE: [], DETOKENIZE: ["tokens"]}
+REQUIRED = {
+    COMPLETIONS: ["prompt"],
+    CHAT: ["messages"],
+    TOKENIZE: [],
+    DETOKENIZE: ["tokens"],
+    EMBEDDINGS: ["input"],
+    RERANK: ["query", "documents"],
+    SCORE: [],
+}
 _SCALARS = {int: "integer", float: "number", str: "string", bool: "boolean"}
 _FORMS: dict[str, dict[str, Any]] = {
     "stop": {

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.entrypoints.async_llm import AsyncLLM, AsyncOutputStream
+from nanoinfer.entrypoints.async_llm import AsyncLLM
+from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.models.checkpoints.load import builtin_names
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, GenerationRequest, parse
 from nanoinfer.sampling_params import SamplingParams

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from starlette.types import Receive, Scope, Send
 
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS
-from nanoinfer.openai_protocol.fields import DETOKENIZE, TOKENIZE
-from nanoinfer.server import generation, routes
+from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
+from nanoinfer.server import generation, pooling, routes
 from nanoinfer.server.service import Service
 
 Handler = Callable[[Service, Scope, Receive, Send], Awaitable[None]]
@@ -30,6 +30,9 @@ class RouteSpec:
 ROUTES = (
     RouteSpec("POST", COMPLETIONS, generation.generate),
     RouteSpec("POST", CHAT, generation.generate),
+    RouteSpec("POST", EMBEDDINGS, pooling.embed),
+    RouteSpec("POST", RERANK, pooling.rerank),
+    RouteSpec("POST", SCORE, pooling.score),
     RouteSpec("GET", "/v1/models", routes.models),
     RouteSpec("GET", "/v1/models/{model:path}", routes.model),
     RouteSpec("POST", TOKENIZE, routes.tokenize),

@@ -110,6 +110,7 @@ def _shape(m: _Metadata) -> dict[str, Any]:
     n_head = m.int_("attention.head_count")
     n_embd = m.int_("embedding_length")
     width = m.int_("attention.key_length", max(1, n_embd // n_head))
+    m.get(m.key("pooling_type"))  # models/pooling.py
     m.only(m.key("attention.value_length"), width)
     return {
         "vocab_size": _vocab_size(m),

@@ -19,8 +19,9 @@ import numpy as np
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.models.families.fields import Fields
+from nanoinfer.models.special_tokens import surround
 from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK, MAX_TOKENS, MERGES_PER_TOKEN
-from nanoinfer.models.tokenizers import Tokenizer, byte_level, explained, from_core, prepend
+from nanoinfer.models.tokenizers import Tokenizer, byte_level, explained, from_core
 from nanoinfer.utils.checks import as_int, require_int, show
 
 log = logging.getLogger("nanoinfer")
@@ -115,12 +116,15 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
         core, add_bos = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)
         _add_special(core, vocabulary)
         bos = vocabulary.special("bos", 1 if kind == "llama" else None)
+        first = last = None
         if vocabulary.flag("add_bos_token", add_bos):
             if bos is None:
                 raise NanoinferError(f"{PREFIX}add_bos_token is true, but there is no {PREFIX}bos_token_id")
-            prepend(core, vocabulary.tokens[bos], bos)
-        if vocabulary.flag("add_eos_token", False):
-            log.warning("%s: %sadd_eos_token is ignored: prompts do not end with the end token", where, PREFIX)
+            first = vocabulary.tokens[bos], bos
+        if vocabulary.flag("add_eos_token", False) and (eos := vocabulary.special("eos")) is not None:
+            last = vocabulary.tokens[eos], eos  # of embeddings
+        if first or last:
+            surround(core, first, last)
         return from_core(core)
 
 

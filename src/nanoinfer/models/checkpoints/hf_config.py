@@ -40,6 +40,8 @@ def read(path: Path) -> ModelConfig:
     with about(where):
         fields.only("is_encoder_decoder", False, None)
         fields.only("quantization_config", None)
+        fields.only("is_causal", True, None)
+        fields.only("use_bidirectional_attention", False, None)
         config = family.read(fields)
         tokens: dict[str, Any] = {
             "bos_token_id": next(iter(_token_ids("bos_token_id", _special(raw, "bos_token_id"), raw)), None),

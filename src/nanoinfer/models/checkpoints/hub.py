@@ -23,6 +23,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.models import pooling
 from nanoinfer.models.checkpoints import chat_files, huggingface
 from nanoinfer.models.checkpoints.gguf_file import PART
 from nanoinfer.models.presets import REPOSITORIES
@@ -51,6 +52,7 @@ _FOLDER_FILES = [
     "vocab.json",
     "merges.txt",
     *chat_files.FILES,
+    *pooling.FILES,
 ]
 
 

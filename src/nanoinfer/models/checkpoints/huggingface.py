@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,11 +50,18 @@ def open_folder(folder: Path, dtype: str = "float32") -> Weights:
     refuse_adapter(folder)
     config = hf_config.read(folder / "config.json")
     stored: dict[str, StoredTensor] = {}
-    for path in weight_files(folder):
-        for key, tensor in _tensors(path).items():
-            if (name := _full_name(key, config)) in stored:
+    files = [_tensors(path) for path in weight_files(folder)]
+    prefix, head = _left_out(config, (key for tensors in files for key in tensors)), _names(config)[1]
+    for tensors in files:
+        for key, tensor in tensors.items():
+            if (name := key if key.startswith((prefix, head)) else prefix + key) in stored:
                 raise NanoinferError(f"{escaped(folder)} contains tensor {name!r:.80} twice: keep one")
             stored[name] = tensor
+    has_head = config.tie_word_embeddings or any(name.startswith(head) for name in stored)
+    if prefix and config.family != "gpt2" and not has_head:
+        log.info("%s has no output head: it makes embeddings, and generates nothing", escaped(folder))
+        weights = check(replace(config, tie_word_embeddings=True), stored, escaped(folder), dtype)
+        return replace(weights, has_head=False)
     return check(config, stored, escaped(folder), dtype)
 
 
@@ -81,9 +89,16 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
     return state  # type: ignore[no-any-return]  # checked
 
 
-def _full_name(key: str, config: ModelConfig) -> str:
-    """Return a tensor's name with the prefix "transformer.", which old files of GPT-2 leave out."""
-    return key if config.family != "gpt2" or key.startswith(("transformer.", "lm_head.")) else f"transformer.{key}"
+def _names(config: ModelConfig) -> tuple[str, str]:
+    """Return how the names of a family's tensors begin, and those of the output head: "model.", "lm_head."."""
+    family = FAMILIES[config.family]
+    return family.layer.partition(".")[0] + ".", f"{family.names['lm_head']}."
+
+
+def _left_out(config: ModelConfig, keys: Iterable[str]) -> str:
+    """Return the prefix that names lack: old files of GPT-2 leave out "transformer.", embedding models "model."."""
+    prefix, _ = _names(config)
+    return "" if config.family != "gpt2" and any(key.startswith(prefix) for key in keys) else prefix
 
 
 def weight_files(folder: Path) -> list[Path]:

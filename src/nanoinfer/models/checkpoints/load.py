@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from nanoinfer.config import EngineConfig, ModelConfig
 from nanoinfer.errors import NanoinferError, about
-from nanoinfer.models import tokenizers
+from nanoinfer.models import pooling, tokenizers
 from nanoinfer.models.checkpoints import chat_files, gguf, gguf_tokenizer, hub, huggingface, nanochat, nanogpt, packed
 from nanoinfer.models.checkpoints.gguf_file import MAGIC
 from nanoinfer.models.checkpoints.stored import is_safetensors
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.parameters import initialize
+from nanoinfer.models.pooling import Pooling
 from nanoinfer.models.presets import PRESETS
 from nanoinfer.models.tokenizer_limits import MAX_TOKENS
 from nanoinfer.utils.checks import require_int, show
@@ -64,6 +65,8 @@ class LoadedModel:
     """The description of the model's answers in tokenizer_config.json, not checked."""
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     """Sampling parameters of generation_config.json, not checked."""
+    pooling: Pooling = field(default_factory=Pooling)
+    """How embeddings and scores are made."""
     _gpt: GPT | None = field(default=None, init=False, repr=False)
 
     @property
@@ -163,11 +166,13 @@ def open_weights(path: Path, dtype: str = "float32") -> Weights:
 
 
 def _read_defaults(loaded: LoadedModel, path: Path, metadata: Mapping[str, Value] | None) -> None:
-    """Set the templates of a GGUF file or a folder, its special tokens, and a folder's sampling parameters."""
+    """Set what a GGUF file or a folder says of chats, embeddings and sampling."""
     if metadata is not None:
         loaded.chat_template = gguf_tokenizer.chat_template(metadata)
         loaded.special_tokens = gguf_tokenizer.special_tokens(metadata)
+        loaded.pooling = pooling.of_gguf(metadata)
     elif path.is_dir():
+        loaded.pooling = pooling.read(path)
         loaded.sampling_defaults = chat_files.sampling_defaults(path)
         try:
             loaded.response_template = chat_files.response_template(path)

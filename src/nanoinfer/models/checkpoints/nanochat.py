@@ -25,8 +25,9 @@ from nanoinfer.models.checkpoints.torch_archive import check_state, read_archive
 from nanoinfer.models.checkpoints.weights import Weights, check
 from nanoinfer.models.families import FAMILIES
 from nanoinfer.models.families.fields import Fields
+from nanoinfer.models.special_tokens import prepend
 from nanoinfer.models.tokenizer_limits import MAX_MERGE_WORK
-from nanoinfer.models.tokenizers import Tokenizer, byte_alphabet, byte_level, explained, from_core, in_order, prepend
+from nanoinfer.models.tokenizers import Tokenizer, byte_alphabet, byte_level, explained, from_core, in_order
 from nanoinfer.utils.files import escaped, read_limited, read_object, reason
 
 MAX_META_BYTES = 1 << 20  # nanochat's meta has 3 KB

@@ -37,6 +37,8 @@ class Weights:
     stored_dtype: str = field(default="float32", kw_only=True)
     """Dtype of most values in the checkpoint; float32 for quantized ones and where there is no checkpoint."""
 
+    has_head: bool = field(default=True, kw_only=True)
+    """Whether the checkpoint has an output head. The embedding of a model without one stands in for it."""
     block_formats: Mapping[str, BlockFormats] = field(default_factory=dict, kw_only=True)
     """Matrices that are stored in blocks of quantized values -> the formats of GGUF files to compute in."""
 

@@ -1,0 +1,361 @@
+"""Embeddings and scores: requests that generate nothing and whose final hidden states or logits are read.
+
+They run beside other requests: in the same steps, in chunks, and share prefixes (scheduling/). On engine `native`,
+where rows do not depend on each other, results are the same in any company, bit for bit: sums are made token by token.
+
+A score is the probability of a reranker's answer to a prompt of query and document, or for other models the cosine of
+their embeddings.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanoinfer.core.core import Core
+from nanoinfer.entrypoints.input_processor import RequestFactory
+from nanoinfer.errors import NanoinferError, ResultError, input_too_long
+from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
+from nanoinfer.inputs.prompts import Prompt, as_list, numbered
+from nanoinfer.models.model_info import ModelInfo
+from nanoinfer.models.tokenizers import Tokenizer, decode
+from nanoinfer.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from nanoinfer.pooling_params import PoolingParams
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.sequence import PromptReads, Request
+from nanoinfer.utils.arrays import Array, to_numpy
+from nanoinfer.utils.checks import show
+
+T = TypeVar("T")
+NOTHING = SamplingParams(max_tokens=1)
+"""Of the requests: what is only scored samples no token."""
+_ROLES = ("query", "document")
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PoolingWork(Generic[T]):
+    """Requests to run, and what they result in."""
+
+    makes: Sequence[tuple[int, Callable[[], Request]]]
+    """For each request the number of characters of its text, and a function that makes it, not queued."""
+    finish: Callable[[Sequence[RequestOutput]], list[T]]
+    """Returns the results, given the outputs of the requests, all of which have succeeded."""
+
+    def make(self) -> list[Request]:
+        """Return the requests, not queued. Raises NanoinferError if one of them is refused."""
+        requests = []
+        for i, (_, make) in enumerate(self.makes):
+            with numbered(i, len(self.makes)):
+                requests.append(make())
+        return requests
+
+
+class _Sum:
+    """The sum of the rows that are read of one request. Args: columns: those that are kept; None: all."""
+
+    def __init__(self, columns: list[int] | None = None) -> None:
+        self._columns = columns
+        self.ids: list[int] = []
+        """The tokens of the input."""
+        self.total: Values = np.zeros(1)
+        self.count = 0
+
+    def add(self, rows: Array, _: list[int]) -> None:
+        """Add rows of hidden states or logits. Raises ResultError if they are not finite."""
+        values = to_numpy(rows)
+        values = values if self._columns is None else values[:, self._columns]
+        if not np.isfinite(values).all():
+            raise ResultError("the model's outputs are not finite: use dtype=float32, and check the weights")
+        for row in values:  # one by one: the order, and so the result, does not depend on the chunks
+            self.total = self.total + row
+        self.count += len(values)
+
+    @property
+    def mean(self) -> Values:
+        return self.total / self.count
+
+
+class Pooler:
+    """Makes the requests of embeddings and scores.
+
+    Args:
+        core, model: as of `LLM`.
+        requests: checks token ids.
+    """
+
+    def __init__(self, core: Core, model: ModelInfo, requests: RequestFactory) -> None:
+        self._core, self._model, self._factory = core, model, requests
+        self._formatter = ChatFormatter(model)  # of its own: chats have another template
+        self._block_size = core.engine.limits.block_size
+
+    @property
+    def reranks(self) -> bool:
+        """Whether scores are those of a reranker, not cosines of embeddings."""
+        return self._model.pooling.true_id is not None
+
+    def plan(
+        self,
+        inputs: Any,
+        documents: Sequence[str],
+        params: PoolingParams,
+        salt: str | None = None,
+        priority: int = 0,
+    ) -> PoolingWork[EmbeddingRequestOutput] | PoolingWork[ScoringRequestOutput]:
+        """Return the work that scores documents for queries, or without documents embeds the inputs."""
+        if documents:
+            return self.score(inputs, documents, params, salt=salt, priority=priority)
+        return self.embed(inputs, params, salt=salt, priority=priority)
+
+    # Embeddings ------------------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None,
+        *,
+        salt: str | None = None,
+        priority: int = 0,
+    ) -> PoolingWork[EmbeddingRequestOutput]:
+        """Return the work that embeds prompts.
+
+        Args:
+            prompts: in all supported forms, with or without `cache_salt`.
+            params: of all prompts, or of each.
+            salt: of the prompts that have none of their own.
+            priority: of all.
+
+        Raises:
+            NanoinferError: a prompt has an unsupported form, a parameter is out of range, or the model's files ask for
+                a pooling that is not supported. What depends on the tokens is raised when a request is made.
+        """
+        salts: list[str | None] = []
+        many = as_list(prompts, salts)
+        each = [*params] if isinstance(params, Sequence) else [params or PoolingParams()] * len(many)
+        if len(each) != len(many):
+            raise NanoinferError(f"{len(many)} prompts, but {len(each)} PoolingParams: give one, or one for each")
+        for p in each:
+            self._check(p)
+        made = [self._embedding(prompt, p, salt=own or salt, priority=priority)
+                for prompt, p, own in zip(many, each, salts, strict=True)]  # fmt: skip
+
+        def finish(outputs: Sequence[RequestOutput]) -> list[EmbeddingRequestOutput]:
+            return [
+                EmbeddingRequestOutput(output.request_id, self._values(found, p), found.ids, output.num_cached_tokens)
+                for output, (_, found), p in zip(outputs, made, each, strict=True)
+            ]
+
+        return PoolingWork([make for make, _ in made], finish)
+
+    def _check(self, params: PoolingParams) -> None:
+        width = self._model.config.n_embd
+        if not isinstance(params, PoolingParams):
+            raise NanoinferError(f"pooling_params={show(params)} is not a PoolingParams")
+        if params.dimensions is not None and params.dimensions > width:
+            raise NanoinferError(f"dimensions={params.dimensions} is more than the model's {width}: lower it")
+        if (most := params.truncate_prompt_tokens) is not None and most > self._block_size:
+            raise NanoinferError(
+                f"truncate_prompt_tokens={most} is more than the context length {self._block_size}: lower it, or use -1"
+            )
+        if self._model.pooling.unsupported:
+            raise NanoinferError(self._model.pooling.unsupported)
+
+    def _embedding(
+        self, prompt: str | list[int], params: PoolingParams, *, salt: str | None, priority: int
+    ) -> tuple[tuple[int, Callable[[], Request]], _Sum]:
+        """Return what makes the request of one embedding, and what it reads."""
+        found, kind = _Sum(), self._model.pooling.kind
+
+        def make() -> Request:
+            found.ids = ids = self._token_ids(prompt, params)
+            if kind == "cls":
+                ids = ids[:1]  # the first token attends to no other
+            request = self._request(prompt if isinstance(prompt, str) else None, ids, salt, priority)
+            request.prompt_reads = PromptReads(ids, len(ids) - 1 if kind == "last" else 0, found.add, hidden=True)
+            return request
+
+        return (len(prompt) if isinstance(prompt, str) else 0, make), found
+
+    def _token_ids(self, prompt: str | list[int], params: PoolingParams) -> list[int]:
+        """Return the tokens of an input. A text gets the start and end tokens that the tokenizer's files ask for."""
+        first: list[int] = []
+        last: list[int] = []
+        if isinstance(prompt, str):
+            tokenizer = self._model.require_tokenizer()
+            if params.truncate_prompt_tokens is None:
+                self._factory.check_fits(prompt, None)
+            prompt, last = tokenizer.encode(prompt), [*tokenizer.suffix]
+            first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        ids = self._factory.token_ids([*first, *prompt, *last])
+        if not ids:
+            raise NanoinferError("the input has no tokens: give one or more characters")
+        if (most := self._most(params)) >= len(ids):
+            return ids
+        if params.truncate_prompt_tokens is None:
+            raise input_too_long(str(len(ids)), self._block_size)
+        kept = most - len(first) - len(last)
+        return [*first, *prompt[len(prompt) - kept :], *last] if kept > 0 else ids[-most:]
+
+    def _most(self, params: PoolingParams) -> int:
+        """Return the number of tokens that an input may have."""
+        given = params.truncate_prompt_tokens
+        return self._block_size if given in (None, -1) else int(given or 0)
+
+    def _request(self, text: str | None, ids: list[int], salt: str | None, priority: int) -> Request:
+        return self._core.make(text, ids, NOTHING, 0, salt=salt, priority=priority)
+
+    def _values(self, found: _Sum, params: PoolingParams) -> EmbeddingOutput:
+        values = found.mean[: params.dimensions]
+        normalizes = self._model.pooling.normalize if params.normalizes is None else params.normalizes
+        if normalizes:
+            values = values / max(float(np.sqrt(np.square(values).sum())), 1e-12)
+        return EmbeddingOutput(array("f", values.astype(np.float32).tobytes()))
+
+    # Scores ----------------------------------------------------------------------------------------------
+
+    def score(
+        self,
+        queries: Any,
+        documents: Any,
+        params: PoolingParams | None,
+        *,
+        chat_template: str | None = None,
+        salt: str | None = None,
+        priority: int = 0,
+    ) -> PoolingWork[ScoringRequestOutput]:
+        """Return the work that scores documents: all for one query, or each for its own.
+
+        Raises:
+            NanoinferError: as `embed`; or the numbers of queries and documents differ, or the model is a reranker and
+                has no template.
+        """
+        params = PoolingParams() if params is None else params
+        self._check(params)
+        if params.dimensions is not None or params.normalize is not None:
+            raise NanoinferError("dimensions and normalize are of embeddings: leave them out of scores")
+        before, after = as_list(queries), as_list(documents)
+        if len(before) not in (1, len(after)) or not after:
+            raise NanoinferError(
+                f"{len(before)} queries, but {len(after)} documents: give one query, or one for each document"
+            )
+        if self.reranks:
+            pairs = [*zip(before * (len(after) if len(before) == 1 else 1), after, strict=True)]
+            return self._by_logits(pairs, params, self._template(chat_template), salt, priority)
+        if chat_template is not None:
+            raise NanoinferError("chat_template is of rerankers: give classifier_from_token= to LLM, or leave it out")
+        return self._by_cosine(before, after, params, salt, priority)
+
+    def _by_cosine(
+        self, before: list[Any], after: list[Any], params: PoolingParams, salt: str | None, priority: int
+    ) -> PoolingWork[ScoringRequestOutput]:
+        made = [self._embedding(prompt, params, salt=salt, priority=priority) for prompt in (*before, *after)]
+
+        def finish(outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
+            units = [found.mean / max(float(np.sqrt(np.square(found.mean).sum())), 1e-12) for _, found in made]
+            results = []
+            for i in range(len(after)):
+                q, d = (0 if len(before) == 1 else i), len(before) + i
+                ids = [*made[q][1].ids, *made[d][1].ids]
+                score = ScoringOutput(float((units[q] * units[d]).sum()))
+                cached = outputs[q].num_cached_tokens + outputs[d].num_cached_tokens
+                results.append(ScoringRequestOutput(outputs[d].request_id, score, ids, cached))
+            return results
+
+        return PoolingWork([make for make, _ in made], finish)
+
+    def _by_logits(
+        self,
+        pairs: Sequence[tuple[Any, Any]],
+        params: PoolingParams,
+        template: ChatOptions,
+        salt: str | None,
+        priority: int,
+    ) -> PoolingWork[ScoringRequestOutput]:
+        pooling = self._model.pooling
+        columns = [token for token in (pooling.true_id, pooling.false_id) if token is not None]
+        sums = [_Sum(columns) for _ in pairs]
+
+        def making(i: int) -> Callable[[], Request]:
+            query, document = pairs[i]
+
+            def make() -> Request:
+                text, ids = self._pair(query, document, params, template)
+                request = self._request(text, ids, salt, priority)
+                request.prompt_reads = PromptReads(ids, len(ids) - 1, sums[i].add)
+                return request
+
+            return make
+
+        def finish(outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
+            return [
+                ScoringRequestOutput(
+                    output.request_id, self._score(found, params), output.prompt_token_ids, output.num_cached_tokens
+                )
+                for output, found in zip(outputs, sums, strict=True)
+            ]
+
+        for i, pair in enumerate(pairs):
+            with numbered(i, len(pairs), "document"):
+                if not all(isinstance(text, str) for text in pair):
+                    raise NanoinferError("a reranker's query and document are token ids: give text")
+        return PoolingWork([(len(q) + len(d), making(i)) for i, (q, d) in enumerate(pairs)], finish)
+
+    def _score(self, found: _Sum, params: PoolingParams) -> ScoringOutput:
+        """Return the score of the logits after a prompt: p(true) against p(false), or the difference of the logits."""
+        value = float(found.total[0] - (found.total[1] if len(found.total) == 2 else 0.0))
+        if params.use_activation is not False:
+            value = 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+        return ScoringOutput(value)
+
+    def _template(self, given: str | None) -> ChatOptions:
+        """Return how a reranker's prompts are made."""
+        model = self._model
+        model.require_head()
+        for token in (model.pooling.true_id, model.pooling.false_id):
+            if token is not None and token >= model.config.vocab_size:
+                raise NanoinferError(f"the reranker's token id {token} is not less than {model.config.vocab_size}")
+        source = given or model.pooling.template
+        own = model.chat_template or ""
+        if source is None and not all(re.search(rf"['\"]{role}['\"]", own) for role in _ROLES):
+            raise NanoinferError(
+                f"model {model.name!r} has no template with the roles {' and '.join(_ROLES)}: give score_template="
+                " (--score-template FILE)"
+            )
+        return ChatOptions(source)
+
+    def _pair(self, query: str, document: str, params: PoolingParams, template: ChatOptions) -> tuple[str, list[int]]:
+        """Return the prompt of a query and a document. The document loses its end if the prompt is to be shortened."""
+        tokenizer, most = self._model.require_tokenizer(), self._most(params)
+        shortens = params.truncate_prompt_tokens is not None
+        if not shortens:
+            self._factory.check_fits(query, None)
+            self._factory.check_fits(document, None)
+        text, ids = self._render(query, document, template, tokenizer)
+        kept: list[int] | None = None
+        while shortens and len(ids) > most and kept != []:
+            kept = tokenizer.encode(document) if kept is None else kept
+            kept = kept[: max(0, len(kept) - (len(ids) - most))]
+            text, ids = self._render(query, decode(tokenizer, kept), template, tokenizer)
+        if len(ids) > most:
+            raise input_too_long(str(len(ids)), self._block_size)
+        return text, ids
+
+    def _render(self, query: str, document: str, template: ChatOptions, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+        messages: list[Mapping[str, Any]] = [
+            {"role": role, "content": content} for role, content in zip(_ROLES, (query, document), strict=True)
+        ]
+        text = self._formatter.render(messages, template)
+        return text, tokenizer.encode(text)

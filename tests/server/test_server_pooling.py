@@ -1,0 +1,214 @@
+"""/v1/embeddings, /v1/rerank and /v1/score answer what the library returns, and refuse what they cannot do."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette", reason="the extra `server` is not installed")
+pytest.importorskip("prometheus_client", reason="the extra `server` is not installed")
+
+from starlette.types import ASGIApp
+
+from helpers.asgi import call, serve
+from helpers.async_llm import freed
+from helpers.models import TINY, make_folder
+from nanoinfer import LLM, AsyncLLM, NanoinferError, PoolingParams
+from nanoinfer.openai_protocol.fields import EMBEDDINGS, MAX_INPUTS, RERANK, SCORE
+from nanoinfer.openai_protocol.pooling import parse_pooling
+from nanoinfer.server import limits
+
+TEXTS = ["To be", "or not", "a" * 20]
+TEMPLATE = "{{ messages[0]['content'] }}?{{ messages[1]['content'] }}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), max_num_seqs=3)
+
+
+def ask(llm: LLM, *requests: tuple[str, Any], **options: Any) -> list[tuple[int, dict[str, Any]]]:
+    """Return the status and the body of each response."""
+
+    async def main(app: ASGIApp, model: AsyncLLM) -> list[tuple[int, dict[str, Any]]]:
+        found = [await call(app, "POST", url, body=json.dumps(body).encode()) for url, body in requests]
+        await freed(model)
+        return [(f.status, json.loads(f.content)) for f in found]
+
+    return serve(llm, main, served_model_name=("m",), **options)  # type: ignore[no-any-return]
+
+
+def one(llm: LLM, url: str, body: Any) -> dict[str, Any]:
+    ((status, found),) = ask(llm, (url, body))
+    assert status == 200, found
+    return found
+
+
+def test_embeddings(llm: LLM) -> None:
+    outputs = llm.embed(TEXTS)
+    found = one(llm, EMBEDDINGS, {"model": "m", "input": TEXTS, "user": "x"})
+    assert (found["object"], found["model"], found["id"][:5]) == ("list", "m", "embd-")
+    assert [(d["index"], d["object"]) for d in found["data"]] == [(i, "embedding") for i in range(3)]
+    assert [d["embedding"] for d in found["data"]] == [o.outputs.embedding for o in outputs]
+    num_tokens = sum(len(o.prompt_token_ids) for o in outputs)
+    assert found["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    coded = one(llm, EMBEDDINGS, {"input": TEXTS, "encoding_format": "base64"})["data"]
+    for item, output in zip(coded, outputs, strict=True):
+        assert np.frombuffer(base64.b64decode(item["embedding"]), "<f4").tolist() == output.outputs.embedding
+
+
+@pytest.mark.parametrize(("given", "prompts"), [
+    ("To be", ["To be"]), ([5, 6], [[5, 6]]), ([[5, 6], [7]], [[5, 6], [7]]), (["a", [5]], ["a", [5]]),
+])  # fmt: skip
+def test_forms_of_input(llm: LLM, given: Any, prompts: list[Any]) -> None:
+    body = {"input": given, "dimensions": 4, "use_activation": False, "truncate_prompt_tokens": 4.0}
+    params = PoolingParams(dimensions=4, use_activation=False, truncate_prompt_tokens=4)
+    expected = [o.outputs.embedding for o in llm.embed(prompts, params)]
+    assert [d["embedding"] for d in one(llm, EMBEDDINGS, body)["data"]] == expected
+
+
+def test_rerank_and_score(llm: LLM) -> None:
+    scores = [o.outputs.score for o in llm.score("To be", TEXTS)]
+    best = sorted(range(3), key=lambda i: -scores[i])
+    found = one(llm, RERANK, {"query": "To be", "documents": [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]})
+    assert [(r["index"], r["relevance_score"]) for r in found["results"]] == [(i, scores[i]) for i in best]
+    assert [r["document"]["text"] for r in found["results"]] == [TEXTS[i] for i in best]
+    assert found["usage"]["total_tokens"] == sum(len(llm.tokenize(t)) for t in TEXTS) + 3 * len(llm.tokenize("To be"))
+    body = {"query": "To be", "documents": TEXTS, "top_n": 2, "return_documents": False}
+    assert one(llm, RERANK, body)["results"] == [{"index": i, "relevance_score": scores[i]} for i in best[:2]]
+    for names in (("queries", "documents"), ("text_1", "text_2"), ("data_1", "data_2"), ("queries", "items")):
+        found = one(llm, SCORE, dict(zip(names, ("To be", TEXTS), strict=True)))
+        assert [(d["index"], d["object"], d["score"]) for d in found["data"]] == [
+            (i, "score", score) for i, score in enumerate(scores)
+        ]
+    each = one(llm, SCORE, {"text_1": TEXTS, "text_2": TEXTS})["data"]
+    assert [d["score"] for d in each] == pytest.approx([1.0] * 3)
+
+
+def test_a_reranker(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    llm = LLM(str(folder), classifier_from_token="n,y", score_template=str(tmp_path / "t.jinja"), engine="dynamic")
+    scores = [o.outputs.score for o in llm.score("Go", ["a", "b"])]
+    assert [d["score"] for d in one(llm, SCORE, {"queries": "Go", "documents": ["a", "b"]})["data"]] == pytest.approx(
+        scores, abs=1e-5
+    )
+    raw = one(llm, RERANK, {"query": "Go", "documents": ["a"], "use_activation": False})["results"]
+    assert 1 / (1 + np.exp(-raw[0]["relevance_score"])) == pytest.approx(scores[0], abs=1e-5)
+
+
+BAD: list[tuple[str, Any, str, str | None]] = [
+    (EMBEDDINGS, {}, "input is missing", "input"),
+    (EMBEDDINGS, {"input": []}, "input has 0 items", "input"),
+    (EMBEDDINGS, {"input": ["a"] * (MAX_INPUTS + 1)}, f"input has {MAX_INPUTS + 1} items", "input"),
+    (EMBEDDINGS, {"input": ""}, "input='' is neither", "input"),
+    (EMBEDDINGS, {"input": ["a", 5]}, "input=5 is neither", "input"),
+    (EMBEDDINGS, {"input": [[]]}, "neither a text nor a list", "input"),
+    (EMBEDDINGS, {"input": [[True]]}, "token id True", None),
+    (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format='int8'", "encoding_format"),
+    (EMBEDDINGS, {"input": "a", "dimensions": 0}, "dimensions=0", "dimensions"),
+    (EMBEDDINGS, {"input": "a", "dimensions": 17}, "dimensions=17 is more than the model's 16", "dimensions"),
+    (EMBEDDINGS, {"input": "a", "temperature": 0}, "temperature", "temperature"),
+    (EMBEDDINGS, {"input": "a", "cache_salt": ""}, "cache_salt=''", "cache_salt"),
+    (EMBEDDINGS, {"input": ["a", "b" * 40]}, "prompt 2 of 2: the input has 40 tokens", "input"),
+    (EMBEDDINGS, {"input": [[5] * 33]}, "the input has 33 tokens", None),
+    (RERANK, {"documents": ["a"]}, "query=None is not a string", "query"),
+    (RERANK, {"query": "a"}, "documents None is not a list", "documents"),
+    (RERANK, {"query": "a", "documents": [{"text": 5}]}, "documents: 5 is not a text", "documents"),
+    (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n=-1", None),
+    (RERANK, {"query": "a" * 1000, "documents": ["b"] * 2000}, "have 2002000 characters", "documents"),
+    (SCORE, {"text_1": "a"}, "documents is missing", "documents"),
+    (SCORE, {"text_1": "a", "queries": "b", "text_2": "c"}, "given as queries and text_1", "queries"),
+    (SCORE, {"text_1": ["a", "b"], "text_2": ["a"] * 3}, "2 queries, but 3 documents", "queries"),
+]  # fmt: skip
+
+
+def test_bad_requests(llm: LLM) -> None:
+    found = ask(llm, *((url, body) for url, body, _, _ in BAD), (EMBEDDINGS, {"input": "a", "model": "other"}))
+    for (_, _, message, param), (status, answer) in zip(BAD, found, strict=False):
+        assert status == 400
+        assert message in answer["error"]["message"]
+        assert param is None or answer["error"]["param"] == param
+        assert "\n" not in answer["error"]["message"]
+    assert (found[-1][0], found[-1][1]["error"]["code"]) == (404, "model_not_found")
+
+
+def test_what_all_embeddings_hold_is_bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_EMBEDDING_VALUES", 2 * TINY.n_embd)
+    three, two, after = ask(llm, (EMBEDDINGS, {"input": TEXTS}), (EMBEDDINGS, {"input": TEXTS[:2]}),
+                            (RERANK, {"query": "a", "documents": ["b"]}))  # fmt: skip
+    assert (three[0], three[1]["error"]["code"]) == (429, "rate_limit_exceeded")
+    assert (two[0], after[0]) == (200, 200)  # nothing is held any more
+
+
+def test_metrics_and_keys(llm: LLM) -> None:
+    async def main(app: ASGIApp, model: AsyncLLM) -> str:
+        for body in ({"input": TEXTS}, {"input": "b" * 50}):
+            await call(app, "POST", EMBEDDINGS, body=json.dumps(body).encode())
+        return (await call(app, "GET", "/metrics")).content.decode()
+
+    found = serve(llm, main, served_model_name=("m",))
+    lines = dict(line.rsplit(" ", 1) for line in found.splitlines() if not line.startswith("#"))
+    label = '{model_name="m"}'
+    assert lines[f"nanoinfer:request_prompt_tokens_count{label}"] == "3.0"
+    assert lines[f"nanoinfer:e2e_request_latency_seconds_count{label}"] == "3.0"
+    assert lines[f"nanoinfer:time_to_first_token_seconds_count{label}"] == "0.0"
+    assert lines['nanoinfer:request_success_total{finished_reason="stop",model_name="m"}'] == "3.0"
+
+
+def test_a_client_that_leaves_ends_its_requests(llm: LLM) -> None:
+    async def main(app: ASGIApp, model: AsyncLLM) -> None:
+        body = json.dumps({"input": ["a" * 30] * 2000}).encode()
+        task = asyncio.ensure_future(call(app, "POST", EMBEDDINGS, body=body))
+        while not model.num_unfinished_requests:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await freed(model)
+
+    serve(llm, main)
+
+
+def test_large_answers_are_written_in_pieces(llm: LLM) -> None:
+    texts = [f"{chr(97 + i % 26)}" * (1 + i % 30) for i in range(600)]
+    expected = [o.outputs.embedding for o in llm.embed(texts)]
+    assert [d["embedding"] for d in one(llm, EMBEDDINGS, {"input": texts})["data"]] == expected
+
+
+ALIASES = dict.fromkeys(("text_1", "data_1"), "queries") | dict.fromkeys(("text_2", "data_2", "items"), "documents")
+
+
+def tables() -> Iterator[tuple[str, str]]:
+    from nanoinfer.openai_protocol.fields import TABLES
+
+    for url in (EMBEDDINGS, RERANK, SCORE):
+        for name in TABLES[url]:
+            yield url, name
+
+
+@pytest.mark.parametrize(("url", "name"), tables())
+def test_every_field_is_read(url: str, name: str) -> None:
+    """A value of a wrong type is an error, or the field takes any value."""
+    bodies = {
+        EMBEDDINGS: {"input": "a"},
+        RERANK: {"query": "a", "documents": ["b"]},
+        SCORE: {"queries": "a", "documents": ["b"]},
+    }
+    body = {**bodies[url], name: {"no": "such value"}}
+    if name in ("user", "model"):
+        assert parse_pooling(url, body).num_results == 1
+    else:
+        with pytest.raises(NanoinferError, match=ALIASES.get(name, name)):
+            parse_pooling(url, body)
