@@ -34,6 +34,7 @@ TOPICS: dict[str, dict[str, str]] = {
         **_RUNNING,
     },
     "chat": {
+        "Tools and reasoning": "tools tool_choice thinking hide_reasoning",
         "Output length": _LENGTH,
         "Sampling": _SAMPLING.replace(" n ", " ") + " generation_config",  # one answer
         **_RUNNING,
