@@ -500,6 +500,13 @@ def test_a_model_without_a_template_has_no_chats(client: Client) -> None:
     assert (status, "has no chat template" in error["message"]) == (400, True)
 
 
+def test_parameters_that_exclude_every_token(client: Client) -> None:
+    body = {"prompt": "a", "max_tokens": 2, "allowed_token_ids": [5], "structured_outputs": {"choice": ["zzz"]}}
+    response = client.request("POST", COMPLETIONS, json=body)
+    assert response.status_code == 400
+    assert "the parameters exclude every token" in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "content, message",
     [

@@ -12,11 +12,14 @@ from nanoinfer.openai_protocol.fields import SAMPLING, TABLES, FieldError
 def status_code(error: NanoinferError) -> int:
     """Return the HTTP status: 500 for a request that failed while it ran, 429 if the queue is full, or 4xx.
 
-    It is 400 for an output that failed because of the request's grammar: the request is at fault.
+    It is 400 for an output that failed because of the request's grammar, or because its parameters exclude every token:
+    the request is at fault.
     """
     if isinstance(error, FieldError):
         return error.status
-    if isinstance(error, ResultError) and _param(error) not in ("structured_outputs", "response_format"):
+    excluded = str(error).startswith("the model's largest logit is -inf")  # a model that overflows has inf or nan
+    by_request = excluded or _param(error) in ("structured_outputs", "response_format")
+    if isinstance(error, ResultError) and not by_request:
         return 500
     return 429 if isinstance(error, QueueFull) else 400
 
