@@ -233,7 +233,7 @@ def test_deltas_of_async_llm_are_the_message(llm: LLM) -> None:
     asyncio.run(run())
 
 
-def test_a_failing_neighbour_disturbs_nobody(llm: LLM) -> None:
+def test_a_failing_request_disturbs_no_other(llm: LLM) -> None:
     expected = message(llm.chat(HI, PARAMS, tool_choice="add", **CALLS)[0]).tool_calls[0]
     bad = [{"type": "function", "function": {"name": "bad", "parameters": {"type": "object", "properties": {"a": {"$ref": "#/x"}}}}}]  # fmt: skip # noqa: E501
 
