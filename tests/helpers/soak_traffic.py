@@ -265,6 +265,7 @@ VALID: dict[str, Callable[[Client], Any]] = {
     EMBEDDINGS: Client.embed,
     RERANK: Client.rerank,
     SCORE: Client.score,
+    "/page/markdown": lambda client: client.ask("POST", "/page/markdown", {"text": "*a*"}).read(),
     **{path: (lambda client, path=path: client.get(path))
        for path in ("/tokenizer_info", "/info", "/health", "/metrics", "/openapi.json")},
 }  # fmt: skip

@@ -665,7 +665,7 @@ def test_info(client: Client, chat: Client) -> None:
     assert found["sampling_params"]["chat"]["max_tokens"] is None
     del found["sampling_params"]
     assert found == {
-        "model": "tiny", "has_chat_template": False, "block_size": 32, "engine": "native",
+        "model": "tiny", "has_chat_template": False, "reasoning_options": [], "block_size": 32, "engine": "native",
         "device": "cpu", "dtype": "float32", "quantization": None, "speculation": False,
         "roofline_tokens_per_sec": None,
     }  # fmt: skip

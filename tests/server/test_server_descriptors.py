@@ -39,6 +39,7 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     DETOKENIZE: [{"tokens": [1, 2]}],
     EMBEDDINGS: [{"input": ["a", "b" * 100]}, {"input": "a", "encoding_format": "base64"}],
     RERANK: [{"query": "a", "documents": ["b", "c"], "top_n": 1}],
+    "/page/markdown": [{"text": "*a* [b](https://c)"}],
     SCORE: [{"text_1": "a", "text_2": ["b", "c"]}],
     CHAT: [{"messages": MESSAGES, "max_tokens": 4, "logprobs": True, "stream": stream} for stream in (False, True)],
     COMPLETIONS: [

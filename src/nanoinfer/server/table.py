@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS
 from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
-from nanoinfer.server import generation, pooling, routes
+from nanoinfer.server import generation, markdown, pooling, routes
 from nanoinfer.server.service import Service
 
 Handler = Callable[[Service, Scope, Receive, Send], Awaitable[None]]
@@ -42,4 +42,5 @@ ROUTES = (
     RouteSpec("GET", "/health", routes.health, ""),
     RouteSpec("GET", "/metrics", routes.metrics, "text/plain"),
     RouteSpec("GET", "/openapi.json", routes.openapi),
+    RouteSpec("POST", "/page/markdown", markdown.markdown),
 )
