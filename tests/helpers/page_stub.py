@@ -7,7 +7,8 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
@@ -16,7 +17,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from nanoinfer.openai_protocol import FieldError
+from nanoinfer.server import markdown as server_markdown
 from nanoinfer.server import page_routes
+from nanoinfer.server.errors import Refusal
+from nanoinfer.server.http import Bodies
 
 SAMPLING: dict[str, Any] = {
     "max_tokens": None, "temperature": 1.0, "top_k": 0, "presence_penalty": 0.0, "seed": None, "stop": [],
@@ -26,6 +31,7 @@ SAMPLING: dict[str, Any] = {
 INFO = {
     "model": "tiny",
     "has_chat_template": True,
+    "reasoning_options": ["enable_thinking", "reasoning_effort"],
     "block_size": 512,
     "engine": "native",
     "quantization": "int8",
@@ -46,10 +52,22 @@ PROPERTIES: dict[str, Any] = {
     "logit_bias": {"type": ["object", "null"]},
     "overflow": {"type": "string", "enum": ["stop", "slide"]},
 }
+CHAT_PROPERTIES: dict[str, Any] = {
+    "tools": {"type": ["array", "null"], "items": {"type": "object"}, "description": "Functions."},
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]},
+    "parallel_tool_calls": {"type": ["boolean", "null"]},
+    "enable_thinking": {"type": ["boolean", "null"]},
+    "reasoning_effort": {"type": ["string", "null"]},
+}
 TEMPERATURE = {"type": "number", "minimum": 0, "maximum": 1000000, "description": "0 is greedy decoding."}
-CONTENT = {"application/json": {"schema": {"$ref": "#/components/schemas/Body"}}}
 OPENAPI = {
-    "paths": {"/v1/completions": {"post": {"requestBody": {"content": CONTENT}}}},
+    "paths": {
+        path: {"post": {"requestBody": {"content": {"application/json": {"schema": schema}}}}}
+        for path, schema in (
+            ("/v1/completions", {"$ref": "#/components/schemas/Body"}),
+            ("/v1/chat/completions", {"type": "object", "properties": CHAT_PROPERTIES}),
+        )
+    },
     "components": {"schemas": {"Body": {"type": "object", "properties": PROPERTIES}, "Temperature": TEMPERATURE}},
 }
 HTML = ["<img src=x ", "onerror=\"document.title='injected'\">", "<b>", "&amp;", "\n"]
@@ -71,6 +89,8 @@ class Stub:
         self.wants_key = False
         self.drafts = True
         self.info: dict[str, Any] = INFO
+        self.answers: dict[str, list[dict[str, Any]]] = {}
+        """Deltas of the answer to a last message of a chat."""
 
     def wait_until_closed(self, count: int) -> None:
         """Wait until this many streams have ended because their client left."""
@@ -86,7 +106,16 @@ class Stub:
         async def openapi(request: Request) -> Response:
             return self._refused(request) or JSONResponse(OPENAPI)
 
+        service = SimpleNamespace(bodies=Bodies())
+
+        async def markdown(scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await server_markdown.markdown(service, scope, receive, send)  # type: ignore[arg-type]
+            except FieldError as e:
+                await Refusal(e.status, str(e)).send(send)
+
         posts = [Route(path, self._generate, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
+        posts.append(Route("/page/markdown", _Asgi(markdown), methods=["POST"]))
         return Starlette(routes=[*page_routes.routes(), Route("/info", info), Route("/openapi.json", openapi), *posts])
 
     def _refused(self, request: Request) -> Response | None:
@@ -108,6 +137,13 @@ class Stub:
         return StreamingResponse(self._stream(prompt, chat), media_type="text/event-stream")
 
     async def _stream(self, prompt: str, chat: bool) -> AsyncIterator[str]:
+        if prompt in self.answers:
+            for i, delta in enumerate(self.answers[prompt]):
+                await asyncio.sleep(0.01)
+                choice = {"index": 0, "delta": delta, "token_ids": [i], "finish_reason": None}
+                yield _event({"choices": [choice]})
+            yield "data: [DONE]\n\n"
+            return
         tokens = {"html": HTML, "long": [" a", " b"] * 500}.get(prompt, TEXT)
         try:
             for i, token in enumerate(tokens):
@@ -128,6 +164,16 @@ class Stub:
         except asyncio.CancelledError:
             self.num_closed += 1
             raise
+
+
+class _Asgi:
+    """An ASGI application that Starlette does not take for a function of a request."""
+
+    def __init__(self, call: Callable[..., Awaitable[None]]) -> None:
+        self._call = call
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._call(scope, receive, send)
 
 
 def _error(status: int, message: str, param: str | None = None, **options: Any) -> Response:

@@ -324,7 +324,7 @@ def test_output_and_prompt_are_never_html(page: Page) -> None:
         assert tokens(page) == page_stub.HTML
         page.hover(".tokens >> visible=true >> nth=-1 >> .token >> nth=1")
         assert page.inner_text("#tip code >> nth=0") == json.dumps(page_stub.HTML[1])
-        assert page.inner_text(f"#{mode} .{'prompt' if mode == 'completion' else 'question'} >> nth=0") == prompt
+        assert page.inner_text(f"#{mode} .{'prompt' if mode == 'completion' else 'text'} >> nth=0") == prompt
     page.click("#code summary")
     assert page.evaluate("document.querySelectorAll('img, #transcript b, #tip b').length") == 0
     assert page.title() == "tiny · nanoinfer"
@@ -509,7 +509,7 @@ def test_the_answer_is_that_of_the_library(page: Page, server: str, llm: LLM, mo
     open_page(page, server)
     hidden = {"prompt_logprobs", "detokenize", "spaces_between_special_tokens", "output_kind"}
     names = {f"c-{f.name}" for f in fields(SamplingParams) if f.name not in hidden}
-    assert set(page.evaluate("[...document.querySelectorAll('.control [id^=c-]')].map(e => e.id)")) == names
+    assert set(page.evaluate("[...document.querySelectorAll('#controls [id^=c-]')].map(e => e.id)")) == names
     page.fill("#c-max_tokens", "40")
     page.fill("#c-seed", "7")
     page.fill("#c-stop", "zzz")
@@ -596,7 +596,7 @@ def test_the_page_of_a_server_with_an_api_key(page: Page, llm: LLM) -> None:
 
 def test_controls_have_names_defaults_ranges_and_help_of_the_server(page: Page) -> None:
     page.check("input[value=completion]", force=True)
-    read = """[...document.querySelectorAll('.control')].map(row => {
+    read = """[...document.querySelectorAll('#controls .control')].map(row => {
         const input = row.querySelector('input, select, textarea');
         const value = input.type == 'checkbox' ? input.checked : input.value;
         return [row.querySelector('label').textContent, input.type, value];
@@ -820,3 +820,413 @@ def test_the_policy_forbids_scripts_and_styles_of_others(browser: BrowserContext
         "img-src", "style-src-elem", "innerHTML", "require-trusted-types-for", "connect-src",
     }  # fmt: skip
     page.close()
+
+
+# Markdown -----------------------------------------------------------------------------------------------------
+
+
+def answered(page: Page, stub: page_stub.Stub, *deltas: Any, prompt: str = "x") -> None:
+    """Send a prompt in a chat, to which the stub answers with these deltas; a text is one of content."""
+    stub.answers[prompt] = [{"content": delta} if isinstance(delta, str) else delta for delta in deltas]
+    ask(page, prompt, mode="chat")
+
+
+MARKDOWN = ["# Title\n\n", "- *a*\n- `b`\n\n", "1 & 2\n[link](https://example.org/?a=1) ![pic](http://example.org/i)"]
+LINK = '<a href="https://example.org/?a=1" rel="noopener noreferrer" target="_blank">link</a>'
+SHOWN = f"""<h3>Title</h3><ul><li><em>a</em></li><li><code>b</code></li></ul><p>1 &amp; 2<br>{LINK} <a \
+href="http://example.org/i" rel="noopener noreferrer" target="_blank">pic</a></p>"""
+
+
+def test_markdown_is_shown_at_the_end_of_an_answer_and_its_tokens_on_demand(page: Page, stub: page_stub.Stub) -> None:
+    answered(page, stub, *MARKDOWN)
+    page.wait_for_selector(".markdown")
+    assert page.inner_html(".markdown") == SHOWN
+    assert page.is_hidden(".tokens")
+    page.focus(".view")
+    page.keyboard.press("Enter")
+    assert page.is_visible(".tokens")
+    assert page.is_hidden(".markdown")
+    assert page.text_content(".tokens") == "".join(MARKDOWN)
+    assert page.inner_text(".view") == "Markdown"
+    page.keyboard.press("Enter")
+    assert page.is_visible(".markdown")
+    assert page.inner_text(".view") == "Tokens"
+    ask(page, "y", mode="chat")  # without markup
+    page.wait_for_timeout(200)
+    assert page.locator(".markdown").count() == 1
+    assert page.is_visible(".tokens >> nth=1")
+    assert stub.bodies[1][1]["messages"][1] == {"role": "assistant", "content": "".join(MARKDOWN)}
+
+
+HOSTILE = [
+    "<script>injected()</script>", "<img src=x onerror=injected()>", "<svg/onload=injected()>",
+    '<iframe srcdoc="<script>parent.injected()</script>"></iframe>', "<style>*{display:none}</style>",
+    '<a href="javascript:injected()" onclick="injected()">a</a>', "[a](javascript:injected())",
+    "[a](JAVASCRIPT:injected())", "[a](java&#115;cript:injected())", "[a](data:text/html,<script>injected()</script>)",
+    "[a](vbscript:x) [b](file:///etc/passwd) [c](//example.org) [d](/info)", "<javascript:injected()>",
+    "![a](http://127.0.0.1:9/pixel.png)", "![a](javascript:injected())", "![a](data:image/svg+xml,<svg/onload=x()>)",
+    "[a]\n\n[a]: javascript:injected()", '[a](https://example.org "x\\" onclick=injected() ")', "<form action=/x><b>b",
+    "<meta http-equiv=refresh content=0;url=/x><base href=//example.org><link rel=stylesheet href=//example.org>",
+    "```html\n<script>injected()</script>\n```", "# <img src=x onerror=injected()>",
+    "|<b onclick=x()>|b|\n|-|-|\n|1|2|", "[<img src=x onerror=injected()>](https://example.org)",
+    "**" * 3000 + "a", "<details open ontoggle=injected()>*a*",
+]  # fmt: skip
+MADE = """[...document.querySelectorAll('#chat *')].filter(e => !e.matches('button, form.results, textarea')).map(e => [
+    e.localName, ...[...e.attributes].map(a => a.name == 'href' ? a.value : a.name)])"""
+MAY_HAVE = {"open", "class", "tabindex", "aria-label", "rel", "target", "href", "start", "hidden", "aria-describedby"}
+
+
+def test_hostile_answers_make_no_script_no_handler_and_no_request(page: Page, stub: page_stub.Stub) -> None:
+    page.evaluate("() => { window.injected = () => { document.title = 'injected'; }; }")
+    urls: list[str] = []
+    page.on("request", lambda request: urls.append(request.url.removeprefix(stub.url)))
+    for i, text in enumerate(HOSTILE):
+        call = {"index": 0, "id": text, "type": "function", "function": {"name": text, "arguments": json.dumps(text)}}
+        answered(
+            page,
+            stub,
+            {"reasoning_content": text},
+            f"*a* {text}",
+            f"\n\n{text}",
+            {"tool_calls": [call]},
+            prompt=f"{i} {text}",
+        )
+        page.wait_for_selector(f".answer >> nth={i} >> .markdown", state="attached")
+    page.evaluate("document.querySelectorAll('#chat details').forEach(d => d.open = true)")
+    page.wait_for_timeout(200)
+    names = set()
+    for name, *attributes in page.evaluate(MADE):
+        names.add(name)
+        others = {a for a in attributes if a not in MAY_HAVE}
+        assert all(name == "a" and a.startswith(("https://example.org", "http://127.0.0.1:9/")) for a in others), others
+        assert name != "a" or {"rel", "target"} <= set(attributes)
+    assert names <= set(
+        """a article blockquote br code details div em form h3 h4 h5 h6 hr label li ol p pre s small span
+        strong summary table tbody td th thead tr ul""".split()
+    )
+    assert set(urls) == {"v1/chat/completions", "page/markdown"}
+    assert page.title() == "tiny · nanoinfer"
+
+
+def test_without_the_package_text_is_plain_and_the_page_says_so_once(
+    page: Page, stub: page_stub.Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoinfer.server.markdown.PARSER", None)
+    answered(page, stub, "*a*")
+    page.wait_for_selector(".output small")
+    assert page.inner_text(".output small").startswith("Markdown is not shown: markdown-it-py is not installed: pip")
+    answered(page, stub, "*a*")
+    page.wait_for_timeout(200)
+    assert page.locator(".output small").count() == 1
+    assert tokens(page) == ["*a*"]
+
+
+# Tools and reasoning ------------------------------------------------------------------------------------------
+
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def call_parts(index: int, name: str, *arguments: str) -> list[dict[str, Any]]:
+    """Return the deltas of a call."""
+    first = {"index": index, "id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": ""}}
+    later = [{"index": index, "function": {"arguments": piece}} for piece in arguments]
+    return [{"tool_calls": [part]} for part in (first, *later)]
+
+
+CALLS = [
+    {"reasoning_content": "Two", "reasoning": "Two"}, {"reasoning_content": " cities."}, {"content": "Let me see."},
+    *call_parts(0, "weather", '{"city": ', '"Turin"}'), *call_parts(1, "time", "{}"),
+]  # fmt: skip
+ASSISTANT = {
+    "role": "assistant",
+    "content": "Let me see.",
+    "reasoning_content": "Two cities.",
+    "tool_calls": [
+        {"id": "call_0", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Turin"}'}},
+        {"id": "call_1", "type": "function", "function": {"name": "time", "arguments": "{}"}},
+    ],
+}
+RESULTS = [
+    {"role": "tool", "tool_call_id": "call_0", "content": "Rain"},
+    {"role": "tool", "tool_call_id": "call_1", "content": ""},
+]
+
+
+def test_reasoning_and_calls_are_folded_while_they_arrive(page: Page, stub: page_stub.Stub) -> None:
+    stub.answers["x"] = [*CALLS, *[{"tool_calls": [{"index": 1, "function": {"arguments": " "}}]}] * 300]
+    begin(page, "x", mode="chat")
+    page.wait_for_selector("summary:text('Call of time')")
+    assert page.locator(".output summary").all_inner_texts() == ["Reasoning", "Call of weather", "Call of time"]
+    assert page.locator(".output details[open]").count() == 0
+    page.click(".output >> text=Reasoning")
+    page.click("text=Call of weather")
+    assert page.inner_text(".output details >> nth=0 >> .tokens") == "Two cities."
+    assert page.inner_text(".output pre >> nth=0") == '{"city": "Turin"}'
+    assert page.inner_text(".output > .tokens") == "Let me see."
+    assert page.is_enabled("#stop")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(IDLE)
+    ask(page, "y", mode="chat")
+    found = stub.bodies[1][1]["messages"][1]
+    found["tool_calls"][1]["function"]["arguments"] = found["tool_calls"][1]["function"]["arguments"].rstrip()
+    assert found == ASSISTANT
+
+
+def test_a_call_that_is_cut_off_is_not_part_of_the_conversation(page: Page, stub: page_stub.Stub) -> None:
+    answered(page, stub, *call_parts(0, "weather", '{"city": '))
+    ask(page, "y", mode="chat")
+    assert stub.bodies[1][1]["messages"][1] == {"role": "assistant", "content": ""}
+    assert page.inner_text(".output small").startswith("cut off: weather")
+
+
+def test_tools_are_pasted_and_their_calls_answered_by_hand(page: Page, stub: page_stub.Stub) -> None:
+    page.click("text=Tools and reasoning")
+    page.fill("#c-tools", json.dumps([WEATHER]))
+    page.select_option("#c-tool_choice", "required")
+    page.select_option("#c-enable_thinking", "false")
+    page.fill("#c-reasoning_effort", "low")
+    answered(page, stub, *CALLS)
+    sent = {"tools": [WEATHER], "tool_choice": "required", "enable_thinking": False, "reasoning_effort": "low"}
+    assert stub.bodies[0][1].items() >= sent.items()
+    assert "parallel_tool_calls" not in stub.bodies[0][1]
+    page.focus(".results textarea >> nth=0")
+    page.keyboard.insert_text("Rain")
+    page.keyboard.press("Control+Enter")
+    page.wait_for_selector(".answer >> nth=1")
+    page.wait_for_selector(IDLE)
+    assert stub.bodies[1][1]["messages"] == [{"role": "user", "content": "x"}, ASSISTANT, *RESULTS]
+    assert page.locator(".question summary").all_inner_texts() == ["Result of weather", "Result of time"]
+    assert page.is_hidden(".results")
+    assert page.evaluate("document.activeElement.id") == "send"
+    ask(page, "y", mode="chat")
+    roles = [message["role"] for message in stub.bodies[2][1]["messages"]]
+    assert roles == ["user", "assistant", "tool", "tool", "assistant", "user"]
+
+
+def test_results_that_are_refused_can_be_sent_again(page: Page, stub: page_stub.Stub) -> None:
+    answered(page, stub, *call_parts(0, "weather", "{}"))
+    page.fill("#c-temperature", "9")
+    page.fill(".results textarea", "Rain")
+    page.click("text=Send results")
+    page.wait_for_selector("#alert:not([hidden])")
+    page.wait_for_selector(IDLE)
+    assert page.input_value(".results textarea") == "Rain"
+    assert page.locator("#chat article").count() == 2
+    page.fill("#c-temperature", "1")
+    page.click("text=Send results")
+    page.wait_for_selector(".answer >> nth=1")
+    page.wait_for_selector(IDLE)
+    assert [m["role"] for m in stub.bodies[2][1]["messages"]] == ["user", "assistant", "tool"]
+
+
+@pytest.mark.parametrize(
+    "text, message", [("[oops", "tools is not valid: [oops"), ("[" * 90, "tools is not valid: Unex")]
+)
+def test_tools_that_are_not_json(page: Page, stub: page_stub.Stub, text: str, message: str) -> None:
+    page.click("text=Tools and reasoning")
+    page.fill("#c-tools", text)
+    page.click("text=Tools and reasoning")
+    ask(page, "x", mode="chat")
+    assert page.inner_text("#alert").startswith(message)
+    assert page.evaluate("document.activeElement.id") == "c-tools"
+    assert stub.bodies == []
+    ask(page, "x")  # a completion has no tools
+    assert "tools" not in stub.bodies[0][1]
+
+
+# Editing, retrying, files -------------------------------------------------------------------------------------
+
+
+def contents(stub: page_stub.Stub) -> list[str]:
+    return [message["content"] for message in stub.bodies[-1][1]["messages"]]
+
+
+def test_a_message_is_edited(page: Page, stub: page_stub.Stub) -> None:
+    for text in ("one", "two", "three"):
+        answered(page, stub, f"to {text}", prompt=text)
+    page.focus(".question >> nth=1 >> text=Edit")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "input"
+    assert page.input_value("#input") == "two"
+    assert page.is_visible("#edit-note")
+    page.keyboard.press("Escape")
+    assert (page.input_value("#input"), page.is_visible("#edit-note")) == ("", False)
+    page.click(".question >> nth=1 >> text=Edit")
+    page.fill("#c-temperature", "9")
+    ask(page, "2", mode="chat")  # is refused: the conversation is as it was
+    assert page.locator("#chat .text").all_inner_texts() == ["one", "two", "three"]
+    assert page.is_visible("#edit-note")
+    page.fill("#c-temperature", "1")
+    ask(page, "2", mode="chat")
+    assert contents(stub) == ["one", "to one", "2"]
+    assert page.locator("#chat .text").all_inner_texts() == ["one", "2"]
+    assert page.is_hidden("#edit-note")
+    ask(page, "four", mode="chat")
+    assert contents(stub) == ["one", "to one", "2", "".join(TEXT), "four"]
+
+
+def test_the_last_answer_is_generated_again(page: Page, stub: page_stub.Stub) -> None:
+    page.fill("#c-seed", "7")
+    ask(page, "one", mode="chat")
+    ask(page, "two", mode="chat")
+    assert [button.is_visible() for button in page.locator("text=Retry").all()] == [False, True]
+    page.focus("text=Retry >> nth=1")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(IDLE)
+    assert stub.bodies[2][1] == {**stub.bodies[1][1], "seed": 8}
+    assert page.input_value("#c-seed") == "8"
+    assert page.locator("#chat article").count() == 4
+    page.fill("#c-temperature", "9")
+    page.click("text=Retry >> nth=1")
+    page.wait_for_selector("#alert:not([hidden])")
+    page.wait_for_selector(IDLE)
+    assert page.locator("#chat article").count() == 4
+    page.fill("#c-temperature", "1")
+    page.fill("#c-seed", "")
+    ask(page, "three", mode="chat")
+    assert contents(stub) == ["one", "".join(TEXT), "two", "".join(TEXT), "three"]
+    assert "seed" not in stub.bodies[-1][1]
+
+
+def saved(page: Page, name: str) -> str:
+    page.evaluate("document.getElementById('file-box').open = true")
+    with page.expect_download() as found:
+        page.click(f"#{name}")
+    return found.value.path().read_text(encoding="utf-8")
+
+
+def test_a_conversation_is_saved_and_loaded(page: Page, stub: page_stub.Stub, tmp_path: Path) -> None:
+    page.click("text=System message")
+    page.fill("#system", "Be brief.")
+    page.click("text=Tools and reasoning")
+    page.fill("#c-tools", json.dumps([WEATHER]))
+    answered(page, stub, *CALLS)
+    page.fill(".results textarea >> nth=0", "Rain")
+    page.click("text=Send results")
+    page.wait_for_selector(".answer >> nth=1")
+    page.wait_for_selector(IDLE)
+    document = json.loads(saved(page, "save-json"))
+    last = {"role": "assistant", "content": "".join(TEXT)}
+    expected = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}, ASSISTANT, *RESULTS, last]
+    assert document == {"messages": expected, "tools": [WEATHER]}
+    assert saved(page, "save-markdown") == (
+        "## system\n\nBe brief.\n\n## user\n\nx\n\n## assistant\n\n> Two cities.\n\nLet me see.\n\n"
+        'Call of weather (call_0):\n\n    {"city": "Turin"}\n\nCall of time (call_1):\n\n    {}\n\n'
+        f"## tool (call_0)\n\nRain\n\n## tool (call_1)\n\n## assistant\n\n{''.join(TEXT)}\n"
+    )
+    shown = page.evaluate("document.getElementById('chat').textContent")
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(document))
+    page.reload()
+    page.wait_for_selector("#c-temperature")
+    page.evaluate("document.getElementById('file-box').open = true")
+    page.set_input_files("#load", file)
+    page.wait_for_selector(".answer >> nth=1")
+    assert page.input_value("#system") == "Be brief."
+    assert json.loads(page.evaluate("document.getElementById('c-tools').value")) == [WEATHER]
+    assert page.evaluate("document.getElementById('chat').textContent") == re.sub(
+        "finish_reason (length|stop)", "", shown
+    )
+    ask(page, "next", mode="chat")
+    assert stub.bodies[-1][1]["messages"] == [*expected, {"role": "user", "content": "next"}]
+    assert json.loads(saved(page, "save-json"))["messages"][: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("[oops", "not JSON: "),
+        ("5", "no list of messages, and no object with the field messages"),
+        ('{"messages": [5]}', "message 1 of 1: the role is none of system, user, assistant, tool"),
+        ('[{"role": "user", "content": []}]', "message 1 of 1: content is not a text"),
+        ('[{"role": "tool", "content": null}]', "message 1 of 1: content is not a text"),
+        ('[{"role": "assistant", "reasoning_content": 5}]', "message 1 of 1: reasoning_content is not a text"),
+        ('[{"role": "assistant", "tool_calls": [{}]}]', "message 1 of 1: tool_calls is not a list of calls"),
+        ("[" + " " * (1 << 20), "the file has 1048577 bytes; the limit is 1048576"),
+    ],
+)
+def test_files_that_are_not_loaded(page: Page, tmp_path: Path, content: str, message: str) -> None:
+    ask(page, "one", mode="chat")
+    file = tmp_path / "mine.json"
+    file.write_text(content)
+    page.evaluate("document.getElementById('file-box').open = true")
+    page.set_input_files("#load", file)
+    page.wait_for_selector("#alert:not([hidden])")
+    assert page.inner_text("#alert").startswith(f"mine.json: {message}")
+    assert page.locator("#chat article").count() == 2
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("size", [PHONE, DESKTOP])
+def test_a_chat_with_everything_fits_and_is_used_by_keyboard(
+    page: Page, stub: page_stub.Stub, size: Any, theme: Any
+) -> None:
+    page.set_viewport_size(size)
+    page.emulate_media(color_scheme=theme)
+    answered(
+        page,
+        stub,
+        "> quote\n\n| " + "wide | " * 30 + "\n" + "|-" * 30 + "|\n\n```\n" + "W" * 200 + "\n```\n[a](http://a)",
+    )
+    answered(page, stub, {"reasoning_content": "W" * 200}, *call_parts(0, "w" * 64, json.dumps({"city": "W" * 300})))
+    page.wait_for_selector(".markdown")
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    page.click(".question >> nth=1 >> text=Edit")
+    assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
+    outside = "[...document.querySelectorAll('body *')].filter(e => e.checkVisibility() && !e.closest('pre, table')" \
+        f" && e.getBoundingClientRect().right > {size['width']} + 1).map(e => e.outerHTML.slice(0, 80))"  # fmt: skip
+    assert page.evaluate(outside) == []
+    assert page.evaluate(CONTRAST)["low"] == []
+    assert [e for e, name in page.evaluate(NAMES) if not name] == []
+    page.evaluate("document.activeElement.blur()")
+    page.evaluate("document.querySelector('.skip').focus()")
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("(document.activeElement.id || document.activeElement.textContent).slice(0, 12)"))
+    assert reached >= {
+        "Edit",
+        "Retry",
+        "Tokens",
+        "Reasoning",
+        "Send results",
+        "save-json",
+        "save-markdow",
+        "load",
+        "cancel",
+        "c-tools",
+    }
+
+
+def test_a_call_and_its_result_with_a_model(page: Page, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="pip install '.[structured]'")
+    from helpers.tools import TWO, check_call, tools_folder
+    from nanoinfer.server.app import build_app
+
+    served = AsyncLLM(str(tools_folder(tmp_path / "tiny")), engine="native", threads=1)
+    with page_stub.serve(build_app(served, ServerConfig())) as url:
+        open_page(page, url)
+        page.click("text=Tools and reasoning")
+        page.fill("#c-tools", json.dumps(TWO))
+        page.select_option("#c-tool_choice", "required")
+        page.select_option("#c-parallel_tool_calls", "false")
+        page.select_option("#c-enable_thinking", "true")
+        page.fill("#c-thinking_token_budget", "5")
+        page.fill("#c-seed", "3")
+        page.fill("#c-max_tokens", "150")
+        ask(page, "Hi", mode="chat")
+        name = page.inner_text(".results span").removeprefix("Result of ")
+        check_call(name, page.evaluate("document.querySelector('.output pre').textContent"), TWO)
+        assert page.locator(".output summary").all_inner_texts() == ["Reasoning", f"Call of {name}"]
+        page.select_option("#c-tool_choice", "none")
+        page.fill(".results textarea", "5")
+        with page.expect_request("**/v1/chat/completions") as found:
+            page.click("text=Send results")
+        page.wait_for_selector(".answer >> nth=1")
+        page.wait_for_selector(IDLE)
+        assert [m["role"] for m in json.loads(found.value.post_data or "")["messages"]] == ["user", "assistant", "tool"]
+        assert page.is_hidden("#alert")
+        page.fill("#c-tools", '[{"type": "function", "function": {"name": "a b"}}]')
+        ask(page, "x", mode="chat")
+        assert page.inner_text("#error-tools") == page.inner_text("#alert") != ""
+    served.shutdown()

@@ -1,33 +1,33 @@
-// What one request has produced: its elements, its text, its times.
+// What one request has produced: its elements, its text, its reasoning and calls, its times.
 
+import { markdownOf } from "./markdown.js";
 import { TokenText, element, tokensOfChoice } from "./tokens.js";
 
 export class Answer {
   count = 0; // tokens of all outputs
   accepted; // those of them that were accepted from the draft; undefined without one
-  text = ""; // of the first output
-  #articles;
-  #outputs = []; // {element, tokens: TokenText} of each of the n outputs
+  article;
+  #prompt;
+  #outputs = []; // one for each of the n outputs: see #output
   #first = null; // milliseconds until the first tokens, and their number
   #last = 0; // milliseconds until the last tokens
 
-  constructor(parent, { chat, prompt, model }) {
-    this.chat = chat;
-    this.prompt = prompt;
-    const article = element("article", { className: "answer", ariaLabel: `Answer of ${model}` });
-    const question = element("article", { className: "question", ariaLabel: "You", textContent: prompt });
-    this.#articles = chat ? [question, article] : [article];
-    parent.append(...this.#articles);
+  /** prompt: of a completion, which its text continues. */
+  constructor(parent, { prompt = "", model }) {
+    this.#prompt = prompt;
+    this.article = element("article", { className: "answer", ariaLabel: `Answer of ${model}` });
+    parent.append(this.article);
     this.#output(0);
   }
 
   #output(index) {
     while (this.#outputs.length <= index) {
-      const tokens = element("span");
-      const prompt = this.chat ? "" : element("span", { className: "prompt", textContent: this.prompt });
-      const output = element("p", { className: "output" }, prompt, tokens);
-      this.#articles.at(-1).append(output);
-      this.#outputs.push({ element: output, tokens: new TokenText(tokens) });
+      const span = element("span"), waiting = [];
+      const prompt = element("span", { className: "prompt", textContent: this.#prompt });
+      const box = element("div", { className: "output" }, prompt, span);
+      this.article.append(box);
+      const tokens = new TokenText(span, waiting);
+      this.#outputs.push({ box, span, waiting, tokens, text: "", thoughts: null, reasoning: "", calls: [] });
     }
     return this.#outputs[index];
   }
@@ -36,10 +36,8 @@ export class Answer {
   add(chunk, elapsed) {
     let added = 0;
     for (const choice of chunk.choices) {
-      const text = (this.chat ? choice.delta?.content : choice.text) ?? "";
       const tokens = tokensOfChoice(choice);
-      this.#output(choice.index).tokens.add(text, tokens);
-      if (choice.index === 0) this.text += text;
+      this.#addTo(this.#output(choice.index), choice.delta ?? { content: choice.text }, tokens);
       added += tokens.length;
       if (choice.draft_accepted) this.accepted = (this.accepted ?? 0) + tokens.filter((t) => t.accepted).length;
       if (choice.finish_reason) this.note(`finish_reason ${choice.finish_reason}`, choice.index);
@@ -48,6 +46,50 @@ export class Answer {
     this.count += added;
     this.#first ??= { elapsed, count: added };
     this.#last = elapsed;
+  }
+
+  #addTo(output, { content, reasoning_content: reasoning, tool_calls: parts }, tokens) {
+    const { box, span, waiting, calls } = output;
+    waiting.push(...tokens);
+    if (reasoning) {
+      output.thoughts ??= new TokenText(fold("Reasoning", element("span"), box, span), waiting);
+      output.thoughts.add(reasoning);
+      output.reasoning += reasoning;
+    }
+    output.tokens.add(content ?? "");
+    output.text += content ?? "";
+    for (const { index, id, function: part } of parts ?? []) {
+      waiting.length = 0; // the tokens of a call are not those of its arguments
+      calls[index] ??= { id, name: part.name, text: "", body: fold(`Call of ${part.name}`, element("pre"), box) };
+      calls[index].text += part.arguments ?? "";
+      calls[index].body.textContent = calls[index].text;
+    }
+  }
+
+  /** Return the first output as a message. Calls that were cut off are left out. */
+  message() {
+    const { text, reasoning, calls } = this.#outputs[0];
+    const cut = calls.find((call) => !isJson(call.text));
+    if (cut) this.note(`cut off: ${cut.name} is not part of the conversation`);
+    const complete = calls.filter((call) => isJson(call.text)).map((call) => (
+      { id: call.id, type: "function", function: { name: call.name, arguments: call.text } }
+    ));
+    const message = { role: "assistant", content: text || complete.length === 0 ? text : null };
+    if (reasoning) message.reasoning_content = reasoning;
+    if (complete.length) message.tool_calls = complete;
+    return message;
+  }
+
+  /** Show Markdown in place of the tokens where an output has some, with a button to change between them. */
+  async format() {
+    for (const output of this.#outputs) {
+      try {
+        const nodes = await markdownOf(output.text);
+        if (nodes) addMarkdown(output, nodes);
+      } catch (error) {
+        this.note(`Markdown is not shown: ${error.message}`, this.#outputs.indexOf(output));
+      }
+    }
   }
 
   /** Milliseconds to the first token; undefined before it. */
@@ -63,10 +105,32 @@ export class Answer {
 
   /** Write how an output ended under it. */
   note(text, index = 0) {
-    this.#outputs[index].element.append(element("small", { textContent: text }));
+    this.#outputs[index].box.append(element("small", { textContent: text }));
   }
+}
 
-  remove() {
-    for (const article of this.#articles) article.remove();
+/** Put a folded part into a box, before a child or at its end. Return the body of the part. */
+function fold(title, body, box, child = null) {
+  box.insertBefore(element("details", {}, element("summary", { textContent: title }), body), child);
+  return body;
+}
+
+function isJson(text) {
+  try {
+    return Boolean(JSON.parse(text));
+  } catch {
+    return false;
   }
+}
+
+function addMarkdown({ span }, nodes) {
+  const shown = element("div", { className: "markdown" }, ...nodes);
+  const button = element("button", { type: "button", className: "view", textContent: "Tokens" });
+  button.addEventListener("click", () => {
+    span.hidden = !span.hidden;
+    shown.hidden = !shown.hidden;
+    button.textContent = span.hidden ? "Tokens" : "Markdown";
+  });
+  span.hidden = true;
+  span.after(shown, button);
 }

@@ -3,7 +3,8 @@
 // The parameters of `completions.create` and `chat.completions.create`; other fields go into extra_body.
 const OPENAI = new Set((
   "model prompt messages best_of echo frequency_penalty logit_bias logprobs max_tokens max_completion_tokens n"
-  + " presence_penalty response_format seed stop stream stream_options suffix temperature top_logprobs top_p user"
+  + " parallel_tool_calls presence_penalty reasoning_effort response_format seed stop stream stream_options suffix"
+  + " temperature tool_choice tools top_logprobs top_p user"
 ).split(" "));
 
 /** 'it' -> 'it', it's -> 'it'\''s' */

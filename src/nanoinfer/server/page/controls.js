@@ -28,8 +28,14 @@ const KINDS = {
     read: (input) => input.checked,
   },
   choice: {
-    make: (schema) => element("select", {}, ...schema.enum.map((value) => element("option", { textContent: value }))),
-    read: (input) => input.value || null,
+    make: (schema) => element("select", {}, ...schema.enum.map((value) => (
+      element("option", { value, textContent: value === "" ? "default" : value })
+    ))),
+    read: ({ value }) => ({ true: true, false: false })[value] ?? (value || null),
+  },
+  text: {
+    make: () => element("input", { type: "text", spellcheck: false }),
+    read: ({ value }) => value || null,
   },
   lines: {
     hint: "One on each line; \\n is a newline.",
@@ -51,8 +57,9 @@ const KINDS = {
 function parse(text, name) {
   try {
     return JSON.parse(text);
-  } catch {
-    throw new ApiError(`${name} is not valid: ${text}`, { param: name });
+  } catch (error) {
+    const what = text.length > 80 ? error.message : text;
+    throw new ApiError(`${name} is not valid: ${what}`, { param: name });
   }
 }
 
@@ -60,6 +67,7 @@ function kindOf({ type, items, enum: choices }) {
   if (choices) return KINDS.choice;
   if (type === "integer" || type === "number") return KINDS.number;
   if (type === "boolean") return KINDS.boolean;
+  if (type === "string") return KINDS.text;
   return type === "array" && items?.type === "string" ? KINDS.lines : KINDS.json;
 }
 
@@ -94,19 +102,18 @@ export class Controls {
   /**
    * form: the element for the controls. help: the element for the help text of the control under the pointer.
    * properties: name -> JSON schema, of a request. defaults: name -> value. resolve: returns what a $ref refers to.
+   * first: names of the controls that are not folded.
    */
-  constructor(form, help, { properties, defaults, resolve }) {
+  constructor(form, help, { properties, defaults, resolve, first = FIRST }) {
     const names = Object.keys(defaults).filter((name) => properties[name] && !OMITTED.includes(name));
     const rows = (some) => some.map((name) => this.#row(name, withoutNull(properties[name], resolve), defaults));
     const reset = element("button", { type: "button", textContent: "Reset parameters" });
-    form.replaceChildren(
-      ...rows(FIRST.filter((name) => names.includes(name))),
-      element(
-        "details", {}, element("summary", { textContent: "More parameters" }),
-        ...rows(names.filter((name) => !FIRST.includes(name))),
-      ),
-      reset,
-    );
+    const folded = rows(names.filter((name) => !first.includes(name)));
+    form.replaceChildren(...rows(first.filter((name) => names.includes(name))));
+    if (folded.length) {
+      form.append(element("details", {}, element("summary", { textContent: "More parameters" }), ...folded));
+    }
+    form.append(reset);
     reset.addEventListener("click", () => {
       this.#controls.forEach(fill);
       this.clearErrors();
@@ -122,6 +129,10 @@ export class Controls {
   }
 
   #row(name, schema, defaults) {
+    const initial = initialValue(name, defaults);
+    if (initial === null && (schema.enum || schema.type === "boolean")) { // neither of its values is the default
+      schema = { ...schema, enum: ["", ...(schema.enum ?? [true, false]).filter((value) => value !== null)] };
+    }
     const kind = kindOf(schema);
     const input = Object.assign(kind.make(schema), { id: `c-${name}`, autocomplete: "off" });
     input.setAttribute("aria-describedby", `help-${name} error-${name}`);
@@ -129,7 +140,7 @@ export class Controls {
     const help = element("p", { id: `help-${name}`, className: "help", textContent: helpText(schema, kind.hint) });
     const label = element("label", { htmlFor: input.id, textContent: name });
     const row = element("div", { className: "control" }, label, input, help, error);
-    const control = { input, kind, initial: initialValue(name, defaults), row, error };
+    const control = { input, kind, initial, row, error };
     fill(control);
     this.#controls.set(name, control);
     return row;
@@ -142,6 +153,13 @@ export class Controls {
       control.initial = initialValue(name, defaults);
       if (!keep) fill(control);
     }
+    this.#showChanged();
+  }
+
+  /** Fill in a value, if there is a control for it. */
+  set(name, value) {
+    const control = this.#controls.get(name);
+    if (control) fill({ ...control, initial: value });
     this.#showChanged();
   }
 

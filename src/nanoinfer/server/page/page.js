@@ -4,6 +4,8 @@ import { Answer } from "./answer.js";
 import { ApiError, apiKey, events, request } from "./api.js";
 import { curl, python } from "./code.js";
 import { Controls } from "./controls.js";
+import { Conversation } from "./conversation.js";
+import { asMarkdown, readConversation, save } from "./files.js";
 import { element, explainTokens } from "./tokens.js";
 
 const COMPLETIONS = "v1/completions", CHAT = "v1/chat/completions";
@@ -11,8 +13,10 @@ const byId = (id) => document.getElementById(id);
 const input = byId("input"), transcript = byId("transcript");
 
 let info = null; // of /info
-let controls = null;
-let messages = []; // of the chat
+let controls = null; // of the sampling parameters
+let chatControls = null; // of the other fields of a chat
+let editing = null; // the place in the conversation of the message that is edited
+let tried; // what the last request should change in the conversation; undefined: to add the prompt
 let running = null; // the AbortController of the request that runs
 let needsKey = Boolean(apiKey.get());
 let atEnd = true; // whether the end of the transcript is visible
@@ -27,18 +31,24 @@ async function load() {
     const [about, openapi] = await Promise.all(["info", "openapi.json"].map(async (p) => (await request(p)).json()));
     info = about;
     showInfo();
-    controls = new Controls(byId("controls"), byId("help"), { ...bodySchema(openapi), defaults: defaults() });
+    const make = (id, path, options) => (
+      new Controls(byId(id), byId("help"), { ...bodySchema(openapi, path), ...options })
+    );
+    controls = make("controls", COMPLETIONS, { defaults: defaults() });
+    const names = ["tools", "tool_choice", "parallel_tool_calls", ...info.reasoning_options];
+    const none = Object.fromEntries(names.map((name) => [name, null]));
+    chatControls = make("chat-controls", CHAT, { defaults: none, first: names });
     showMode();
   } catch (error) {
     showError(error);
   }
 }
 
-/** Return the properties of a completion's body, and a function that follows $ref. */
-function bodySchema(openapi) {
+/** Return the properties of a request's body, and a function that follows $ref. */
+function bodySchema(openapi, path) {
   const follow = (ref) => ref.slice(2).split("/").reduce((part, key) => part[key], openapi);
   const resolve = (schema) => (schema.$ref ? follow(schema.$ref) : schema);
-  const body = resolve(openapi.paths[`/${COMPLETIONS}`].post.requestBody);
+  const body = resolve(openapi.paths[`/${path}`].post.requestBody);
   return { properties: resolve(body.content["application/json"].schema).properties, resolve };
 }
 
@@ -61,22 +71,26 @@ function showMode() {
   const chat = chatMode();
   byId("chat").hidden = !chat;
   byId("completion").hidden = chat;
-  byId("system-box").hidden = !chat;
+  for (const id of ["system-box", "file-box", "chat-options"]) byId(id).hidden = !chat;
   byId("input-label").textContent = chat ? "Message" : "Prompt";
   controls.setDefaults(defaults());
-  showCode();
+  cancelEdit();
 }
 
 // The request -------------------------------------------------------------------------------------------------
 
+/** The messages before the conversation. */
+const systemMessages = () => (byId("system").value ? [{ role: "system", content: byId("system").value }] : []);
+
+/** Return what the prompt's field adds to which part of the conversation. */
+const asked = () => ({ at: editing ?? conversation.turns.length, added: [{ role: "user", content: input.value }] });
+
 /** Return the body of the request, without what only the page needs. Raises ApiError. */
-function requestBody(chat) {
+function requestBody(chat, { at, added } = asked()) {
   const { logprobs: _, ...parameters } = controls.values();
   if (!chat) return { model: info.model, prompt: input.value, ...parameters, stream: true };
-  const system = byId("system").value;
-  const first = system ? [{ role: "system", content: system }] : [];
-  const conversation = [...first, ...messages, { role: "user", content: input.value }];
-  return { model: info.model, messages: conversation, ...parameters, stream: true };
+  const messages = [...systemMessages(), ...conversation.messages.slice(0, at), ...added];
+  return { model: info.model, messages, ...chatControls.values(), ...parameters, stream: true };
 }
 
 /** Add what the page needs: token ids, log-probabilities, counts. */
@@ -99,16 +113,23 @@ function showCode() {
   }
 }
 
-async function send() {
+/** Generate. change: {at, added}: in a chat, `added` and the answer replace the messages from a place on. */
+async function send(change) {
   if (running || !controls) return;
+  tried = change;
   clearErrors();
+  const turns = change ?? asked();
   const chat = chatMode(), prompt = input.value;
-  let answer = null;
+  let answer = null, dropped = [];
   running = new AbortController();
   showRunning(true);
   try {
-    const body = requestBody(chat);
-    answer = new Answer(byId(chat ? "chat" : "completion"), { chat, prompt, model: info.model });
+    const body = requestBody(chat, turns);
+    if (chat) {
+      dropped = conversation.cut(turns.at);
+      for (const message of turns.added) conversation.add(message);
+    }
+    answer = new Answer(byId(chat ? "chat" : "completion"), { model: info.model, prompt: chat ? undefined : prompt });
     atEnd = true;
     draw(answer);
     const start = performance.now();
@@ -129,21 +150,56 @@ async function send() {
   }
   running = null;
   showRunning(false);
-  if (!answer?.count) answer?.remove(); // the prompt is still in its field
-  if (chat && answer?.count) {
-    messages.push({ role: "user", content: prompt }, { role: "assistant", content: answer.text });
-    if (input.value === prompt) input.value = "";
-  }
+  if (chat && answer) keep(turns, answer, dropped, prompt);
+  else if (!answer?.count) answer?.article.remove(); // the prompt is still in its field
   showCode();
   if (answer?.count) showSpeed(answer);
 }
+
+/** Keep an answer in the conversation. Without any token of it, the conversation is again as it was. */
+function keep({ at }, answer, dropped, prompt) {
+  if (!answer.count) {
+    answer.article.remove();
+    conversation.cut(at);
+    conversation.restore(dropped);
+    return;
+  }
+  conversation.add(answer.message(), answer);
+  answer.format().then(() => draw());
+  if (tried) return;
+  if (input.value === prompt) input.value = "";
+  edit(null);
+}
+
+/** Edit the user's message at a place of the conversation; null: the prompt's field is for a new message. */
+function edit(at, text = input.value) {
+  input.value = text;
+  editing = at;
+  byId("edit-note").hidden = byId("cancel").hidden = at === null;
+  showCode();
+}
+
+const cancelEdit = () => edit(null, editing === null ? input.value : "");
+
+/** Generate an answer again, with the next seed if there is one. */
+function retry(at) {
+  const { seed } = controls.values();
+  if (seed !== undefined) controls.set("seed", (seed + 1) % Number.MAX_SAFE_INTEGER);
+  send({ at, added: [] });
+}
+
+const conversation = new Conversation(byId("chat"), {
+  edit: (at) => { edit(at, conversation.messages[at].content); input.focus(); },
+  retry: (at) => { retry(at); byId("stop").focus(); },
+  results: (added) => { send({ at: conversation.turns.length, added }); byId("stop").focus(); },
+});
 
 function showRunning(on) {
   const [from, to] = on ? [byId("send"), byId("stop")] : [byId("stop"), byId("send")];
   to.disabled = false;
   if (document.activeElement === from) to.focus(); // a disabled button would lose it
   from.disabled = true;
-  byId("clear").disabled = on;
+  byId("clear").disabled = byId("load").disabled = on;
   transcript.setAttribute("aria-busy", String(on));
   if (on) say("Generating.");
 }
@@ -161,7 +217,7 @@ function draw(answer) {
   drawing = true;
   requestAnimationFrame(() => {
     drawing = false;
-    if (answer.count) showSpeed(answer);
+    if (answer?.count) showSpeed(answer);
     if (atEnd) transcript.scrollTop = transcript.scrollHeight;
   });
 }
@@ -192,6 +248,7 @@ function showError(error) {
   const message = error instanceof ApiError ? error.message : `The page has failed: ${error}`;
   say("");
   controls?.showError(error.param, message);
+  chatControls?.showError(error.param, message);
   byId("alert").textContent = message;
   byId("alert").hidden = false;
   if (["prompt", "messages"].includes(error.param)) {
@@ -208,6 +265,7 @@ function clearErrors() {
   byId("alert").hidden = true;
   input.removeAttribute("aria-invalid");
   controls?.clearErrors();
+  chatControls?.clearErrors();
 }
 
 // Events ------------------------------------------------------------------------------------------------------
@@ -218,14 +276,39 @@ byId("prompt-form").addEventListener("submit", (event) => {
   event.preventDefault();
   send();
 });
-byId("controls").addEventListener("submit", (event) => event.preventDefault());
+for (const id of ["controls", "chat-controls"]) byId(id).addEventListener("submit", (event) => event.preventDefault());
 byId("stop").addEventListener("click", () => running?.abort());
 byId("clear").addEventListener("click", () => {
-  if (chatMode()) messages = [];
-  byId(chatMode() ? "chat" : "completion").replaceChildren();
+  if (chatMode()) conversation.cut(0);
+  else byId("completion").replaceChildren();
   clearErrors();
-  showCode();
+  cancelEdit();
   input.focus();
+});
+byId("cancel").addEventListener("click", () => {
+  cancelEdit();
+  input.focus();
+});
+byId("save-json").addEventListener("click", () => {
+  const messages = [...systemMessages(), ...conversation.messages], { tools } = chatControls?.values() ?? {};
+  save("conversation.json", "application/json", JSON.stringify({ messages, tools }, null, 2));
+});
+byId("save-markdown").addEventListener("click", () => {
+  save("conversation.md", "text/markdown", asMarkdown([...systemMessages(), ...conversation.messages]));
+});
+byId("load").addEventListener("change", async ({ target }) => {
+  clearErrors();
+  try {
+    const { messages, tools } = await readConversation(target.files[0]);
+    const system = messages[0]?.role === "system" ? messages.shift().content : "";
+    byId("system").value = system;
+    if (tools) chatControls.set("tools", tools);
+    conversation.load(messages, info.model);
+    cancelEdit();
+  } catch (error) {
+    showError(error);
+  }
+  target.value = ""; // the same file can be loaded again
 });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -233,14 +316,16 @@ byId("key-form").addEventListener("submit", (event) => {
   byId("key").value = "";
   byId("key-form").hidden = true;
   clearErrors();
-  if (info) send();
+  if (info) send(tried);
   else load();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) send();
+  const results = event.target.closest?.(".results");
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) results ? results.requestSubmit() : send();
   if (event.key !== "Escape") return;
   tip.hide();
-  running?.abort();
+  if (running) running.abort();
+  else cancelEdit();
 });
 transcript.addEventListener("scroll", () => {
   atEnd = transcript.scrollHeight - transcript.scrollTop - transcript.clientHeight < 40;

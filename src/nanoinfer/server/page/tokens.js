@@ -29,14 +29,15 @@ export function tokensOfChoice(choice) {
 
 /** Appends the text of a stream to an element, split at the tokens. */
 export class TokenText {
-  #waiting = []; // tokens whose text is not there yet: incomplete characters, or the beginning of a stop string
+  #waiting; // tokens whose text is not there yet: incomplete characters, markers, or the beginning of a stop string
 
-  constructor(parent) {
+  /** waiting: the tokens of an output, of which this may be a part. Those whose text is added are taken from it. */
+  constructor(parent, waiting) {
+    this.#waiting = waiting;
     this.parent = Object.assign(parent, { className: "tokens" });
   }
 
-  add(text, tokens) {
-    this.#waiting.push(...tokens);
+  add(text) {
     while (text && this.#waiting[0]?.text && text.startsWith(this.#waiting[0].text)) {
       const token = this.#waiting.shift();
       this.#append(token.text, [token]);
