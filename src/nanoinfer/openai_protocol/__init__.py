@@ -4,6 +4,8 @@ fields.py     the fields of a request: what each means, or why it has no effect;
 requests.py   `parse` reads the body of a request to /v1/completions or /v1/chat/completions
 responses.py  the body of its response
 chunks.py     the chunks of a streamed response
+parts.py      the parts of a message, for routes whose events say where one begins and ends
+shapes.py     what differs between the routes that generate
 errors.py     the body of an error
 
 Besides OpenAI's own fields, a request may have all fields of `SamplingParams` (vLLM's extra fields: top_k, min_p, ...).
@@ -11,7 +13,7 @@ A field that is null has its default. A field that is not supported is an error.
 """
 
 from nanoinfer.openai_protocol.chunks import ChunkWriter
-from nanoinfer.openai_protocol.errors import as_sent, error_body, error_object, status_code
+from nanoinfer.openai_protocol.errors import as_sent, error_body, error_object, renamed, status_code
 from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, SAMPLING, TEMPLATE, FieldError
 from nanoinfer.openai_protocol.requests import GenerationRequest, parse, with_fields
 from nanoinfer.openai_protocol.responses import (
@@ -22,16 +24,20 @@ from nanoinfer.openai_protocol.responses import (
     response_body,
     usage,
 )
+from nanoinfer.openai_protocol.shapes import SHAPES, Shape, Writer
 
 __all__ = [
     "CHAT",
     "COMPLETIONS",
     "SAMPLING",
+    "SHAPES",
     "TEMPLATE",
     "ChunkWriter",
     "Decode",
     "FieldError",
     "GenerationRequest",
+    "Shape",
+    "Writer",
     "as_sent",
     "check_finite",
     "error_body",
@@ -39,6 +45,7 @@ __all__ = [
     "num_values",
     "parse",
     "plain_logprobs",
+    "renamed",
     "response_body",
     "status_code",
     "usage",

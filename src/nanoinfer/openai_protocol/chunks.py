@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from nanoinfer.errors import NanoinferError
+from nanoinfer.openai_protocol.errors import error_body
 from nanoinfer.openai_protocol.requests import GenerationRequest, num_top
 from nanoinfer.openai_protocol.responses import (
     Decode,
@@ -23,7 +25,7 @@ from nanoinfer.openai_protocol.responses import (
     token_fields,
 )
 from nanoinfer.outputs import AnswerDelta, CallDelta, CompletionOutput, Logprob, ReasoningDelta, RequestOutput
-from nanoinfer.utils.json_pieces import Items, Text, encode, json_strings
+from nanoinfer.utils.json_pieces import Items, Text, encode, json_bytes, json_strings
 
 Outputs = Sequence[tuple[int, RequestOutput]]
 """Pairs of a prompt's index and what was generated for it."""
@@ -102,6 +104,10 @@ class ChunkWriter:
         if not self._request.include_usage:
             return DONE
         return f'{self._head}],"usage":{self._counts()}}}\n\n'.encode() + DONE
+
+    def error(self, error: NanoinferError) -> bytes:
+        """Return the last event of a stream that has failed."""
+        return b"data: " + json_bytes(error_body(error)) + b"\n\n"
 
     @property
     def num_tokens(self) -> tuple[int, int]:

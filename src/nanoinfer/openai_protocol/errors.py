@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from nanoinfer.errors import NanoinferError, QueueFull, ResultError
@@ -44,6 +45,24 @@ def as_sent(error: NanoinferError, *, response_format: bool) -> NanoinferError:
         return error
     name = "response_format.json_schema" if found[2] == ".json" else "response_format"
     return type(error)(found[1] + name + text[found.end() :])
+
+
+def renamed(error: NanoinferError, names: Mapping[str, str]) -> NanoinferError:
+    """Return an error about a field of a chat with the name of the field that a request of another route has.
+
+    Errors that are not about a field, and those of a server that is busy or fails, are returned as they are.
+
+    Args:
+        error: "max_tokens=-1 is not ...", or "message 2 of 3: ...", which is about messages.
+        names: of the chat's field or of a part of it -> of the request's; the longest first.
+    """
+    param, status, text = _param(error), status_code(error), str(error)
+    if param is None or status >= 429:
+        return error
+    found = next((old for old in names if re.match(rf"{re.escape(old)}\b", text)), None)
+    name = names.get(found or param, param)
+    text = name + text[len(found) :] if found else text if name == param else f"{name}: {text}"
+    return FieldError(text, name, status, error.code if isinstance(error, FieldError) else None)
 
 
 MAX_PARAM_CHARS = 200

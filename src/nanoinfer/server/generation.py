@@ -1,4 +1,4 @@
-"""/v1/completions and /v1/chat/completions."""
+"""The routes that generate. What differs between them is in `openai_protocol.SHAPES`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,12 @@ from starlette.types import Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_streams import MergedStreams
 from nanoinfer.errors import NanoinferError
-from nanoinfer.openai_protocol import (
-    ChunkWriter,
-    GenerationRequest,
-    as_sent,
-    check_finite,
-    error_body,
-    num_values,
-    response_body,
-)
+from nanoinfer.openai_protocol import SHAPES, GenerationRequest, Shape, check_finite, num_values
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.server.auth import combined_salt
 from nanoinfer.server.http import EVENTS, LARGE_VALUES
 from nanoinfer.server.limits import TokenBounds, check_request
 from nanoinfer.server.service import Service, new_id
-from nanoinfer.utils.json_pieces import json_bytes
 
 STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
@@ -34,10 +25,14 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
 
     If the client disconnects, the task is cancelled, and all requests end that were made for the prompts.
     """
+    shape = SHAPES[scope["path"]]
 
     def convert(body: Mapping[str, Any]) -> GenerationRequest:
         request = service.parse(scope["path"], body)
-        check_request(request, service.config, *service.sizes)
+        try:
+            check_request(request, service.config, *service.sizes)
+        except NanoinferError as e:
+            raise shape.as_sent(e, request) from None
         return request
 
     request = await service.bodies.read(receive, convert)
@@ -49,16 +44,16 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
         try:
             # In a task of its own: each new output resumes it, and not every coroutine of the middleware around it too.
             respond_to = _stream if request.stream else _answer
-            await asyncio.create_task(respond_to(service, request, request_id, merged, send))
+            await asyncio.create_task(respond_to(service, shape, request, request_id, merged, send))
         except NanoinferError as e:
-            raise as_sent(e, response_format=request.response_format) from None
+            raise shape.as_sent(e, request) from None
         finally:
             merged.close()
             bounds.release()
 
 
 async def _answer(
-    service: Service, request: GenerationRequest, request_id: str, merged: MergedStreams, send: Send
+    service: Service, shape: Shape, request: GenerationRequest, request_id: str, merged: MergedStreams, send: Send
 ) -> None:
     """Send all outputs in one response."""
     outputs: dict[int, RequestOutput] = {}
@@ -67,19 +62,19 @@ async def _answer(
     every = [outputs[i] for i in range(len(outputs))]
     if request.params.logprobs is not None or request.prompt_logprobs:
         await service.bodies.write(lambda: check_finite(every))
-    body = response_body(request, every, **service.common(request_id))
+    body = shape.body(request, every, **service.common(request_id))
     await service.bodies.respond(send, body, num_values(request, every))
 
 
 async def _stream(
-    service: Service, request: GenerationRequest, request_id: str, merged: MergedStreams, send: Send
+    service: Service, shape: Shape, request: GenerationRequest, request_id: str, merged: MergedStreams, send: Send
 ) -> None:
     """Send the outputs while they are generated.
 
     The response begins with the first of them: an error before is a response of its own. One that comes later is the
     last event.
     """
-    writer = ChunkWriter(request, **service.common(request_id))
+    writer = shape.writer(request, **service.common(request_id))
     started = False
     try:
         async for found in merged:
@@ -93,7 +88,6 @@ async def _stream(
     except NanoinferError as e:
         if not started:
             raise
-        event = b"data: " + json_bytes(error_body(as_sent(e, response_format=request.response_format))) + b"\n\n"
-        await send({"type": "http.response.body", "body": event})
+        await send({"type": "http.response.body", "body": writer.error(shape.as_sent(e, request))})
     else:
         await send({"type": "http.response.body", "body": writer.end()})

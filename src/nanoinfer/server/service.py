@@ -13,7 +13,7 @@ from typing import Any
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.models.checkpoints.load import builtin_names
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, FieldError, GenerationRequest, parse
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, SHAPES, FieldError, GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import roofline
 from nanoinfer.server.config import ServerConfig
@@ -69,7 +69,7 @@ class Service:
 
     def parse(self, url: str, body: Mapping[str, Any]) -> GenerationRequest:
         """Read the body of a request to generate. Raises as `openai_protocol.parse`, and for an unknown model."""
-        request = parse(url, body, self.defaults[url], streams=True)
+        request = SHAPES[url].parse(body, self.defaults[url])
         self.check_model(request.model)
         return request
 
@@ -96,7 +96,7 @@ class Service:
         ]
 
     def common(self, request_id: str) -> dict[str, Any]:
-        """Return the arguments that `response_body` and `ChunkWriter` share."""
+        """Return the arguments that `Shape.body` and `Shape.writer` share."""
         return {"request_id": request_id, "model": self.names[0], "created": int(time.time()), "decode": self.decode}
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -1,0 +1,89 @@
+"""What routes with events for each part of a message share: parts that begin, grow and end, and renamed errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanoinfer.errors import NanoinferError, QueueFull, ResultError
+from nanoinfer.openai_protocol import FieldError, renamed
+from nanoinfer.openai_protocol.parts import Parts, parts_of
+from nanoinfer.outputs import (
+    AnswerDelta,
+    CallDelta,
+    ChatMessage,
+    CompletionOutput,
+    ContentDelta,
+    ReasoningDelta,
+    ToolCall,
+)
+
+
+def output(text: str = "", deltas: list[AnswerDelta] | None = None, finish_reason: str | None = None) -> Any:
+    return CompletionOutput(0, text, [], finish_reason, message_deltas=deltas)
+
+
+def read(*outputs: CompletionOutput) -> list[tuple[str, str, int, str]]:
+    parts = Parts()
+    return [(verb, part.kind, part.index, text) for o in outputs for verb, part, text in parts.read(o)]
+
+
+def test_parts_begin_grow_and_end() -> None:
+    found = read(
+        output(deltas=[ReasoningDelta("a"), ReasoningDelta("b")]),
+        output(deltas=[ContentDelta("c"), CallDelta(0, "call_1", "f", "")]),
+        output(deltas=[CallDelta(0, None, None, "{"), CallDelta(0, None, None, "}"), CallDelta(1, "call_2", "g", "")]),
+        output(deltas=[], finish_reason="stop"),
+    )
+    assert found == [
+        ("begin", "reasoning", 0, ""), ("grow", "reasoning", 0, "a"), ("grow", "reasoning", 0, "b"),
+        ("end", "reasoning", 0, ""), ("begin", "text", 1, ""), ("grow", "text", 1, "c"), ("end", "text", 1, ""),
+        ("begin", "call", 2, ""), ("grow", "call", 2, "{"), ("grow", "call", 2, "}"), ("end", "call", 2, ""),
+        ("begin", "call", 3, ""), ("end", "call", 3, ""),
+    ]  # fmt: skip
+
+
+def test_plain_text_is_one_part() -> None:
+    expected = [("begin", "text", 0, ""), ("grow", "text", 0, "a"), ("grow", "text", 0, "b"), ("end", "text", 0, "")]
+    assert read(output("a"), output(), output("b", finish_reason="length")) == expected
+    assert read(output(finish_reason="stop")) == [("begin", "text", 0, ""), ("end", "text", 0, "")]
+
+
+def test_parts_of_whole_messages() -> None:
+    call = ToolCall("call_1", "f", "{}")
+    for message, expected in (
+        (ChatMessage("a", "b", (call,)), [("reasoning", "b"), ("text", "a"), ("call", "{}")]),
+        (ChatMessage(None, None, (call, call)), [("call", "{}"), ("call", "{}")]),
+        (ChatMessage("", "b"), [("reasoning", "b")]),
+        (ChatMessage(""), [("text", "")]),
+    ):
+        found = parts_of(CompletionOutput(0, "raw", [], "stop", message=message))
+        assert [(part.kind, part.text) for part in found] == expected
+        assert [part.index for part in found] == list(range(len(found)))
+        assert all((part.call_id, part.name) == ("call_1", "f") for part in found if part.kind == "call")
+
+
+NAMES = {"response_format.json_schema": "text.format.schema", "response_format": "text.format", "messages": "input",
+         "max_tokens": "max_output_tokens"}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "error, message, param",
+    [
+        (NanoinferError("max_tokens=-1 is bad"), "max_output_tokens=-1 is bad", "max_output_tokens"),
+        (NanoinferError("message 2 of 3: x"), "input: message 2 of 3: x", "input"),
+        (FieldError("response_format='x' is bad", "response_format"), "text.format='x' is bad", "text.format"),
+        (ResultError("response_format.json_schema: bad"), "text.format.schema: bad", "text.format.schema"),
+        (NanoinferError("temperature=9 is bad"), "temperature=9 is bad", "temperature"),
+    ],
+)
+def test_errors_get_the_names_of_the_request(error: NanoinferError, message: str, param: str) -> None:
+    found = renamed(error, NAMES)
+    assert isinstance(found, FieldError)
+    assert (str(found), found.param, found.status) == (message, param, 400)
+
+
+def test_other_errors_are_kept() -> None:
+    for error in (QueueFull("max_tokens: busy"), ResultError("logits are not finite"), NanoinferError("closed")):
+        assert renamed(error, NAMES) is error
