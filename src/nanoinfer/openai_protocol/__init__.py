@@ -5,6 +5,7 @@ requests.py   `parse` reads the body of a request to /v1/completions or /v1/chat
 responses.py  the body of its response
 chunks.py     the chunks of a streamed response
 parts.py      the parts of a message, for routes whose events say where one begins and ends
+responses_input.py, responses_output.py  /v1/responses
 shapes.py     what differs between the routes that generate
 errors.py     the body of an error
 
@@ -14,7 +15,7 @@ A field that is null has its default. A field that is not supported is an error.
 
 from nanoinfer.openai_protocol.chunks import ChunkWriter
 from nanoinfer.openai_protocol.errors import as_sent, error_body, error_object, renamed, status_code
-from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, SAMPLING, TEMPLATE, FieldError
+from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, RESPONSES, SAMPLING, TEMPLATE, FieldError
 from nanoinfer.openai_protocol.requests import GenerationRequest, parse, with_fields
 from nanoinfer.openai_protocol.responses import (
     Decode,
@@ -29,6 +30,7 @@ from nanoinfer.openai_protocol.shapes import SHAPES, Shape, Writer
 __all__ = [
     "CHAT",
     "COMPLETIONS",
+    "RESPONSES",
     "SAMPLING",
     "SHAPES",
     "TEMPLATE",

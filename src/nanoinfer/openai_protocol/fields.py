@@ -49,7 +49,7 @@ _BOOL = {"type": "boolean"}
 _STRING = {"type": "string"}
 _INT = {"type": "integer"}
 _OBJECT = {"type": "object"}
-_FUNCTION = {
+_FUNCTION: dict[str, Any] = {
     "type": "object",
     "properties": {"name": _STRING, "description": _STRING, "parameters": _OBJECT, "strict": _BOOL},
     "required": ["name"],
@@ -140,6 +140,7 @@ FIELDS: dict[str, Field] = {
 
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+RESPONSES = "/v1/responses"
 EMBEDDINGS, RERANK, SCORE = POOLING = "/v1/embeddings", "/v1/rerank", "/v1/score"
 MAX_INPUTS = 2048
 """Inputs of one request to /v1/embeddings, and documents of one to /v1/rerank or /v1/score."""
@@ -158,8 +159,91 @@ TEMPLATE = (
 )  # fmt: skip
 """Fields of a chat that are options of `LLM.chat`: how to apply the chat template, and what answers may be."""
 _CONVERSATION = ("model", "messages", *TEMPLATE)
+_IGNORED = Field({}, "Accepted without effect.")
+STORED = ("background", "conversation", "previous_response_id", "prompt")
+"""Fields of /v1/responses that need a server which stores something."""
+_STORED = Field({}, "Not supported: this server stores nothing. Send the whole conversation as input.", neutral=())
+_FORMAT = {
+    "type": "object",
+    "properties": {"type": {"enum": ["text", "json_object", "json_schema"]}, "name": _STRING, "schema": _OBJECT},
+    "required": ["type"],
+}
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = {LOGPROBS: "log-probabilities", "reasoning.encrypted_content": "no effect"}
+"""Values of include, and what they do."""
+_RESPONSES: dict[str, Field] = {
+    **{
+        name: FIELDS[name]
+        for name in (
+            "model", "stream", "priority", "cache_salt", "chat_template_kwargs", "parallel_tool_calls",
+            "enable_thinking", "thinking_token_budget",
+        )
+    },
+    **dict.fromkeys(
+        ("client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+         "service_tier", "store", "user"), _IGNORED,
+    ),
+    **dict.fromkeys(STORED, _STORED),
+    "background": Field(_BOOL, _STORED.doc, neutral=(False,)),
+    "input": Field(
+        {"anyOf": [_STRING, {"type": "array", "minItems": 1, "items": _OBJECT}]},
+        "The user's message, or items: messages, function_call, function_call_output, reasoning.",
+    ),
+    "instructions": Field(_STRING, "System message before the input."),
+    "max_output_tokens": Field({"type": "integer", "minimum": 1}, "Maximum number of tokens to generate."),
+    "metadata": Field(
+        {"type": "object", "maxProperties": 16, "additionalProperties": {"type": "string", "maxLength": 512}},
+        "Returned in the response.",
+    ),
+    "include": Field(
+        {"type": "array", "items": {"enum": [*INCLUDED]}},
+        "; ".join(f"{name}: {what}" for name, what in INCLUDED.items()) + ".",
+    ),
+    "top_logprobs": Field(FIELDS["top_logprobs"].schema, f"{FIELDS['top_logprobs'].doc[:-1]}. It needs include."),
+    "stream_options": Field(
+        {"type": "object", "properties": {"include_obfuscation": _BOOL}, "additionalProperties": False},
+        "Without effect: streams are not obfuscated.",
+    ),
+    "text": Field(
+        {
+            "type": "object",
+            "properties": {"format": _FORMAT, "verbosity": {"enum": ["low", "medium", "high"]}},
+            "additionalProperties": False,
+        },
+        "What the text must match; verbosity has no effect.",
+    ),
+    "reasoning": Field(
+        {
+            "type": "object",
+            "properties": {"effort": _STRING, "summary": _STRING, "generate_summary": _STRING},
+            "additionalProperties": False,
+        },
+        "effort is a variable of the chat template; none is enable_thinking=false, too. Summaries have no effect.",
+    ),
+    "tools": Field(
+        {
+            "type": "array",
+            "maxItems": 128,
+            "items": {**_FUNCTION, "properties": {"type": {"enum": ["function"]}, **_FUNCTION["properties"]}},
+        },
+        FIELDS["tools"].doc,
+    ),
+    "tool_choice": Field(
+        {"anyOf": [{"enum": ["none", "auto", "required"]}, {**_OBJECT, "required": ["name"]}]},
+        'Whether it calls one: none, auto (default), required, or {"type": "function", "name": ...}.',
+    ),
+    "truncation": Field(_STRING, "A conversation that is too long is an error.", neutral=("disabled",)),
+}  # fmt: skip
+SAMPLING_OF = {
+    **dict.fromkeys(BOTH, SAMPLING),
+    RESPONSES: tuple(
+        name for name in SAMPLING if name not in ("n", "best_of", "max_tokens", "logprobs", "prompt_logprobs")
+    ),
+}
+"""The fields of SamplingParams that each route has."""
 TABLES: dict[str, dict[str, Field]] = {
     **{url: {name: field for name, field in FIELDS.items() if url in field.urls} for url in BOTH},
+    RESPONSES: _RESPONSES,
     TOKENIZE: {
         **{name: FIELDS[name] for name in _CONVERSATION},
         "prompt": Field(_STRING, "The text, instead of messages."),
@@ -206,7 +290,7 @@ def check_names(given: Mapping[str, Any], url: str) -> None:
     """Check that a route has the fields, and supports the values of those that have few. Raises FieldError."""
     known = TABLES[url]
     for name, value in given.items():
-        if name not in known and not (url in BOTH and name in SAMPLING):
+        if name not in known and name not in SAMPLING_OF.get(url, ()):
             raise FieldError(f"the field {show(name)} is not supported for {url}: leave it out", name)
         neutral = known[name].neutral if name in known else None
         if neutral is not None and value not in neutral:

@@ -48,6 +48,8 @@ class GenerationRequest:
     """Whether the last chunk of a stream has the token counts."""
     continuous_usage: bool = False
     """Whether every chunk has them."""
+    echoed: Mapping[str, Any] = field(default_factory=dict)
+    """What a response of /v1/responses has of the request."""
 
     @property
     def chat(self) -> bool:

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol.chunks import ChunkWriter, Outputs
 from nanoinfer.openai_protocol.errors import as_sent
-from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS
+from nanoinfer.openai_protocol.fields import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.requests import GenerationRequest, parse
 from nanoinfer.openai_protocol.responses import response_body
+from nanoinfer.openai_protocol.responses_input import parse_responses, responses_as_sent
+from nanoinfer.openai_protocol.responses_output import EventWriter, responses_body
 from nanoinfer.sampling_params import SamplingParams
 
 
@@ -58,4 +60,7 @@ def _openai(url: str) -> Shape:
     )
 
 
-SHAPES: dict[str, Shape] = {url: _openai(url) for url in (COMPLETIONS, CHAT)}
+SHAPES: dict[str, Shape] = {
+    **{url: _openai(url) for url in (COMPLETIONS, CHAT)},
+    RESPONSES: Shape(parse_responses, responses_body, EventWriter, responses_as_sent),
+}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -29,27 +30,33 @@ async def generate(service: Service, scope: Scope, receive: Receive, send: Send)
 
     def convert(body: Mapping[str, Any]) -> GenerationRequest:
         request = service.parse(scope["path"], body)
-        try:
+        with _names_of(shape, request):
             check_request(request, service.config, *service.sizes)
-        except NanoinferError as e:
-            raise shape.as_sent(e, request) from None
         return request
 
     request = await service.bodies.read(receive, convert)
     request_id = new_id()
     bounds = TokenBounds(request, service.sizes, service.config, service.quotas)
-    streams = service.start(request, request_id, combined_salt(scope, request.cache_salt), bounds.check)
-    with service.metrics.watch(scope, request.params, len(streams)) as watch:
-        merged = MergedStreams(streams, watch.receive)
-        try:
-            # In a task of its own: each new output resumes it, and not every coroutine of the middleware around it too.
-            respond_to = _stream if request.stream else _answer
-            await asyncio.create_task(respond_to(service, shape, request, request_id, merged, send))
-        except NanoinferError as e:
-            raise shape.as_sent(e, request) from None
-        finally:
-            merged.close()
-            bounds.release()
+    with _names_of(shape, request):
+        streams = service.start(request, request_id, combined_salt(scope, request.cache_salt), bounds.check)
+        with service.metrics.watch(scope, request.params, len(streams)) as watch:
+            merged = MergedStreams(streams, watch.receive)
+            try:
+                # In a task of its own: each new output resumes it, and not every coroutine of the middleware around it.
+                respond_to = _stream if request.stream else _answer
+                await asyncio.create_task(respond_to(service, shape, request, request_id, merged, send))
+            finally:
+                merged.close()
+                bounds.release()
+
+
+@contextmanager
+def _names_of(shape: Shape, request: GenerationRequest) -> Iterator[None]:
+    """Let errors have the names of the fields that the request has."""
+    try:
+        yield
+    except NanoinferError as e:
+        raise shape.as_sent(e, request) from None
 
 
 async def _answer(

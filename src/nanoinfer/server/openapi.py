@@ -10,13 +10,13 @@ from typing import Any
 
 import nanoinfer
 from nanoinfer.openai_protocol.fields import (
-    BOTH,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
     EMBEDDINGS,
     RERANK,
-    SAMPLING,
+    RESPONSES,
+    SAMPLING_OF,
     SCORE,
     TABLES,
     TOKENIZE,
@@ -28,6 +28,7 @@ from nanoinfer.utils.field_docs import field_docs
 REQUIRED = {
     COMPLETIONS: ["prompt"],
     CHAT: ["messages"],
+    RESPONSES: ["input"],
     TOKENIZE: [],
     DETOKENIZE: ["tokens"],
     EMBEDDINGS: ["input"],
@@ -76,7 +77,7 @@ def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams]
 def _operation(route: RouteSpec, path: str, defaults: Mapping[str, SamplingParams]) -> dict[str, Any]:
     error = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
     content: dict[str, Any] = {route.content_type: {}} if route.content_type else {}
-    if path in BOTH:
+    if path in SAMPLING_OF:
         content["text/event-stream"] = {}
     found: dict[str, Any] = {
         "summary": (route.handler.__doc__ or "").partition("\n")[0],
@@ -97,7 +98,7 @@ def _operation(route: RouteSpec, path: str, defaults: Mapping[str, SamplingParam
 
 def request_schema(url: str, defaults: SamplingParams | None) -> dict[str, Any]:
     """Return the schema of the body of requests to a route. Any field may be null, which is its default."""
-    properties = {} if defaults is None else _sampling(defaults)
+    properties = {} if defaults is None else _sampling(SAMPLING_OF[url], defaults)
     for name, field in TABLES[url].items():
         schema = dict(field.schema)
         if field.neutral is not None:
@@ -111,11 +112,11 @@ def request_schema(url: str, defaults: SamplingParams | None) -> dict[str, Any]:
     }
 
 
-def _sampling(defaults: SamplingParams) -> dict[str, dict[str, Any]]:
-    """Return the schemas of the fields of SamplingParams."""
+def _sampling(names: Sequence[str], defaults: SamplingParams) -> dict[str, dict[str, Any]]:
+    """Return the schemas of fields of SamplingParams."""
     hints, docs = typing.get_type_hints(SamplingParams), field_docs(SamplingParams)
     found = {}
-    for name in SAMPLING:
+    for name in names:
         schema = dict(_FORMS[name]) if name in _FORMS else _schema(hints[name])
         if name in RANGES:
             low, high = RANGES[name]

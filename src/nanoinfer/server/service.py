@@ -13,7 +13,7 @@ from typing import Any
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.models.checkpoints.load import builtin_names
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, SHAPES, FieldError, GenerationRequest
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES, SHAPES, FieldError, GenerationRequest
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import roofline
 from nanoinfer.server.config import ServerConfig
@@ -48,7 +48,7 @@ class Service:
         of_chats = of_model.max_tokens if "max_new_tokens" in llm.llm.model.sampling_defaults else None
         self.defaults: dict[str, SamplingParams] = {
             COMPLETIONS: replace(of_model, max_tokens=chosen or MAX_TOKENS),
-            CHAT: replace(of_model, max_tokens=chosen or of_chats),
+            **dict.fromkeys((CHAT, RESPONSES), replace(of_model, max_tokens=chosen or of_chats)),
         }
         measured = roofline.tokens_per_sec(llm.llm.model) if config.measure_roofline else None
         self.roofline_tokens_per_sec = measured

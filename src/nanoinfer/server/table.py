@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server import generation, markdown, pooling, routes
 from nanoinfer.server.service import Service
@@ -30,6 +30,7 @@ class RouteSpec:
 ROUTES = (
     RouteSpec("POST", COMPLETIONS, generation.generate),
     RouteSpec("POST", CHAT, generation.generate),
+    RouteSpec("POST", RESPONSES, generation.generate),
     RouteSpec("POST", EMBEDDINGS, pooling.embed),
     RouteSpec("POST", RERANK, pooling.rerank),
     RouteSpec("POST", SCORE, pooling.score),

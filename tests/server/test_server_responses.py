@@ -1,0 +1,340 @@
+"""/v1/responses: whole responses and events, which are the answers of /v1/chat/completions; conversations; errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("httpx", reason="the extra test is not installed")
+pytest.importorskip("starlette", reason="the extra server is not installed")
+pytest.importorskip("llguidance", reason="the extra structured is not installed")
+
+from helpers.chat import HI
+from helpers.server_client import Client
+from helpers.tools import TWO, check_call, tools_folder
+from nanoinfer import LLM
+from nanoinfer.openai_protocol import CHAT, RESPONSES
+
+SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "max_output_tokens": 150}
+FLAT: list[dict[str, Any]] = [{"type": "function", "strict": None, **tool["function"]} for tool in TWO]
+THINKS: dict[str, Any] = {"enable_thinking": True, "thinking_token_budget": 5}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    made = Client(LLM(str(tools_folder(tmp_path_factory.mktemp("tools") / "tiny")), engine="native", max_num_seqs=8))
+    yield made
+    made.async_llm.shutdown()
+
+
+def events_of(client: Client, **body: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream."""
+    response = client.request("POST", RESPONSES, json={**body, "stream": True})
+    assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+    *events, rest = response.text.split("\n\n")
+    assert rest == ""
+    found = []
+    for i, event in enumerate(events):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert (name, found[-1]["sequence_number"]) == (f"event: {found[-1]['type']}", i)
+    return found
+
+
+def put_together(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items that the deltas of a stream make; checks that what is done is what the deltas were."""
+    items: list[dict[str, Any]] = []
+    is_open = False
+    for event in events:
+        kind = event["type"].removeprefix("response.")
+        if kind == "output_item.added":
+            assert (event["output_index"], is_open) == (len(items), False)
+            is_open = True
+            items.append(json.loads(json.dumps(event["item"])))
+            assert items[-1]["status"] == "in_progress"
+            continue
+        if "output_index" in event:
+            assert (event["output_index"], is_open) == (len(items) - 1, True)
+        if "item_id" in event:
+            assert event["item_id"] == items[-1]["id"]
+        if kind == "content_part.added":
+            items[-1]["content"].append(event["part"])
+        elif kind == "content_part.done":
+            assert event["part"] == items[-1]["content"][0]
+        elif kind == "output_item.done":
+            items[-1]["status"], is_open = event["item"]["status"], False
+            assert event["item"] == items[-1]
+        elif kind == "function_call_arguments.delta":
+            items[-1]["arguments"] += event["delta"]
+        elif kind == "function_call_arguments.done":
+            assert (event["name"], event["arguments"]) == (items[-1]["name"], items[-1]["arguments"])
+        elif kind.endswith("_text.delta"):
+            part = items[-1]["content"][event["content_index"]]
+            part["text"] += event["delta"]
+            part.get("logprobs", []).extend(event.get("logprobs", []))
+        elif kind.endswith("_text.done"):
+            part = items[-1]["content"][event["content_index"]]
+            assert event["text"] == part["text"]
+            if "logprobs" in part:
+                assert event["logprobs"][: len(part["logprobs"])] == part["logprobs"]
+                part["logprobs"] = event["logprobs"]  # with those of tokens without text
+    assert not is_open
+    return items
+
+
+def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
+
+
+def content_of(message: dict[str, Any]) -> str:
+    (part,) = message["content"]
+    assert (message["type"], message["role"], part["type"], part["annotations"]) == (
+        "message", "assistant", "output_text", [],
+    )  # fmt: skip
+    text: str = part["text"]
+    return text
+
+
+def as_chat(**body: Any) -> dict[str, Any]:
+    """Return options of /v1/chat/completions for some of /v1/responses."""
+    renamed = {"max_output_tokens": "max_tokens"}
+    return {renamed.get(name, name): value for name, value in body.items()}
+
+
+def test_a_text_is_that_of_the_chat(client: Client) -> None:
+    sent = {**SAMPLED, "enable_thinking": False}
+    expected = client.post(CHAT, messages=HI, **as_chat(**sent))
+    made = client.post(RESPONSES, input="Hi", metadata={"a": "b"}, user="me", store=True, **sent)
+    (message,) = made["output"]
+    (choice,) = expected["choices"]
+    assert content_of(message) == choice["message"]["content"]
+    assert made["id"].startswith("resp_")
+    assert message["id"].startswith("msg_")
+    assert {name: made[name] for name in ("object", "model", "error", "metadata", "store", "temperature", "tools")} == {
+        "object": "response", "model": expected["model"], "error": None, "metadata": {"a": "b"}, "store": False,
+        "temperature": 1.0, "tools": [],
+    }  # fmt: skip
+    assert (made["max_output_tokens"], made["top_p"], made["tool_choice"]) == (150, 1.0, "auto")
+    ends = {"stop": ("completed", None), "length": ("incomplete", {"reason": "max_output_tokens"})}
+    assert (made["status"], made["incomplete_details"]) == ends[choice["finish_reason"]]
+    assert message["status"] == made["status"]
+    usage = expected["usage"]
+    assert (made["usage"]["input_tokens"], made["usage"]["output_tokens"], made["usage"]["total_tokens"]) == (
+        usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"],
+    )  # fmt: skip
+    assert made["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+
+
+def test_a_response_that_is_cut_off_is_incomplete(client: Client) -> None:
+    sent = {"input": "Hi", "max_output_tokens": 3, "ignore_eos": True, "seed": 1, "enable_thinking": False}
+    made = client.post(RESPONSES, **sent)
+    assert (made["status"], made["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert made["output"][-1]["status"] == "incomplete"
+    last = events_of(client, **sent)[-1]
+    assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
+    assert last["response"]["usage"] == made["usage"]
+
+
+BODIES: list[dict[str, Any]] = [
+    {"enable_thinking": False},
+    {"enable_thinking": False, "max_output_tokens": 4, "ignore_eos": True},
+    THINKS,
+    {"tools": FLAT, "tool_choice": "required", "parallel_tool_calls": False, "enable_thinking": False},
+    {"tools": FLAT, "tool_choice": {"type": "function", "name": "weather"}, **THINKS},
+    {"tools": FLAT, "tool_choice": "required", "logit_bias": {"31": 5}, **THINKS},
+    {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}}, **THINKS},
+    {"enable_thinking": False, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    {"instructions": "Be brief.", "reasoning": {"effort": "none", "summary": "auto"}, "top_k": 5},
+]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: "-".join(body))
+def test_streams_are_whole_responses(client: Client, body: dict[str, Any]) -> None:
+    body = {"input": "Hi", **SAMPLED, **body}
+    whole = client.post(RESPONSES, **body)
+    events = events_of(client, **body)
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    begun, ended = events[0]["response"], events[-1]["response"]
+    assert (begun["status"], begun["output"], begun["usage"]) == ("in_progress", [], None)
+    assert events[-1]["type"] == f"response.{whole['status']}"
+    assert put_together(events) == ended["output"]
+    assert without_ids(ended["output"]) == without_ids(whole["output"])
+    for response in (whole, ended):
+        cached = response["usage"]["input_tokens_details"].pop("cached_tokens")
+        assert 0 <= cached < whole["usage"]["input_tokens"]
+    own = ("id", "created_at", "output")
+    assert {k: v for k, v in ended.items() if k not in own} == {k: v for k, v in whole.items() if k not in own}
+    assert [event["response"]["id"] for event in events if "response" in event] == [begun["id"]] * 3
+    ids = [item["id"] for item in ended["output"]]
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_required_call_and_the_turn_after_it(client: Client) -> None:
+    sent = {"tools": FLAT, "parallel_tool_calls": False, "enable_thinking": False, **SAMPLED}
+    first = client.post(RESPONSES, input="Hi", tool_choice="required", **sent)
+    (call,) = first["output"]
+    assert (call["type"], call["status"], call.keys() - {"id", "call_id"}) == (
+        "function_call", "completed", {"type", "status", "name", "arguments"},
+    )  # fmt: skip
+    assert (call["id"][:3], call["call_id"][:5]) == ("fc_", "call_")
+    check_call(call["name"], call["arguments"], TWO)
+    assert first["tools"] == FLAT
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "7"}
+    items = [{"role": "user", "content": "Hi"}, call, result]
+    made = client.post(RESPONSES, input=items, tool_choice="none", **sent)
+    message = {"role": "assistant", "content": None, "tool_calls": [
+        {"id": call["call_id"], "type": "function", "function": {k: call[k] for k in ("name", "arguments")}}
+    ]}  # fmt: skip
+    messages = [*HI, message, {"role": "tool", "tool_call_id": call["call_id"], "content": "7"}]
+    expected = client.post(CHAT, messages=messages, tool_choice="none", **as_chat(**{**sent, "tools": TWO}))
+    assert content_of(made["output"][0]) == expected["choices"][0]["message"]["content"]
+    assert made["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
+
+
+def test_reasoning_is_an_item_and_may_be_sent_back(client: Client) -> None:
+    made = client.post(RESPONSES, input="Hi", **THINKS, **SAMPLED)
+    reasoning, message = made["output"]
+    expected = client.post(CHAT, messages=HI, **THINKS, **as_chat(**SAMPLED))
+    (choice,) = expected["choices"]
+    (thought,) = reasoning["content"]
+    assert thought == {"type": "reasoning_text", "text": choice["message"]["reasoning"]}
+    assert (reasoning["type"], reasoning["summary"], reasoning["id"][:3]) == ("reasoning", [], "rs_")
+    assert content_of(message) == choice["message"]["content"]
+    counts = expected["usage"]["completion_tokens_details"]
+    assert made["usage"]["output_tokens_details"] == counts
+    assert counts["reasoning_tokens"] > 0
+    items = [{"role": "user", "content": "Hi"}, *made["output"], {"role": "user", "content": "And?"}]
+    found = client.post(RESPONSES, input=items, **THINKS, **SAMPLED)
+    messages = [*HI, choice["message"], {"role": "user", "content": "And?"}]
+    again = client.post(CHAT, messages=messages, **THINKS, **as_chat(**SAMPLED))
+    assert content_of(found["output"][-1]) == again["choices"][0]["message"]["content"]
+    assert found["usage"]["input_tokens"] == again["usage"]["prompt_tokens"]
+
+
+def test_structured_texts_match(client: Client) -> None:
+    described = {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}
+    made = client.post(RESPONSES, input="Hi", text={"format": described, "verbosity": "low"}, **SAMPLED, **THINKS)
+    assert json.loads(content_of(made["output"][-1]))["a"] in ("x", "y")
+    assert made["text"] == {"format": described}
+    anything = client.post(RESPONSES, input="Hi", text={"format": {"type": "text"}}, **SAMPLED)
+    assert anything["output"] != made["output"]
+
+
+def test_log_probabilities_are_those_of_the_chat(client: Client) -> None:
+    sent = {**SAMPLED, "max_output_tokens": 6, "ignore_eos": True, "enable_thinking": False}
+    expected = client.post(CHAT, messages=HI, logprobs=True, top_logprobs=2, **as_chat(**sent))
+    include = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+    made = client.post(RESPONSES, input="Hi", include=include, top_logprobs=2, **sent)
+    assert made["output"][0]["content"][0]["logprobs"] == expected["choices"][0]["logprobs"]["content"]
+    assert made["top_logprobs"] == 2
+
+
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "c"},
+                                                    {"type": "input_text", "text": "d"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "e"}], "encrypted_content": None},
+    {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+     "content": [{"type": "output_text", "text": "f", "annotations": []}]},
+    {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 1}', "id": "fc_1"},
+    {"type": "function_call", "call_id": "2", "name": "weather", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "g"}]},
+    {"type": "function_call_output", "call_id": "1", "output": "h"},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "i"}]},
+    {"role": "user", "content": "j"},
+]  # fmt: skip
+
+
+def test_items_become_messages(client: Client) -> None:
+    from nanoinfer.openai_protocol import SHAPES
+
+    body = {"instructions": "a", "input": CONVERSATION}
+    request = SHAPES[RESPONSES].parse(body, client.llm.requests.defaults)
+    calls = [
+        {"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, name, arguments in (("1", "add", '{"a": 1}'), ("2", "weather", "{}"))
+    ]
+    assert request.messages == [
+        {"role": "system", "content": "a\n\nb"},
+        {"role": "user", "content": "c\nd"},
+        {"role": "assistant", "content": "f", "reasoning_content": "e", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "2", "content": "g"},
+        {"role": "tool", "tool_call_id": "1", "content": "h"},
+        {"role": "assistant", "content": "i"},
+        {"role": "user", "content": "j"},
+    ]
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": content}]}
+
+
+def item(**fields: Any) -> dict[str, Any]:
+    return {"input": [fields]}
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"text": {"format": {"type": "json_schema", "name": "a", "schema": value}}}
+
+
+STORES_NOTHING = "this server stores no responses: send the whole conversation as input"
+ERRORS: list[tuple[dict[str, Any], str, str]] = [
+    ({"previous_response_id": "resp_1"}, "previous_response_id", f"'resp_1' is not supported: {STORES_NOTHING}"),
+    ({"conversation": {"id": "c"}}, "conversation", STORES_NOTHING),
+    ({"prompt": {"id": "p"}}, "prompt", STORES_NOTHING),
+    ({"background": True}, "background", STORES_NOTHING),
+    ({"truncation": "auto"}, "truncation", "truncation='auto' is not supported"),
+    ({"messages": HI}, "messages", "the field 'messages' is not supported for /v1/responses"),
+    ({"n": 2}, "n", "the field 'n' is not supported"),
+    ({"input": None}, "input", "input is missing"),
+    ({"input": []}, "input", "input [] is not supported"),
+    ({"input": ["a"]}, "input", "input[0]='a' is not supported"),
+    (item(role="tool", content="a"), "input", "is not supported: give a message with the role user"),
+    (item(type="item_reference", id="msg_1"), "input", "input[0]={'type': 'item_reference'"),
+    (user(5), "input", "input[0].content=5 is neither a string nor a list of parts"),
+    (user([{"type": "input_image", "image_url": "x"}]), "input", "models here read text only"),
+    (user([{"type": ["a"]}]), "input", "input[0].content[0]="),
+    (item(type="function_call", call_id="1", name="f"), "input", "input[0]: arguments=None is not a string"),
+    (item(type="function_call", call_id="1", name="f", arguments="{"), "input", "are not the JSON of an object"),
+    (item(type="function_call_output", call_id="1", output="a"), "input", "call_id='1' is the id of no function_call"),
+    (item(type="reasoning", encrypted_content="x"), "input", "encrypted_content cannot be read"),
+    ({"instructions": 5}, "instructions", "instructions=5 is not a string"),
+    ({"input": "a " * 3000}, "input", "context length"),
+    ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0"),
+    ({"temperature": -1}, "temperature", "temperature=-1"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs include=['message.output_text.logprobs']"),
+    ({"top_logprobs": 99, "include": ["message.output_text.logprobs"]}, "top_logprobs", "max_logprobs"),
+    ({"include": ["file_search_call.results"]}, "include", "is not a list of message.output_text.logprobs and"),
+    ({"metadata": {"a": 1}}, "metadata", "metadata={'a': 1}"),
+    ({"metadata": {"a": "b" * 513}}, "metadata", "strings of 512 characters"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "is not an object with include_obfuscation"),
+    ({"reasoning": "high"}, "reasoning", "reasoning='high' is not an object"),
+    ({"reasoning": {"effort": 1}}, "reasoning.effort", "reasoning.effort=1"),
+    ({"text": {"verbosity": "loud"}}, "text", "text.verbosity='loud'"),
+    ({"text": {"format": {"type": "yaml"}}}, "text.format", "text.format={'type': 'yaml'}"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "text.format.schema={} has no schema"),
+    (schema({"$ref": "#/x"}), "text.format", "text.format"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "tools[0]: type='web_search' is not supported: give functions"),
+    ({"tools": TWO}, "tools", "tools[0]: function has the unknown field 'function'"),
+    ({"tools": FLAT * 2}, "tools", "tools[2]: name='add' is the name of another tool"),
+    ({"tools": FLAT, "tool_choice": {"type": "web_search"}}, "tool_choice", "is not supported: use none, auto"),
+    ({"tools": FLAT, "tool_choice": {"type": "function", "name": "sub"}}, "tool_choice", "tool_choice='sub'"),
+    ({"parallel_tool_calls": "x"}, "parallel_tool_calls", "parallel_tool_calls='x'"),
+    ({"model": "gpt-9"}, "model", "does not exist"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body, param, message", ERRORS, ids=lambda x: json.dumps(x)[:50])
+def test_errors_name_the_field(client: Client, body: dict[str, Any], param: str, message: str) -> None:
+    for stream in (False, True):
+        if stream and "stream_options" in body:
+            continue
+        status, error = client.error(RESPONSES, **{"input": "Hi", "stream": stream, **body})
+        assert (status, error["param"]) == (404 if param == "model" else 400, param)
+        assert message in error["message"]
+        assert "\n" not in error["message"]
+    assert client.async_llm.num_unfinished_requests == 0
