@@ -30,7 +30,7 @@ from helpers.async_llm import freed
 from helpers.chat import chat_folder
 from nanoinfer import LLM, AsyncLLM, AsyncOutputStream, SamplingParams
 from nanoinfer.engines.base import Engine, StepBatch
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server import page_routes
 from nanoinfer.server.table import ROUTES
@@ -138,6 +138,7 @@ class Route(NamedTuple):
 
 
 PROMPT: dict[str, Any] = {"prompt": "To be", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+RESPONDED: dict[str, Any] = {"input": "Hi", "max_output_tokens": 3, "temperature": 0, "ignore_eos": True}
 CHATTED: dict[str, Any] = {"messages": HI, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 CASES: dict[str, list[Route]] = {
     f"POST {COMPLETIONS}": [
@@ -147,6 +148,11 @@ CASES: dict[str, list[Route]] = {
         Route(PROMPT | {"n": 0}, status=400),
     ],
     f"POST {CHAT}": [Route(CHATTED, waits=True), Route(CHATTED | {"stream": True, "logprobs": True}, waits=True)],
+    f"POST {RESPONSES}": [
+        Route(RESPONDED, waits=True),
+        Route(RESPONDED | {"stream": True, "instructions": "Be brief."}, waits=True),
+        Route(RESPONDED | {"previous_response_id": "a"}, status=400),
+    ],
     f"POST {EMBEDDINGS}": [
         Route({"input": "To be"}, waits=True),
         Route({"input": ["a", [5, 6]], "encoding_format": "base64", "dimensions": 3}, waits=True),

@@ -20,7 +20,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server.table import ROUTES
 
@@ -224,6 +224,18 @@ class Client:
             time.sleep(self.rng.random() / 20)
         self.connection.close()
 
+    def respond(self) -> None:
+        """Compare an answer of /v1/responses, some of which are streams."""
+        i = self.rng.choice([i for i, (_, shape) in enumerate(self.expected.chats) if "n" not in shape])
+        (message,), shape = self.expected.chats[i]
+        body = {"input": message["content"], "stream": self.rng.random() < 0.5}
+        body |= {"max_output_tokens" if name == "max_tokens" else name: value for name, value in shape.items()}
+        response = self.ask("POST", RESPONSES, body)
+        found = list(self._chunks(response, 0))[-1]["response"] if body["stream"] else json.load(response)
+        (answer,) = self.expected.chat_answers[i]
+        ends = {"completed": "stop", "incomplete": "length"}
+        assert (found["output"][0]["content"][0]["text"], ends[found["status"]]) == answer, f"{body}: {found}"
+
     def tokenize(self) -> None:
         i = self.rng.randrange(len(TEXTS))
         assert json.load(self.ask("POST", TOKENIZE, {"prompt": TEXTS[i]}))["tokens"] == self.expected.tokens[i]
@@ -258,6 +270,7 @@ class Client:
 VALID: dict[str, Callable[[Client], Any]] = {
     COMPLETIONS: lambda client: client.generate(COMPLETIONS),
     CHAT: lambda client: client.generate(CHAT),
+    RESPONSES: Client.respond,
     "/v1/models": Client.models,
     "/v1/models/{model:path}": Client.model,
     TOKENIZE: Client.tokenize,

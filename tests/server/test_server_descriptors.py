@@ -26,7 +26,7 @@ if not Path("/proc/self/fd").exists():
 from helpers.models import TINY, make_folder
 from helpers.server_process import ServerProcess, serving
 from nanoinfer import NanoinferError
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server import descriptors
 from nanoinfer.server.config import ServerConfig
@@ -42,6 +42,10 @@ BODIES: dict[str, list[dict[str, Any]]] = {
     "/page/markdown": [{"text": "*a* [b](https://c)"}],
     SCORE: [{"text_1": "a", "text_2": ["b", "c"]}],
     CHAT: [{"messages": MESSAGES, "max_tokens": 4, "logprobs": True, "stream": stream} for stream in (False, True)],
+    RESPONSES: [
+        {"input": "a", "max_output_tokens": 4, "stream": True},
+        {"input": "a", "max_output_tokens": 4, "include": ["message.output_text.logprobs"]},
+    ],
     COMPLETIONS: [
         {"prompt": "a"},
         {"prompt": ["a", "b"], "n": 2, "best_of": 3, "logprobs": 2, "echo": True},

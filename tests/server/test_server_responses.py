@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from helpers.chat import HI
 from helpers.server_client import Client
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM
+from nanoinfer.core import output_processor
 from nanoinfer.openai_protocol import CHAT, RESPONSES
 
 SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "max_output_tokens": 150}
@@ -147,7 +150,7 @@ BODIES: list[dict[str, Any]] = [
     {"tools": FLAT, "tool_choice": {"type": "function", "name": "weather"}, **THINKS},
     {"tools": FLAT, "tool_choice": "required", "logit_bias": {"31": 5}, **THINKS},
     {"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA, "strict": True}}, **THINKS},
-    {"enable_thinking": False, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    {"enable_thinking": False, "include": ["message.output_text.logprobs"], "top_logprobs": 20},
     {"instructions": "Be brief.", "reasoning": {"effort": "none", "summary": "auto"}, "top_k": 5},
 ]
 
@@ -231,6 +234,24 @@ def test_log_probabilities_are_those_of_the_chat(client: Client) -> None:
     made = client.post(RESPONSES, input="Hi", include=include, top_logprobs=2, **sent)
     assert made["output"][0]["content"][0]["logprobs"] == expected["choices"][0]["logprobs"]["content"]
     assert made["top_logprobs"] == 2
+
+
+def test_a_failure_is_the_last_event(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    describe, calls = output_processor.describe, []
+
+    def broken(*args: Any) -> Any:
+        calls.append(args)
+        bad = {"logprob": -math.inf} if len(calls) == 60 else {}
+        return {token: replace(entry, **bad) for token, entry in describe(*args).items()}
+
+    monkeypatch.setattr(output_processor, "describe", broken)
+    include = ["message.output_text.logprobs"]
+    events = events_of(client, input="Hi", include=include, enable_thinking=False, ignore_eos=True, **SAMPLED)
+    assert (events[0]["type"], events[-1]["type"]) == ("response.created", "response.failed")
+    failed = events[-1]["response"]
+    assert (failed["status"], failed["id"]) == ("failed", events[0]["response"]["id"])
+    assert failed["error"]["code"] == "server_error"
+    assert "a log-probability is not finite" in failed["error"]["message"]
 
 
 CONVERSATION: list[dict[str, Any]] = [

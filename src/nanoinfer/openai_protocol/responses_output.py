@@ -16,7 +16,7 @@ from nanoinfer.openai_protocol.chunks import Outputs
 from nanoinfer.openai_protocol.errors import error_body, status_code
 from nanoinfer.openai_protocol.parts import Part, Parts, Verb, parts_of
 from nanoinfer.openai_protocol.requests import GenerationRequest, num_top
-from nanoinfer.openai_protocol.responses import Decode, chat_logprobs, num_values, token_counts, usage
+from nanoinfer.openai_protocol.responses import Decode, chat_logprobs, check_finite, num_values, token_counts, usage
 from nanoinfer.outputs import Logprob, RequestOutput
 from nanoinfer.utils.json_pieces import Items, encode, json_strings
 
@@ -97,13 +97,16 @@ class EventWriter:
         return b""
 
     def error(self, error: NanoinferError) -> bytes:
-        """Return the last event of a stream that has failed."""
+        """Return the last event of a stream that has failed, and the first if no output was written."""
         code = "server_error" if status_code(error) >= 500 else "invalid_prompt"
         failed = {"status": "failed", "error": {"code": code, "message": error_body(error)["error"]["message"]}}
-        return _bytes(self._event("response.failed", {"response": self._head | failed}, json_strings))
+        names = ("response.failed",) if self._num_events else ("response.created", "response.failed")
+        heads = {"response.created": self._head, "response.failed": self._head | failed}
+        return _bytes(text for name in names for text in self._event(name, {"response": heads[name]}, json_strings))
 
     def _events(self, found: Outputs, write: Write) -> Iterator[str]:
         for _, output in found:
+            check_finite([output])  # before its first event
             if self._first is None:
                 self._first = output
                 for name in ("response.created", "response.in_progress"):
