@@ -19,7 +19,8 @@ from helpers.server_client import Client
 from helpers.tools import TWO, check_call, tools_folder
 from nanoinfer import LLM
 from nanoinfer.core import output_processor
-from nanoinfer.openai_protocol import CHAT, RESPONSES
+from nanoinfer.openai_protocol import CHAT, RESPONSES, SHAPES
+from nanoinfer.openai_protocol.fields import SAMPLING_OF, TABLES
 
 SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "max_output_tokens": 150}
 FLAT: list[dict[str, Any]] = [{"type": "function", "strict": None, **tool["function"]} for tool in TWO]
@@ -271,8 +272,6 @@ CONVERSATION: list[dict[str, Any]] = [
 
 
 def test_items_become_messages(client: Client) -> None:
-    from nanoinfer.openai_protocol import SHAPES
-
     body = {"instructions": "a", "input": CONVERSATION}
     request = SHAPES[RESPONSES].parse(body, client.llm.requests.defaults)
     calls = [
@@ -339,7 +338,8 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "yaml"}}}, "text.format", "text.format={'type': 'yaml'}"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "text.format.schema={} has no schema"),
     (schema({"$ref": "#/x"}), "text.format", "text.format"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "tools[0]: type='web_search' is not supported: give functions"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "tools[0]: type='web_search' is not supported: give a list of functions"),
+    ({"tools": 5}, "tools", "tools[0]: 5 is not supported: give a list of functions"),
     ({"tools": TWO}, "tools", "tools[0]: function has the unknown field 'function'"),
     ({"tools": FLAT * 2}, "tools", "tools[2]: name='add' is the name of another tool"),
     ({"tools": FLAT, "tool_choice": {"type": "web_search"}}, "tool_choice", "is not supported: use none, auto"),
@@ -359,3 +359,20 @@ def test_errors_name_the_field(client: Client, body: dict[str, Any], param: str,
         assert message in error["message"]
         assert "\n" not in error["message"]
     assert client.async_llm.num_unfinished_requests == 0
+
+
+def test_values_of_any_type_are_answered(client: Client) -> None:
+    for name, field in TABLES[RESPONSES].items():
+        for value in (5, -1, 1e300, "x", "", [], {}, [5], {"type": 5}, [{"type": "function"}], True, False):
+            body = {"input": "Hi", "max_output_tokens": 1, name: value}
+            response = client.request("POST", RESPONSES, json=body)
+            assert response.status_code in (200, 400, 404), (name, value, response.text)
+            if field.doc == "Accepted without effect.":
+                assert response.status_code == 200
+    assert client.async_llm.num_unfinished_requests == 0
+
+
+def test_null_is_the_default(client: Client) -> None:
+    body = {"input": "Hi", **SAMPLED}
+    made = client.post(RESPONSES, **{**dict.fromkeys([*TABLES[RESPONSES], *SAMPLING_OF[RESPONSES]]), **body})
+    assert without_ids(made["output"]) == without_ids(client.post(RESPONSES, **body)["output"])

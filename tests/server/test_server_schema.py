@@ -24,6 +24,7 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from helpers.chat import chat_folder
 from helpers.server_process import serving
+from nanoinfer.openai_protocol.fields import STORED
 
 TOOL = shutil.which("st", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
 EXAMPLES = int(os.environ.get("NANOINFER_TEST_SCHEMA_EXAMPLES", "10"))  # for each operation
@@ -57,6 +58,23 @@ FEW = {"maximum": 4}
 NARROWER: dict[str, dict[str, Any]] = {
     "model": {"enum": [MODEL]},
     "messages": {"items": only(role={"enum": ["system", "user", "assistant"]}, content={"type": "string"})},
+    "input": {
+        "anyOf": [
+            {"type": "string"},
+            {
+                "type": "array",
+                "minItems": 1,
+                "items": only(role={"enum": ["developer", "user", "assistant"]}, content={"type": "string"}),
+            },
+        ]
+    },
+    "max_output_tokens": {"maximum": 12},
+    "text": {
+        "anyOf": [
+            only(format=only(type={"enum": ["text", "json_object"]})),
+            only(format=only(type={"const": "json_schema"}, name={"const": "x"}, schema=SCHEMA)),
+        ]
+    },
     "max_tokens": {"maximum": 12},
     "max_completion_tokens": {"maximum": 12},
     "min_tokens": FEW,
@@ -85,6 +103,7 @@ NARROWER: dict[str, dict[str, Any]] = {
 LEFT_OUT = {
     "/v1/completions": ("response_format", "stream_options", "slide_stride"),
     "/v1/chat/completions": ("structured_outputs", "stream_options", "slide_stride", "max_tokens"),
+    "/v1/responses": ("structured_outputs", "stream_options", "slide_stride", "top_logprobs", *STORED),
     "/tokenize": (),
     "/detokenize": (),
 }

@@ -180,8 +180,8 @@ _RESPONSES: dict[str, Field] = {
         )
     },
     **dict.fromkeys(
-        ("client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-         "service_tier", "store", "user"), _IGNORED,
+        ("client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+         "safety_identifier", "service_tier", "store", "user"), _IGNORED,
     ),
     **dict.fromkeys(STORED, _STORED),
     "background": Field(_BOOL, _STORED.doc, neutral=(False,)),

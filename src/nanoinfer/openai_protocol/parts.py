@@ -7,20 +7,21 @@ Chat chunks have only deltas. The events of other routes say where a part begins
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from nanoinfer.outputs import AnswerDelta, CallDelta, CompletionOutput, ContentDelta, ReasoningDelta
 
 Verb = Literal["begin", "grow", "end"]
+Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass
 class Part:
     """A part of a message."""
 
-    kind: Literal["reasoning", "text", "call"]
+    kind: Kind
     index: int
     """Of the part in the message."""
     call_id: str = ""
@@ -50,9 +51,11 @@ class Parts:
         Args:
             o: with what is new since the one before.
         """
-        for delta in deltas_of(o):
+        plain = [ContentDelta(o.text)] if o.text else []
+        for delta in plain if o.message_deltas is None else o.message_deltas:
             text = delta.arguments if isinstance(delta, CallDelta) else delta.text
-            if not self.parts or not _continues(self.parts[-1], delta):
+            is_new_call = isinstance(delta, CallDelta) and delta.id is not None
+            if not self.parts or is_new_call or self.parts[-1].kind != _kind(delta):
                 yield from self._end()
                 yield self._begin(delta)
             if text:
@@ -65,23 +68,17 @@ class Parts:
             yield from self._end()
 
     def _begin(self, delta: AnswerDelta) -> tuple[Verb, Part, str]:
-        if isinstance(delta, CallDelta):
-            part = Part("call", len(self.parts), delta.id or "", delta.name or "")
-        else:
-            part = Part("reasoning" if isinstance(delta, ReasoningDelta) else "text", len(self.parts))
-        self.parts.append(part)
-        return "begin", part, ""
+        call_id, name = (delta.id or "", delta.name or "") if isinstance(delta, CallDelta) else ("", "")
+        self.parts.append(Part(_kind(delta), len(self.parts), call_id, name))
+        return "begin", self.parts[-1], ""
 
     def _end(self) -> Iterator[tuple[Verb, Part, str]]:
         if self.parts:
             yield "end", self.parts[-1], ""
 
 
-def deltas_of(o: CompletionOutput) -> Sequence[AnswerDelta]:
-    """Return what a streamed output adds to its message."""
-    if o.message_deltas is not None:
-        return o.message_deltas
-    return [ContentDelta(o.text)] if o.text else []
+def _kind(delta: AnswerDelta) -> Kind:
+    return "call" if isinstance(delta, CallDelta) else "reasoning" if isinstance(delta, ReasoningDelta) else "text"
 
 
 def parts_of(o: CompletionOutput) -> list[Part]:
@@ -95,10 +92,3 @@ def parts_of(o: CompletionOutput) -> list[Part]:
     for call in message.tool_calls:
         found.append(Part("call", len(found), call.id, call.name, [call.arguments]))
     return found
-
-
-def _continues(part: Part, delta: AnswerDelta) -> bool:
-    """Return whether a delta belongs to the part before it. A call begins with its id."""
-    if isinstance(delta, CallDelta):
-        return delta.id is None
-    return part.kind == ("reasoning" if isinstance(delta, ReasoningDelta) else "text")

@@ -39,8 +39,6 @@ _RENAMED = {
     "messages": "input",
     "prompt": "input",
 }
-_MAX_METADATA = (16, 64, 512)
-"""Pairs, characters of a name and of a value: OpenAI's limits."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "reasoning_text": "text",
           "summary_text": "text", "refusal": "refusal"}  # fmt: skip
 """Types of parts with a text, and the name of the text."""
@@ -60,9 +58,9 @@ def parse_responses(body: Mapping[str, Any], defaults: SamplingParams) -> Genera
     chat |= {"messages": _messages(given), **_tools(given), **_text_and_reasoning(given), **_logprobs(given)}
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
-    if options := given.get("stream_options"):
-        _require_object("stream_options", options, ("include_obfuscation",))
-        chat["stream_options"] = options
+    if "stream_options" in given:
+        _require_object("stream_options", given["stream_options"], ("include_obfuscation",))
+        chat["stream_options"] = given["stream_options"]
     try:
         request = parse(CHAT, chat, defaults, streams=True)
     except NanoinferError as e:
@@ -77,17 +75,15 @@ def responses_as_sent(error: NanoinferError, request: GenerationRequest) -> Nano
 
 def _echoed(given: Mapping[str, Any], request: GenerationRequest) -> dict[str, Any]:
     """Return what the response has of the request."""
-    params, text, reasoning = request.params, given.get("text", {}), given.get("reasoning", {})
-    metadata, (most, *longest) = given.get("metadata", {}), _MAX_METADATA
+    params = request.params
+    metadata = given.get("metadata", {})
     if (
         not isinstance(metadata, dict)
-        or len(metadata) > most
-        or not all(isinstance(v, str) and len(k) <= longest[0] and len(v) <= longest[1] for k, v in metadata.items())
+        or len(metadata) > 16
+        or not all(isinstance(v, str) and len(k) <= 64 and len(v) <= 512 for k, v in metadata.items())
     ):
-        raise FieldError(
-            f"metadata={show(metadata)} is not an object of at most {most} strings of {longest[1]} characters, with"
-            f" names of {longest[0]}", "metadata",
-        )  # fmt: skip
+        raise FieldError(f"metadata={show(metadata)} is not an object of at most 16 strings of 512 characters, with"
+                         " names of 64", "metadata")  # fmt: skip
     return {
         "background": False,
         "instructions": given.get("instructions"),
@@ -95,10 +91,10 @@ def _echoed(given: Mapping[str, Any], request: GenerationRequest) -> dict[str, A
         "metadata": metadata,
         "parallel_tool_calls": given.get("parallel_tool_calls", True),
         "previous_response_id": None,
-        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "reasoning": {"effort": given.get("reasoning", {}).get("effort"), "summary": None},
         "store": False,
         "temperature": params.temperature,
-        "text": {"format": text.get("format") or {"type": "text"}},
+        "text": {"format": given.get("text", {}).get("format") or {"type": "text"}},
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": tuple(given.get("tools", ())),
         "top_logprobs": params.logprobs or 0,
@@ -113,12 +109,13 @@ def _echoed(given: Mapping[str, Any], request: GenerationRequest) -> dict[str, A
 def _tools(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return tools and tool_choice, whose functions are in objects of their own."""
     made: dict[str, Any] = {name: given[name] for name in ("tools", "tool_choice") if name in given}
-    if isinstance(tools := made.get("tools"), list):
+    if "tools" in made:
+        tools = made["tools"] if isinstance(made["tools"], list) else [made["tools"]]
         for i, tool in enumerate(tools):
             if not isinstance(tool, dict) or tool.get("type") != "function":
                 found = f"type={show(tool['type'])}" if isinstance(tool, dict) and "type" in tool else show(tool)
-                raise FieldError(f"tools[{i}]: {found} is not supported: give functions, {{'type': 'function',"
-                                 " 'name': ..., 'parameters': ...}", "tools")  # fmt: skip
+                raise FieldError(f"tools[{i}]: {found} is not supported: give a list of functions, {{'type':"
+                                 " 'function', 'name': ..., 'parameters': ...}", "tools")  # fmt: skip
         made["tools"] = [
             {"type": "function", "function": {k: v for k, v in tool.items() if k != "type" and v not in (None, False)}}
             for tool in tools
