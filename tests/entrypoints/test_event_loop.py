@@ -2,7 +2,7 @@
 
 An engine holds a step until the test ends it, and with it what a real step holds: the core's lock, and a lock that
 every operation of the engine takes, as the decoder of `native` has one. What waited for the step in the event loop
-would wait until the engine gives up. The last test has a real step of `native`.
+would wait until the engine gives up. tests/native/test_native_locks.py has real steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,7 +28,7 @@ from helpers.asgi import Response
 from helpers.async_llm import freed
 from helpers.chat import chat_folder
 from nanoinfer import LLM, AsyncLLM, AsyncOutputStream, SamplingParams
-from nanoinfer.engines.base import Engine, StepBatch
+from nanoinfer.engines.base import Engine
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server import page_routes
@@ -81,22 +80,20 @@ class Hold:
 
 
 class Beat:
-    """Ticks in the event loop, and measures what passes between two ticks."""
+    """Ticks in the event loop, and measures the work between two ticks."""
 
     def __init__(self) -> None:
         self.num_ticks = 0
-        self.cpu_sec, self.sec = 0.0, 0.0
-        """The most CPU time of the loop's thread, and the most time, between two ticks."""
+        self.cpu_sec = 0.0
+        """The most CPU time of the loop's thread between two ticks."""
 
     async def run(self) -> None:
-        cpu, now = time.thread_time(), time.perf_counter()
+        cpu = time.thread_time()
         while True:
             await asyncio.sleep(0.001)
             self.num_ticks += 1
             before, cpu = cpu, time.thread_time()
             self.cpu_sec = max(self.cpu_sec, cpu - before)
-            before, now = now, time.perf_counter()
-            self.sec = max(self.sec, now - before)
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -297,43 +294,3 @@ def test_no_method_waits_for_a_step_in_the_event_loop(llm: LLM, end: str) -> Non
 
     asgi.serve(llm, main)
     assert llm.generate("To be", GREEDY)[0].outputs[0].finish_reason == "length"  # the model is still usable
-
-
-# A real step ---------------------------------------------------------------------------------------------
-
-
-def test_routes_during_a_real_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that is one step of about 1.5 s. The loop goes on: the longest pause is a small part of the step."""
-    monkeypatch.setenv("NANOINFER_ISA", "scalar")
-    length = 8192
-    folder = chat_folder(tmp_path / "long", max_position_embeddings=length)
-    llm = LLM(str(folder), engine="native", dtype="float32", max_num_seqs=16, max_num_batched_tokens=length)
-    seconds: list[float] = []
-    extend = llm.core.engine.extend
-
-    def timed(batch: StepBatch) -> Any:
-        start = time.perf_counter()
-        found = extend(batch)
-        if len(batch.token_ids) > length // 2:
-            seconds.append(time.perf_counter() - start)
-        return found
-
-    monkeypatch.setattr(llm.core.engine, "extend", timed)
-
-    async def main(app: ASGIApp, model: AsyncLLM) -> None:
-        beat = Beat()
-        await model.apply_chat_template(HI)  # starts the process that renders templates
-        long = asyncio.create_task(anext(model.generate([1] * (length - 8), GREEDY)))
-        while model.llm.core.scheduler.num_waiting or not model.llm.core.scheduler.running:
-            await asyncio.sleep(0.001)
-        with beat.beating():
-            tasks = [asyncio.ensure_future(send()) for _, _, send in requests(app)]
-            await asyncio.wait([t for t, (_, case, _) in zip(tasks, requests(app), strict=True) if not case.waits])
-            assert not seconds, "the step has ended before all routes have answered"
-            await long
-        assert len(seconds) == 1
-        assert beat.sec < seconds[0] / 4, f"the loop has paused for {beat.sec:.3f} s of a step of {seconds[0]:.3f} s"
-        for task, (name, case, _) in zip(tasks, requests(app), strict=True):
-            assert (await task).status == case.status, name
-
-    asgi.serve(llm, main, served_model_name=("m",))
