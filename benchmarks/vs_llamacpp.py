@@ -67,7 +67,8 @@ class LlamaCpp:
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
-        options.n_gpu_layers, options.use_mmap = 0, use_mmap
+        modes = llama_cpp.LLAMA_LOAD_MODE_NONE, llama_cpp.LLAMA_LOAD_MODE_MMAP
+        options.n_gpu_layers, options.load_mode = 0, modes[use_mmap]
         self._threads, self.context = threads or num_cpus(), None
         if not (model := llama_cpp.llama_model_load_from_file(path.encode(), options)):
             raise RuntimeError(f"llama.cpp cannot load {path}")

@@ -360,10 +360,37 @@ def test_masks_are_computed_while_the_engine_runs(llm: LLM, monkeypatch: pytest.
             computed.clear()
         return extend(batch)
 
+    monkeypatch.setattr(masks, "AT_ONCE_SEC", 0)
     monkeypatch.setattr(masks.OutputGrammar, "compute", noted)
     monkeypatch.setattr(llm.engine, "extend", waiting)
     assert llm.generate("go", params("choice"))[0].outputs[0].text in ("yes", "no", "no idea")
     assert threads == {"nanoinfer-masks"}
+
+
+def test_masks_that_take_little_time_are_computed_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute, threads = masks.OutputGrammar.compute, []
+
+    def noted(self: masks.OutputGrammar, proposed: Any) -> None:
+        compute(self, proposed)
+        threads.append(threading.current_thread().name)
+        self._sec = 0.4 * masks.AT_ONCE_SEC if len(threads) < 5 else 0.6 * masks.AT_ONCE_SEC
+
+    monkeypatch.setattr(masks.OutputGrammar, "compute", noted)
+    two = llm.generate(["go", "stop"], params(Structured(regex="[a-z]{6}")))
+    here = threading.current_thread().name
+    assert [len(output.outputs[0].text) for output in two] == [6, 6]
+    assert threads == [*[here] * 6, *["nanoinfer-masks"] * 6]  # of two rows each, until they take too long together
+
+
+def test_equal_masks_in_succession_are_one_array(llm: LLM) -> None:
+    lexer = llm.requests.compile(Structured(regex="[a-b]{3}c")).lexer()
+    matcher = lexer.new_matcher()
+    first = lexer.read_mask(matcher)
+    a, c = (llm.tokenizer.encode(text)[-1] for text in "ac")
+    assert matcher.consume_token(a)
+    assert lexer.read_mask(matcher) is first
+    assert matcher.consume_tokens([a, a])
+    assert np.flatnonzero(lexer.read_mask(matcher)).tolist() == [c]
 
 
 def test_the_thread_ends_with_the_model(folder: Path) -> None:
@@ -434,8 +461,8 @@ def test_a_limit_exceeded_by_a_mask_ends_that_request_alone(llm: LLM, monkeypatc
     structured = Structured(regex="[a-b]{20}")
     (expected,) = llm.generate("go", params("open regex", max_tokens=20))
     llm.generate("go", params(structured))
-    read = lexers.read_mask
-    monkeypatch.setattr(lexers, "read_mask", lambda matcher: exceeded(matcher) if len(bad) == 5 else read(matcher))
+    read = lexers.read_bits
+    monkeypatch.setattr(lexers, "read_bits", lambda matcher: exceeded(matcher) if len(bad) == 5 else read(matcher))
     bad: list[str] = []
     stream = llm.stream("go", params(structured, logprobs=0))
     bad += [next(stream) for _ in range(5)]

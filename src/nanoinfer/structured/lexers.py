@@ -75,6 +75,7 @@ class Lexer:
     def __init__(self, matcher: llguidance.LLMatcher, num_bytes: int, freed: FreedMemory) -> None:
         self._matcher, self._num_bytes, self._freed = matcher, num_bytes, freed
         self._num_masks, self._slow_sec = 0, 0.0
+        self._last: tuple[bytes, NDArray[np.bool_]] = (b"", np.zeros(0, np.bool_))
         self.worn = False
         """Whether outputs must move to another one."""
         self.first_mask = self.read_mask(matcher)
@@ -85,10 +86,16 @@ class Lexer:
         return self._matcher.deep_copy()
 
     def read_mask(self, matcher: llguidance.LLMatcher) -> NDArray[np.bool_]:
-        """Return the tokens that may come next, as `read_mask` does, and note how long that took."""
+        """Return the tokens that may come next, as `read_mask` does, and note how long that took.
+
+        Equal masks in succession, as those of free text are, are the same array.
+        """
         start = time.thread_time()
         try:
-            return read_mask(matcher)
+            bits, mask = self._last
+            if (found := read_bits(matcher)) != bits:
+                self._last = found, mask = found, unpack(found)
+            return mask
         finally:
             self._num_masks += 1
             self._slow_sec += max(0.0, time.thread_time() - start - FAST_SEC)
@@ -163,12 +170,22 @@ def read_mask(matcher: llguidance.LLMatcher) -> NDArray[np.bool_]:
 
     Raises NanoinferError if the matcher has exceeded a limit. The interpreter lock is released during the computation.
     """
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").view(np.bool_)
+    return unpack(read_bits(matcher))
+
+
+def read_bits(matcher: llguidance.LLMatcher) -> bytes:
+    """Return the mask of `read_mask`, one bit each."""
+    bits: bytes = matcher.compute_bitmask()
     if not matcher.is_error():
         return bits
     if _UNSATISFIABLE in (error := matcher.get_error()):
-        return np.zeros_like(bits)
+        return bytes(len(bits))
     raise NanoinferError(explain(error))
+
+
+def unpack(bits: bytes) -> NDArray[np.bool_]:
+    """Return a bool for each bit."""
+    return np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
 
 
 def explain(error: str) -> str:

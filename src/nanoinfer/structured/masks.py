@@ -1,6 +1,7 @@
 """The tokens that a grammar permits at each position of an output, computed while the engine runs.
 
-    start    a thread computes the masks of a step's rows, which depend on the tokens so far and on the proposals only
+    start    the masks of a step's rows, which depend on the tokens so far and on the proposals only, are computed: by a
+             thread, or at once where that takes less than handing it over
     (core)   the engine extends the sequences and returns the logits
     apply    wait for the masks; exclude the other tokens' logits, before the sampler sees them
     push     (Sequence.append) advance by a sampled token; after the last one that the grammar permits, the output ends
@@ -13,7 +14,9 @@ With proposals, each row that is verified has its mask. Proposals after the firs
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -35,8 +38,13 @@ if TYPE_CHECKING:
     from nanoinfer.speculative.speculator import StepProposals
     from nanoinfer.speculative.verify import Group
 
-Masks = list[NDArray[np.bool_]]
+Excluded = NDArray[Any]
+"""The tokens that a mask excludes: their ids if they are few, else (vocab_size,) bool."""
 EXCLUDED = float("-inf")
+FEW = 8
+"""The vocabulary's size over the most ids: more are slower than booleans."""
+AT_ONCE_SEC = 200e-6
+"""Time of a step's masks below which they are computed without the thread, which costs 20 to 80 us and a core."""
 REPLAYED = 64
 """Tokens that are consumed at a time when an output moves to another lexer; other threads run in between."""
 
@@ -55,8 +63,11 @@ class OutputGrammar:
         self._token_ids: list[int] = []
         self._state: tuple[Lexer, llguidance.LLMatcher] | None = None
         self._computed = threading.Event()
-        self._masks: Masks = []
+        self._computed.set()
+        self._last: tuple[NDArray[np.bool_] | None, Excluded | None] = None, None  # a mask, and what it excludes
+        self._masks: list[Excluded] = []
         self._error: str | None = None
+        self._sec = 0.0
 
     @property
     def workers(self) -> Workers:
@@ -83,21 +94,32 @@ class OutputGrammar:
         _, matcher = self._state or self._move()
         return int(matcher.validate_tokens(token_ids))
 
+    @property
+    def expected_sec(self) -> float:
+        """Time that the next mask may take: of the longest of the last ones. Infinite while one is computed."""
+        return self._sec if self._computed.is_set() else math.inf
+
     def start(self) -> None:
-        """Prepare for `compute`, which another thread calls before `take`."""
+        """Prepare for `compute`, which another thread may call before `take`."""
         self._computed.clear()
 
     def compute(self, proposed: Seq[int]) -> None:
         """Compute the masks after the tokens so far, and after each proposed token as far as the grammar permits it."""
+        start = time.perf_counter()
         self._masks, self._error = [], None
         try:
-            self._masks.append(self._permitted(self._next_mask()))
+            if (first := self._excluded(self._next_mask())) is None:
+                raise NanoinferError(
+                    "no token of the model continues the output as the grammar asks: change the grammar"
+                )
+            self._masks.append(first)
             if proposed:
                 self._compute_proposed(proposed)
         except Exception as e:
             if not self._masks:  # else it comes again, if the proposals are accepted
                 self._error = one_line(e)
         finally:
+            self._sec = max(time.perf_counter() - start, self._sec / 2)
             self._computed.set()
 
     def _compute_proposed(self, proposed: Seq[int]) -> None:
@@ -106,9 +128,9 @@ class OutputGrammar:
         for token_id in proposed:
             if not matcher.consume_token(token_id) or matcher.is_stopped():
                 break
-            if not (mask := self._permitted(lexer.read_mask(matcher))).any():
+            if (excluded := self._excluded(lexer.read_mask(matcher))) is None:
                 break
-            self._masks.append(mask)
+            self._masks.append(excluded)
 
     def _next_mask(self) -> NDArray[np.bool_]:
         """Return the mask after the tokens so far, with a new lexer if the present one is worn."""
@@ -138,8 +160,8 @@ class OutputGrammar:
         self._state = lexer, matcher
         return self._state
 
-    def take(self) -> Masks:
-        """Wait for the masks and return them: (V,) bool for each of the step's rows that may be sampled from.
+    def take(self) -> list[Excluded]:
+        """Wait for the masks; return what they exclude in each of the step's rows that may be sampled from.
 
         Raises:
             NanoinferError: the grammar permits no token, or a limit is exceeded.
@@ -147,18 +169,22 @@ class OutputGrammar:
         self._computed.wait()
         if self._error is not None:
             raise NanoinferError(f"structured_outputs: {self._error}")
-        if not self._masks[0].any():
-            raise NanoinferError(
-                "structured_outputs: no token of the model continues the output as the grammar asks: change the grammar"
-            )
         return self._masks
 
-    def _permitted(self, found: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def _excluded(self, mask: NDArray[np.bool_]) -> Excluded | None:
+        """Return the tokens that a mask of the lexer excludes; None: all."""
+        if mask is self._last[0]:
+            return self._last[1]
         V = self._grammar.vocab_size
-        mask: NDArray[np.bool_] = found[:V].copy()
-        if found[V]:
-            mask[self._ends] = True
-        return mask
+        excluded: Excluded | None = ~mask[:V]
+        if mask[V]:
+            excluded[self._ends] = False
+        if (count := np.count_nonzero(excluded)) == V:
+            excluded = None
+        elif count * FEW < V:
+            excluded = np.flatnonzero(excluded)
+        self._last = mask, excluded
+        return excluded
 
 
 def start(sequences: Seq[Sequence], done: StepProposals, rule: str) -> None:
@@ -170,6 +196,7 @@ def start(sequences: Seq[Sequence], done: StepProposals, rule: str) -> None:
         rule: of verification. "reject" needs the first refused proposal: replacing it depends on its probability.
     """
     work: list[tuple[OutputGrammar, list[int]]] = []
+    expected_sec = 0.0
     for s in sequences:
         if not isinstance(grammar := s.grammar, OutputGrammar):
             continue
@@ -180,14 +207,19 @@ def start(sequences: Seq[Sequence], done: StepProposals, rule: str) -> None:
                 del done.proposals[s]
             else:
                 done.proposals[s], proposed = cut, cut.token_ids
+        expected_sec += grammar.expected_sec
         grammar.start()
         work.append((grammar, proposed))
-    if work:
+    if not work:
+        return
 
-        def compute() -> None:
-            for grammar, proposed in work:
-                grammar.compute(proposed)
+    def compute() -> None:
+        for grammar, proposed in work:
+            grammar.compute(proposed)
 
+    if expected_sec < AT_ONCE_SEC:
+        compute()
+    else:
         work[0][0].workers.put(compute)
 
 
@@ -226,8 +258,8 @@ class MaskedRows:
                     if row.params.num_logprobs is not None:
                         self._raw[row] = _clone(to_numpy(self.logits[at : at + count]))
                     self._num_masked[row] = len(masks)
-                    for i, mask in enumerate(masks[:count]):
-                        _exclude(self.logits, at + i, ~mask)
+                    for i, excluded in enumerate(masks[:count]):
+                        _exclude(self.logits, at + i, excluded)
             at += count
 
     def finish(self, groups: Seq[Group], kept: list[list[Sampled]]) -> list[list[Sampled]]:
@@ -248,11 +280,14 @@ def _clone(array: Any) -> Any:
     return array.copy() if isinstance(array, np.ndarray) else array.clone()
 
 
-def _exclude(logits: Any, row: int, excluded: NDArray[np.bool_]) -> None:
+def _exclude(logits: Any, row: int, excluded: Excluded) -> None:
     """Exclude tokens of one row, on any device."""
     if isinstance(logits, np.ndarray):
-        np.copyto(logits[row], EXCLUDED, where=excluded)
+        if excluded.dtype == np.bool_:  # in half the time of an assignment
+            np.copyto(logits[row], EXCLUDED, where=excluded)
+        else:
+            logits[row, excluded] = EXCLUDED
         return
     import torch
 
-    logits[row].masked_fill_(torch.from_numpy(excluded).to(logits.device), EXCLUDED)
+    logits[row, torch.from_numpy(excluded).to(logits.device)] = EXCLUDED
