@@ -393,7 +393,8 @@ def test_equal_masks_in_succession_are_one_array(llm: LLM) -> None:
     assert np.flatnonzero(lexer.read_mask(matcher)).tolist() == [c]
 
 
-def test_the_thread_ends_with_the_model(folder: Path) -> None:
+def test_the_thread_ends_with_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "AT_ONCE_SEC", 0)
     before = {*threading.enumerate()}  # some of which may be ending
     model = make_llm(folder)
     model.generate("go", params("choice"))
