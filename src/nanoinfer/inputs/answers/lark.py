@@ -28,9 +28,13 @@ _OUTSIDE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
 
 
 def own(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema without annotations, with its objects closed. Raises as `schemas.check`."""
+    """Return a copy of a schema without annotations, with its objects closed.
+
+    Raises NanoinferError as `schemas.check` and `schemas.check_types`.
+    """
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     for part in schemas.reachable(copy, [copy]):
+        schemas.check_types(part)
         for key in ANNOTATIONS:
             part.pop(key, None)
     schemas.close(copy)
@@ -178,16 +182,24 @@ class Arguments:
 
     def _options(self, schema: Any) -> Sequence[Any]:
         """Return the schemas of which one must match, references followed."""
-        for _ in range(8):
-            if isinstance(schema, dict) and isinstance(found := schemas.target(self._root, schema.get("$ref")), dict):
-                schema = found
-        if not isinstance(schema, dict):
-            return [{}]
-        found = schema.get("anyOf") or schema.get("oneOf")
-        if isinstance(found, list):
-            return [option for one in found for option in self._options(one)]
-        named = schema.get("type")
-        return [{**schema, "type": name} for name in named] if isinstance(named, list) else [schema]
+        found: list[Any] = []
+        seen: set[int] = set()
+        left = [schema]
+        while left:
+            schema = left.pop(0)
+            if id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            if isinstance(schema, dict) and isinstance(to := schemas.target(self._root, schema.get("$ref")), dict):
+                left.insert(0, to)
+            elif not isinstance(schema, dict):
+                found.append({})
+            elif options := schema.get("anyOf") or schema.get("oneOf"):
+                left = [*options, *left]
+            else:
+                named = schema.get("type")
+                found += [{**schema, "type": name} for name in named] if isinstance(named, list) else [schema]
+        return found or [{}]
 
     def _string(self, schema: dict[str, Any], end: str) -> str | None:
         """Return a terminal's body for the text of a string; None for null."""

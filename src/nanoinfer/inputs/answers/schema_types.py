@@ -8,7 +8,6 @@ from typing import Any
 
 from nanoinfer.structured.schemas import target
 
-MAX_DEPTH = 16
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -19,29 +18,37 @@ def types_of(root: Mapping[str, Any], key: str) -> set[str] | None:
     return types(root, properties.get(key) if isinstance(properties, Mapping) else None)
 
 
-def types(root: Any, schema: Any, depth: int = 0) -> set[str] | None:
+def types(root: Any, schema: Any) -> set[str] | None:
     """Return the JSON types that a schema permits; None if it does not say.
 
     Args:
         root: the document, to which references are.
         schema: in it.
-        depth: of options and references, which is bounded.
     """
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        return None
-    if (named := schema.get("type")) is not None:
-        return {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
-    if isinstance(values := schema.get("enum"), (list, tuple)):
-        return {type_of(value) for value in values}
-    if "const" in schema:
-        return {type_of(schema["const"])}
-    if "$ref" in schema:
-        return types(root, target(root, schema["$ref"]), depth + 1)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), (list, tuple)):
-            found = [types(root, option, depth + 1) for option in options]
-            return None if None in found else {name for some in found if some is not None for name in some}
-    return None
+    found: set[str] = set()
+    seen: set[int] = set()
+    left = [schema]
+    while left:
+        schema = left.pop()
+        if not isinstance(schema, Mapping):
+            return None
+        if id(schema) in seen:  # an option that refers to itself permits nothing more
+            continue
+        seen.add(id(schema))
+        options = next((v for key in ("anyOf", "oneOf") if isinstance(v := schema.get(key), (list, tuple))), None)
+        if (named := schema.get("type")) is not None:
+            found |= {name for name in ([named] if isinstance(named, str) else named) if isinstance(name, str)}
+        elif isinstance(values := schema.get("enum"), (list, tuple)):
+            found |= {type_of(value) for value in values}
+        elif "const" in schema:
+            found.add(type_of(schema["const"]))
+        elif "$ref" in schema:
+            left.append(target(root, schema["$ref"]))
+        elif options is not None:
+            left += options
+        else:
+            return None
+    return found or None
 
 
 def type_of(value: Any) -> str:
