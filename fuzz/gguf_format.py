@@ -7,6 +7,7 @@ import random
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from mutate import MAGIC, MAX_BYTES, mutate_bytes
@@ -231,6 +232,7 @@ def make_gguf() -> list[bytes]:
     ]
 
 
+@cache
 def make_parts() -> dict[str, bytes]:
     """Return a model in two files, as llama-gguf-split writes them: name -> content."""
     whole, made = _split(make_gguf()[0]), {}
