@@ -214,7 +214,7 @@ def run_kernels(data: bytes, folder: Path) -> None:
             _native.norm(kind=name, x=x, weight=weight, bias=bias, eps=c.pick((1e-5, 0.0)), isa=isa)
         elif kind == 3:
             half = width // 2
-            _native.rotate(x=array(c, (rows, width)), cos=array(c, (rows, half)), sin=array(c, (rows, half)), isa=isa)
+            _native.rotate(x=array(c, (rows, width)), cos=array(c, (half,)), sin=array(c, (half,)), isa=isa)
         elif kind == 4:
             run_blocks(c, out, rows, isa)
         else:
