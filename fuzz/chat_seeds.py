@@ -155,6 +155,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
     ("/tokenize", {"messages": _TALK, "tools": [TOOL], "add_generation_prompt": True}),
     ("/detokenize", {"tokens": [40, 41]}),
+    ("/page/markdown", {"text": "# a\n\n- *b* [c](http://d)\n\n```\ne\n```\n\n| f | g |\n|---|---|\n| <b> | ![h](i) |"}),
 ]  # fmt: skip
 REQUESTS = [json.dumps({"path": path, "body": body}).encode() for path, body in BODIES]
 LINES = [

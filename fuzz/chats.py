@@ -97,8 +97,9 @@ def joined(deltas: Sequence[AnswerDelta]) -> tuple[Any, ...]:
 def run_answer(data: bytes, folder: Path) -> None:
     """Read a random text by a random format."""
     c = Choices(data)
-    format = c.pick(FORMATS)
-    format = replace(format, **{c.pick(_FIELDS): c.pick(PIECES) for _ in range(c.number(4))})
+    format: AnswerFormat = c.pick(FORMATS)
+    changes: dict[str, Any] = {c.pick(_FIELDS): c.pick(PIECES) for _ in range(c.number(4))}
+    format = replace(format, **changes)
     tools = () if c.odd(4) else TOOLS
     options = {"starts_in_reasoning": c.odd(4), "constrained": c.odd(3)}
     sizes = [c.pick((1, 1, 2, 3, 7, 50, 10_000)) for _ in range(1 + c.number(4))]
@@ -157,7 +158,7 @@ def run_response_template(data: bytes, folder: Path) -> None:
     """Read an answer by a response template: {"template": ..., "prompt": ..., "text": ...}."""
     given = _object(data)
     prompt, text = (value if isinstance(value := given.get(key), str) else "" for key in ("prompt", "text"))
-    template = ResponseTemplate(given.get("template"))  # type: ignore[arg-type]  # of any type
+    template = ResponseTemplate(given.get("template"))  # of any type
     parsers = [ResponseTemplateParser(template, TOOLS, prompt=prompt[:MAX_TEXT]) for _ in range(2)]
     message = check_parser(parsers[0], parsers[1], text[:MAX_TEXT], (1, 3, 8) if len(text) < 200 else (len(text) // 8,))
     assert all(call.name == TOOLS[0].name for call in message.tool_calls), "a call of another tool"

@@ -90,7 +90,7 @@ async def _send(path: str, body: bytes) -> tuple[int, bytes]:
 
     async with AsyncLLM.from_llm(chat_llm()) as llm:
         app = build_app(llm, ServerConfig())
-        await asyncio.wait_for(app(scope, receive, send), MAX_SECONDS)  # type: ignore[arg-type]
+        await asyncio.wait_for(app(scope, receive, send), MAX_SECONDS)
     return status, b"".join(sent)
 
 
