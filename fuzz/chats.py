@@ -104,7 +104,7 @@ def run_answer(data: bytes, folder: Path) -> None:
     options = {"starts_in_reasoning": c.odd(4), "constrained": c.odd(3)}
     sizes = [c.pick((1, 1, 2, 3, 7, 50, 10_000)) for _ in range(1 + c.number(4))]
     own = [text for name in _FIELDS for text in format.spellings(name)]
-    parts = []
+    parts: list[str] = []
     while c and len(parts) < 60:
         part = c.pick(own) if c.odd(2) and own else c.pick(MARKUP)
         parts.append(part * (c.pick((50, 50, 5000)) if c.odd(200) else 1))
@@ -158,7 +158,8 @@ def run_response_template(data: bytes, folder: Path) -> None:
     """Read an answer by a response template: {"template": ..., "prompt": ..., "text": ...}."""
     given = _object(data)
     prompt, text = (value if isinstance(value := given.get(key), str) else "" for key in ("prompt", "text"))
-    template = ResponseTemplate(given.get("template"))  # of any type
+    spec: Any = given.get("template")
+    template = ResponseTemplate(spec)
     parsers = [ResponseTemplateParser(template, TOOLS, prompt=prompt[:MAX_TEXT]) for _ in range(2)]
     message = check_parser(parsers[0], parsers[1], text[:MAX_TEXT], (1, 3, 8) if len(text) < 200 else (len(text) // 8,))
     assert all(call.name == TOOLS[0].name for call in message.tool_calls), "a call of another tool"
