@@ -176,15 +176,13 @@ class OutputGrammar:
         if mask is self._last[0]:
             return self._last[1]
         V = self._grammar.vocab_size
-        excluded: Excluded | None = ~mask[:V]
+        excluded: Excluded = ~mask[:V]
         if mask[V]:
             excluded[self._ends] = False
-        if (count := np.count_nonzero(excluded)) == V:
-            excluded = None
-        elif count * FEW < V:
+        if (count := np.count_nonzero(excluded)) * FEW < V:
             excluded = np.flatnonzero(excluded)
-        self._last = mask, excluded
-        return excluded
+        self._last = mask, None if count == V else excluded
+        return self._last[1]
 
 
 def start(sequences: Seq[Sequence], done: StepProposals, rule: str) -> None:
