@@ -62,6 +62,10 @@ def run_request(data: bytes, folder: Path) -> None:
         choices = [c for event in events[:-1] for c in json.loads(event.removeprefix("data: ")).get("choices", ())]
         assert not [c for c in choices if c["finish_reason"] == "error"], "a stream ends with an error"
         return
+    if content.startswith(b"event: "):  # of a response
+        kinds = [line for line in content.decode().splitlines() if line.startswith("event: ")]
+        assert kinds[-1] in ("event: response.completed", "event: response.incomplete"), f"the last is {kinds[-1]}"
+        return
     for choice in json.loads(content).get("choices", ()):
         if choice["finish_reason"] == "tool_calls":
             for call in choice["message"]["tool_calls"]:
