@@ -163,6 +163,9 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
                        "tool_choice": "required", "max_output_tokens": 40, "seed": 1, "reasoning": {"effort": "low"}}),
     ("/v1/responses", {"input": "a", "stream": True, "max_output_tokens": 20,
                        "text": {"format": {"type": "json_schema", "name": "n", "schema": _OBJECT}}}),
+    ("/v1/messages", {"model": "m", "messages": _TALK[:1], "system": "b", "max_tokens": 40, "tool_choice": {"type": "any"},
+                      "tools": [{"name": "get", "input_schema": TOOL["function"]["parameters"]}]}),
+    ("/v1/messages", {"model": "m", "messages": _TALK[:1], "max_tokens": 20, "stream": True, "stop_sequences": ["z"]}),
     ("/detokenize", {"tokens": [40, 41]}),
     ("/page/markdown", {"text": "# a\n\n- *b* [c](http://d)\n\n```\ne\n```\n\n| f | g |\n|---|---|\n| <b> | ![h](i) |"}),
 ]  # fmt: skip
