@@ -141,6 +141,11 @@ _TALK: list[dict[str, Any]] = [
 ]  # fmt: skip
 _CHAT: dict[str, Any] = {"messages": _TALK, "tools": [TOOL], "max_tokens": 40, "seed": 1, "temperature": 1.5}
 _OBJECT = {"type": "object", "properties": {"k": {"type": "boolean"}}, "required": ["k"], "additionalProperties": False}
+_ITEMS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "call_1", "name": "get", "arguments": '{"a": "x"}'},
+    {"type": "function_call_output", "call_id": "call_1", "output": "c"},
+]
 BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**_CHAT, "tool_choice": "required"}),
     ("/v1/chat/completions", {**_CHAT, "tool_choice": "auto", "stream": True, "stream_options": {"include_usage": True}}),
@@ -154,6 +159,13 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}),
     ("/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
     ("/tokenize", {"messages": _TALK, "tools": [TOOL], "add_generation_prompt": True}),
+    ("/v1/responses", {"instructions": "a", "input": _ITEMS, "tools": [{"type": "function", **TOOL["function"]}],
+                       "tool_choice": "required", "max_output_tokens": 40, "seed": 1, "reasoning": {"effort": "low"}}),
+    ("/v1/responses", {"input": "a", "stream": True, "max_output_tokens": 20,
+                       "text": {"format": {"type": "json_schema", "name": "n", "schema": _OBJECT}}}),
+    ("/v1/messages", {"model": "m", "messages": _TALK[:1], "system": "b", "max_tokens": 40, "tool_choice": {"type": "any"},
+                      "tools": [{"name": "get", "input_schema": TOOL["function"]["parameters"]}]}),
+    ("/v1/messages", {"model": "m", "messages": _TALK[:1], "max_tokens": 20, "stream": True, "stop_sequences": ["z"]}),
     ("/detokenize", {"tokens": [40, 41]}),
     ("/page/markdown", {"text": "# a\n\n- *b* [c](http://d)\n\n```\ne\n```\n\n| f | g |\n|---|---|\n| <b> | ![h](i) |"}),
 ]  # fmt: skip

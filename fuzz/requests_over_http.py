@@ -54,13 +54,18 @@ def run_request(data: bytes, folder: Path) -> None:
     assert status < 500, f"status {status}: {content!r:.200}"
     if status >= 400:
         error = json.loads(content)["error"]
-        assert error["code"] is None or isinstance(error["code"], str), "the code is no string"
+        assert isinstance(error.get("code", ""), (str, type(None))), "the code is no string"
         raise NanoinferError(f"{status} {error['message']}")
     if content.startswith(b"data: "):
         events = content.decode().removesuffix("\n\n").split("\n\n")
         assert events[-1] == "data: [DONE]", "the stream has no end"
         choices = [c for event in events[:-1] for c in json.loads(event.removeprefix("data: ")).get("choices", ())]
         assert not [c for c in choices if c["finish_reason"] == "error"], "a stream ends with an error"
+        return
+    if content.startswith(b"event: "):  # of a response or a message
+        kinds = [line for line in content.decode().splitlines() if line.startswith("event: ")]
+        ends = ("response.completed", "response.incomplete", "message_stop")
+        assert kinds[-1].removeprefix("event: ") in ends, f"the last is {kinds[-1]}"
         return
     for choice in json.loads(content).get("choices", ()):
         if choice["finish_reason"] == "tool_calls":
@@ -89,7 +94,7 @@ async def _send(path: str, body: bytes) -> tuple[int, bytes]:
             sent.append(message["body"])
 
     async with AsyncLLM.from_llm(chat_llm()) as llm:
-        app = build_app(llm, ServerConfig())
+        app = build_app(llm, ServerConfig(served_model_name=("m",)))
         await asyncio.wait_for(app(scope, receive, send), MAX_SECONDS)
     return status, b"".join(sent)
 
