@@ -60,12 +60,17 @@ def to_json(text: str, permitted: set[str] | None) -> str:
     if permitted is not None and permitted <= {"string", "null"}:
         return word if "null" in permitted and word == "null" else quoted
     try:
-        found = type_of(json.loads(word, parse_constant=_refuse))
+        found = type_of(strict_json(word))
     except (ValueError, RecursionError):
         return quoted
     if permitted is None or "string" not in permitted or found in permitted:
         return word
     return word if found == "integer" and "number" in permitted else quoted
+
+
+def strict_json(text: str) -> Any:
+    """Return what a JSON text says. Raises ValueError, for NaN and Infinity too, and RecursionError."""
+    return json.loads(text, parse_constant=_refuse)
 
 
 def _refuse(name: str) -> None:
