@@ -171,49 +171,36 @@ class _Prober:
         head, name_to_key, key_to_value, tail = parts
         content = self.texts.get("content_start", "") + self.texts.get("content_end", "")
         head = head.lstrip().removeprefix(content)
-        two = self._parts(2, 1, as_text)
+        made: dict[str, Any] | None
         if re.fullmatch(r'"\s*:\s*"', key_to_value):
-            notation, after_name, ending = "json", name_to_key[: name_to_key.rfind("{")], re.match(r'"\s*\}', tail)
+            made = {"notation": "json", "after_name": name_to_key[: name_to_key.rfind("{")]}
+            end = r'"\s*\}'
         elif re.fullmatch(r"\s*=\s*[\"']", key_to_value):
-            notation, after_name, ending = "python", name_to_key, re.match("[\"']", tail)
+            made, end = {"notation": "python", "after_name": name_to_key}, "[\"']"
         elif STRING_MARK in key_to_value:
-            notation, after_name, ending = (
-                "gemma",
-                name_to_key.removesuffix("{"),
-                re.match(re.escape(STRING_MARK) + r"\}", tail),
-            )
-        else:
-            return self._tagged(head, name_to_key, key_to_value, two, as_text)
-        if ending is None:
+            made, end = {"notation": "gemma", "after_name": name_to_key.removesuffix("{")}, re.escape(STRING_MARK + "}")
+        elif (made := self._tagged(name_to_key, key_to_value, as_text)) is not None:
+            end = re.escape(made["after_value"])
+        if made is None or (ending := re.match(end, tail)) is None:
             return None
-        made = _divide(head, tail[ending.end() :], None if two is None else two[3][ending.end() :])
-        found = AnswerFormat(notation=notation, after_name=after_name, text_arguments=as_text, **made)
-        return self._with_trigger(_with_keys(found))
+        two = self._parts(2, 1, as_text)
+        made |= _divide(head, tail[ending.end() :], None if two is None else two[3][ending.end() :])
+        return self._with_trigger(_with_keys(AnswerFormat(text_arguments=as_text, **made)))
 
-    def _tagged(
-        self, head: str, name_to_key: str, key_to_value: str, two: list[str] | None, as_text: bool
-    ) -> AnswerFormat | None:
-        """Return the format of calls with a piece around each key and value."""
-        if (both := self._parts(1, 2, as_text)) is None or len(both) < 6:
+    def _tagged(self, name_to_key: str, key_to_value: str, as_text: bool) -> dict[str, Any] | None:
+        """Return the pieces around each key and value, and before the first."""
+        if (both := self._parts(1, 2, as_text)) is None:
             return None
         between, tail = both[3], both[5]
         before_key = _common(name_to_key, between, backwards=True)
         after_value = _common(between.removesuffix(before_key), tail)
         if not before_key.strip() or not after_value.strip():
             return None
-        made = _divide(head, tail.removeprefix(after_value), None if two is None else two[3].removeprefix(after_value))
-        found = AnswerFormat(
-            notation="tagged",
-            after_name=name_to_key.removesuffix(before_key),
-            before_key=before_key,
-            after_key=key_to_value,
-            after_value=after_value,
-            text_arguments=as_text,
-            **made,
-        )
+        made = {"notation": "tagged", "after_name": name_to_key.removesuffix(before_key), "before_key": before_key}
+        made |= {"after_key": key_to_value, "after_value": after_value}
         if 'string="true"' in key_to_value:  # DeepSeek V3.2
-            found = replace(found, also=(("after_key", key_to_value.replace("true", "false")),))
-        return self._with_trigger(found)
+            return {**made, "also": (("after_key", key_to_value.replace("true", "false")),)}
+        return made
 
     def _with_trigger(self, found: AnswerFormat) -> AnswerFormat:
         opening = found.calls_start + found.before_name

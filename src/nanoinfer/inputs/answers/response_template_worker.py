@@ -282,25 +282,14 @@ class Template:
         watched = [] if current is None else [(None, self.fields[current].closes)]
         if current == self._implicit:
             watched += [(name, field.opens) for name, field in self.fields.items()]
-        best: tuple[Any, ...] | None = None
-        held = len(buffer)
-        for opens, marker in watched:
-            if marker is None:
-                continue
-            found, begin = marker.search(buffer, place, end)
-            held = min(held, begin)
-            if found is not None:
-                key = (
-                    found.start(),
-                    -found.end(),
-                    opens is None,
-                    opens or "",
-                )  # the first, the longest, one that opens
-                if best is None or key < best[0]:
-                    best = key, found, opens
-        if best is None or best[1].start() >= held:  # also at the end: the reference takes no empty match there
+        searched = [(opens, *marker.search(buffer, place, end)) for opens, marker in watched if marker is not None]
+        held = min((begin for _, _, begin in searched), default=len(buffer))
+        # the first, the longest, one that opens
+        found = [(m.start(), -m.end(), opens is None, opens or "", m) for opens, m, _ in searched if m is not None]
+        best = min(found, key=lambda one: one[:4], default=None)
+        if best is None or best[0] >= held:  # also at the end: the reference takes no empty match there
             return None, None, held
-        return best[1], best[2], held
+        return best[4], best[3] or None, held
 
     def value(self, name: str, body: str, captures: dict[str, str]) -> Any:
         """Return the value of a field. Raises ValueError and others if the text is not of its form."""
