@@ -165,8 +165,8 @@ class BatchRunner:
     def _make(self, given: GenerationRequest | PoolingRequest, entry: _Entry) -> None:
         """Make the requests of a line, without queueing them. Raises NanoinferError if one of them is refused."""
         if isinstance(given, PoolingRequest):
-            shared = given.cache_salt, given.priority
-            entry.work = self._pooler.plan(given.inputs, given.documents, given.params, *shared)
+            shared: Any = {"salt": given.cache_salt, "priority": given.priority}
+            entry.work = self._pooler.plan(given.inputs, given.documents, given.params, **shared)
             entry.requests = entry.work.make()
             return
         prompts: Sequence[Any] = given.prompts

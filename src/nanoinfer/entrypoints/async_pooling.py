@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from nanoinfer.entrypoints.async_requests import FINAL_ONLY
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream, MergedStreams, Observe
-from nanoinfer.entrypoints.pooling import PoolingWork
+from nanoinfer.entrypoints.pooling import PoolingWork, Reading
 from nanoinfer.entrypoints.pooling_methods import Params
 from nanoinfer.inputs.prompts import Prompt
 from nanoinfer.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
@@ -64,11 +64,12 @@ class AsyncPoolingMethods:
         """
         work = await self._workers(0).run(plan)
 
-        def making(size: int, make: Callable[[], Request]) -> Making:
-            yield self._workers(size)
-            return make()
+        def making(reading: Reading) -> Making:
+            yield self._workers(reading.num_chars)
+            return reading.make()
 
-        merged = MergedStreams([self._stream(making(*item), None, FINAL_ONLY) for item in work.makes], observe)
+        streams = [self._stream(making(reading), None, FINAL_ONLY) for reading in work.readings]
+        merged = MergedStreams(streams, observe)
         outputs: dict[int, RequestOutput] = {}
         try:
             async for found in merged:
