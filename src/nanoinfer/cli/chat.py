@@ -24,10 +24,11 @@ from nanoinfer.cli.options import (
     chat_template_flag,
     flags,
     generation_config_flag,
+    llm_config,
     of_model,
     tokenizer_flag,
 )
-from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
+from nanoinfer.config import LLMConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.files import escaped, parse_json, read_text
 
@@ -45,20 +46,15 @@ _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_toke
 @click.option("--hide-reasoning", is_flag=True, help="Do not show reasoning, which is dimmed on a terminal only.")
 @generation_config_flag
 @flags(SamplingParams, "params", skip=_SKIPPED, defaults={**DEFAULTS, "max_tokens": 1024})
-@flags(SpeculationConfig, "speculation")
-@flags(EngineConfig, "engine_config")
+@llm_config("speculation", "engine")
 def chat(
-    model: str,
-    tokenizer: str | None,
     system: str | None,
     chat_template: Path | None,
     tools: Path | None,
     tool_choice: str | None,
     thinking: bool | None,
     hide_reasoning: bool,
-    generation_config: str,
-    engine_config: EngineConfig,
-    speculation: SpeculationConfig,
+    config: LLMConfig,
     params: SamplingParams,
 ) -> None:
     """Hold a conversation with a model that has a chat template."""
@@ -71,9 +67,6 @@ def chat(
     from nanoinfer.cli.chat_session import Session
     from nanoinfer.entrypoints.llm import LLM
 
-    config = LLMConfig(
-        model, tokenizer, generation_config=generation_config, engine=engine_config, speculation=speculation
-    )
     llm = LLM.from_config(config)
     params = of_model(params, llm.requests.defaults, llm.model.sampling_defaults)
     session = Session(llm.conversation(system, **options), params, hide_reasoning=hide_reasoning)

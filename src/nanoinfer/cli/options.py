@@ -34,6 +34,7 @@ _WRITTEN: dict[str, tuple[Any, str | None, str]] = {
 }
 # Second names of flags.
 _ALIASES = {"model": "-m", "n": "-n", "output": "-o", "temperature": "--temp"}
+_OF_MODEL = ("model", "tokenizer", "generation_config")  # fields of LLMConfig that are flags of their own
 _Command = Callable[..., Any]
 
 model_flag = click.option(
@@ -102,6 +103,29 @@ def flags(
 
         for f in reversed(fields):  # as of decorators, the last one applied is the first one shown
             _option(f.name, hints[f.name], docs.get(f.name, ""), own_defaults[f.name])(run)
+        return run
+
+    return decorate
+
+
+def llm_config(*parts: str) -> Callable[[_Command], _Command]:
+    """Decorate a command so that it gets an `LLMConfig` as keyword `config`, instead of what the config has.
+
+    That is the model, the tokenizer and the generation config, where the command has flags of them, and the parts.
+
+    Args:
+        parts: fields of LLMConfig, such as "engine", whose fields become flags.
+    """
+    kinds = typing.get_type_hints(LLMConfig)
+
+    def decorate(command: _Command) -> _Command:
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            given = {name: values.pop(name) for name in (*_OF_MODEL, *parts) if name in values}
+            return command(**values, config=LLMConfig(**given))
+
+        for part in reversed(parts):
+            run = flags(kinds[part], part)(run)
         return run
 
     return decorate
