@@ -129,18 +129,12 @@ def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: 
         return
 
     from nanoinfer.batch.run import BatchRunner
-    from nanoinfer.core.build import build_core
-    from nanoinfer.entrypoints.input_processor import RequestFactory
-    from nanoinfer.entrypoints.pooling import Pooler
-    from nanoinfer.inputs.chat import ChatFormatter
+    from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.utils.progress import ProgressBar
 
-    built = build_core(config)
-    requests, formatter = RequestFactory(built.core, built.model), ChatFormatter(built.model)
-    defaults = of_model(options.defaults, requests.defaults, built.model.sampling_defaults)
-    options = dataclasses.replace(options, defaults=defaults)
-    pooler = Pooler(built.core, built.model, requests)
-    runner = BatchRunner(built.core, requests, formatter, built.model.name, options, pooler)
+    llm = LLM.from_config(config)
+    defaults = of_model(options.defaults, llm.requests.defaults, llm.model.sampling_defaults)
+    runner = BatchRunner(llm, dataclasses.replace(options, defaults=defaults))
     records.start()
     log = logging.getLogger("nanoinfer")
     level = log.level
