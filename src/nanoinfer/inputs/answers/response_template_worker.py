@@ -130,11 +130,6 @@ def _beginning(state: Any, op: Any, value: Any) -> list[Any]:
     return [_END]
 
 
-def parse_content(text: str, name: str, args: dict[str, Any]) -> Any:
-    """Return the value of a text by the parser of that name. Raises ValueError and others if it is not of that form."""
-    return PARSERS[name](text, args)
-
-
 def _text(text: str, args: dict[str, Any]) -> str:
     return text.strip() if args.get("strip", True) else text
 
@@ -184,9 +179,10 @@ def _kv_lines(text: str, args: dict[str, Any]) -> dict[str, Any]:
 
 def _inner(text: str, args: dict[str, Any]) -> Any:
     parser = args.get("value_parser")
-    return text if parser is None else parse_content(text, parser.get("name", "text"), parser.get("args", {}))
+    return text if parser is None else PARSERS[parser.get("name", "text")](text, parser.get("args", {}))
 
 
+# Each returns the value of a text; it raises ValueError and others if the text is not of its form.
 PARSERS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
     "text": _text,
     "int": lambda text, args: int(_text(text, args)),
@@ -211,28 +207,19 @@ def transform(shape: Any, scope: dict[str, Any]) -> Any:
     return value
 
 
-class Field(NamedTuple):
-    """A compiled field of a template."""
-
-    opens: Marker | None
-    closes: Marker | None
-    given: dict[str, Any]
-
-
 class Template:
     """A compiled response template. Args: spec: checked by response_template.py. Raises ValueError: a wrong pattern."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        self.fields = {
-            name: Field(to_marker(name, given, "open"), to_marker(name, given, "close"), given)
-            for name, given in spec["fields"].items()
-        }
-        self._implicit = next((name for name, field in self.fields.items() if field.opens is None), None)
+        self._fields: dict[str, dict[str, Any]] = spec["fields"]
+        self._opens = {name: to_marker(name, given, "open") for name, given in self._fields.items()}
+        self._closes = {name: to_marker(name, given, "close") for name, given in self._fields.items()}
+        self._implicit = next((name for name, marker in self._opens.items() if marker is None), None)
         self._anchor = to_marker("response_template", spec, "start_anchor")
 
     def check(self) -> bool:
         """Return whether all fields release text before the answer ends."""
-        return all(m is None or m.begins is not None for field in self.fields.values() for m in field[:2])
+        return all(m is None or m.begins is not None for m in (*self._opens.values(), *self._closes.values()))
 
     def start(self, prompt: str) -> tuple[list[list[Any]], dict[str, Any]]:
         """Scan a prompt: what follows the last anchor in it, or all of it, is the beginning of the answer."""
@@ -279,10 +266,12 @@ class Template:
         self, current: str | None, buffer: str, place: int, end: bool
     ) -> tuple[re.Match[str] | None, str | None, int]:
         """Return the first marker, the field that it opens (None: it closes one), and where held text begins."""
-        watched = [] if current is None else [(None, self.fields[current].closes)]
+        watched: dict[str | None, Marker | None] = {} if current is None else {None: self._closes[current]}
         if current == self._implicit:
-            watched += [(name, field.opens) for name, field in self.fields.items()]
-        searched = [(opens, *marker.search(buffer, place, end)) for opens, marker in watched if marker is not None]
+            watched.update(self._opens)
+        searched = [
+            (opens, *marker.search(buffer, place, end)) for opens, marker in watched.items() if marker is not None
+        ]
         held = min((begin for _, _, begin in searched), default=len(buffer))
         # the first, the longest, one that opens
         found = [(m.start(), -m.end(), opens is None, opens or "", m) for opens, m, _ in searched if m is not None]
@@ -293,8 +282,8 @@ class Template:
 
     def value(self, name: str, body: str, captures: dict[str, str]) -> Any:
         """Return the value of a field. Raises ValueError and others if the text is not of its form."""
-        given = self.fields[name].given
-        value = parse_content(body, given.get("content", "text"), given.get("content_args", {}))
+        given = self._fields[name]
+        value = PARSERS[given.get("content", "text")](body, given.get("content_args", {}))
         if (shape := given.get("transform")) is None:
             return value
         if given.get("transform_each", False):
