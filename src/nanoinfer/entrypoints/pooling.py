@@ -258,16 +258,16 @@ class Pooler:
             raise NanoinferError(
                 f"{len(before)} queries, but {len(after)} documents: give one query, or one for each document"
             )
-        num_queries = len(before)
+        one_query = len(before) == 1
         if self.reranks:
-            pairs = [*zip(before * (len(after) if num_queries == 1 else 1), after, strict=True)]
+            pairs = [*zip(before * (len(after) if one_query else 1), after, strict=True)]
             readings = self._pairs(pairs, params, self._template(chat_template), options)
             values = [(partial(_score, params=params), (i,)) for i in range(len(pairs))]
             return PoolingWork(readings, ScoringRequestOutput, values)
         if chat_template is not None:
             raise NanoinferError("chat_template is of rerankers: give classifier_from_token= to LLM, or leave it out")
         readings = [self._reading(prompt, params, options) for prompt in (*before, *after)]
-        each = [(_cosine, (0 if num_queries == 1 else i, num_queries + i)) for i in range(len(after))]
+        each = [(_cosine, (0 if one_query else i, len(before) + i)) for i in range(len(after))]
         return PoolingWork(readings, ScoringRequestOutput, each)
 
     def _pairs(
@@ -318,9 +318,7 @@ class Pooler:
         return text, ids
 
     def _render(self, query: str, document: str, template: ChatOptions, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-        messages: list[Mapping[str, Any]] = [
-            {"role": role, "content": content} for role, content in zip(_ROLES, (query, document), strict=True)
-        ]
+        messages = [{"role": role, "content": content} for role, content in zip(_ROLES, (query, document), strict=True)]
         text = self._formatter.render(messages, template)
         return text, tokenizer.encode(text)
 

@@ -17,11 +17,13 @@ import logging
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.format import HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
 from nanoinfer.inputs.answers.reader import STRING_MARK
+from nanoinfer.inputs.tools import Tool
 from nanoinfer.models.chat_template import ChatTemplate
 
 log = logging.getLogger("nanoinfer")
@@ -36,20 +38,8 @@ _LEADING_ID = re.compile(r'\{\s*"[^"]*id[^"]*":\s*"[^"]*",\s*')  # of a call in 
 _SEGMENT = re.compile(r"</?[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s|.", re.S)
 _TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _THINK = re.compile(r"(<|\[)/([\w:]*think[\w:]*)(>|\])", re.I)
-_TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "A probe.",
-            "parameters": {
-                "type": "object",
-                "properties": {key: {"type": "string", "description": key} for key in KEYS},
-            },
-        },
-    }
-    for name in NAMES
-]
+_PARAMETERS = {"type": "object", "properties": {key: {"type": "string", "description": key} for key in KEYS}}
+_TOOLS = [Tool(name, "A probe.", _PARAMETERS).for_template() for name in NAMES]
 
 
 def detect(
@@ -69,8 +59,7 @@ def detect(
     if found is None:
         found = _as_described(prober.prompt + " ".join(special_tokens))
         log.info("the chat template renders no tool calls: they are expected as %s", found.calls_start or found.trigger)
-    texts: dict[str, Any] = {**prober.texts}
-    return replace(found, **texts)
+    return replace(found, **prober.texts)
 
 
 class _Prober:
@@ -84,7 +73,7 @@ class _Prober:
         plain = self._answer({"content": CONTENT})
         before, _, after = (plain or "").partition(CONTENT)
         self._turn_end = after
-        self.texts = self._reasoning()
+        self.texts: dict[str, Any] = self._reasoning()
         end = self.texts["reasoning_end"]
         start = (before.rpartition(end)[2] if end else before).strip()
         if plain is not None and start and start != self.texts["reasoning_start"]:
@@ -113,13 +102,13 @@ class _Prober:
     def _reasoning(self) -> dict[str, str]:
         """Return the markers of reasoning."""
         reason = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), REASON)
-        found = self._answer({"content": CONTENT, **reason}, enable_thinking=True, thinking=True) or ""
-        before, is_there, rest = found.partition(REASON)
+        thinks = {"enable_thinking": True, "thinking": True}
+        before, is_there, rest = (self._answer({"content": CONTENT, **reason}, **thinks) or "").partition(REASON)
         end = rest.partition(CONTENT)[0].strip()
         if not is_there:  # a template may keep reasoning beside calls only
-            plain, _, _ = (self._answer({"tool_calls": _calls(1)}) or "").partition(NAMES[0])
-            found = self._answer({"tool_calls": _calls(1), **reason}, enable_thinking=True, thinking=True) or ""
-            before, is_there, rest = found.partition(REASON)
+            calls = {"tool_calls": _calls(1)}
+            plain, _, _ = (self._answer(calls) or "").partition(NAMES[0])
+            before, is_there, rest = (self._answer({**calls, **reason}, **thinks) or "").partition(REASON)
             end = rest.partition(NAMES[0])[0].removesuffix(plain.lstrip()).strip()
         start = before.strip()
         if not is_there or not end or len(end) > MAX_MARKER:
@@ -139,9 +128,7 @@ class _Prober:
             if parts is None or "\\" in parts[2]:
                 continue
             found = self._format(parts, as_text)
-            if found is not None and not any(
-                probe in found.after_name + found.separator for probe in (*NAMES, *VALUES)
-            ):
+            if found is not None and not any(p in found.after_name + found.separator for p in (*NAMES, *VALUES)):
                 return found
         return None
 
@@ -230,16 +217,10 @@ def _calls(num_calls: int, num_keys: int = 1, as_text: bool = False) -> list[dic
 
 def _common(a: str, b: str, backwards: bool = False) -> str:
     """Return the beginning that two texts share, or the end, in whole tags and words."""
-    left, right = _SEGMENT.findall(a), _SEGMENT.findall(b)
-    if backwards:
-        left.reverse()
-        right.reverse()
-    shared = []
-    for x, y in zip(left, right, strict=False):
-        if x != y:
-            break
-        shared.append(x)
-    return "".join(reversed(shared) if backwards else shared)
+    step = -1 if backwards else 1
+    pairs = zip(_SEGMENT.findall(a)[::step], _SEGMENT.findall(b)[::step], strict=False)
+    shared = [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return "".join(shared[::step])
 
 
 def _divide(head: str, tail: str, between: str | None) -> dict[str, Any]:
