@@ -26,7 +26,18 @@ _WORD = re.compile(r"[\w.+-]+")
 _SPACE = re.compile(r"\s+")
 _CALL_ID = re.compile(r"[\w.:-]+")
 _TOKENS = re.compile(r'"[^"\s]*"?|[{}\[\],:()]|[^\s"{}\[\],:()]+')
-_PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_PYTHON_ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "a": "\a",
+    "v": "\v",
+    "0": "\0",
+    "\n": "",
+    "'": "'",
+}
 _QUOTES = {"json": '"', "python": "\"'", "gemma": "<"}
 _BARE_KEY = {colon: re.compile(rf"[^\s{colon},()\[\]{{}}\"]+") for colon in ":="}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
@@ -310,7 +321,7 @@ class Values:
         elif kind in '"\\/bfnrt':
             self._sink("\\" + kind)
         elif python:
-            self._sink_text(_PYTHON_ESCAPES.get(kind, kind if kind == "'" else "\\" + kind))
+            self._sink_text(_PYTHON_ESCAPES.get(kind, "\\" + kind))
         else:
             raise Malformed
 
