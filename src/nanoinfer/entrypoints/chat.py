@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import cast
+from typing import Any, cast
 
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.errors import NanoinferError, missing_extra
@@ -26,7 +26,7 @@ from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import ChatMessage, CompletionOutput, RequestOutput
-from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.sampling_params import SamplingParams
 
 EXPLAIN_SEC = 2.0
 """Time after which no further tool is tried, to find out which of them cannot be compiled."""
@@ -59,9 +59,8 @@ class Answers:
         """Return a parser for one answer."""
         if self.template is not None:
             return ResponseTemplateParser(self.template, self.tools, prompt=self.prompt)
-        return AnswerParser(
-            self.format, self.tools, starts_in_reasoning=self.in_reasoning is True, constrained=self.constrained
-        )
+        starts = self.in_reasoning is True
+        return AnswerParser(self.format, self.tools, starts_in_reasoning=starts, constrained=self.constrained)
 
     def num_reasoning_tokens(self, message: ChatMessage, token_ids: Sequence[int]) -> int | None:
         """Return the tokens of the reasoning, with its markers. Args: token_ids: of the answer, or its beginning."""
@@ -89,14 +88,14 @@ class ChatPrompt:
         if not self.answers.constrained:
             return
         try:
-            requests.compile(_structured(self.params))
+            requests.compile(cast(Any, self.params).structured_outputs)
         except NanoinferError as e:
             until = time.monotonic() + EXPLAIN_SEC
             for tool in self.answers.tools:
                 if time.monotonic() > until:
                     break
                 try:
-                    requests.compile(_required(to_grammar(self.answers.format, [tool], tool.name)))
+                    requests.compile(cast(Any, to_grammar(self.answers.format, [tool], tool.name)))
                 except NanoinferError as found:
                     raise NanoinferError(f"tools: tool {tool.name!r}: {_without_field(found)}") from None
             raise NanoinferError(f"tools: {_without_field(e)}") from None
@@ -112,8 +111,8 @@ def chat_prompt(
     """
     params = params or SamplingParams()
     text = messages if isinstance(messages, str) else formatter.render(messages, options)
-    format = formatter.format(options.chat_template)
-    tools, choice = options.checked_tools, options.choice
+    source, tools, choice = options.chat_template, options.checked_tools, options.choice
+    format = formatter.format(source)
     in_reasoning = format.reasoning_of(text)
     if in_reasoning is None and options.continue_final_message:
         in_reasoning = False
@@ -137,15 +136,8 @@ def chat_prompt(
         log.warning("tools: calls may be malformed, because %s", missing_extra("llguidance", "structured"))
         grammar = None
     callable_tools = tuple(tool for tool in tools if choice in ("auto", "required", tool.name))
-    answers = Answers(
-        formatter,
-        format,
-        callable_tools,
-        in_reasoning,
-        constrained=bool(callable_tools) and grammar is not None,
-        template=formatter.response_template(options.chat_template),
-        prompt=text,
-    )
+    constrained, template = bool(callable_tools) and grammar is not None, formatter.response_template(source)
+    answers = Answers(formatter, format, callable_tools, in_reasoning, constrained, template, text)
     if isinstance(params, SamplingParams):
         shows = not answers.plain and (answers.template is not None or _is_special(format, formatter.special_tokens))
         hides = params.skip_special_tokens and not shows
@@ -211,15 +203,6 @@ class _State:
     num_chars: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Of deltas."""
-
-
-def _structured(params: Params) -> StructuredOutputsParams:
-    return _required(cast(SamplingParams, params).structured_outputs)
-
-
-def _required(grammar: StructuredOutputsParams | None) -> StructuredOutputsParams:
-    assert grammar is not None
-    return grammar
 
 
 def _without_field(error: NanoinferError) -> str:
