@@ -152,10 +152,7 @@ class Pooler:
     # Embeddings ------------------------------------------------------------------------------------------
 
     def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: PoolingParams | Sequence[PoolingParams] | None,
-        **options: Any,
+        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None, **options: Any
     ) -> PoolingWork[EmbeddingRequestOutput]:
         """Return the work that embeds prompts.
 

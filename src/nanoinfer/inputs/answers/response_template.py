@@ -267,19 +267,16 @@ def _check_keys(where: str, given: Any, known: frozenset[str]) -> None:
 
 def _check_marker(where: str, given: dict[str, Any], key: str) -> bool:
     """Check a string, a list of strings or a pattern; return whether there is one."""
-    literals, pattern = given.get(key), given.get(f"{key}_pattern")
-    if literals is None and pattern is None:
-        return False
-    if literals is not None and pattern is not None:
+    limits = {key: MAX_LITERAL, f"{key}_pattern": MAX_PATTERN}
+    found = [name for name in limits if given.get(name) is not None]
+    if len(found) > 1:
         raise NanoinferError(f"{where} has both {key} and {key}_pattern")
-    if pattern is not None:
-        key, value, limit = f"{key}_pattern", pattern, MAX_PATTERN
-    else:
-        value, limit = literals, MAX_LITERAL
-    texts = value if isinstance(literals, list) else [value]
-    if not texts or not all(isinstance(text, str) and 0 < len(text) <= limit for text in texts):
-        raise NanoinferError(f"{where}.{key}={show(value)} is not a text of 1 to {limit} characters")
-    return True
+    for name in found:
+        value, limit = given[name], limits[name]
+        texts = value if isinstance(value, list) and name == key else [value]
+        if not texts or not all(isinstance(text, str) and 0 < len(text) <= limit for text in texts):
+            raise NanoinferError(f"{where}.{name}={show(value)} is not a text of 1 to {limit} characters")
+    return bool(found)
 
 
 def _strings(shape: Any) -> Iterator[str]:
