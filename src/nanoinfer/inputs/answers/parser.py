@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from nanoinfer.inputs.answers.format import AnswerFormat
-from nanoinfer.inputs.answers.parts import Parts
+from nanoinfer.inputs.answers.message_builder import MessageBuilder
 from nanoinfer.inputs.answers.reader import Ended, Malformed, Markers, Reader, Values, Waiting
 from nanoinfer.inputs.answers.schema_types import to_json, types_of
 from nanoinfer.inputs.tools import Tool
@@ -48,7 +48,7 @@ class AnswerParser:
         constrained: bool = False,
     ) -> None:
         self._format, self._tools, self._constrained = format, {tool.name: tool for tool in tools}, constrained
-        self._reader, self._parts = Reader(), Parts()
+        self._reader, self._built = Reader(), MessageBuilder()
         self._reader.feed(format.opened)
         self._name: str | None = None  # of a call that is not released yet; empty: it is
         self._held: list[str] = []  # of its arguments
@@ -66,7 +66,7 @@ class AnswerParser:
 
     def message(self) -> ChatMessage:
         """Return the message so far; after `finish`, the whole one."""
-        return self._parts.message()
+        return self._built.message()
 
     def _advance(self) -> list[AnswerDelta]:
         if self._running is not None:
@@ -74,10 +74,10 @@ class AnswerParser:
                 next(self._running)
             except StopIteration:
                 self._running = None
-        return self._parts.take()
+        return self._built.take()
 
     def _run(self, in_reasoning: bool) -> Waiting[None]:
-        f, parts = self._format, self._parts
+        f, built = self._format, self._built
         calls = bool(self._tools) and f.has_calls
         triggers = f.markers("trigger") if calls else set()
         starts, ends = f.markers("reasoning_start"), f.markers("reasoning_end")
@@ -87,16 +87,14 @@ class AnswerParser:
         if bare and not in_reasoning:
             yield from self._bare_call()
         while True:
-            kind = ReasoningDelta if in_reasoning else ContentDelta
-            found = yield from self._reader.until(
-                at_end if in_reasoning else in_content, partial(parts.write, kind), True
-            )
+            kind, watched = (ReasoningDelta, at_end) if in_reasoning else (ContentDelta, in_content)
+            found = yield from self._reader.until(watched, partial(built.write, kind), True)
             if found is None:
-                return parts.end(kind)
-            if found in starts and not in_reasoning and not parts.blank:
-                parts.write(ContentDelta, found)  # a model that writes about markers
+                return built.end(kind)
+            if found in starts and not in_reasoning and not built.blank:
+                built.write(ContentDelta, found)  # a model that writes about markers
                 continue
-            parts.begin()
+            built.begin()
             in_reasoning = not in_reasoning and found in starts
             if found in triggers and not in_reasoning:
                 yield from self._section(found)
@@ -110,7 +108,7 @@ class AnswerParser:
         if (yield from reader.peek()) == (f.calls_start + f.before_name).strip()[:1]:
             yield from self._section("", space)
         else:
-            self._parts.write(ContentDelta, space)
+            self._built.write(ContentDelta, space)
 
     def _section(self, trigger: str, space: str = "") -> Waiting[None]:
         """Read calls after their trigger."""
@@ -143,7 +141,7 @@ class AnswerParser:
             before: the piece before its name or its object.
             raw: text before it that becomes content with the call if it is malformed.
         """
-        reader, num_calls = self._reader, self._parts.num_calls
+        reader, num_calls = self._reader, self._built.num_calls
         reader.raw, self._name, self._held = [raw], None, []
         refused = False
         try:
@@ -153,7 +151,7 @@ class AnswerParser:
             reader.rest()
             refused = self._name is None and not self._format.trigger  # text that only begins like a call
         except Malformed:
-            refused, self._name = self._parts.num_calls == num_calls, None
+            refused, self._name = self._built.num_calls == num_calls, None
         else:
             self._flush()
             reader.raw = None
@@ -161,7 +159,7 @@ class AnswerParser:
             return True
         text, reader.raw = "".join(reader.raw), None
         if refused:
-            self._parts.write_apart(text)
+            self._built.write_apart(text)
         elif self._name is not None:
             self._flush()
         return False
@@ -250,7 +248,7 @@ class AnswerParser:
     def _flush(self) -> None:
         """Release the call, or what is held of its arguments."""
         if self._name:
-            self._parts.call(self._name)
+            self._built.call(self._name)
             self._name = ""
-        self._parts.add_arguments("".join(self._held))
+        self._built.add_arguments("".join(self._held))
         self._held = []

@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.answers.parts import Parts
+from nanoinfer.inputs.answers.message_builder import MessageBuilder
 from nanoinfer.inputs.answers.response_template_worker import PARSERS, answer
 from nanoinfer.inputs.answers.schema_types import to_json, types_of
 from nanoinfer.inputs.tools import Tool
@@ -133,9 +133,9 @@ class ResponseTemplateParser:
         self._field: str | None = None
         self._marker, self._body = "", [""]  # of the field that the answer is in
         self._state: dict[str, Any] | None = {}  # None: the template has failed
-        self._parts = Parts()
+        self._built = MessageBuilder()
         self._advance("start", prompt)
-        self._parts.forget()  # what the prompt has of the answer
+        self._built.forget()  # what the prompt has of the answer
 
     def feed(self, text: str) -> list[AnswerDelta]:
         """Add text; return what it completes."""
@@ -147,26 +147,26 @@ class ResponseTemplateParser:
 
     def message(self) -> ChatMessage:
         """Return the message so far; after `finish`, the whole one."""
-        return self._parts.message()
+        return self._built.message()
 
     def _advance(self, do: str, text: str, *end: bool) -> list[AnswerDelta]:
         if (state := self._state) is None:
-            self._parts.add(ContentDelta, text)
-            return self._parts.take()
+            self._built.add(ContentDelta, text)
+            return self._built.take()
         try:
             events, self._state = self._template.ask(do, *([state] if end else []), text, *end)
         except NanoinferError as e:
             log.warning("%s: the rest of the answer is content", e)
             self._state, events = None, []
             raw = (self._marker + "".join(self._body)) if self._field == CALLS else ""
-            self._parts.add(ContentDelta, raw + state.get("held", "") + text if end else "")
+            self._built.add(ContentDelta, raw + state.get("held", "") + text if end else "")
         for kind, field, *rest in events:
             {"open": self._open, "text": self._add, "close": self._close}[kind](field, *rest)
-        return self._parts.take()
+        return self._built.take()
 
     def _open(self, field: str, marker: str) -> None:
         self._field, self._marker, self._body = field, marker, []
-        self._parts.begin()
+        self._built.begin()
 
     def _add(self, field: str, text: str) -> None:
         given = self._template.fields[field]
@@ -178,7 +178,7 @@ class ResponseTemplateParser:
     def _text(self, field: str, text: str, strips: bool = True) -> None:
         """Release text of a field; of one that is stripped, white space only between other text."""
         join = self._template.fields.get(field, {}).get("join")
-        self._parts.write(TEXTS[field], text, join="\n" if join is None else join, strips=strips)
+        self._built.write(TEXTS[field], text, join="\n" if join is None else join, strips=strips)
 
     def _close(self, field: str, marker: str, captures: dict[str, str]) -> None:
         body, self._field, self._body = "".join(self._body), None, []
@@ -194,7 +194,7 @@ class ResponseTemplateParser:
         if field != CALLS:
             self._text(field, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         elif not self._call(value):
-            self._parts.begin()
+            self._built.begin()
             self._text("content", self._marker + body + marker)
 
     def _call(self, value: Any) -> bool:
@@ -209,7 +209,7 @@ class ResponseTemplateParser:
             except (AttributeError, LookupError, TypeError, ValueError, RecursionError):  # another form, or tool
                 return False
         for name, text in calls:
-            self._parts.call(name, text)
+            self._built.call(name, text)
         return True
 
     def _unfinished(self, body: str, captures: dict[str, str]) -> None:
@@ -220,7 +220,7 @@ class ResponseTemplateParser:
         if isinstance(function, dict) and given.get("content") == "json" and not given.get("content_args"):
             name = captures.get(str(function.get("name"))[1:-1], "")
             if name in self._tools and function.get("arguments") == "{content}":
-                self._parts.call(name, body.strip())
+                self._built.call(name, body.strip())
 
 
 def _check(spec: Any) -> None:

@@ -9,8 +9,8 @@ from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta,
 Text = type[ContentDelta | ReasoningDelta]
 
 
-class Parts:
-    """Collects a message."""
+class MessageBuilder:
+    """Collects the parts of one message."""
 
     def __init__(self) -> None:
         self.forget()
