@@ -250,6 +250,28 @@ def test_schemas_that_a_notation_cannot_express_are_refused(name: str, parameter
     refuses(lambda: to_grammar(FORMATS[name], [Tool("f", "", parameters)]), message)
 
 
+@pytest.mark.parametrize("name", ["coder", "glm", "lfm", "gemma"])
+def test_each_part_of_a_schema_is_looked_at_once(name: str) -> None:
+    """Else schemas of many options, or of many levels, would never be compiled."""
+    options = {"anyOf": [{"$ref": "#/$defs/a"}] * 50 + [{"type": "string"}]}
+    level: dict[str, Any] = {"type": ["object", "null"], "properties": {}}
+    for _ in range(40):
+        level = {"type": ["object", "null"], "properties": {"a": level}, "required": ["a"]}
+    made = Tool("f", "", {"properties": {"x": {"$ref": "#/$defs/a"}, "y": level}, "$defs": {"a": options}})
+    assert len(grammar_of(FORMATS[name], [made], "required")) < 50_000
+
+
+def test_an_object_in_gemmas_notation_may_be_null() -> None:
+    part = {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    made = tool("f", {"x": part}, ["x"])
+    seen = set()
+    for seed in range(20):
+        text, ended = walk(grammar_of(FORMATS["gemma"], [made], "required"), [], seed)
+        calls = parse(FORMATS["gemma"], text, [made]).tool_calls
+        seen |= {type(json.loads(call.arguments)["x"]) for call in calls if ended}
+    assert seen == {dict, type(None)}
+
+
 def test_too_many_tools_are_refused() -> None:
     many = [tool(f"f{i}", {f"property_{j}_of_a_tool": {"type": "string"} for j in range(60)}) for i in range(100)]
     refuses(lambda: to_grammar(JSON_IN_MARKERS, many), "tools: their grammar has")

@@ -16,7 +16,7 @@ from typing import Any
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.format import ID, AnswerFormat
 from nanoinfer.inputs.answers.reader import STRING_MARK
-from nanoinfer.inputs.answers.schema_types import types
+from nanoinfer.inputs.answers.schema_types import alternatives, listed, options, types
 from nanoinfer.structured import schemas
 
 ANNOTATIONS = ("title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated")
@@ -173,24 +173,14 @@ class Arguments:
 
     def _raw(self, schema: Any) -> str:
         """Return a string or null of notation "tagged", with the piece after it."""
-        end, options = self._format.after_value, self._options(schema)
-        texts = [self._string(option, end.strip()) for option in options if option.get("type") != "null"]
+        end, permitted = self._format.after_value, options(self._root, schema)
+        texts = [self._string(option, end.strip()) for option in permitted if option.get("type") != "null"]
         found = [text for text in texts if text is not None]
-        return self._lark.until(end, " | ".join([*found, '"null"'] if len(found) < len(options) else found))
+        return self._lark.until(end, " | ".join([*found, '"null"'] if len(found) < len(permitted) else found))
 
-    def _options(self, schema: Any) -> list[dict[str, Any]]:
-        """Return the schemas of which one must match, references followed."""
-        for _ in range(8):
-            if isinstance(schema, dict) and isinstance(found := schemas.target(self._root, schema.get("$ref")), dict):
-                schema = found
-        if not isinstance(schema, dict):
-            return [{}]
-        alternatives = _alternatives(schema)
-        return [schema] if alternatives is None else [one for part in alternatives for one in self._options(part)]
-
-    def _string(self, schema: dict[str, Any], end: str) -> str | None:
+    def _string(self, schema: Mapping[str, Any], end: str) -> str | None:
         """Return a terminal's body for the text of a string; None if no string is permitted."""
-        if (values := _values(schema)) is not None:
+        if (values := listed(schema)) is not None:
             return " | ".join(json.dumps(value) for value in values if isinstance(value, str)) or None
         low, high, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
         bounds = f"{{{low},{'' if high is None else high}}}" if low or high is not None else "*"
@@ -211,9 +201,9 @@ class Arguments:
             if (found := schemas.target(self._root, reference)) is None:
                 raise NanoinferError(f"parameters have a $ref to {reference!r}, which is not there")
             return self._named(reference, found)
-        values, alternatives = _values(schema), _alternatives(schema)
-        if values is None and alternatives is not None:
-            return self._lark.rule(" | ".join(map(self._gemma, alternatives)))
+        values, several = listed(schema), alternatives(schema)
+        if values is None and several is not None:
+            return self._lark.rule(" | ".join(map(self._gemma, several)))
         if refused := [key for key in _COMPOSED if key in schema]:
             raise NanoinferError(
                 f"parameters have {refused[0]}, which calls of this model cannot express: leave it out"
@@ -224,12 +214,14 @@ class Arguments:
         if kind == "string":
             body = self._string(schema, STRING_MARK) or '""'
             return f"{self._lark.literal(STRING_MARK)} {self._lark.until(STRING_MARK, body)}"
+        if kind == "null":
+            return '"null"'
         if kind == "array":
             item, low, high = self._gemma(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
             more = f'("," {item}){{{max(0, low - 1)},{"" if high is None else max(0, high - 1)}}}'
             items = f"{item} {more}" if high != 0 else '""'
             return self._lark.rule(f'"[" {items} "]"' if low else f'"[" ({items})? "]"')
-        if kind == "object" or "properties" in schema:
+        if kind == "object" or (kind is None and "properties" in schema):
             members = self._sequence(schema, ",", ":", self._gemma)
             if not schema.get("properties") and schema.get("additionalProperties") is not False:
                 member = f'/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ ":" {self._gemma({})}'
@@ -243,19 +235,6 @@ class Arguments:
             self._references[reference] = name = self._lark.reserve()
             self._lark.define(name, self._gemma(schema))
         return self._references[reference]
-
-
-def _values(schema: dict[str, Any]) -> list[Any] | None:
-    """Return the values that a schema lists, if it does."""
-    return schema.get("enum", [schema["const"]] if "const" in schema else None)
-
-
-def _alternatives(schema: dict[str, Any]) -> list[Any] | None:
-    """Return the schemas of which one must match, if there are several."""
-    if isinstance(found := schema.get("anyOf") or schema.get("oneOf"), list):
-        return found
-    kinds = schema.get("type")
-    return [{**schema, "type": kind} for kind in kinds] if isinstance(kinds, list) else None
 
 
 def gemma_text(value: Any) -> str:

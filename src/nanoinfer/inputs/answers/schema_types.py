@@ -8,7 +8,6 @@ from typing import Any
 
 from nanoinfer.structured.schemas import target
 
-MAX_DEPTH = 16
 _NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
@@ -19,29 +18,54 @@ def types_of(root: Mapping[str, Any], key: str) -> set[str] | None:
     return types(root, properties.get(key) if isinstance(properties, Mapping) else None)
 
 
-def types(root: Any, schema: Any, depth: int = 0) -> set[str] | None:
-    """Return the JSON types that a schema permits; None if it does not say.
+def types(root: Any, schema: Any) -> set[str] | None:
+    """Return the JSON types that a schema permits; None if it does not say. Args: root: to which references are."""
+    found: set[str] = set()
+    for option in options(root, schema):
+        if isinstance(kind := option.get("type"), str):
+            found.add(kind)
+        elif (values := listed(option)) is not None:
+            found.update(map(type_of, values))
+        else:
+            return None
+    return found
 
-    Args:
-        root: the document, to which references are.
-        schema: in it.
-        depth: of options and references, which is bounded.
+
+def options(root: Any, schema: Any) -> list[Mapping[str, Any]]:
+    """Return the schemas of which one must match: references are followed, each once, and options are told apart.
+
+    {"anyOf": [{"type": ["string", "null"]}, {"$ref": "#/$defs/n"}]} -> [{"type": "string"}, {"type": "null"}, ...]
     """
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        return None
-    if (named := schema.get("type")) is not None:
-        return {named} if isinstance(named, str) else {name for name in named if isinstance(name, str)}
-    if isinstance(values := schema.get("enum"), (list, tuple)):
-        return {type_of(value) for value in values}
-    if "const" in schema:
-        return {type_of(schema["const"])}
-    if "$ref" in schema:
-        return types(root, target(root, schema["$ref"]), depth + 1)
-    for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), (list, tuple)):
-            found = [types(root, option, depth + 1) for option in options]
-            return None if None in found else {name for some in found if some is not None for name in some}
+    found: list[Mapping[str, Any]] = []
+    left, followed = [schema], set()
+    while left:
+        part = left.pop()
+        if not isinstance(part, Mapping):
+            found.append({})
+        elif (referred := target(root, part.get("$ref"))) is not None:
+            left += [] if part["$ref"] in followed else [referred]
+            followed.add(part["$ref"])
+        elif (several := alternatives(part)) is not None:
+            left += reversed(several)
+        else:
+            found.append(part)
+    return found or [{}]
+
+
+def alternatives(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the schemas of which one must match, if there are several: those of anyOf, oneOf or a list of types."""
+    kinds = {"type": schema["type"]} if "type" in schema else {}
+    if isinstance(found := schema.get("anyOf") or schema.get("oneOf"), (list, tuple)):
+        return [{**kinds, **part} if isinstance(part, Mapping) else part for part in found]
+    if isinstance(kinds.get("type"), (list, tuple)):
+        return [{**schema, "type": kind} for kind in kinds["type"]]
     return None
+
+
+def listed(schema: Mapping[str, Any]) -> list[Any] | tuple[Any, ...] | None:
+    """Return the values that a schema lists by enum or const, if it does."""
+    found = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return found if isinstance(found, (list, tuple)) else None
 
 
 def type_of(value: Any) -> str:
