@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_engine import CLOSED, AsyncEngine
-from nanoinfer.entrypoints.async_pooling import AsyncPoolingMethods
 from nanoinfer.entrypoints.async_requests import CUMULATIVE, DELTA, OUTPUT_KINDS
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
+from nanoinfer.entrypoints.pooling_methods import AsyncPoolingMethods
 from nanoinfer.entrypoints.vllm_names import EngineArgs, llm_signature
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
