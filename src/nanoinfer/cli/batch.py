@@ -133,8 +133,7 @@ def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: 
     from nanoinfer.utils.progress import ProgressBar
 
     llm = LLM.from_config(config)
-    defaults = of_model(options.defaults, llm.requests.defaults, llm.model.sampling_defaults)
-    runner = BatchRunner(llm, dataclasses.replace(options, defaults=defaults))
+    runner = BatchRunner(llm, dataclasses.replace(options, defaults=of_model(options.defaults, llm)))
     records.start()
     log = logging.getLogger("nanoinfer")
     level = log.level

@@ -68,7 +68,7 @@ def chat(
     from nanoinfer.entrypoints.llm import LLM
 
     llm = LLM.from_config(config)
-    params = of_model(params, llm.requests.defaults, llm.model.sampling_defaults)
+    params = of_model(params, llm)
     session = Session(llm.conversation(system, **options), params, hide_reasoning=hide_reasoning)
     if sys.stdin.isatty():
         print(

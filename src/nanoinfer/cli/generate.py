@@ -101,7 +101,7 @@ def generate(
 
     llm = LLM.from_config(config)
     if beams is None:
-        params = of_model(params, llm.requests.defaults, llm.model.sampling_defaults)
+        params = of_model(params, llm)
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises an error: there is no text to print
     ids, stream = decoding.start(llm, given, params, beams)
