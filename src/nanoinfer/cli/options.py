@@ -121,9 +121,10 @@ def llm_config(*parts: str) -> Callable[[_Command], _Command]:
             given = {name: values.pop(name) for name in (*_OF_MODEL, *parts) if name in values}
             return command(**values, config=LLMConfig(**given))
 
+        made: _Command = run
         for part in reversed(parts):
-            run = flags(kinds[part], part)(run)
-        return run
+            made = flags(kinds[part], part)(made)
+        return made
 
     return decorate
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from nanoinfer.core.core import Core
-from nanoinfer.entrypoints.pooling import Pooler, PoolingWork, Reading
+from nanoinfer.entrypoints.pooling import Pooler, PoolingWork, Reading, T
 from nanoinfer.entrypoints.streams import Ownership
 from nanoinfer.errors import ResultError
 from nanoinfer.inputs.prompts import Prompt, numbered
@@ -20,7 +20,6 @@ from nanoinfer.utils.workers import Workers
 if TYPE_CHECKING:
     from nanoinfer.entrypoints.async_streams import AsyncOutputStream, Observe
 
-T = TypeVar("T")
 Params = PoolingParams | Sequence[PoolingParams] | None
 Making = Generator[Workers, None, Request]
 """Makes a request; yields the workers that run the next part."""

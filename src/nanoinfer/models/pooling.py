@@ -95,9 +95,11 @@ def read(folder: Path) -> Pooling:
 def of_gguf(metadata: Mapping[str, Any]) -> Pooling:
     """Return what the metadata of a GGUF file says."""
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
-    if kind not in (None, *_GGUF):
+    if kind is None:
+        return Pooling()
+    if kind not in _GGUF:
         return Pooling(unsupported=f"pooling_type={show(kind)} of the GGUF file is not supported: give pooling_type=")
-    return Pooling(_GGUF.get(kind, "last"))
+    return Pooling(_GGUF[kind])
 
 
 def _of_modules(folder: Path, modules: list[dict[str, Any]]) -> Pooling:

@@ -74,11 +74,12 @@ def parse_pooling(url: str, body: Mapping[str, Any]) -> PoolingRequest:
         raise FieldError(f"query={show(query)} is not a string", "query")
     shows, top_n = given.get("return_documents", True), require_int("top_n", given.get("top_n", 0), 0)
     require_bool("return_documents", shows)
-    documents = given.get("documents")
-    if isinstance(documents, list):
-        documents = [d.get("text") if isinstance(d, dict) and d.keys() == {"text"} else d for d in documents]
-    documents = _texts(documents, "documents")
-    return PoolingRequest(url, params, [query], documents, top_n=top_n, return_documents=shows, **common)
+    items: Any = given.get("documents")
+    if isinstance(items, list):
+        items = [item["text"] if isinstance(item, dict) and item.keys() == {"text"} else item for item in items]
+    return PoolingRequest(
+        url, params, [query], _texts(items, "documents"), top_n=top_n, return_documents=shows, **common
+    )
 
 
 def _inputs(given: Any) -> list[dict[str, Any]]:

@@ -142,8 +142,8 @@ class AnswerParser:
             raw: text before it that becomes content with the call if it is malformed.
         """
         reader, num_calls = self._reader, self._built.num_calls
-        reader.raw, self._name, self._held = [raw], None, []
-        refused = False
+        self._forget()
+        reader.raw, refused = [raw], False
         try:
             yield from reader.piece(before)
             yield from self._object() if self._format.name_key else self._pieces()
@@ -151,7 +151,8 @@ class AnswerParser:
             reader.rest()
             refused = self._name is None and not self._format.trigger  # text that only begins like a call
         except Malformed:
-            refused, self._name = self._built.num_calls == num_calls, None
+            refused = self._built.num_calls == num_calls
+            self._forget()
         else:
             self._flush()
             reader.raw = None
@@ -233,6 +234,9 @@ class AnswerParser:
         if reader.ends_within([before_key]):
             raise Ended
         self._argument("}")
+
+    def _forget(self) -> None:
+        self._name, self._held = None, []
 
     def _named(self, name: str) -> None:
         if name not in self._tools:

@@ -41,7 +41,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,8 +160,9 @@ class ResponseTemplateParser:
             self._state, events = None, []
             raw = (self._marker + "".join(self._body)) if self._field == CALLS else ""
             self._built.add(ContentDelta, raw + state.get("held", "") + text if end else "")
+        do_with: dict[str, Callable[..., None]] = {"open": self._open, "text": self._add, "close": self._close}
         for kind, field, *rest in events:
-            {"open": self._open, "text": self._add, "close": self._close}[kind](field, *rest)
+            do_with[kind](field, *rest)
         return self._built.take()
 
     def _open(self, field: str, marker: str) -> None:
