@@ -77,9 +77,8 @@ def parse_pooling(url: str, body: Mapping[str, Any]) -> PoolingRequest:
     items: Any = given.get("documents")
     if isinstance(items, list):
         items = [item["text"] if isinstance(item, dict) and item.keys() == {"text"} else item for item in items]
-    return PoolingRequest(
-        url, params, [query], _texts(items, "documents"), top_n=top_n, return_documents=shows, **common
-    )
+    common |= {"top_n": top_n, "return_documents": shows}
+    return PoolingRequest(url, params, [query], _texts(items, "documents"), **common)
 
 
 def _inputs(given: Any) -> list[dict[str, Any]]:
