@@ -241,26 +241,35 @@ class Template:
         Returns: events: ["open", field, marker], ["text", field, text], ["close", field, marker, captures].
         """
         buffer, place, num_empty = state["before"] + state["held"] + text, len(state["before"]), 0
-        run = _Run(state)
+        field, captures, opened = state["field"], state["captures"], state["opened"]
+        events: list[list[Any]] = []
         while True:
-            found, opens, held = self._find(run.field, buffer, place, end)
-            run.add(buffer[place : held if found is None else found.start()])
+            found, opens, held = self._find(field, buffer, place, end)
+            body = buffer[place : held if found is None else found.start()]
+            if body and field is not None:  # else it is outside of all fields, where none is implicit
+                events += [["text", field, body]] if opened else [["open", field, ""], ["text", field, body]]
+                opened = True
             if found is None:
                 break
-            empty, was_open, place = found.start() == found.end(), run.opened, found.end()
-            run.close("" if opens else found[0], self._implicit)
+            if opened:
+                events.append(["close", field, "" if opens else found[0], captures])
+            empty, was_open, place = found.start() == found.end(), opened, found.end()
+            field, captures, opened = self._implicit, {}, False
             if opens:
                 captures = {key: value for key, value in found.groupdict().items() if value is not None}
-                run.open(opens, found[0], captures)
+                field, opened = opens, True
+                events.append(["open", field, found[0]])
             elif empty and not was_open:  # it would match here again
                 held = place
                 break
             num_empty = num_empty + 1 if empty else 0
             if num_empty > MAX_EMPTY:
                 raise ValueError("markers match the empty string again and again")
-        if end:
-            run.close("", self._implicit)
-        return run.events, {**run.state(), "before": buffer[max(0, held - CONTEXT) : held], "held": buffer[held:]}
+        if end and opened:
+            events.append(["close", field, "", captures])
+            field, captures, opened = self._implicit, {}, False
+        state = {"field": field, "captures": captures, "opened": opened}
+        return events, {**state, "before": buffer[max(0, held - CONTEXT) : held], "held": buffer[held:]}
 
     def _find(
         self, current: str | None, buffer: str, place: int, end: bool
@@ -289,33 +298,6 @@ class Template:
         if given.get("transform_each", False):
             return [transform(shape, {**captures, **item}) for item in value]
         return transform(shape, {**captures, "content": value})
-
-
-class _Run:
-    """The field that a scan is in, and its events so far."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.field, self._captures, self.opened = state["field"], state["captures"], state["opened"]
-        self.events: list[list[Any]] = []
-
-    def state(self) -> dict[str, Any]:
-        return {"field": self.field, "captures": self._captures, "opened": self.opened}
-
-    def open(self, field: str, marker: str, captures: dict[str, str]) -> None:
-        self.field, self._captures, self.opened = field, captures, True
-        self.events.append(["open", field, marker])
-
-    def add(self, text: str) -> None:
-        if not text or self.field is None:  # text outside of all fields, where none is implicit
-            return
-        if not self.opened:
-            self.open(self.field, "", {})
-        self.events.append(["text", self.field, text])
-
-    def close(self, marker: str, implicit: str | None) -> None:
-        if self.opened:
-            self.events.append(["close", self.field, marker, self._captures])
-        self.field, self._captures, self.opened = implicit, {}, False
 
 
 def answer(work: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
