@@ -68,34 +68,32 @@ class _Prober:
     def __init__(self, template: ChatTemplate, end_tokens: Collection[str]) -> None:
         self._template = template
         self._ends = {*end_tokens, *ENDS, template.special_tokens.get("eos_token", "")} - {""}
-        self.prompt = self._render([], add_generation_prompt=True) or ""
+        self.prompt = self._render([], add_generation_prompt=True)
         self._opening = self._after_question(self.prompt)
-        plain = self._answer({"content": CONTENT})
-        before, _, after = (plain or "").partition(CONTENT)
-        self._turn_end = after
+        before, _, self._turn_end = self._answer({"content": CONTENT}).partition(CONTENT)
         self.texts: dict[str, Any] = self._reasoning()
         end = self.texts["reasoning_end"]
         start = (before.rpartition(end)[2] if end else before).strip()
-        if plain is not None and start and start != self.texts["reasoning_start"]:
-            self.texts["content_start"] = start
-            self.texts["content_end"] = "".join(_SEGMENT.findall(after.strip())[:1]) if after.strip() else ""
+        if start and start != self.texts["reasoning_start"]:
+            self.texts |= {"content_start": start, "content_end": "".join(_SEGMENT.findall(self._turn_end.strip())[:1])}
 
-    def _render(self, answer: Sequence[dict[str, Any]], **variables: Any) -> str | None:
+    def _render(self, answer: Sequence[dict[str, Any]], **variables: Any) -> str:
+        """Return what the template makes of a question and an answer; empty if it refuses them."""
         messages = [{"role": "user", "content": QUESTION}, *answer]
         try:
             return self._template.render(messages, tools=_TOOLS, **variables)
         except NanoinferError:
-            return None
+            return ""
 
     @staticmethod
     def _after_question(text: str) -> str:
         return text[text.rfind(QUESTION) + len(QUESTION) :]
 
-    def _answer(self, message: dict[str, Any], **variables: Any) -> str | None:
+    def _answer(self, message: dict[str, Any], **variables: Any) -> str:
         """Return what the template makes of an assistant's message, without what begins its turn."""
         text = self._render([{"role": "assistant", "content": "", **message}], add_generation_prompt=False, **variables)
-        if text is None or QUESTION not in text:
-            return None
+        if QUESTION not in text:
+            return ""
         text = self._after_question(text)
         return text[len(_common(text, self._opening)) :]
 
@@ -103,12 +101,12 @@ class _Prober:
         """Return the markers of reasoning."""
         reason = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), REASON)
         thinks = {"enable_thinking": True, "thinking": True}
-        before, is_there, rest = (self._answer({"content": CONTENT, **reason}, **thinks) or "").partition(REASON)
+        before, is_there, rest = self._answer({"content": CONTENT, **reason}, **thinks).partition(REASON)
         end = rest.partition(CONTENT)[0].strip()
         if not is_there:  # a template may keep reasoning beside calls only
             calls = {"tool_calls": _calls(1)}
-            plain, _, _ = (self._answer(calls) or "").partition(NAMES[0])
-            before, is_there, rest = (self._answer({**calls, **reason}, **thinks) or "").partition(REASON)
+            plain, _, _ = self._answer(calls).partition(NAMES[0])
+            before, is_there, rest = self._answer({**calls, **reason}, **thinks).partition(REASON)
             end = rest.partition(NAMES[0])[0].removesuffix(plain.lstrip()).strip()
         start = before.strip()
         if not is_there or not end or len(end) > MAX_MARKER:
@@ -135,8 +133,6 @@ class _Prober:
     def _parts(self, num_calls: int, num_keys: int, as_text: bool) -> list[str] | None:
         """Return the text between the probe's names, keys and values, in their order."""
         text = self._answer({"tool_calls": _calls(num_calls, num_keys, as_text)})
-        if text is None:
-            return None
         for made in IDS:
             text = text.replace(made, ID)
         text = _LEADING_ID.sub("{", text)

@@ -56,9 +56,8 @@ def to_grammar(
     calling = bool(tools) and choice != "none" and format.has_calls
     if tools and choice not in ("none", "auto") and not format.has_calls:
         raise NanoinferError(f"tool_choice={choice!r} needs a chat template with tool calls: use tool_choice='auto'")
-    reasons = bool(format.reasoning_end) and in_reasoning is not False
-    if reasons and in_reasoning is None and thinking_budget == 0:
-        reasons = False
+    begins = in_reasoning is None and thinking_budget != 0
+    reasons = bool(format.reasoning_end) and (begins or in_reasoning is True)
     forbids = bool(tools) and choice == "none" and bool(format.trigger) and answer is None
     if not (calling or forbids or (reasons and (answer is not None or thinking_budget is not None))):
         return answer
