@@ -43,23 +43,27 @@ def options(root: Any, schema: Any) -> list[Mapping[str, Any]]:
         if not isinstance(part, Mapping):
             found.append({})
         elif (referred := target(root, part.get("$ref"))) is not None:
-            left += [] if part["$ref"] in followed else [referred]
+            if part["$ref"] not in followed:
+                left.append({**_kinds(part), **referred})
             followed.add(part["$ref"])
         elif (several := alternatives(part)) is not None:
             left += reversed(several)
         else:
             found.append(part)
-    return found or [{}]
+    return found or [schema]  # it refers to itself alone
 
 
 def alternatives(schema: Mapping[str, Any]) -> list[Any] | None:
     """Return the schemas of which one must match, if there are several: those of anyOf, oneOf or a list of types."""
-    kinds = {"type": schema["type"]} if "type" in schema else {}
     if isinstance(found := schema.get("anyOf") or schema.get("oneOf"), (list, tuple)):
-        return [{**kinds, **part} if isinstance(part, Mapping) else part for part in found]
-    if isinstance(kinds.get("type"), (list, tuple)):
-        return [{**schema, "type": kind} for kind in kinds["type"]]
+        return [{**_kinds(schema), **part} if isinstance(part, Mapping) else part for part in found]
+    if isinstance(kinds := schema.get("type"), (list, tuple)):
+        return [{**schema, "type": kind} for kind in kinds]
     return None
+
+
+def _kinds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": schema["type"]} if "type" in schema else {}
 
 
 def listed(schema: Mapping[str, Any]) -> list[Any] | tuple[Any, ...] | None:
