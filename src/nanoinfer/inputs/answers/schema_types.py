@@ -28,7 +28,7 @@ def types(root: Any, schema: Any) -> set[str] | None:
             found.update(map(type_of, values))
         else:
             return None
-    return found
+    return found or None
 
 
 def options(root: Any, schema: Any) -> list[Mapping[str, Any]]:
