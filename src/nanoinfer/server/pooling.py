@@ -46,11 +46,8 @@ async def _pool(service: Service, scope: Scope, receive: Receive, send: Send) ->
     num_requests, width = len(inputs) + len(documents), llm.config.n_embd
     if request.url != EMBEDDINGS and llm.pooler.reranks:  # a request has query and document, and one value
         num_requests, width = request.num_results, 1
-    held, watched = (
-        service.quotas.values.holding(num_requests * width),
-        service.metrics.watch(scope, None, num_requests),
-    )
-    with held, watched as watch:
+    held = service.quotas.values.holding(num_requests * width)
+    with held, service.metrics.watch(scope, None, num_requests) as watch:
         outputs: Any = await service.llm.pool(
             lambda: llm.pooler.plan(inputs, documents, request.params, **options), watch.receive
         )
