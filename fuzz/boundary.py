@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from choices import ANY, NUMBERS, Choices
 
+from nanoinfer.models.checkpoints import gguf_formats
+
 ERRORS = (ValueError, IndexError, TypeError, OverflowError, MemoryError)
 V, T, C, MLP = 21, 24, 8, 32
 SHAPE: dict[str, Any] = {
@@ -20,6 +22,7 @@ SHAPE: dict[str, Any] = {
     "max_num_cached_tokens": 4 * T, "threads": 1, "huge_pages": False,
 }  # fmt: skip
 FORMATS = ("float32", "float16", "bfloat16", "int8", "int4")
+BLOCKS = [format for format in gguf_formats.FORMATS.values() if format.block_size > 1]
 CACHES = ("float32", "bfloat16", "int8")
 FILLS = (0.1, 0.1, 0.1, 0.0, -0.0, 1e38, -1e38, 1e-42, np.nan, np.inf, -np.inf)
 
@@ -196,7 +199,7 @@ def run_kernels(data: bytes, folder: Path) -> None:
     c = Choices(data)
     isa = c.pick([name for name, missing in _native.instruction_sets() if not missing])
     out, width, rows, depth = (c.pick((1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65, 130)) for _ in range(4))
-    kind = c.number(4)
+    kind = c.number(6)
     try:
         if kind == 0:
             last = c.pick(("store", "gelu_tanh", "gelu_erf", "add"))
@@ -206,13 +209,45 @@ def run_kernels(data: bytes, folder: Path) -> None:
         elif kind == 1:
             _native.unpack(weights=array(c, (out, width)), format=c.pick(FORMATS))
         elif kind == 2:
-            x = array(c, (rows, width))
-            _native.layer_norm(
-                x=x, weight=array(c, (width,)), bias=array(c, (width,)), eps=c.pick((1e-5, 0.0)), isa=isa
-            )
+            x, weight, bias = array(c, (rows, width)), array(c, (width,)), array(c, (width,))
+            name = c.pick(("layer", "rms", "l2"))
+            _native.norm(kind=name, x=x, weight=weight, bias=bias, eps=c.pick((1e-5, 0.0)), isa=isa)
+        elif kind == 3:
+            half = width // 2
+            _native.rotate(x=array(c, (rows, width)), cos=array(c, (half,)), sin=array(c, (half,)), isa=isa)
+        elif kind == 4:
+            run_blocks(c, out, rows, isa)
         else:
-            start = c.pick(NUMBERS) if c.odd(20) else depth
-            q, k, v = (array(c, (n, width)) for n in (rows, depth + rows, depth + rows))
-            _native.attention(q=q, k=k, v=v, start=start, cache=c.pick(CACHES), isa=isa)
+            run_attention(c, width, rows, depth, isa)
     except ERRORS:
         pass
+
+
+def run_attention(c: Choices, width: int, rows: int, depth: int, isa: str) -> None:
+    """Attend with one head of keys and values and several of queries, within a window or not."""
+    from nanoinfer import _native
+
+    start, group = c.pick(NUMBERS) if c.odd(20) else depth, c.pick((1, 1, 2, 3))
+    options = {name: c.pick(NUMBERS) for name in ("window", "scale", "softcap") if c.odd(4)}
+    q = array(c, (rows, width * group))
+    k, v = (array(c, (depth + rows, width)) for _ in range(2))
+    group = c.pick(NUMBERS) if c.odd(40) else group
+    _native.attention(q=q, k=k, v=v, start=start, cache=c.pick(CACHES), group=group, isa=isa, **options)
+
+
+def run_blocks(c: Choices, out: int, rows: int, isa: str) -> None:
+    """Multiply by blocks of a GGUF format, or pack them."""
+    from nanoinfer import _native
+
+    format, count = c.pick(BLOCKS), c.pick((1, 1, 2, 3, 5))
+    size = count * format.block_bytes + (c.number(256) if c.odd(20) else 0)
+    blocks = np.random.default_rng(c.number(9)).integers(0, 256, (out, size), np.uint8)
+    if c.odd(4):
+        blocks[:] = c.pick((0, 0x7C, 0xFF))  # scales of zero, infinity and NaN
+    name = c.pick((*FORMATS, "q9_9")) if c.odd(20) else format.name.lower()
+    if c.odd(2):
+        _native.multiply(weights=blocks, bias=None, x=array(c, (rows, count * format.block_size)), format=name, isa=isa)
+    else:
+        panels, _ = _native.pack_blocks(blocks=blocks, format=name, threads=1)
+        wanted = _native.packed_size(format=name, rows=out, columns=size // format.block_bytes * format.block_size)[0]
+        assert len(panels) == wanted, f"{len(panels)} bytes are packed, not {wanted}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from mutate import MAGIC, MAX_BYTES, mutate_bytes
 
+from nanoinfer.models.checkpoints.gguf_formats import FORMATS
+
 STRING, ARRAY = 8, 9
+PARTS = ("model-00001-of-00002.gguf", "model-00002-of-00002.gguf")
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
 
 
@@ -168,8 +173,8 @@ def _mutate_tensor(rng: random.Random, parts: Parts) -> None:
         parts.data = mutate_bytes(rng, parts.data, [])
 
 
-def _model(arch: str, width: int, kind: int, bytes_per_row: int, extra: dict[str, Any]) -> bytes:
-    """Return a model of one layer whose matrices have rows of `bytes_per_row` bytes for each 32 columns."""
+def _model(arch: str, width: int, kinds: Sequence[int], extra: dict[str, Any]) -> bytes:
+    """Return a model of one layer whose matrices have the formats of some types in turn."""
     rows = 12
     names = {"token_embd": rows, "blk.0.attn_output": width, "blk.0.ffn_up": 2 * width, "blk.0.ffn_down": width}
     vectors = ["output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"]
@@ -189,25 +194,26 @@ def _model(arch: str, width: int, kind: int, bytes_per_row: int, extra: dict[str
     parts = Parts(entries=[(k.encode(), _value(v)) for k, v in (metadata | extra).items()])
     rng = random.Random(0)
 
-    def add(name: str, dims: list[int], kind: int, num_bytes: int) -> None:
+    def add(name: str, dims: list[int], kind: int) -> None:
+        num_bytes = math.prod(dims) // FORMATS[kind].block_size * FORMATS[kind].block_bytes
         parts.tensors.append([name.encode(), dims, kind, len(parts.data)])
         content = bytes(rng.randrange(60) for _ in range(num_bytes))
         parts.data += content + bytes(-num_bytes % 32)
 
-    for name, out in names.items():
+    for i, (name, out) in enumerate(names.items()):
         inputs = 2 * width if name.endswith("ffn_down") else width
-        add(f"{name}.weight", [inputs, out], kind, out * inputs // 32 * bytes_per_row)
+        add(f"{name}.weight", [inputs, out], kinds[i % len(kinds)])
         if arch == "gpt2" and name.startswith("blk"):
-            add(f"{name}.bias", [out], 0, 4 * out)
+            add(f"{name}.bias", [out], 0)
     for name in vectors:
-        add(f"{name}.weight", [width], 0, 4 * width)
+        add(f"{name}.weight", [width], 0)
         if arch == "gpt2":
-            add(f"{name}.bias", [width], 0, 4 * width)
+            add(f"{name}.bias", [width], 0)
     return parts.pack()
 
 
 def make_gguf() -> list[bytes]:
-    """Return a Llama with each kind of tokenizer in Q8_0, Q4_K and float16, and a GPT-2."""
+    """Return a Llama with each kind of tokenizer in all formats of 32 and of 256 values and in float16, and a GPT-2."""
     llama = {"llama.attention.head_count_kv": 1, "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 1e4,
              "llama.rope.dimension_count": 16, "tokenizer.chat_template": "{{ x }}"}  # fmt: skip
     tokens = ["<unk>", "<s>", "</s>", "<0x61>", "\u2581", "a", "b", "c", "ab", "\u2581a", "d d", "[PAD11]"]
@@ -217,9 +223,37 @@ def make_gguf() -> list[bytes]:
     scores = common | {"model": "llama", "scores": [float(-i) for i in range(len(tokens))], "add_space_prefix": True}
     named = [{f"tokenizer.ggml.{k}": v for k, v in t.items()} for t in (byte_level, scores)]
     wide = llama | {"llama.rope.dimension_count": 128, "general.alignment": 32}
+    by_size = {size: [kind for kind in reversed(FORMATS) if FORMATS[kind].block_size == size] for size in (32, 256)}
     return [
-        _model("llama", 32, 8, 34, llama | named[0]),
-        _model("llama", 256, 12, 18, wide | named[1]),
-        _model("llama", 32, 1, 64, llama | named[1] | {"tokenizer.ggml.eot_token_id": 2}),
-        _model("gpt2", 32, 0, 128, {"gpt2.attention.layer_norm_epsilon": 1e-5} | named[0]),
+        _model("llama", 32, by_size[32], llama | named[0]),
+        _model("llama", 256, by_size[256], wide | named[1]),
+        _model("llama", 32, [1], llama | named[1] | {"tokenizer.ggml.eot_token_id": 2}),
+        _model("gpt2", 32, [0], {"gpt2.attention.layer_norm_epsilon": 1e-5} | named[0]),
     ]
+
+
+@cache
+def make_parts() -> dict[str, bytes]:
+    """Return a model in two files, as llama-gguf-split writes them: name -> content."""
+    whole, made = _split(make_gguf()[0]), {}
+    ends = [offset for *_, offset in whole.tensors[1:]] + [len(whole.data)]
+    half = len(whole.tensors) // 2
+    for i, (start, stop) in enumerate(((0, half), (half, len(whole.tensors)))):
+        split = {"split.no": i, "split.count": 2, "split.tensors.count": len(whole.tensors)}
+        part = Parts(entries=[] if i else list(whole.entries))
+        part.entries += [(key.encode(), _value(number)) for key, number in split.items()]
+        first = whole.tensors[start][3]
+        part.tensors = [[name, dims, kind, at - first] for name, dims, kind, at in whole.tensors[start:stop]]
+        part.data = whole.data[first : ends[stop - 1]]
+        made[PARTS[i]] = part.pack()
+    return made
+
+
+def make_part(name: str) -> list[bytes]:
+    """Return one of the parts of a model in two files."""
+    return [make_parts()[name]]
+
+
+def other_parts(name: str) -> dict[str, bytes]:
+    """Return the parts of a model in two files, without one of them."""
+    return {key: content for key, content in make_parts().items() if key != name}

@@ -21,8 +21,11 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 BOUNDARY = ("decoder", "sampler", "kernels")
-TARGETS = ("safetensors", "packed", "config", "index", "generation", "ckpt", "bin", "gguf", "meta", "tiktoken", "tokenizer", "vocab", "merges", "tokenizer-config", "head-config", "head-weights",
-           "state", "results", "kinds", "names", "params", "streams", *BOUNDARY)  # fmt: skip
+SANITIZED = (*BOUNDARY, "packed", "gguf-native")
+TARGETS = ("safetensors", "packed", "config", "index", "generation", "ckpt", "bin", "gguf",
+           "gguf-native", "gguf-part-1", "gguf-part-2", "export-config", "export-tokenizer", "meta", "tiktoken", "tokenizer", "vocab", "merges", "tokenizer-config", "head-config", "head-weights",
+           "state", "results", "kinds", "names", "params", "streams", "answers", "chat-templates", "response-templates", "tools",
+           "requests", "lines", *BOUNDARY)  # fmt: skip
 ROUNDS = 3  # processes per target, which limits the memory that one process accumulates
 
 
@@ -31,7 +34,7 @@ def environment(target: str) -> dict[str, str]:
     env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     asan = HERE.parent / "build" / "asan"
     env.pop("NANOINFER_TEST_EXTENSION", None)
-    if target in (*BOUNDARY, "packed") and any(asan.glob("_native*.so")):
+    if target in SANITIZED and any(asan.glob("_native*.so")):
         libraries = [f"lib{name}.so" for name in ("asan", "ubsan", "stdc++")]
         paths = [subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip() for name in libraries]
         env |= {

@@ -15,14 +15,14 @@ import typing
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from choices import ANY, Choices
-from gguf_format import make_gguf, mutate_gguf
+from exports import export_configs, export_folder, open_part, use_export, use_native
+from gguf_format import PARTS, make_gguf, make_part, mutate_gguf, other_parts
 from mutate import (
     Mutator,
     make_random,
@@ -62,7 +62,7 @@ from nanoinfer.config import EngineConfig, EngineLimits, ModelConfig
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.native import NativeEngine
 from nanoinfer.models import draft_head, tokenizers
-from nanoinfer.models.checkpoints import gguf_export, packed
+from nanoinfer.models.checkpoints import packed
 from nanoinfer.models.checkpoints.load import LoadedModel, load_model, load_tokenizer
 from nanoinfer.models.fingerprint import fingerprint
 from nanoinfer.training import loop
@@ -163,10 +163,7 @@ def use_gguf(loaded: LoadedModel, path: Path) -> None:
     use_model(loaded, path)
     if loaded.tokenizer is not None:
         use_tokenizer(loaded.tokenizer, path)
-    again = path.with_name("again.gguf")
-    gguf_export.write_file(loaded.weights, again, "F32", gguf_export.describe_text(loaded), "again")
-    for (name, a), (_, b) in zip(loaded.weights.read(), load_model(str(again)).weights.read(), strict=False):
-        assert np.array_equal(a.float32(), b.float32(), equal_nan=True), f"{name} differs in the new file"
+    use_export(loaded, path)
 
 
 def resume(path: Path) -> TrainRun:
@@ -211,6 +208,11 @@ FILES = {
     ),
     "ckpt": File("ckpt.pt", make_checkpoints, mutate_zip, lambda p: load_model(str(p)), use_checkpoint),
     "gguf": File("model.gguf", lambda: make_gguf() + exported(), mutate_gguf, lambda p: load_model(str(p)), use_gguf),
+    "gguf-native": File("model.gguf", make_gguf, mutate_gguf, lambda p: load_model(str(p)), use_native),
+    **{f"gguf-part-{i}": File(name, partial(make_part, name), mutate_gguf, open_part, use_gguf, partial(other_parts, name))
+       for i, name in enumerate(PARTS, 1)},
+    "export-config": File("config.json", export_configs, mutate_json, load_folder, use_export, export_folder),
+    "export-tokenizer": File("tokenizer.json", make_tokenizers, mutate_json, load_folder, use_export, export_folder),
     "meta": File("meta.pkl", make_meta, mutate_pickle, lambda p: load_tokenizer(str(p)), use_tokenizer),
     "tiktoken": File("tokenizer.pkl", make_tiktoken, mutate_pickle, lambda p: load_tokenizer(str(p)), use_tokenizer),
     "tokenizer": File("tokenizer.json", make_tokenizers, mutate_json, lambda p: load_tokenizer(str(p)), use_tokenizer),
@@ -232,6 +234,7 @@ FILES = {
 }  # fmt: skip
 
 
+SANITIZED_FILES = ("packed", "gguf-native")
 KINDS = ("fifo", "folder", "dangling", "loop", "endless", "socket", "huge", "truncated")
 
 
@@ -339,9 +342,13 @@ def cached_tokenizer(name: str) -> tokenizers.Tokenizer:
 def load_targets() -> dict[str, Target]:
     """Return all targets by name."""
     import boundary
+    import chat_seeds
+    import chats
+    import requests_over_http
 
     targets = {
-        name: Target(file.seeds, file.run, file.mutate, sanitized=name == "packed") for name, file in FILES.items()
+        name: Target(file.seeds, file.run, file.mutate, sanitized=name in SANITIZED_FILES)
+        for name, file in FILES.items()
     }
     random_bytes = [bytes(range(i, 256, 7)) for i in range(7)]
     every = [f"{name} {kind}".encode() for name in FILES for kind in KINDS]
@@ -350,6 +357,14 @@ def load_targets() -> dict[str, Target]:
     targets["names"] = Target(lambda: names, run_name, mutate_name)
     targets["params"] = Target(lambda: random_bytes, run_params)
     targets["streams"] = Target(lambda: random_bytes, run_stream)
+    targets["answers"] = Target(lambda: random_bytes, chats.run_answer)
+    templates = [text.encode() for text in (chat_seeds.HERMES, chat_seeds.TAGGED, chat_seeds.NAMED)]
+    targets["chat-templates"] = Target(lambda: templates, chats.run_template, chats.mutate_template)
+    responses = chat_seeds.RESPONSES
+    targets["response-templates"] = Target(lambda: responses, chats.run_response_template, chats.mutate_text_in)
+    targets["tools"] = Target(lambda: chat_seeds.TOOLS, chats.run_tools, mutate_json)
+    targets["requests"] = Target(lambda: chat_seeds.REQUESTS, requests_over_http.run_request, mutate_json)
+    targets["lines"] = Target(lambda: chat_seeds.LINES, requests_over_http.run_lines, mutate_json)
     targets["decoder"] = Target(lambda: random_bytes, boundary.run_decoder, sanitized=True)
     targets["sampler"] = Target(lambda: random_bytes, boundary.run_sampler, sanitized=True)
     targets["kernels"] = Target(lambda: random_bytes, boundary.run_kernels, sanitized=True)

@@ -79,9 +79,11 @@ def test_places_that_cannot_be_written_and_models_that_are_missing(
         assert run(["export", model, str(path)]) == 2
         assert word in (err := capsys.readouterr().err)
         assert err.count("\n") == 1
-    assert run(["export", "shakespeare", str(tmp_path / "folder.gguf"), "--force"]) == 2
-    assert "cannot be written: Is a directory" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == ["folder.gguf"]
+    os.mkfifo(tmp_path / "pipe")
+    for name, why in (("folder.gguf", "Is a directory"), ("pipe", "it is a pipe or a device")):
+        assert run(["export", "shakespeare", str(tmp_path / name), "--force"]) == 2
+        assert f"cannot be written: {why}" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["folder.gguf", "pipe"]
 
 
 def test_tokenizers_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

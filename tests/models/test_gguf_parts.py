@@ -101,3 +101,14 @@ def test_the_number_of_parts_is_limited(tmp_path: Path, count: Any) -> None:
     metadata = {"split.count": np.int32(-1) if count == -1 else count}
     path = tiny_gguf(tmp_path / "model-00001-of-00003.gguf", metadata=metadata)
     refuses(lambda: load_model(str(path)), f"split.count={count!r} is not a number from 2 to 512")
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+@pytest.mark.parametrize("key", ["split.no", "split.count", "split.tensors.count"])
+def test_numbers_of_parts_are_no_arrays(write: Callable[..., Path], number: int, key: str) -> None:
+    def change(metadata: list[dict[str, Any]], tensors: list[dict[str, Stored]]) -> None:
+        metadata[number][key] = np.array([3, 3], np.int32)
+
+    folder = write(change).parent
+    if key != "split.tensors.count" or number == 0:  # the first part's counts
+        refuses(lambda: read_gguf(part(folder, 1)), f"{key}=")

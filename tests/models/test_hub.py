@@ -220,6 +220,27 @@ def test_the_models_of_the_cache_are_listed(find: Run, hub: HubServer, tmp_path:
     assert hub.requests == []  # the tokenizer of a GPT-2 that has none would come from the Hub
 
 
+def test_a_cache_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-m", "nanoinfer", "models"],
+        env=os.environ | {"HF_HUB_CACHE": str(tmp_path / "file")}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"nanoinfer: error: the Hub's cache {tmp_path / 'file'} cannot be read: it is not a folder: set HF_HUB_CACHE to"
+        " another one\n"
+    )
+
+
+def test_a_part_that_the_hub_does_not_have_is_missed_before_the_download(find: Run, hub: HubServer) -> None:
+    del hub.repositories["them/parts"]["big-F16-00002-of-00002.gguf"]
+    message = "model them/parts has 1 of the 2 parts of 'big-F16-00001-of-00002.gguf'"
+    for found in find("them/parts:F16", "them/parts", "hf://them/parts/big-F16-00001-of-00002.gguf")[0]:
+        assert found == f"{message}: give another file"
+    assert hub.downloads() == []
+
+
 def test_files_are_grouped_by_model() -> None:
     files = [
         "b/x-00002-of-00002.gguf",

@@ -399,6 +399,9 @@ def test_arguments_are_checked() -> None:
     for start in (-1, 1, 2**62):
         with pytest.raises(ValueError):
             _native.attention(q=x, k=x, v=x, start=start, cache="float32")
+    for group in (0, 2, 2**63 - 1):
+        with pytest.raises(ValueError, match="q must"):
+            _native.attention(q=x, k=x, v=x, start=0, cache="float32", group=group)
     with pytest.raises(ValueError):
         _native.norm(x=x, weight=x[0, :3].copy(), bias=x[0], eps=1e-5)
 

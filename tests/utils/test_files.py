@@ -100,3 +100,13 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         files.write_atomically(tmp_path / "t", b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
     assert (tmp_path / "t").read_bytes() == b"old"
+
+
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link"):
+        with pytest.raises(OSError, match="it is a pipe or a device"):
+            files.write_atomically(tmp_path / name, b"new")
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "pipe"]

@@ -26,6 +26,7 @@ from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_int
+from nanoinfer.utils.files import check_replaceable
 
 if TYPE_CHECKING:
     from nanoinfer.profiling.profiler import Profile, ProfileRow
@@ -101,6 +102,7 @@ def _new_file(path: Path) -> Iterator[Path]:
     try:
         if path.is_dir():
             raise IsADirectoryError(0, "it is a folder")
+        check_replaceable(path)
         # A folder: torch leaves files of its own beside a trace that it could not finish.
         folder = TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
     except OSError as e:

@@ -27,7 +27,8 @@ VALUES_PER_TOKEN = 24
 """Commas and colons of a tokenizer.json for each token: 2 in the vocabulary, 2 for a merge, 14 for an added token."""
 MIN_COMPARED_TOKENS = 1 << 16
 """A model with fewer tokens may have a tokenizer of so many: an exact error follows when it is loaded."""
-MAX_VOCAB_SIZE = 2**31 - 1  # the same limit as ModelConfig.vocab_size
+MAX_VOCAB_SIZE = 1 << 22
+"""Largest id + 1: tables, and the tokenizers library's description of a vocabulary, have an entry for each id."""
 
 
 def check_size(raw: bytes, marks: tuple[bytes, ...], per_token: int, num_tokens: int) -> None:

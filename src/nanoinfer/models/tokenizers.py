@@ -266,7 +266,7 @@ def from_json(text: str, source: str) -> Tokenizer:
 def from_core(core: tokenizers.Tokenizer) -> Tokenizer:
     """Return the tokenizer around one of the tokenizers library, of the class that fits its decoder."""
     decoder = (described(core.decoder) or {}).get("type")
-    if decoder == "Fuse" and (chars := _chars(core)) is not None:
+    if decoder == "Fuse" and _table_size(core) and (chars := _chars(core)) is not None:
         return CharTokenizer(chars)
     return ByteLevelTokenizer(core) if decoder == "ByteLevel" else GenericTokenizer(core)
 

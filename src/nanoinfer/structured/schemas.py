@@ -13,10 +13,12 @@ result permits also matches the schema as it was given, and what was satisfiable
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.utils.checks import show
 
 Schema = dict[str, Any]
 KEEPS_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties")
@@ -28,6 +30,20 @@ _APPLIED = ("allOf", "anyOf", "oneOf", "$ref")
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def _are_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+_TYPES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (_MAPS, lambda v: isinstance(v, dict), "an object"),
+    (("allOf", "anyOf", "oneOf", "enum"), lambda v: isinstance(v, list), "a list"),
+    (("pattern", "$ref"), lambda v: isinstance(v, str), "a string"),
+    (("minItems", "maxItems", "minLength", "maxLength"), lambda v: type(v) is int and v >= 0, "an integer from 0"),
+    (("required",), _are_strings, "a list of strings"),
+    (("type",), lambda v: isinstance(v, str) or _are_strings(v), "a string or a list of strings"),
+)
 
 
 def close(root: Schema) -> None:
@@ -64,6 +80,16 @@ def check(root: Schema) -> None:
                 f"structured_outputs.json: an object has {longest} optional properties in a row, the limit is"
                 f" {MAX_OPTIONAL}: add some of them to required, or split the object"
             )
+
+
+def check_types(schema: Schema) -> None:
+    """Raise NanoinferError for a keyword with a value of a wrong type. Limits that are floats become int, in place."""
+    for keys, is_valid, what in _TYPES:
+        for key in keys:
+            if isinstance(value := schema.get(key), float) and value.is_integer():
+                value = schema[key] = int(value)
+            if key in schema and not is_valid(value):
+                raise NanoinferError(f"parameters: {key}={show(value)} is not {what}: correct the schema")
 
 
 def reachable(root: Schema, found: list[Any]) -> list[Schema]:

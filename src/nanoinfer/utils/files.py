@@ -6,6 +6,7 @@ replaced between the check and the read.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -217,9 +218,20 @@ def write_atomically(path: Path, content: bytes) -> None:
         f.write(content)
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise OSError if a path is a pipe or a device: root can replace even /dev/null by a file, for every process."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EEXIST, "it is a pipe or a device")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces `path` atomically at the end of the block, or is deleted after an exception."""
+    """Yield a new file that replaces `path` atomically at the end of the block, or is deleted after an exception.
+
+    Raises:
+        OSError: it cannot be written, or `path` is a pipe or a device, which a file must not replace.
+    """
+    check_replaceable(path)
     partial = path.with_name(path.name + ".tmp")
     try:
         with open(partial, "wb") as f:

@@ -28,6 +28,10 @@ _ENDS: dict[int, str] = {signal.SIGSEGV: "it nests too deep", signal.SIGABRT: "i
 _INHERITED = ("LD_LIBRARY_PATH", "TZ")  # of the environment, which may hold secrets
 
 
+class LimitExceeded(NanoinferError):
+    """A limit has ended the child process: the same request would need as much time again."""
+
+
 class LimitedProcess:
     """A child process and its replacements. Thread-safe: one request at a time.
 
@@ -45,7 +49,7 @@ class LimitedProcess:
         self._pid, self._lock = os.getpid(), threading.Lock()
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """Return the answer to a request, one line of JSON. Raises NanoinferError if a limit has ended the process."""
+        """Return the answer to a request, one line of JSON. Raises LimitExceeded if a limit has ended the process."""
         if self._pid != os.getpid():  # forked: the child answers the parent
             self._pid, self._lock, self._child = os.getpid(), threading.Lock(), None
         with self._lock:
@@ -54,7 +58,7 @@ class LimitedProcess:
                 child = self._start()
             line = child.ask(request)  # an exception leaves no child behind: the next call starts one
             if not line:
-                raise NanoinferError(f"{self._purpose}: {child.end(self._setup['cpu_sec'])}")
+                raise LimitExceeded(f"{self._purpose}: {child.end(self._setup['cpu_sec'])}")
             answer: dict[str, Any] = json.loads(line)
             self._child = child
         return answer

@@ -25,6 +25,7 @@ from nanoinfer.inputs.answers.format import HARMONY, ID, JSON_IN_MARKERS, PYTHON
 from nanoinfer.inputs.answers.reader import STRING_MARK
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.models.chat_template import ChatTemplate
+from nanoinfer.utils.limited_process import LimitExceeded
 
 log = logging.getLogger("nanoinfer")
 QUESTION, CONTENT, REASON = "probe question", "Probe content.", "Probe reason."
@@ -34,10 +35,12 @@ IDS = ("callid001", "callid002")
 ENDS = ("<|eom_id|>", "<|call|>", "<|calls|>", "<|tool_response>")
 """Ends of turns with calls, where they are other tokens than those of turns without."""
 MAX_MARKER = 200  # characters of a marker of reasoning
+MAX_PIECE = 1000  # characters of any piece: those of known models have up to 100
+MAX_PROBE = 1 << 17  # characters of a rendering: templates of today make up to 10,000 of a probe
 _LEADING_ID = re.compile(r'\{\s*"[^"]*id[^"]*":\s*"[^"]*",\s*')  # of a call in JSON, before its name
 _SEGMENT = re.compile(r"</?[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s|.", re.S)
 _TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
-_THINK = re.compile(r"(<|\[)/([\w:]*think[\w:]*)(>|\])", re.I)
+_THINK = re.compile(r"(<|\[)/([\w:]{0,32}think[\w:]{0,32})(>|\])", re.I)
 _PARAMETERS = {"type": "object", "properties": {key: {"type": "string", "description": key} for key in KEYS}}
 _TOOLS = [Tool(name, "A probe.", _PARAMETERS).for_template() for name in NAMES]
 
@@ -59,7 +62,13 @@ def detect(
     if found is None:
         found = _as_described(prober.prompt + " ".join(special_tokens))
         log.info("the chat template renders no tool calls: they are expected as %s", found.calls_start or found.trigger)
-    return replace(found, **prober.texts)
+    found = replace(found, **prober.texts)
+    if any(isinstance(text, str) and len(text) > MAX_PIECE for text in vars(found).values()):
+        log.warning(
+            "the chat template surrounds answers by more than %d characters: they are read as others", MAX_PIECE
+        )
+        return JSON_IN_MARKERS
+    return found
 
 
 class _Prober:
@@ -67,6 +76,7 @@ class _Prober:
 
     def __init__(self, template: ChatTemplate, end_tokens: Collection[str]) -> None:
         self._template = template
+        self._exceeded = False
         self._ends = {*end_tokens, *ENDS, template.special_tokens.get("eos_token", "")} - {""}
         self.prompt = self._render([], add_generation_prompt=True)
         self._opening = self._after_question(self.prompt)
@@ -78,12 +88,14 @@ class _Prober:
             self.texts |= {"content_start": start, "content_end": "".join(_SEGMENT.findall(self._turn_end.strip())[:1])}
 
     def _render(self, answer: Sequence[dict[str, Any]], **variables: Any) -> str:
-        """Return what the template makes of a question and an answer; empty if it refuses them."""
+        """Return a rendering; empty if the template refuses the messages, and after one that exceeds a limit."""
         messages = [{"role": "user", "content": QUESTION}, *answer]
         try:
-            return self._template.render(messages, tools=_TOOLS, **variables)
-        except NanoinferError:
+            text = "" if self._exceeded else self._template.render(messages, tools=_TOOLS, **variables)
+        except NanoinferError as e:
+            self._exceeded = isinstance(e, LimitExceeded)
             return ""
+        return text if len(text) <= MAX_PROBE else ""
 
     @staticmethod
     def _after_question(text: str) -> str:

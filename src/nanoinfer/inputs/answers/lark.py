@@ -18,6 +18,7 @@ from nanoinfer.inputs.answers.format import ID, AnswerFormat
 from nanoinfer.inputs.answers.reader import STRING_MARK
 from nanoinfer.inputs.answers.schema_types import alternatives, listed, options, types
 from nanoinfer.structured import schemas
+from nanoinfer.utils.checks import show
 
 ANNOTATIONS = ("title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated")
 _COMPOSED = (
@@ -25,13 +26,19 @@ _COMPOSED = (
     "minProperties", "maxProperties", "propertyNames", "unevaluatedProperties",
 )  # fmt: skip
 _ANY = {"anyOf": [{"type": "string"}, {"type": ["number", "boolean", "null"]}, {"type": "array"}, {"type": "object"}]}
+_BARE_KEY = re.compile(r"[^\s=:,()\[\]{}\"'<>]+")  # as the parser reads it
+_TAGGED_KEY = re.compile(r"[^\s<>](?:[^\n<>]*[^\s<>])?")
 _OUTSIDE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
 
 
 def own(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a schema without annotations, with its objects closed. Raises as `schemas.check`."""
+    """Return a copy of a schema without annotations, with its objects closed.
+
+    Raises NanoinferError as `schemas.check` and `schemas.check_types`.
+    """
     copy: dict[str, Any] = json.loads(json.dumps(schema))
     for part in schemas.reachable(copy, [copy]):
+        schemas.check_types(part)
         for key in ANNOTATIONS:
             part.pop(key, None)
     schemas.close(copy)
@@ -148,7 +155,7 @@ class Arguments:
     def _sequence(self, schema: dict[str, Any], separator: str, colon: str, value: Callable[[Any], str]) -> str:
         """Return the members of an object in order, with a separator between those that are there."""
         rest = first = ""
-        for key, part, needed in reversed(_members(schema)):
+        for key, part, needed in reversed(_members(schema, _BARE_KEY)):
             made = f"{self._lark.literal(key + colon)} {value(part)}"
             more = f'"{separator}" {made}'
             first, rest = (
@@ -160,7 +167,7 @@ class Arguments:
     def _tagged(self, schema: dict[str, Any]) -> str:
         """Return the arguments of notation "tagged"."""
         f, lark, parts = self._format, self._lark, []
-        for key, value, needed in _members(schema):
+        for key, value, needed in _members(schema, _TAGGED_KEY):
             permitted = types(schema, value)
             is_text = permitted is not None and permitted <= {"string", "null"}
             after_key = f.spellings("after_key")[0 if is_text else -1]
@@ -219,6 +226,7 @@ class Arguments:
         if kind == "array":
             item, low, high = self._gemma(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
             more = f'("," {item}){{{max(0, low - 1)},{"" if high is None else max(0, high - 1)}}}'
+            more = "" if high == 1 else more  # {0,0} is not permitted
             items = f"{item} {more}" if high != 0 else '""'
             return self._lark.rule(f'"[" {items} "]"' if low else f'"[" ({items})? "]"')
         if kind == "object" or (kind is None and "properties" in schema):
@@ -248,8 +256,12 @@ def gemma_text(value: Any) -> str:
     return json.dumps(value)
 
 
-def _members(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return key, schema and whether it is required of each property of an object."""
+def _members(schema: dict[str, Any], names: re.Pattern[str]) -> list[tuple[str, Any, bool]]:
+    """Return key, schema and whether it is required of each property of an object, whose names are of that form."""
     properties, required = schema.get("properties"), schema.get("required")
+    if odd := [key for key in properties or {} if not names.fullmatch(key)]:
+        raise NanoinferError(
+            f"parameters have the property {show(odd[0])}, whose name calls of this model cannot express: use letters"
+        )
     needed = set(required) if isinstance(required, list) else set()
     return [(key, part, key in needed) for key, part in (properties or {}).items()]

@@ -54,12 +54,13 @@ from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import escaped
-from nanoinfer.utils.limited_process import LimitedProcess
+from nanoinfer.utils.limited_process import LimitedProcess, LimitExceeded
 
 log = logging.getLogger("nanoinfer")
 
 MAX_CHARS = 1 << 16  # of a template as JSON; those of today have up to 2,000
 MAX_LITERAL, MAX_PATTERN = 256, 512  # characters
+MAX_VALUES = 64  # strings of the shape of a value; those of today have 3
 MEMORY_BYTES = 512 << 20
 CPU_SEC = 2.0
 """For one piece of an answer."""
@@ -95,6 +96,11 @@ class ResponseTemplate:
             log.info("the response template has references to groups: text is held back until its field ends")
         if dropped := [name for name in self.fields if name not in TEXTS and name != CALLS]:
             log.warning("the response template has the fields %s, which are dropped", escaped(", ".join(dropped)))
+
+    @property
+    def asks_process(self) -> bool:
+        """Whether a child process reads the answers, so that each piece takes its time."""
+        return self._process is not None
 
     def ask(self, do: str, *args: Any) -> Any:
         """Return the result of a method of `response_template_worker.Template`. Raises NanoinferError: it fails."""
@@ -133,6 +139,7 @@ class ResponseTemplateParser:
         self._field: str | None = None
         self._marker, self._body = "", [""]  # of the field that the answer is in
         self._state: dict[str, Any] | None = {}  # None: the template has failed
+        self._exceeded = False  # whether the parser of a field has exceeded a limit: further fields are text
         self._built = MessageBuilder()
         self._advance("start", prompt)
         self._built.forget()  # what the prompt has of the answer
@@ -185,13 +192,15 @@ class ResponseTemplateParser:
         body, self._field, self._body = "".join(self._body), None, []
         if field != CALLS and (field not in TEXTS or not body):
             return
+        value: Any = None if field == CALLS else body
         try:
-            value = self._template.ask("value", field, body, captures)
-        except NanoinferError:
+            if not self._exceeded:
+                value = self._template.ask("value", field, body, captures)
+        except NanoinferError as e:
+            self._exceeded = isinstance(e, LimitExceeded)
             if field == CALLS and not marker:  # the answer ended in it
                 self._unfinished(body, captures)
                 return
-            value = None if field == CALLS else body
         if field != CALLS:
             self._text(field, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         elif not self._call(value):
@@ -253,7 +262,10 @@ def _check_field(where: str, field: Any) -> bool:
         raise NanoinferError(f"{where}.join={show(join)} is not a string, or repeats is not true")
     if not isinstance(each, bool) or (each and field.get("transform") is None):
         raise NanoinferError(f"{where}.transform_each={show(each)} is not a boolean, or there is no transform")
-    for text in _strings(field.get("transform")):
+    texts = list(_strings(field.get("transform")))
+    if len(texts) > MAX_VALUES:  # each may stand for the whole text of the field
+        raise NanoinferError(f"{where}.transform has {len(texts)} strings; the limit is {MAX_VALUES}")
+    for text in texts:
         if _PLACEHOLDER.search(text) and not _PLACEHOLDER.fullmatch(text):
             raise NanoinferError(f"{where}.transform has {show(text)}: a placeholder must be the whole string")
     return _check_marker(where, field, "open")

@@ -140,6 +140,8 @@ def _json(text: str, args: dict[str, Any]) -> Any:
     if args.get("string_delims") and ("\x01" in text or "\x02" in text):
         raise ValueError("the text has the characters \\x01 or \\x02")
     for opening, closing in args.get("string_delims", []):
+        if not opening or not closing:  # it would be found at one place again and again
+            raise ValueError("string_delims has an empty text")
         pieces, place = [], 0
         while (start := work.find(opening, place)) >= 0:
             if (stop := work.find(closing, start + len(opening))) < 0:

@@ -118,7 +118,7 @@ using Places = nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::de
 using Panels = nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>;
 using Scales = nb::ndarray<nb::numpy, float, nb::ndim<1>>;
 
-// The panels of a matrix (out, in), and for int8 a scale for each output of a panel.
+// The panels of a matrix (out, in), padded to 64 bytes, and for int8 a scale for each output of a panel.
 struct PackedSize {
   std::size_t num_bytes, num_scales;
 };
@@ -129,7 +129,7 @@ PackedSize packed_size(const std::string& format, std::int64_t out, std::int64_t
                                 std::to_string(in) + ")");
   const WeightType type = weight_type(format);
   const std::size_t panels = (out + kPanel - 1) / kPanel;
-  return {panels * panel_bytes(type, in), type == WeightType::i8 ? panels * kPanel : 0};
+  return {(panels * panel_bytes(type, in) + 63) / 64 * 64, type == WeightType::i8 ? panels * kPanel : 0};
 }
 
 // Return new panels and scales of this size, which `fill` has written on a pool of threads.

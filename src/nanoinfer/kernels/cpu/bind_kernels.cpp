@@ -145,7 +145,7 @@ Array2 attention(Floats2 q, Floats2 k, Floats2 v, std::int64_t start, const std:
                  std::int64_t window, float scale, float softcap, const std::string& isa) {
   const Kernels& kernels = kernels_for(isa);
   const std::int64_t queries = size(q, 0), T = size(k, 0), D = size(k, 1);
-  require(queries > 0 && D > 0 && group > 0, "q must have at least one query, one dimension and one head");
+  require(queries > 0 && D > 0 && group > 0 && group <= size(q, 1), "q must have a query, a dimension and a head");
   require(size(q, 1) == group * D && size(v, 1) == D && size(v, 0) == T, "q must be (Tq, group * D), k and v (T, D)");
   require(start >= 0 && start <= T && queries <= T - start, "start + queries must be at most T");
   require(window >= 0, "window must be at least 0");

@@ -243,7 +243,7 @@ void Decoder::load_packed(const std::string& name, const std::uint8_t* panels, s
   Slot& slot = find(name);
   if (!slot.matrix || panels_.size()) throw std::invalid_argument("tensor '" + name + "' cannot be packed already");
   Matrix& m = *slot.matrix;
-  const std::size_t wanted = m.panels * m.panel_bytes, padded = m.type == WeightType::i8 ? m.panels * kPanel : 0;
+  const std::size_t wanted = padded_bytes(m), padded = m.type == WeightType::i8 ? m.panels * kPanel : 0;
   if (num_bytes != wanted || num_scales != padded)
     throw std::invalid_argument("tensor '" + name + "' has " + std::to_string(num_bytes) + " bytes and " +
                                 std::to_string(num_scales) + " scales, must have " + std::to_string(wanted) + " and " +

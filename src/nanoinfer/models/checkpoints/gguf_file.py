@@ -103,7 +103,8 @@ def read_gguf(path: Path) -> GGUFFile:
             format; or the parts are not those of one model.
     """
     found = _read_file(path)
-    if (count := found.metadata.get("split.count", 0)) in (0, 1):
+    count = found.metadata.get("split.count", 0)
+    if isinstance(count, int) and count in (0, 1):  # not an array, which is compared value by value
         return found
     if type(count) is not int or not 1 < count <= MAX_PARTS:
         raise NanoinferError(f"{escaped(path)}: split.count={show(count)} is not a number from 2 to {MAX_PARTS}")
@@ -119,13 +120,13 @@ def read_gguf(path: Path) -> GGUFFile:
     tensors: dict[str, StoredTensor] = {}
     for i, (file, part) in enumerate(zip(paths, parts, strict=True)):
         for key, wanted in (("split.no", i), ("split.count", count)):
-            if (value := part.metadata.get(key)) != wanted:
+            if type(value := part.metadata.get(key)) is not int or value != wanted:
                 raise NanoinferError(f"{escaped(file)}: {key}={show(value)}, but its name says {wanted}")
         if twice := tensors.keys() & part.tensors.keys():
             raise NanoinferError(f"{escaped(file)}: tensor {show(min(twice))} is in another part too")
         tensors |= part.tensors
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
-    if total != len(tensors):
+    if type(total) is not int or total != len(tensors):
         where = escaped(paths[0])
         raise NanoinferError(f"{where}: split.tensors.count={show(total)}, but its parts have {len(tensors)}")
     return GGUFFile(parts[0].metadata, tensors)

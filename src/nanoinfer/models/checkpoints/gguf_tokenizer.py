@@ -107,10 +107,11 @@ def read_tokenizer(metadata: Mapping[str, Value], where: str) -> Tokenizer:
     Raises:
         NanoinferError: there is none, it is malformed, or of a kind that is not supported.
     """
-    if (kind := metadata.get(f"{PREFIX}model")) in (None, "no_vocab"):
+    kind = metadata.get(f"{PREFIX}model")
+    if kind is None or (isinstance(kind, str) and kind == "no_vocab"):  # not an array, which is compared by value
         raise NanoinferError(f"{where} has no tokenizer ({PREFIX}model): give token ids, or tokenizer= a file")
     with explained(f"{where}: the tokenizer cannot be read"):
-        if kind not in ("gpt2", "llama"):
+        if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
             raise NanoinferError(f"{PREFIX}model={show(kind)} is not supported: only gpt2 and llama are")
         vocabulary = _read_vocabulary(metadata)
         core, add_bos = _byte_level(vocabulary) if kind == "gpt2" else _sentencepiece(vocabulary)

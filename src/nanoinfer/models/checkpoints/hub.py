@@ -28,7 +28,7 @@ from nanoinfer.models.checkpoints import chat_files, huggingface
 from nanoinfer.models.checkpoints.gguf_file import PART
 from nanoinfer.models.presets import REPOSITORIES
 from nanoinfer.utils.checks import show
-from nanoinfer.utils.files import escaped
+from nanoinfer.utils.files import escaped, reason
 from nanoinfer.utils.progress import ProgressBar
 
 log = logging.getLogger("nanoinfer")
@@ -207,6 +207,9 @@ def _download(repo_id: str, files: Sequence[str]) -> Path:
     """Return the local path of the first of some files; download and check those that are not in the cache."""
     if wrong := [file for file in files if {"", ".", ".."} & set(file.split("/"))]:
         raise NanoinferError(f"model {repo_id}: {show(wrong[0])} is not the path of a file in a repository")
+    if (part := PART.search(files[0])) and len(files) != (count := int(part[2])):
+        what = f"{len(files)} of the {count} parts of {show(files[0])}"
+        raise NanoinferError(f"model {repo_id} has {what}: give another file")
     paths = _reach(repo_id, lambda: [_file(repo_id, file) for file in files])
     return paths[0]
 
@@ -280,13 +283,23 @@ class LocalModel:
 
 
 def cached_models() -> list[LocalModel]:
-    """Return the models in the Hub's cache in the order of their names. Reads no file."""
+    """Return the models in the Hub's cache in the order of their names. Reads no file.
+
+    Raises:
+        NanoinferError: the cache cannot be read.
+    """
     import huggingface_hub
 
     try:
         repos = huggingface_hub.scan_cache_dir().repos
     except huggingface_hub.CacheNotFound:
         return []
+    except (OSError, ValueError) as e:
+        why = reason(e) if isinstance(e, OSError) else "it is not a folder"
+        where = escaped(Path(huggingface_hub.constants.HF_HUB_CACHE))
+        raise NanoinferError(
+            f"the Hub's cache {where} cannot be read: {why}: set HF_HUB_CACHE to another one"
+        ) from None
     models = []
     for repo in repos:
         revisions = sorted(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified))
