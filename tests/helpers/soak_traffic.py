@@ -20,6 +20,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.anthropic_protocol import COUNT_TOKENS, MESSAGES
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server.table import ROUTES
@@ -224,6 +225,17 @@ class Client:
             time.sleep(self.rng.random() / 20)
         self.connection.close()
 
+    def messages(self) -> None:
+        (prompt, shape), answers = self.rng.choice(
+            [*zip(self.expected.chats, self.expected.chat_answers, strict=True)][::2]
+        )
+        body = {"model": self.model_name(), "messages": prompt, **shape}
+        found = json.load(self.ask("POST", MESSAGES, body))
+        assert [block["text"] for block in found["content"]] == [text for text, _ in answers]
+        del body["temperature"], body["max_tokens"]
+        count = json.load(self.ask("POST", COUNT_TOKENS, body))
+        assert count["input_tokens"] == found["usage"]["input_tokens"]
+
     def respond(self) -> None:
         """Compare an answer of /v1/responses, some of which are streams."""
         i = self.rng.choice([i for i, (_, shape) in enumerate(self.expected.chats) if "n" not in shape])
@@ -262,14 +274,20 @@ class Client:
         (listed,) = {model["root"] for model in self.get("/v1/models")["data"]}
         assert listed
 
+    def model_name(self) -> str:
+        name: str = self.rng.choice(self.get("/v1/models")["data"])["id"]
+        return name
+
     def model(self) -> None:
-        name = self.rng.choice(self.get("/v1/models")["data"])["id"]
+        name = self.model_name()
         assert self.get(f"/v1/models/{name}")["id"] == name
 
 
 VALID: dict[str, Callable[[Client], Any]] = {
     COMPLETIONS: lambda client: client.generate(COMPLETIONS),
     CHAT: lambda client: client.generate(CHAT),
+    MESSAGES: Client.messages,
+    COUNT_TOKENS: Client.messages,
     RESPONSES: Client.respond,
     "/v1/models": Client.models,
     "/v1/models/{model:path}": Client.model,

@@ -26,6 +26,7 @@ if not Path("/proc/self/fd").exists():
 from helpers.models import TINY, make_folder
 from helpers.server_process import ServerProcess, serving
 from nanoinfer import NanoinferError
+from nanoinfer.anthropic_protocol import COUNT_TOKENS, MESSAGES
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server import descriptors
@@ -33,15 +34,17 @@ from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.descriptors import MAX_CONNECTIONS, RESERVE, with_max_connections
 from nanoinfer.server.table import ROUTES
 
-MESSAGES = [{"role": "user", "content": "a"}]
+HI = [{"role": "user", "content": "a"}]
 BODIES: dict[str, list[dict[str, Any]]] = {
-    TOKENIZE: [{"prompt": "abc", "return_token_strs": True}, {"messages": MESSAGES}, {"prompt": "a" * 100_000}],
+    TOKENIZE: [{"prompt": "abc", "return_token_strs": True}, {"messages": HI}, {"prompt": "a" * 100_000}],
     DETOKENIZE: [{"tokens": [1, 2]}],
+    MESSAGES: [{"model": "tiny", "messages": HI, "max_tokens": 4, "stream": stream} for stream in (False, True)],
+    COUNT_TOKENS: [{"model": "tiny", "messages": HI, "system": "b"}],
     EMBEDDINGS: [{"input": ["a", "b" * 100]}, {"input": "a", "encoding_format": "base64"}],
     RERANK: [{"query": "a", "documents": ["b", "c"], "top_n": 1}],
     "/page/markdown": [{"text": "*a* [b](https://c)"}],
     SCORE: [{"text_1": "a", "text_2": ["b", "c"]}],
-    CHAT: [{"messages": MESSAGES, "max_tokens": 4, "logprobs": True, "stream": stream} for stream in (False, True)],
+    CHAT: [{"messages": HI, "max_tokens": 4, "logprobs": True, "stream": stream} for stream in (False, True)],
     RESPONSES: [
         {"input": "a", "max_output_tokens": 4, "stream": True},
         {"input": "a", "max_output_tokens": 4, "include": ["message.output_text.logprobs"]},

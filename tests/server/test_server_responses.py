@@ -17,10 +17,11 @@ pytest.importorskip("llguidance", reason="the extra structured is not installed"
 from helpers.chat import HI
 from helpers.server_client import Client
 from helpers.tools import TWO, check_call, tools_folder
-from nanoinfer import LLM
+from nanoinfer import LLM, SamplingParams
 from nanoinfer.core import output_processor
 from nanoinfer.openai_protocol import CHAT, RESPONSES, SHAPES
 from nanoinfer.openai_protocol.fields import SAMPLING_OF, TABLES
+from nanoinfer.outputs import CallDelta, CompletionOutput, RequestMetrics, RequestOutput
 
 SAMPLED: dict[str, Any] = {"seed": 3, "temperature": 1.0, "max_output_tokens": 150}
 FLAT: list[dict[str, Any]] = [{"type": "function", "strict": None, **tool["function"]} for tool in TWO]
@@ -154,6 +155,20 @@ BODIES: list[dict[str, Any]] = [
     {"enable_thinking": False, "include": ["message.output_text.logprobs"], "top_logprobs": 20},
     {"instructions": "Be brief.", "reasoning": {"effort": "none", "summary": "auto"}, "top_k": 5},
 ]
+
+
+def test_the_status_of_an_item_does_not_depend_on_how_deltas_are_merged() -> None:
+    """A slow client gets the end of one call and a part of the next one in one output."""
+    calls = [CallDelta(i, *head) for i in range(2) for head in ((f"c{i}", "f", ""), (None, None, "{}"[: 2 - i]))]
+    o = CompletionOutput(0, "", [1], "length", message_deltas=[*calls])
+    metrics = RequestMetrics(1, 1, 0.0, None, 0.0)
+    request = SHAPES[RESPONSES].parse({"input": "Hi", "stream": True}, SamplingParams())
+    writer = SHAPES[RESPONSES].writer(request, request_id="1", model="m", created=0, decode=str)
+    written = writer.write([(0, RequestOutput("1", "Hi", [1], [o], 0, 0, metrics))]).decode()
+    events = [json.loads(event.partition("data: ")[2]) for event in written.split("\n\n")[:-1]]
+    items = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [(item["arguments"], item["status"]) for item in items] == [("{}", "completed"), ("{", "incomplete")]
+    assert put_together(events) == events[-1]["response"]["output"] == items
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: "-".join(body))

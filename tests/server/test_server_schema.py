@@ -104,6 +104,7 @@ LEFT_OUT = {
     "/v1/completions": ("response_format", "stream_options", "slide_stride"),
     "/v1/chat/completions": ("structured_outputs", "stream_options", "slide_stride", "max_tokens"),
     "/v1/responses": ("structured_outputs", "stream_options", "slide_stride", "top_logprobs", *STORED),
+    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), ("output_format", "tool_choice", "thinking")),
     "/tokenize": (),
     "/detokenize": (),
 }

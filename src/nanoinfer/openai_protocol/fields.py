@@ -286,9 +286,15 @@ TABLES: dict[str, dict[str, Field]] = {
 """The fields of each route that are not fields of SamplingParams, or that have another type there."""
 
 
-def check_names(given: Mapping[str, Any], url: str) -> None:
-    """Check that a route has the fields, and supports the values of those that have few. Raises FieldError."""
-    known = TABLES[url]
+def check_names(given: Mapping[str, Any], url: str, table: Mapping[str, Field] | None = None) -> None:
+    """Check that a route has the fields, and supports the values of those that have few. Raises FieldError.
+
+    Args:
+        given: the fields.
+        url: of the route.
+        table: its fields; None: those of TABLES.
+    """
+    known = TABLES[url] if table is None else table
     for name, value in given.items():
         if name not in known and name not in SAMPLING_OF.get(url, ()):
             raise FieldError(f"the field {show(name)} is not supported for {url}: leave it out", name)

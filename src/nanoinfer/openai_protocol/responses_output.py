@@ -117,14 +117,23 @@ class EventWriter:
             self._new += o.logprobs or ()
             self._num_step_values += num_values(self._request, [output])
             end = _end(o.finish_reason)
+            ended: Part | None = None  # its events follow when it is known whether it is the last one
             for verb, part, text in self._parts.read(o):
-                is_last = o.finish_reason is not None and part is self._parts.parts[-1]
-                for name, fields in self._changes(verb, part, text, end["status"] if is_last else "completed"):
-                    yield from self._event(name, fields, write)
+                if ended is not None:
+                    yield from self._change("end", ended, "", "completed", write)
+                ended = part if verb == "end" else None
+                if verb != "end":
+                    yield from self._change(verb, part, text, "", write)
             if o.finish_reason is not None:
+                if ended is not None:
+                    yield from self._change("end", ended, "", end["status"], write)
                 counts = token_counts(len(self._first.prompt_token_ids), self._num_output, self._num_reasoning)
                 end |= {"output": tuple(self._items), "usage": _usage(counts, self._first.num_cached_tokens)}
                 yield from self._event(f"response.{end['status']}", {"response": self._head | end}, write)
+
+    def _change(self, verb: Verb, part: Part, text: str, status: str, write: Write) -> Iterator[str]:
+        for name, fields in self._changes(verb, part, text, status):
+            yield from self._event(name, fields, write)
 
     def _changes(self, verb: Verb, part: Part, text: str, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the names and fields of the events of a change. Args: status: of the item, if it ends."""

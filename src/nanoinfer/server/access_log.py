@@ -141,7 +141,7 @@ class LogRequests:
         except Exception as e:
             if status:
                 raise  # uvicorn ends the connection
-            await unexpected(e, scope).send(send_with_id)
+            await unexpected(e, scope).send(send_with_id, scope)
         finally:
             entry = {
                 "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z"),

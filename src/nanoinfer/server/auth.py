@@ -73,15 +73,14 @@ class RequireKey:
         """Pass the request on if it has a key."""
         if scope["type"] != "http" or not self._digests:
             return await self.app(scope, receive, send)
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, key = (given[0] if len(given) == 1 else b"").partition(b" ")
-        found = self._find(sha256(key.strip()).digest() if scheme.lower() == b"bearer" else b"")
+        key = _given_key(scope)
+        found = self._find(b"" if key is None else sha256(key).digest())
         if found is not None:
             scope.setdefault("state", {})["cache_salt"] = self._salts[found]
         elif scope["method"] not in ("GET", "HEAD") or scope["path"] not in PUBLIC:
-            message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
+            message = "the API key is missing or wrong: send the header Authorization: Bearer KEY, or x-api-key: KEY"
             refusal = Refusal(401, message, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))
-            return await refusal.send(send)
+            return await refusal.send(send, scope)
         await self.app(scope, receive, send)
 
     def _find(self, digest: bytes) -> int | None:
@@ -91,3 +90,18 @@ class RequireKey:
             if hmac.compare_digest(known, digest):
                 found = i
         return found
+
+
+def _given_key(scope: Scope) -> bytes | None:
+    """Return the key of a request: that of Authorization; without this header that of x-api-key, as Anthropic has it.
+
+    None if there is none, or a header is there twice.
+    """
+    given = [
+        [value for name, value in scope["headers"] if name == header] for header in (b"authorization", b"x-api-key")
+    ]
+    bearer, plain = given
+    if not bearer:
+        return plain[0].strip() if len(plain) == 1 else None
+    scheme, _, key = bearer[0].partition(b" ")
+    return key.strip() if len(bearer) == 1 and scheme.lower() == b"bearer" else None

@@ -165,7 +165,7 @@ class _BoundedProtocol(H11Protocol):
 
 def _plain_response(refusal: Refusal) -> bytes:
     """Return a whole HTTP response to a request that is not parsed."""
-    content = refusal.content
+    content = refusal.content()
     head = [f"HTTP/1.1 {refusal.status} Refused", "content-type: application/json", "connection: close"]
     head += [f"content-length: {len(content)}", *(f"{name}: {value}" for name, value in refusal.headers)]
     return "\r\n".join([*head, "", ""]).encode() + content

@@ -1,15 +1,14 @@
-"""Responses to requests that are refused or fail, in OpenAI's shape."""
+"""Responses to requests that are refused or fail: in OpenAI's shape, or in Anthropic's on the paths that have it."""
 
 from __future__ import annotations
 
 import json
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.types import Scope, Send
 
-from nanoinfer import openai_protocol
+from nanoinfer import anthropic_protocol, openai_protocol
 from nanoinfer.entrypoints.async_engine import CLOSED
 from nanoinfer.errors import NanoinferError, QueueFull
 from nanoinfer.server.http import respond
@@ -37,25 +36,26 @@ class Refusal:
     code: str | None = None
     headers: tuple[tuple[str, str], ...] = ()
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON object."""
-        return openai_protocol.error_object(self.message, self.status, self.param, self.code)
+    def content(self, scope: Scope | None = None) -> bytes:
+        """Return the body in ASCII: a message may have characters that UTF-8 cannot represent.
 
-    @property
-    def content(self) -> bytes:
-        """The body in ASCII: a message may have characters that UTF-8 cannot represent."""
-        return json.dumps(self.body).encode()
+        Args:
+            scope: of the request, whose path determines the shape; None: it is not parsed.
+        """
+        body = openai_protocol.error_object(self.message, self.status, self.param, self.code)
+        if scope is not None and scope["path"] in anthropic_protocol.TABLES:
+            body = anthropic_protocol.error_object(self.message, self.status, scope.get("state", {}).get("request_id"))
+        return json.dumps(body).encode()
 
-    @property
-    def event(self) -> bytes:
-        """The error as an event of a stream whose status has been sent."""
-        return b"data: " + self.content + b"\n\n"
+    def event(self, scope: Scope) -> bytes:
+        """Return the error as an event of a stream whose status has been sent."""
+        name = b"event: error\n" if scope["path"] in anthropic_protocol.TABLES else b""
+        return name + b"data: " + self.content(scope) + b"\n\n"
 
-    async def send(self, send: Send) -> None:
+    async def send(self, send: Send, scope: Scope) -> None:
         """Send it as the whole response."""
         raw = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in self.headers]
-        await respond(send, self.content, self.status, headers=raw)
+        await respond(send, self.content(scope), self.status, headers=raw)
 
 
 def too_many(message: str) -> Refusal:

@@ -1,4 +1,4 @@
-"""The routes that generate. What differs between them is in `openai_protocol.SHAPES`."""
+"""The routes that generate. What differs between them is in `service.SHAPES`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from starlette.types import Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_streams import MergedStreams
 from nanoinfer.errors import NanoinferError
-from nanoinfer.openai_protocol import SHAPES, GenerationRequest, Shape, check_finite, num_values
+from nanoinfer.openai_protocol import GenerationRequest, Shape, check_finite, num_values
 from nanoinfer.outputs import RequestOutput
 from nanoinfer.server.auth import combined_salt
 from nanoinfer.server.http import EVENTS, LARGE_VALUES
 from nanoinfer.server.limits import TokenBounds, check_request
-from nanoinfer.server.service import Service, new_id
+from nanoinfer.server.service import SHAPES, Service, new_id
 
 STREAM_HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 

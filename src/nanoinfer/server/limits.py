@@ -208,8 +208,8 @@ class BoundRequests:
     """ASGI middleware: reads the body, then answers within limits of size, time and number.
 
     The application gets the body whole. If the client disconnects, or the time is over, the application is cancelled,
-    which frees what the request has in the engine. An exception of the application is a response in OpenAI's shape,
-    and one line in the log; the traceback is logged at level debug.
+    which frees what the request has in the engine. An exception of the application is a response, and one line
+    in the log; the traceback is logged at level debug.
 
     Args:
         app: the application.
@@ -227,17 +227,17 @@ class BoundRequests:
         counts = scope["method"] not in ("GET", "HEAD", "OPTIONS")
         if counts and self.num_in_flight >= self.config.max_requests_in_flight:
             message = f"server busy: max_requests_in_flight={self.config.max_requests_in_flight} reached; retry later"
-            return await too_many(message).send(send)
+            return await too_many(message).send(send, scope)
         most = self.config.max_header_bytes
         if (
             sum(len(name) + len(value) + 4 for name, value in scope["headers"]) > most
         ):  # uvicorn passes some longer ones on
-            return await headers_too_large(most).send(send)
+            return await headers_too_large(most).send(send, scope)
         self.num_in_flight += counts
         try:
             body = await self._body(scope, receive)
             if isinstance(body, Refusal):
-                await body.send(send)
+                await body.send(send, scope)
             elif body is not None:
                 await self._answer(scope, body, receive, send)
         finally:
@@ -266,7 +266,7 @@ class BoundRequests:
 
     async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Call the application until it ends, the client disconnects, or the time is over."""
-        response = _Response(send)
+        response = _Response(send, scope)
         failure: Refusal | None = None
         bodies = [body]
         del body  # the application's, which need not keep it
@@ -306,8 +306,8 @@ def _note(error: Exception, scope: Scope) -> Refusal:
 class _Response:
     """Passes a response on, and records whether it has started, is a stream, and is complete."""
 
-    def __init__(self, send: Callable[[Message], Awaitable[None]]) -> None:
-        self._send = send
+    def __init__(self, send: Callable[[Message], Awaitable[None]], scope: Scope) -> None:
+        self._send, self._scope = send, scope
         self._started = self._is_stream = self._complete = False
 
     def send(self, message: Message) -> Awaitable[None]:
@@ -329,8 +329,8 @@ class _Response:
     async def fail(self, failure: Refusal) -> None:
         """Send an error: as the response, or as the last event of a stream. Other responses are cut off."""
         if not self._started:
-            await failure.send(self._send)
+            await failure.send(self._send, self._scope)
         elif not self._complete:
             if not self._is_stream:
                 raise ConnectionAbortedError("a response has failed after its status was sent")
-            await self._send({"type": "http.response.body", "body": failure.event})
+            await self._send({"type": "http.response.body", "body": failure.event(self._scope)})

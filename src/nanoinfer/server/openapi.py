@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import nanoinfer
+from nanoinfer import anthropic_protocol
 from nanoinfer.openai_protocol.fields import (
     CHAT,
     COMPLETIONS,
@@ -18,14 +19,17 @@ from nanoinfer.openai_protocol.fields import (
     RESPONSES,
     SAMPLING_OF,
     SCORE,
-    TABLES,
     TOKENIZE,
 )
+from nanoinfer.openai_protocol.fields import TABLES as OPENAI
 from nanoinfer.sampling_params import OVERFLOWS, RANGES, SamplingParams
+from nanoinfer.server.service import SHAPES
 from nanoinfer.server.table import RouteSpec
 from nanoinfer.utils.field_docs import field_docs
 
+TABLES = {**OPENAI, **anthropic_protocol.TABLES}
 REQUIRED = {
+    **anthropic_protocol.REQUIRED,
     COMPLETIONS: ["prompt"],
     CHAT: ["messages"],
     RESPONSES: ["input"],
@@ -53,6 +57,15 @@ _ERROR = {
     "properties": {"error": {"type": "object", "properties": _INNER, "required": [*_INNER]}},
     "required": ["error"],
 }
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {"type": "object", "properties": {"type": _TEXT, "message": _TEXT}, "required": ["type", "message"]},
+        "request_id": _TEXT_OR_NULL,
+    },
+    "required": ["type", "error"],
+}
 
 
 def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams]) -> dict[str, Any]:
@@ -70,14 +83,15 @@ def document(routes: Sequence[RouteSpec], defaults: Mapping[str, SamplingParams]
         "openapi": "3.1.0",
         "info": {"title": "nanoinfer", "version": nanoinfer.__version__},
         "paths": paths,
-        "components": {"schemas": {"Error": _ERROR}},
+        "components": {"schemas": {"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR}},
     }
 
 
 def _operation(route: RouteSpec, path: str, defaults: Mapping[str, SamplingParams]) -> dict[str, Any]:
-    error = {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    name = "AnthropicError" if path in anthropic_protocol.TABLES else "Error"
+    error = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
     content: dict[str, Any] = {route.content_type: {}} if route.content_type else {}
-    if path in SAMPLING_OF:
+    if path in SHAPES:
         content["text/event-stream"] = {}
     found: dict[str, Any] = {
         "summary": (route.handler.__doc__ or "").partition("\n")[0],

@@ -50,20 +50,20 @@ class CheckOrigins:
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
         if len(hosts) != 1 or len(origins) > 1:
             message = f"{len(hosts)} Host and {len(origins)} Origin headers: send one Host and at most one Origin"
-            return await Refusal(400, message).send(send)
+            return await Refusal(400, message).send(send, scope)
         host, origin = hosts[0], origins[0] if origins else None
         place = parse_host(host)
         if place is None:
             message = f"the Host header {show(host)} is not of the form NAME[:PORT]"
-            return await Refusal(400, message).send(send)
+            return await Refusal(400, message).send(send, scope)
         if not self._knows(place[0]):
             message = f"the Host header {show(host)} is not a name of this server: start it with --allowed-host NAME"
-            return await Refusal(403, message).send(send)
+            return await Refusal(403, message).send(send, scope)
         allowed = origin is not None and (origin.lower() in self._origins or "*" in self._origins)
         foreign = origin is not None and not allowed and parse_host(origin.partition("://")[2]) != place
         if foreign and scope["method"] not in _SAFE_METHODS:
             message = f"the Origin {show(origin)} is not allowed: start the server with --allowed-origin {origin}"
-            return await Refusal(403, message).send(send)
+            return await Refusal(403, message).send(send, scope)
         if not allowed:
             return await self.app(scope, receive, send)
         assert origin is not None

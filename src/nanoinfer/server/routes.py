@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from nanoinfer.anthropic_protocol import COUNT_TOKENS, messages_error, parse_messages
+from nanoinfer.errors import NanoinferError
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, SAMPLING, FieldError, error_object
 from nanoinfer.openai_protocol.tokens import parse_detokenize, parse_tokenize
 from nanoinfer.server.http import respond, respond_json
@@ -98,6 +101,17 @@ async def tokenize(service: Service, scope: Scope, receive: Receive, send: Send)
     strings = await service.bodies.write(lambda: _strings(service, ids)) if request.return_token_strs else None
     found = {"count": len(ids), "max_model_len": service.llm.llm.config.block_size, "tokens": ids}
     await service.bodies.respond(send, {**found, "token_strs": strings}, 2 * len(ids))
+
+
+async def count_tokens(service: Service, scope: Scope, receive: Receive, send: Send) -> None:
+    """Count the tokens of the prompt that a request to /v1/messages has."""
+    request = await service.bodies.read(receive, partial(parse_messages, url=COUNT_TOKENS))
+    service.check_model(request.model)
+    try:
+        ids = await service.llm.apply_chat_template(request.messages, **request.template)
+    except NanoinferError as e:
+        raise messages_error(e, request) from None
+    await respond_json(send, {"input_tokens": len(ids)})
 
 
 def _strings(service: Service, token_ids: Sequence[int]) -> list[str]:

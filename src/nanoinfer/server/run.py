@@ -19,13 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.errors import NanoinferError, printable
-from nanoinfer.openai_protocol import error_object
 from nanoinfer.server.access_log import AccessLog, configure_logging
 from nanoinfer.server.app import build_app
 from nanoinfer.server.config import ServerConfig
 from nanoinfer.server.connections import BoundedServer, uvicorn_options
 from nanoinfer.server.descriptors import with_max_connections
-from nanoinfer.server.http import respond_json
+from nanoinfer.server.errors import Refusal
 from nanoinfer.server.service import names_of
 from nanoinfer.utils.files import escaped, reason
 
@@ -136,7 +135,7 @@ class _Server(BoundedServer):
                     raise
                 self.num_cut += 1
                 if not started:
-                    await respond_json(send, error_object("the server has been shut down", 503), 503)
+                    await Refusal(503, "the server has been shut down").send(send, scope)
 
         return answer
 

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nanoinfer import anthropic_protocol, openai_protocol
 from nanoinfer.entrypoints.async_llm import AsyncLLM
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.models.checkpoints.load import builtin_names
-from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES, SHAPES, FieldError, GenerationRequest
+from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES, FieldError, GenerationRequest, Shape
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.server import roofline
 from nanoinfer.server.config import ServerConfig
@@ -22,6 +23,8 @@ from nanoinfer.server.limits import Quotas
 from nanoinfer.server.metrics import Metrics
 from nanoinfer.utils.checks import show
 
+SHAPES: dict[str, Shape] = {**openai_protocol.SHAPES, anthropic_protocol.MESSAGES: anthropic_protocol.SHAPE}
+"""Of the routes that generate."""
 MAX_TOKENS = 16
 """OpenAI's default of max_tokens for completions. A chat's is the model's max_new_tokens, else the context length."""
 
@@ -69,7 +72,7 @@ class Service:
 
     def parse(self, url: str, body: Mapping[str, Any]) -> GenerationRequest:
         """Read the body of a request to generate. Raises as `openai_protocol.parse`, and for an unknown model."""
-        request = SHAPES[url].parse(body, self.defaults[url])
+        request = SHAPES[url].parse(body, self.defaults.get(url, self.defaults[CHAT]))
         self.check_model(request.model)
         return request
 

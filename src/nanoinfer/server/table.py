@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from starlette.types import Receive, Scope, Send
 
+from nanoinfer.anthropic_protocol import COUNT_TOKENS, MESSAGES
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
 from nanoinfer.openai_protocol.fields import DETOKENIZE, EMBEDDINGS, RERANK, SCORE, TOKENIZE
 from nanoinfer.server import generation, markdown, pooling, routes
@@ -31,6 +32,8 @@ ROUTES = (
     RouteSpec("POST", COMPLETIONS, generation.generate),
     RouteSpec("POST", CHAT, generation.generate),
     RouteSpec("POST", RESPONSES, generation.generate),
+    RouteSpec("POST", MESSAGES, generation.generate),
+    RouteSpec("POST", COUNT_TOKENS, routes.count_tokens),
     RouteSpec("POST", EMBEDDINGS, pooling.embed),
     RouteSpec("POST", RERANK, pooling.rerank),
     RouteSpec("POST", SCORE, pooling.score),

@@ -1,0 +1,256 @@
+"""Translate a request in Anthropic's shape to one to /v1/chat/completions.
+
+{"system": "Be brief.", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "model": "m"}
+->  {"messages": [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, ...], "max_tokens": 5, ...}
+
+A block, a field of a block or a value that has no translation is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from nanoinfer.anthropic_protocol.fields import MESSAGES, REQUIRED, TABLES
+from nanoinfer.errors import NanoinferError
+from nanoinfer.openai_protocol import CHAT, FieldError, GenerationRequest, as_sent, parse, renamed
+from nanoinfer.openai_protocol.fields import check_names
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.utils.checks import require_bool, show
+
+_BLOCKS = {"system": ("text",), "user": ("text", "tool_result"), "assistant": ("thinking", "text", "tool_use")}
+"""The types of blocks that the messages of a role have."""
+_REQUIRED: dict[str, dict[str, type]] = {
+    "text": {"text": str},
+    "thinking": {"thinking": str},
+    "tool_use": {"id": str, "name": str, "input": dict},
+    "tool_result": {"tool_use_id": str},
+}
+"""The fields that a block must have."""
+_OPTIONAL: dict[str, dict[str, type]] = {
+    "thinking": {"signature": str},
+    "tool_result": {"content": object, "is_error": bool},
+}
+_NAMES = {str: "a string", dict: "an object", bool: "a bool"}
+_SAME = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed")
+"""Fields of a chat, too."""
+_TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_SENT = {
+    "continue_final_message=True": "messages",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
+    "reasoning_effort": "output_config.effort",
+    "stop": "stop_sequences",
+}
+"""What errors about the chat call a field -> its name in the request."""
+
+
+def parse_messages(
+    body: Mapping[str, Any], defaults: SamplingParams | None = None, *, url: str = MESSAGES
+) -> GenerationRequest:
+    """Read the body of a request to MESSAGES or COUNT_TOKENS. Args and errors as for `parse`, and of `to_chat`."""
+    try:
+        return parse(CHAT, to_chat(url, body), defaults or SamplingParams(), streams=True)
+    except NanoinferError as e:
+        raise renamed(e, _SENT) from None
+
+
+def messages_error(error: NanoinferError, request: GenerationRequest) -> NanoinferError:
+    """Return an error of a parsed request with the names of the fields that the client has sent.
+
+    A prompt that is too long has Anthropic's message, by which agents decide to shorten the conversation.
+    """
+    if found := re.match(r"the prompt has (.*) tokens, the context length is (\d+)", str(error)):
+        return _error(f"prompt is too long: {found[1]} tokens > {found[2]} maximum: shorten the conversation")
+    return renamed(as_sent(error, response_format=request.response_format), _SENT)
+
+
+def to_chat(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of the request to /v1/chat/completions that a request stands for.
+
+    Args:
+        url: MESSAGES or COUNT_TOKENS.
+        body: the JSON object.
+
+    Raises:
+        FieldError: a field, or something in it, is unknown, missing or not supported.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    check_names(given, url, TABLES[url])
+    if missing := [name for name in REQUIRED[url] if name not in given]:
+        raise FieldError(f"{missing[0]} is missing: {url} needs {', '.join(REQUIRED[url])}", missing[0])
+    made = {name: given[name] for name in _SAME if name in given}
+    made["messages"] = _conversation(given.get("system"), given["messages"])
+    if made["messages"][-1]["role"] == "assistant":
+        if "tool_calls" in made["messages"][-1]:
+            raise _error("messages: the last message has a tool_use without its tool_result: add a message with it")
+        made |= {"continue_final_message": True, "add_generation_prompt": False}
+    if "stop_sequences" in given:
+        made["stop"] = _a(list, given["stop_sequences"], "stop_sequences", "a list of strings")
+    if "tools" in given:
+        tools = _a(list, given["tools"], "tools", "a list")
+        made["tools"] = [_tool(item, f"tools[{i}]") for i, item in enumerate(tools)]
+    if "tool_choice" in given:
+        made |= _tool_choice(given["tool_choice"], made.get("tools", ()))
+    if "thinking" in given:
+        made |= _thinking(given["thinking"])
+    return made | _output(given.get("output_config", {}), given.get("output_format"))
+
+
+def _error(message: str) -> FieldError:
+    """Return an error about a field. Anthropic's errors have no place for its name but the message."""
+    return FieldError(message, None)
+
+
+def _a(kind: type, value: Any, where: str, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise _error(f"{where}={show(value)} is not {what}")
+    return value
+
+
+def _object(value: Any, where: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the fields of an object that are not null. Raises FieldError for another name than `names`."""
+    found = {key: v for key, v in _a(dict, value, where, "an object").items() if v is not None}
+    if unknown := [key for key in found if key not in names]:
+        raise _error(f"{where}: the field {show(unknown[0])} is not supported: leave it out")
+    return found
+
+
+# Messages ------------------------------------------------------------------------------------------------
+
+
+def _conversation(system: Any, messages: Any) -> list[dict[str, Any]]:
+    """Return the messages of a chat. Those of the same role in succession are one, as Anthropic has it."""
+    if not isinstance(messages, list) or not messages:
+        raise _error(f"messages={show(messages)} is not a list of one or more {{'role': ..., 'content': ...}}")
+    turns: list[tuple[str, list[dict[str, Any]]]] = []
+    if system is not None:
+        turns.append(("system", _blocks(system, "system", "system")))
+    for i, message in enumerate(messages):
+        found = _object(message, f"messages[{i}]", ("role", "content"))
+        role = found.get("role")
+        if not isinstance(role, str) or role not in _BLOCKS:
+            raise _error(f"messages[{i}].role={show(role)} is not supported: use user, assistant or system")
+        blocks = _blocks(found.get("content"), f"messages[{i}].content", role)
+        if turns and turns[-1][0] == role:
+            turns[-1][1].extend(blocks)
+        else:
+            turns.append((role, blocks))
+    made: list[dict[str, Any]] = []
+    ids: set[str] = set()
+    for role, blocks in turns:
+        ids.update(block["id"] for block in blocks if block["type"] == "tool_use")
+        for block in blocks:
+            if block["type"] == "tool_result" and block["tool_use_id"] not in ids:
+                raise _error(f"messages: tool_use_id={show(block['tool_use_id'])} is the id of no tool_use before it")
+        made += [_assistant(blocks)] if role == "assistant" else _user(role, blocks)
+    return made
+
+
+def _blocks(content: Any, where: str, role: str) -> list[dict[str, Any]]:
+    """Return the checked blocks of a content, which is a string or a list of blocks."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not (content or role == "assistant"):
+        raise _error(f"{where}={show(content)} is neither a string nor a list of one or more blocks")
+    return [_block(item, f"{where}[{i}]", role) for i, item in enumerate(content)]
+
+
+def _block(item: Any, where: str, role: str) -> dict[str, Any]:
+    kind = _a(dict, item, where, "an object").get("type")
+    if not isinstance(kind, str) or kind not in _BLOCKS[role]:
+        reason = ", which only Anthropic can read," if kind == "redacted_thinking" else ""
+        used = ", ".join(_BLOCKS[role])
+        raise _error(f"{where}.type={show(kind)}{reason} is not supported for role {role}: use {used}")
+    required, optional = _REQUIRED[kind], _OPTIONAL.get(kind, {})
+    found = _object(item, where, ("type", "cache_control", *required, *optional))
+    found.pop("cache_control", None)
+    for name, type_ in {**required, **optional}.items():
+        if name in required or name in found:
+            _a(type_, found.get(name), f"{where}.{name}", _NAMES.get(type_, ""))
+    if kind == "tool_result" and not isinstance(found.setdefault("content", ""), str):
+        parts = _a(list, found["content"], f"{where}.content", "a string or a list of text blocks")
+        inner = [_block(part, f"{where}.content[{i}]", "system") for i, part in enumerate(parts)]
+        found["content"] = "\n".join(part["text"] for part in inner)
+    return found
+
+
+def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a message of the assistant."""
+    texts = [block for block in blocks if block["type"] == "text"]
+    calls = [
+        {"id": b["id"], "type": "function", "function": {"name": b["name"], "arguments": b["input"]}}
+        for b in blocks
+        if b["type"] == "tool_use"
+    ]
+    made: dict[str, Any] = {"role": "assistant", "content": texts or (None if calls else "")}
+    if thoughts := [block["thinking"] for block in blocks if block["type"] == "thinking"]:
+        made["reasoning_content"] = "\n".join(thoughts)
+    return {**made, "tool_calls": calls} if calls else made
+
+
+def _user(role: str, blocks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a turn of the user or the system: its texts, and each result of a tool."""
+    for kind, group in groupby(blocks, key=lambda block: block["type"]):
+        if kind == "text":
+            yield {"role": role, "content": [*group]}
+            continue
+        for block in group:
+            text = f"Error: {block['content']}" if block.get("is_error") else block["content"]
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+
+
+# Options -------------------------------------------------------------------------------------------------
+
+
+def _tool(item: Any, where: str) -> dict[str, Any]:
+    kind = _a(dict, item, where, "an object").get("type")
+    if kind not in (None, "custom"):
+        raise _error(f"{where}.type={show(kind)} is not supported: the server runs no tools: give name, input_schema")
+    given = _object(item, where, _TOOL)
+    _a(dict, given.get("input_schema"), f"{where}.input_schema", "a JSON schema")
+    function = {name: given[name] for name in ("name", "description", "strict") if name in given}
+    return {"type": "function", "function": {**function, "parameters": given["input_schema"]}}
+
+
+def _tool_choice(value: Any, tools: Any) -> dict[str, Any]:
+    given = _object(value, "tool_choice", ("type", "name", "disable_parallel_tool_use"))
+    kind, name, alone = given.get("type"), given.get("name"), given.get("disable_parallel_tool_use", False)
+    require_bool("tool_choice.disable_parallel_tool_use", alone)
+    choice: Any = _CHOICES.get(kind) if isinstance(kind, str) else None
+    if kind == "tool":
+        if not isinstance(name, str) or name not in [tool["function"].get("name") for tool in tools]:
+            raise _error(f"tool_choice.name={show(name)} is the name of none of the {len(tools)} tools")
+        choice = {"type": "function", "function": {"name": name}}
+    if choice is None or (name is not None and kind != "tool"):
+        raise _error(f"tool_choice={show(value)} is not supported: its type is auto, any, tool with a name, or none")
+    if choice == "required" and not tools:
+        raise _error("tool_choice.type='any' needs tools: give some")
+    return {"tool_choice": choice, "parallel_tool_calls": not alone}
+
+
+def _thinking(value: Any) -> dict[str, Any]:
+    given = _object(value, "thinking", ("type", "budget_tokens", "display"))  # display: the reasoning is always sent
+    kind, budget = given.get("type"), given.get("budget_tokens")
+    if kind not in ("enabled", "disabled", "adaptive") or (budget is None) == (kind == "enabled"):
+        raise _error(f"thinking={show(value)}: its type is not enabled with budget_tokens, disabled or adaptive")
+    made = {"enable_thinking": kind != "disabled"}
+    return made if budget is None else {**made, "thinking_token_budget": budget}
+
+
+def _output(config: Any, older: Any) -> dict[str, Any]:
+    given = _object(config, "output_config", ("effort", "format"))
+    if older is not None and "format" in given:
+        raise _error("output_config.format and output_format are both given: give one")
+    made = {} if "effort" not in given else {"reasoning_effort": given["effort"]}
+    form = given.get("format", older)
+    if form is None:
+        return made
+    found = _object(form, "output_config.format", ("type", "schema"))
+    if found.get("type") != "json_schema" or not isinstance(found.get("schema"), dict):
+        raise _error(f"output_config.format={show(form)} is not {{'type': 'json_schema', 'schema': {{...}}}}")
+    return {**made, "response_format": {"type": "json_schema", "json_schema": {"schema": found["schema"]}}}
