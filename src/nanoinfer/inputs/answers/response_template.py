@@ -97,6 +97,11 @@ class ResponseTemplate:
         if dropped := [name for name in self.fields if name not in TEXTS and name != CALLS]:
             log.warning("the response template has the fields %s, which are dropped", escaped(", ".join(dropped)))
 
+    @property
+    def asks_process(self) -> bool:
+        """Whether a child process reads the answers, so that each piece takes its time."""
+        return self._process is not None
+
     def ask(self, do: str, *args: Any) -> Any:
         """Return the result of a method of `response_template_worker.Template`. Raises NanoinferError: it fails."""
         request = {"do": do, "args": args}
