@@ -243,6 +243,9 @@ def test_text_cannot_spell_a_special_token() -> None:
             "tool 'f': parameters have a $ref to something else than $defs",
         ),
         ("gemma", {"properties": {"a": {"not": {}, "type": "object"}}}, "tool 'f': parameters have not"),
+        ("lfm", {"properties": {"a b": {"type": "null"}}}, "tool 'f': parameters have the property 'a b', whose name"),
+        ("gemma", {"properties": {"a": {"properties": {"b,": {}}}}}, "tool 'f': parameters have the property 'b,'"),
+        ("coder", {"properties": {"<a>": {}}}, "tool 'f': parameters have the property '<a>'"),
         ("gemma", {"properties": {"a": {"$ref": "#/$defs/no"}}}, "'#/$defs/no', which is not there"),
     ],
 )
@@ -254,6 +257,20 @@ def test_too_many_tools_are_refused() -> None:
     many = [tool(f"f{i}", {f"property_{j}_of_a_tool": {"type": "string"} for j in range(60)}) for i in range(100)]
     refuses(lambda: to_grammar(JSON_IN_MARKERS, many), "tools: their grammar has")
     refuses(lambda: to_grammar(AnswerFormat(), SIMPLE, "required"), "needs a chat template with tool calls")
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.parametrize("name", ["hermes", "gemma", "coder", "lfm"])
+def test_arrays_have_at_most_as_many_items_as_they_may(name: str, most: int) -> None:
+    made = tool("f", {"a": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": most}}, ["a"])
+    lengths = set()
+    for seed in range(20):
+        text, ended = walk(grammar_of(FORMATS[name], [made], "required", parallel=False), [], seed)
+        message = parse(FORMATS[name], text, [made])
+        assert ended
+        assert check(message, [made]) == 1
+        lengths.add(len(json.loads(message.tool_calls[0].arguments)["a"]))
+    assert lengths == set(range(most + 1))
 
 
 def test_references_within_tools_are_followed() -> None:

@@ -18,12 +18,15 @@ from nanoinfer.inputs.answers.format import ID, AnswerFormat
 from nanoinfer.inputs.answers.reader import STRING_MARK
 from nanoinfer.inputs.answers.schema_types import types
 from nanoinfer.structured import schemas
+from nanoinfer.utils.checks import show
 
 ANNOTATIONS = ("title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated")
 _COMPOSED = (
     "allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "dependentRequired", "dependentSchemas",
     "minProperties", "maxProperties", "propertyNames", "unevaluatedProperties",
 )  # fmt: skip
+_BARE_KEY = re.compile(r"[^\s=:,()\[\]{}\"'<>]+")  # as the parser reads it
+_TAGGED_KEY = re.compile(r"[^\s<>](?:[^\n<>]*[^\s<>])?")
 _OUTSIDE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
 
 
@@ -143,7 +146,7 @@ class Arguments:
             return self._sequence(schema, ", ", lambda key: f"{key}=", self._leaf) or '""'
         between = self._format
         parts, after_value = [], self._lark.literal(between.after_value)
-        for key, value, needed in _members(schema):
+        for key, value, needed in _members(schema, _TAGGED_KEY):
             permitted = types(schema, value)
             is_text = permitted is not None and permitted <= {"string", "null"}
             after_key = between.spellings("after_key")[0 if is_text else -1]
@@ -163,7 +166,7 @@ class Arguments:
     def _sequence(self, schema: dict[str, Any], separator: str, before: Any, value: Any) -> str:
         """Return the members of an object in order, with a separator between those that are there."""
         rest = first = ""
-        for key, part, needed in reversed(_members(schema)):
+        for key, part, needed in reversed(_members(schema, _BARE_KEY)):
             made = f"{self._lark.literal(before(key))} {value(part)}"
             more = f'"{separator}" {made}'
             first, rest = (
@@ -243,6 +246,7 @@ class Arguments:
             item = self._gemma(schema.get("items"))
             low, high = max(0, schema.get("minItems", 0) - 1), schema.get("maxItems")
             more = f'("," {item}){{{low},{"" if high is None else max(0, high - 1)}}}'
+            more = "" if high == 1 else more  # {0,0} is not permitted
             items = f"{item} {more}" if high != 0 else '""'
             return self._lark.rule(f'"[" {items} "]"' if schema.get("minItems", 0) else f'"[" ({items})? "]"')
         if kind == "object" or "properties" in schema:
@@ -289,8 +293,12 @@ def gemma_text(value: Any) -> str:
     return json.dumps(value)
 
 
-def _members(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return key, schema and whether it is required of each property of an object."""
+def _members(schema: dict[str, Any], names: re.Pattern[str]) -> list[tuple[str, Any, bool]]:
+    """Return key, schema and whether it is required of each property of an object, whose names are of that form."""
     properties, required = schema.get("properties"), schema.get("required")
+    if odd := [key for key in properties or {} if not names.fullmatch(key)]:
+        raise NanoinferError(
+            f"parameters have the property {show(odd[0])}, whose name calls of this model cannot express: use letters"
+        )
     needed = set(required) if isinstance(required, list) else set()
     return [(key, part, key in needed) for key, part in (properties or {}).items()]
