@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helpers.answers import FORMATS, THINK, tool, valid, write
+from helpers.answers import FORMATS, THINK, random_object, tool, valid, write
 from helpers.errors import refuses
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.inputs.answers.format import HARMONY, JSON_IN_MARKERS, AnswerFormat
@@ -38,34 +38,6 @@ SIMPLE = (
     tool("get", {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}, ["city"]),
     tool("get_all", {}),
 )
-
-
-def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
-    kinds = ["string", "integer", "boolean", "enum", "short", "union", "number"] + ["array", "object"] * (depth < 2)
-    kind = chance.choice(kinds)
-    if kind == "enum":
-        return {"enum": chance.choice([["a", "b c"], [1, 2], ["x", None]])}
-    if kind == "short":
-        return {"type": "string", "minLength": 1, "maxLength": 4}
-    if kind == "union":
-        return {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]}
-    if kind == "array":
-        return {
-            "type": "array",
-            "items": random_schema(chance, depth + 1),
-            "minItems": chance.randrange(2),
-            "maxItems": 3,
-        }
-    if kind == "object":
-        return random_object(chance, depth + 1)
-    return {"type": kind, "description": "What it is."}
-
-
-def random_object(chance: random.Random, depth: int = 0) -> dict[str, Any]:
-    names = chance.sample(["a", "bb", "c_d", "description", "x1"], chance.randrange(0 if depth == 0 else 1, 4))
-    required = [name for name in names if chance.random() < 0.6]
-    made = {"type": "object", "properties": {n: random_schema(chance, depth) for n in names}, "required": required}
-    return made | {"additionalProperties": False}
 
 
 @cache
