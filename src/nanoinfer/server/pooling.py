@@ -13,6 +13,7 @@ from nanoinfer.openai_protocol import FieldError
 from nanoinfer.openai_protocol.fields import EMBEDDINGS
 from nanoinfer.openai_protocol.pooling import PoolingRequest, parse_pooling, pooling_body
 from nanoinfer.server.auth import combined_salt
+from nanoinfer.server.limits import INPUT_VALUES
 from nanoinfer.server.service import Service, new_id
 
 
@@ -47,7 +48,7 @@ async def _pool(service: Service, scope: Scope, receive: Receive, send: Send) ->
     num_requests = request.num_results if scores_logits else len(request.inputs) + len(request.documents)
     num_values = num_requests * (1 if scores_logits else service.llm.llm.config.n_embd)
     with (
-        service.quotas.values.holding(num_values),
+        service.quotas.values.holding(num_values + INPUT_VALUES * num_requests),
         service.metrics.watch(scope, None, num_requests) as watch,
     ):
         outputs: Any = await service.llm.pool(
