@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from nanoinfer.errors import ResultError
+from nanoinfer.errors import result_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class RequestOutput:
         """Return this output. Raises ResultError if one of its sequences failed."""
         for o in self.outputs:
             if o.error is not None:
-                raise ResultError(o.error)
+                raise result_error(o.error)
         return self
 
 

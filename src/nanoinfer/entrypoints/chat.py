@@ -28,6 +28,8 @@ from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import ChatMessage, CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
 
+QUICK_SIZE = 1 << 12
+"""Most characters and tokens of an output that is read in an event loop: up to 10 ms."""
 EXPLAIN_SEC = 2.0
 """Time after which no further tool is tried, to find out which of them cannot be compiled."""
 log = logging.getLogger("nanoinfer")
@@ -165,8 +167,26 @@ class AnswerReader:
         self.answers, self._deltas = answers, deltas
         self._states: dict[int, _State] = {}
 
+    def is_quick(self, output: RequestOutput) -> bool:
+        """Return whether `read` takes a few milliseconds at most: event loops run what takes longer in a thread."""
+        assert self.answers is not None
+        answers = self.answers
+        if answers.plain:
+            return True
+        size = 0
+        if answers.template is not None:
+            if answers.template.asks_process:
+                return False
+            size = 0 if self._states else len(answers.prompt)  # which the template reads first
+        for o in output.outputs:
+            state = self._states.get(o.index)
+            size += len(o.text) - (0 if self._deltas or state is None else state.num_chars)
+            if o.finish_reason is not None and answers.format.reasoning_end:  # its tokens are counted
+                size += len(o.token_ids) + (0 if state is None else len(state.token_ids))
+        return size <= QUICK_SIZE
+
     def read(self, output: RequestOutput) -> RequestOutput:
-        """Return an output with messages."""
+        """Return an output with messages. Outputs are read one after the other, in any thread."""
         assert self.answers is not None
         if self.answers.plain and self._deltas:
             return output

@@ -13,6 +13,7 @@ from nanoinfer.openai_protocol import FieldError
 from nanoinfer.openai_protocol.fields import EMBEDDINGS
 from nanoinfer.openai_protocol.pooling import PoolingRequest, parse_pooling, pooling_body
 from nanoinfer.server.auth import combined_salt
+from nanoinfer.server.limits import INPUT_VALUES
 from nanoinfer.server.service import Service, new_id
 
 
@@ -46,7 +47,7 @@ async def _pool(service: Service, scope: Scope, receive: Receive, send: Send) ->
     num_requests, width = len(inputs) + len(documents), llm.config.n_embd
     if request.url != EMBEDDINGS and llm.pooler.reranks:  # a request has query and document, and one value
         num_requests, width = request.num_results, 1
-    held = service.quotas.values.holding(num_requests * width)
+    held = service.quotas.values.holding(num_requests * (width + INPUT_VALUES))
     with held, service.metrics.watch(scope, None, num_requests) as watch:
         outputs: Any = await service.llm.pool(
             lambda: llm.pooler.plan(inputs, documents, request.params, **options), watch.receive
