@@ -105,7 +105,7 @@ def run_lines(data: bytes, folder: Path) -> None:
     source.write_bytes(data)
     reader, output = LineReader([str(source)]), open_output(str(target), {}, overwrite=True)
     options = BatchOptions(SamplingParams(max_tokens=20))
-    runner = BatchRunner(llm.core, llm.requests, llm.formatter, "tiny", options, llm.pooler)
+    runner = BatchRunner(llm, options)
     try:
         output.skip(reader)
         output.start()

@@ -32,6 +32,18 @@ class ResultError(NanoinferError):
     """The input is valid, but the computed result is not: it contains values that are not finite."""
 
 
+class TokensExcluded(ResultError):
+    """The parameters of a request exclude every token."""
+
+    MESSAGE = (
+        "the largest logit is -inf: the parameters exclude every token: check bad_words, allowed_token_ids, logit_bias,"
+        " structured outputs and the weights"
+    )
+
+    def __init__(self, message: str = MESSAGE) -> None:
+        super().__init__(message)
+
+
 class QueueFull(NanoinferError):
     """As many requests wait as may wait. The same request can succeed later."""
 
@@ -50,6 +62,11 @@ def input_too_long(num_tokens: str, block_size: int) -> NanoinferError:
         f"the input has {num_tokens} tokens, the context length is {block_size}: shorten it, or use"
         " truncate_prompt_tokens=-1, which shortens it"
     )
+
+
+def result_error(error: str) -> ResultError:
+    """Return the exception for the error of an output, which is text: steps keep no exceptions, which hold frames."""
+    return TokensExcluded() if error == TokensExcluded.MESSAGE else ResultError(error)
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from nanoinfer.errors import ResultError
+from nanoinfer.errors import result_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class RequestOutput:
         """Return this output. Raises ResultError if one of its sequences failed."""
         for o in self.outputs:
             if o.error is not None:
-                raise ResultError(o.error)
+                raise result_error(o.error)
         return self
 
 
@@ -292,19 +292,6 @@ class EmbeddingOutput:
 
 
 @dataclass(frozen=True)
-class EmbeddingRequestOutput:
-    """The embedding of one input."""
-
-    request_id: int | str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    """Tokens of the input, with those that the tokenizer adds."""
-    num_cached_tokens: int = 0
-    """Tokens of the input that were in the KV cache already."""
-    finished: bool = True
-
-
-@dataclass(frozen=True)
 class ScoringOutput:
     """The score of a document for a query."""
 
@@ -312,14 +299,26 @@ class ScoringOutput:
     """A probability in [0, 1], the difference of two logits, or the cosine of two embeddings."""
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class ScoringRequestOutput:
-    """The score of one pair of query and document."""
+class PoolingRequestOutput(Generic[T]):
+    """What a request that generates nothing results in."""
 
     request_id: int | str
-    outputs: ScoringOutput
+    outputs: T
     prompt_token_ids: list[int]
-    """Tokens of the reranker's prompt, or of both inputs."""
+    """Tokens of the input, with those that the tokenizer adds; of a score those of the reranker's prompt, or of both
+    inputs."""
     num_cached_tokens: int = 0
     """Tokens of them that were in the KV cache already."""
     finished: bool = True
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The embedding of one input."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """The score of one pair of query and document."""

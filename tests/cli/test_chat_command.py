@@ -81,7 +81,7 @@ def test_calls_of_tools_are_answered_by_hand(call: Call, tmp_path: Path) -> None
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
     model = str(tools_folder(tmp_path / "tools"))
     (tmp_path / "tools.json").write_text(json.dumps(TWO))
-    options = ("--tools", "tools.json", "--tool-choice", "add", "--no-thinking", "--max-tokens", "60")
+    options = ("--tools", "tools.json", "--tool-choice", "add", "--no-enable-thinking", "--max-tokens", "60")
     code, out, err = call(*options, stdin="Add\nseven\n/save a.jsonl\n", model=model)
     assert code == 0
     saved = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
@@ -94,6 +94,29 @@ def test_calls_of_tools_are_answered_by_hand(call: Call, tmp_path: Path) -> None
     (tmp_path / "tools.json").write_text("[")
     code, out, err = call(*options, model=model)
     assert (code, "tools.json is not JSON" in err) == (2, True)
+
+
+def test_options_of_reasoning(call: Call, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ messages[-1].content }} {{ reasoning_effort }} {{ enable_thinking }}")
+    options = ("--chat-template", "own.jinja", "--reasoning-effort", "low")
+    for given, rendered in (((), "True"), (("--no-enable-thinking",), "False")):
+        expected = LLM(str(folder)).generate(f"Hi low {rendered}", PARAMS)[0].outputs[0].text
+        assert call(*options, *given, stdin="Hi")[1] == visible(expected) + "\n"
+    code, _, err = call("--thinking-token-budget", "3", stdin="Hi")
+    assert (code, "the chat template has no reasoning" in err) == (1, True)
+    assert call("--thinking-token-budget", "-1")[0] == 2
+
+
+def test_a_budget_ends_the_reasoning(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    model = str(tools_folder(tmp_path / "tools"))
+    options = ("--enable-thinking", "--thinking-token-budget", "3", "--max-tokens", "20")
+    assert call(*options, stdin="Hi\n/save a.jsonl\n", model=model)[0] == 0
+    conversation = LLM(model).conversation(enable_thinking=True, thinking_token_budget=3)
+    list(conversation.send("Hi", SamplingParams(temperature=0, max_tokens=20)))
+    saved = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert saved == conversation.messages
+    assert saved[1]["content"]
 
 
 def test_commands(call: Call, folder: Path, tmp_path: Path) -> None:

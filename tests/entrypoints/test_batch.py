@@ -30,6 +30,7 @@ from nanoinfer.batch.output import FileOutput, open_output
 from nanoinfer.batch.records import derive_seed
 from nanoinfer.batch.run import BatchOptions, BatchRunner
 from nanoinfer.cli import main
+from nanoinfer.errors import TokensExcluded
 from nanoinfer.openai_protocol.fields import EMBEDDINGS, RERANK, SCORE
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar
@@ -424,6 +425,20 @@ def test_a_request_that_fails_while_it_runs_is_an_error_record(llm: LLM, tmp_pat
     assert theirs["response"]["status_code"] == 500
     assert theirs["response"]["body"]["error"]["type"] == "server_error"
     assert (output.done.num_errors, output.done.first_error) == (2, "in.jsonl, line 1: not finite")
+
+
+def test_a_line_that_excludes_every_token_is_at_fault(llm: LLM, tmp_path: Path, monkeypatch: Any) -> None:
+    (token,) = llm.tokenize("T")
+    excluding: dict[str, Any] = {"allowed_token_ids": [token], "bad_words": ["T"], "max_tokens": 2}
+    (output,) = llm.generate("To be", SamplingParams(**excluding))
+    assert output.outputs[0].error == TokensExcluded.MESSAGE
+    with pytest.raises(TokensExcluded):
+        output.check()
+    monkeypatch.chdir(tmp_path)
+    write("in.jsonl", openai(COMPLETIONS, prompt="To be", **excluding), {"prompt": "Go"})
+    run_on(llm, "in.jsonl", "out.jsonl")
+    theirs, own = read("out.jsonl")
+    assert (theirs["response"]["status_code"], own["error"]) == (400, None)
 
 
 def test_a_line_of_100_megabytes_is_not_held_in_memory(run: Run) -> None:

@@ -68,7 +68,7 @@ def batch(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Batch:
             output.start()
             if action is not None and when == "at a checkpoint":
                 reader.action = action
-            runner = BatchRunner(llm.core, llm.requests, llm.formatter, "tiny", options, llm.pooler)
+            runner = BatchRunner(llm, options)
             runner.run(reader, output, ProgressBar("batch", False))
             if action is not None and when == "at the end":
                 action()

@@ -75,7 +75,7 @@ def generate(llm: LLM, out: Path, source: Path) -> None:
         output.skip(reader)
         output.start()
         options = BatchOptions(SamplingParams(max_tokens=3, temperature=0.9), seed=7)
-        runner = BatchRunner(llm.core, llm.requests, llm.formatter, "tiny", options, llm.pooler)
+        runner = BatchRunner(llm, options)
         runner.run(reader, output, ProgressBar("batch", False))
     finally:
         output.close()

@@ -252,6 +252,8 @@ AT_ONCE: dict[str, Callable[[Running], Awaitable[Any]]] = {
     "AsyncOutputStream.finished": lambda r: at_once(lambda: r.streams[0].finished),
     "AsyncOutputStream.ready": lambda r: at_once(lambda: r.streams[0].ready),
     "AsyncOutputStream.take": lambda r: at_once(r.streams[0].take),
+    "AsyncOutputStream.unread": lambda r: at_once(lambda: r.streams[2].unread),
+    "AsyncOutputStream.read": lambda r: r.streams[2].read(r.streams[2].take()),
     "AsyncOutputStream.__anext__": lambda r: anext(r.streams[1]),
     "AsyncOutputStream.aclose": lambda r: r.streams[0].aclose(),
     "AsyncOutputStream.leave": lambda r: at_once(r.streams[1].leave),
@@ -277,6 +279,7 @@ def test_no_method_waits_for_a_step_in_the_event_loop(llm: LLM, end: str) -> Non
 
     async def main(app: ASGIApp, model: AsyncLLM) -> None:
         streams = [model.generate("Go", LONG, name) for name in ("a", "b", "aborted")]
+        streams.insert(2, model.chat(HI, LONG))
         for stream in streams:
             await anext(stream)
         while not all(stream.ready for stream in streams):

@@ -23,6 +23,7 @@ from helpers.environment import ROOT
 from helpers.errors import refuses
 from helpers.models import CHARS, TINY, make_folder, make_model
 from nanoinfer import LLM, AsyncLLM, PoolingParams, ResultError, SamplingParams
+from nanoinfer.engines.base import StepBatch
 from nanoinfer.engines.registry import ENGINES
 from nanoinfer.errors import QueueFull
 from nanoinfer.models import pooling, special_tokens
@@ -83,6 +84,28 @@ def test_every_engine_embeds(engine: str, tiny_folder: Path) -> None:
         object.__setattr__(llm.model.pooling, "kind", kind)
         for got, ids in zip(values(llm, PROMPTS, RAW), PROMPTS, strict=True):
             assert np.abs(np.array(got) - of(hidden(ids).double().numpy())).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["last", "mean"])
+def test_steps_that_only_embed_compute_no_logits(tiny_folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(tiny_folder), pooling_type=kind, max_num_seqs=3)
+    engine, num_rows = llm.core.engine, []
+    extend = engine.extend
+
+    def noted(batch: StepBatch) -> Any:
+        logits = extend(batch)
+        num_rows.append(len(logits))
+        return logits
+
+    monkeypatch.setattr(engine, "extend", noted)
+    llm.embed(PROMPTS)
+    assert set(num_rows) == {0}
+    num_rows.clear()
+    stream = llm.stream("To be", LATER)
+    next(stream)
+    llm.embed(PROMPTS)
+    assert num_rows[-1] > 0  # the other sequence samples
+    assert "".join(stream)
 
 
 def test_dimensions_and_norm(tiny_folder: Path) -> None:

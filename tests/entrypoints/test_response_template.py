@@ -17,13 +17,12 @@ from helpers.response_templates import CALL, TEMPLATES, random_answer, random_pi
 from nanoinfer import LLM
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers import response_template
-from nanoinfer.inputs.answers.parser import AnswerDelta, CallDelta, ContentDelta, ReasoningDelta
 from nanoinfer.inputs.answers.response_template import ResponseTemplate, ResponseTemplateParser
 from nanoinfer.inputs.answers.response_template_worker import Template
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.models.checkpoints import chat_files
 from nanoinfer.models.checkpoints.load import load_model
-from nanoinfer.outputs import ChatMessage
+from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta
 
 PROPERTIES = {"n": {"type": "integer"}, "s": {"type": "string"}, "on": {"type": ["boolean", "null"]}}
 ADD = Tool("add", parameters={"type": "object", "properties": PROPERTIES})

@@ -194,6 +194,18 @@ def test_a_response_template_reads_the_answers(tmp_path: Path) -> None:
         assert (str(found.content).replace("\n", ""), found.reasoning) == expected
 
 
+def test_reasoning_may_take_all_tokens_but_for_its_budget(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=150)
+    options = {**CALLS, "tool_choice": "add", "enable_thinking": True}
+    (without,) = llm.chat(HI, params, **options)[0].outputs
+    assert without.message is not None
+    assert (without.finish_reason, without.num_reasoning_tokens) == ("length", 150)
+    assert (without.message.content, without.message.tool_calls) == ("", ())
+    (within,) = llm.chat(HI, params, thinking_token_budget=20, **options)[0].outputs
+    assert within.message is not None
+    assert (within.finish_reason, [call.name for call in within.message.tool_calls]) == ("stop", ["add"])
+
+
 # AsyncLLM -----------------------------------------------------------------------------------------------------
 
 

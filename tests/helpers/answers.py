@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -189,6 +190,36 @@ def _gemma(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(map(_gemma, value)) + "]"
     return json.dumps(value)
+
+
+def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Return a schema, whose strings may be of any length."""
+    kinds = ["string", "integer", "boolean", "enum", "short", "union", "number"] + ["array", "object"] * (depth < 2)
+    kind = chance.choice(kinds)
+    if kind == "enum":
+        return {"enum": chance.choice([["a", "b c"], [1, 2], ["x", None]])}
+    if kind == "short":
+        return {"type": "string", "minLength": 1, "maxLength": 4}
+    if kind == "union":
+        return {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]}
+    if kind == "array":
+        return {
+            "type": "array",
+            "items": random_schema(chance, depth + 1),
+            "minItems": chance.randrange(2),
+            "maxItems": 3,
+        }
+    if kind == "object":
+        return random_object(chance, depth + 1)
+    return {"type": kind, "description": "What it is."}
+
+
+def random_object(chance: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Return the schema of an object."""
+    names = chance.sample(["a", "bb", "c_d", "description", "x1"], chance.randrange(0 if depth == 0 else 1, 4))
+    required = [name for name in names if chance.random() < 0.6]
+    made = {"type": "object", "properties": {n: random_schema(chance, depth) for n in names}, "required": required}
+    return made | {"additionalProperties": False}
 
 
 def valid(value: Any, schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:

@@ -24,4 +24,4 @@ def run_on(llm: LLM, source: str, target: str, options: BatchOptions | None = No
 
 
 def runner(llm: LLM, options: BatchOptions) -> BatchRunner:
-    return BatchRunner(llm.core, llm.requests, llm.formatter, "tiny", options, llm.pooler)
+    return BatchRunner(llm, options)

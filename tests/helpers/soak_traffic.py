@@ -17,8 +17,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+from helpers.tools import TWO, tool
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.anthropic_protocol import COUNT_TOKENS, MESSAGES
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS, RESPONSES
@@ -47,7 +49,18 @@ SHAPES: list[dict[str, Any]] = [
     {"seed": 8, "max_tokens": 40, "structured_outputs": {"regex": "[a-z]{3,9}( [a-z]{3,9}){2}"}},
     {"seed": 9, "max_tokens": 40, "structured_outputs": {"json": '{"enum": ["yes", "no", 5]}'}, "temperature": 2.0},
 ]
-CHAT_SHAPES: list[dict[str, Any]] = [{"temperature": 0, "max_tokens": 20}, {"seed": 1, "max_tokens": 30, "n": 2}]
+THINKING = {"enable_thinking": True, "thinking_token_budget": 12}
+ONE_CALL = {"enable_thinking": False, "parallel_tool_calls": False}
+CHAT_SHAPES: list[dict[str, Any]] = [
+    {"temperature": 0, "max_tokens": 20},
+    {"seed": 1, "max_tokens": 30, "n": 2},
+    {"seed": 2, "max_tokens": 60, "tools": TWO},
+    {"seed": 3, "max_tokens": 60, "tools": TWO, "tool_choice": "required", "n": 2, **ONE_CALL},
+    {"seed": 4, "max_tokens": 80, "tools": TWO, "tool_choice": "add", **THINKING},
+    {"seed": 5, "max_tokens": 40, **THINKING},
+]
+TOOL_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "thinking_token_budget")
+COMPARED = ("compared whole", "compared stream", "compared call", "compared reasoning")
 TEXTS = ["O Romeo, Romeo", "é and more\n\n", "word " * 2000]
 MEGABYTE = "".join(random.Random(0).choices(string.ascii_lowercase + " ", k=1_000_000))
 NUM_TOKENS = 500  # of a long prompt; the context length is 512
@@ -123,6 +136,41 @@ def run(server: Server, clients: list[Callable[[], None]]) -> None:
 # What is compared -------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Answer:
+    """What is compared of an output."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+    """Name and arguments of each."""
+    finish_reason: str | None = None
+
+    def add(self, part: dict[str, Any]) -> None:
+        """Add a message, or a delta."""
+        self.content += part.get("content") or ""
+        self.reasoning += part.get("reasoning_content") or ""
+        for i, call in enumerate(part.get("tool_calls") or ()):
+            index, function = call.get("index", i), call["function"]
+            if index == len(self.calls):
+                self.calls.append([function["name"], ""])
+            self.calls[index][1] += function["arguments"]
+
+
+def _chat_answers(llm: LLM, messages: list[dict[str, Any]], shape: dict[str, Any]) -> list[Answer]:
+    options = {name: shape[name] for name in TOOL_FIELDS if name in shape}
+    params = SamplingParams(**{name: value for name, value in shape.items() if name not in options})
+    answers = []
+    for o in llm.chat(messages, params, **options)[0].outputs:
+        assert o.message is not None
+        answers.append(Answer(finish_reason=o.finish_reason))
+        answers[-1].add(o.message.as_message())
+        answers[-1].calls = [[call.name, call.arguments] for call in o.message.tool_calls]
+        if o.message.tool_calls and o.finish_reason == "stop":
+            answers[-1].finish_reason = "tool_calls"
+    return answers
+
+
 class Expected:
     """The library's answers."""
 
@@ -132,10 +180,10 @@ class Expected:
         self.cases = [(prompt, shape) for prompt in PROMPTS for shape in SHAPES]
         outputs = llm.generate([p for p, _ in self.cases], [SamplingParams(**_python(s)) for _, s in self.cases])
         self.chats = [([{"role": "user", "content": prompt}], shape) for prompt in PROMPTS for shape in CHAT_SHAPES]
-        chats = llm.chat([m for m, _ in self.chats], [SamplingParams(**s) for _, s in self.chats])
-        self.answers, self.chat_answers = (
-            [[(o.text, o.finish_reason) for o in output.outputs] for output in found] for found in (outputs, chats)
-        )
+        self.answers: list[list[Answer]] = [
+            [Answer(o.text, finish_reason=o.finish_reason) for o in output.outputs] for output in outputs
+        ]
+        self.chat_answers = [_chat_answers(llm, messages, shape) for messages, shape in self.chats]
         self.tokens = [llm.tokenize(text) for text in TEXTS]
 
 
@@ -200,13 +248,15 @@ class Client:
             return self.leave(path, {**body, "max_tokens": 50_000, "overflow": "slide"})
         response = self.ask("POST", path, body)
         answers = (self.expected.chat_answers if chat else self.expected.answers)[i]
-        found: list[Any] = [["", None] for _ in answers]
+        found = [Answer() for _ in answers]
         chunks = self._chunks(response, 0.02 if how == "slow" else 0) if body["stream"] else [json.load(response)]
         for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-            part = choice["message" if how == "whole" else "delta"].get("content", "") if chat else choice["text"]
-            found[choice["index"]][0] += part
-            found[choice["index"]][1] = choice["finish_reason"] or found[choice["index"]][1]
-        assert [tuple(one) for one in found] == answers, f"{body}: {found} is not {answers}"
+            one = found[choice["index"]]
+            one.add(choice["message" if how == "whole" else "delta"] if chat else {"content": choice["text"]})
+            one.finish_reason = choice["finish_reason"] or one.finish_reason
+        assert found == answers, f"{body}: {found} is not {answers}"
+        self.server.counts["compared call"] += any(one.calls for one in found)
+        self.server.counts["compared reasoning"] += any(one.reasoning for one in found)
         self.server.counts[f"compared {how}"] += 1
 
     def _chunks(self, response: http.client.HTTPResponse, pause: float) -> Iterator[Any]:
@@ -226,19 +276,19 @@ class Client:
         self.connection.close()
 
     def messages(self) -> None:
-        (prompt, shape), answers = self.rng.choice(
-            [*zip(self.expected.chats, self.expected.chat_answers, strict=True)][::2]
-        )
+        i = self.rng.choice([i for i, (_, shape) in enumerate(self.expected.chats) if "temperature" in shape])
+        (prompt, shape), answers = self.expected.chats[i], self.expected.chat_answers[i]
         body = {"model": self.model_name(), "messages": prompt, **shape}
         found = json.load(self.ask("POST", MESSAGES, body))
-        assert [block["text"] for block in found["content"]] == [text for text, _ in answers]
+        assert [block["text"] for block in found["content"]] == [answer.content for answer in answers]
         del body["temperature"], body["max_tokens"]
         count = json.load(self.ask("POST", COUNT_TOKENS, body))
         assert count["input_tokens"] == found["usage"]["input_tokens"]
 
     def respond(self) -> None:
         """Compare an answer of /v1/responses, some of which are streams."""
-        i = self.rng.choice([i for i, (_, shape) in enumerate(self.expected.chats) if "n" not in shape])
+        others = {"n", *TOOL_FIELDS}
+        i = self.rng.choice([i for i, (_, shape) in enumerate(self.expected.chats) if not others & shape.keys()])
         (message,), shape = self.expected.chats[i]
         body = {"input": message["content"], "stream": self.rng.random() < 0.5}
         body |= {"max_output_tokens" if name == "max_tokens" else name: value for name, value in shape.items()}
@@ -246,7 +296,8 @@ class Client:
         found = list(self._chunks(response, 0))[-1]["response"] if body["stream"] else json.load(response)
         (answer,) = self.expected.chat_answers[i]
         ends = {"completed": "stop", "incomplete": "length"}
-        assert (found["output"][0]["content"][0]["text"], ends[found["status"]]) == answer, f"{body}: {found}"
+        text, status = found["output"][0]["content"][0]["text"], found["status"]
+        assert Answer(text, finish_reason=ends[status]) == answer, f"{body}: {found}"
 
     def tokenize(self) -> None:
         i = self.rng.randrange(len(TEXTS))
@@ -397,6 +448,19 @@ class Abuser:
             schema = {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
             self.post(COMPLETIONS, {"prompt": "a", "max_tokens": 3, "structured_outputs": {"json": schema}}, 200)
 
+    def many_tools(self) -> None:
+        """Call one of 60 tools, which are new; then tools that are refused."""
+        number = self.rng.randrange(10**9)
+        tools = [tool(f"t{i}", {f"p{number}": {"type": "boolean"}}) for i in range(129)]
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 40, "tool_choice": "required"}
+        self.post(CHAT, {**body, "tools": tools[:60], "stream": True}, 200)
+        deep: dict[str, Any] = {"type": "null"}
+        for _ in range(60):
+            deep = {"type": "object", "properties": {"a": deep}, "required": ["a"]}
+        for refused in (tools, tools[:1] * 2, [tool("a b", {})], [tool("a", {"b": {"$ref": "#/x"}})]):
+            self.post(CHAT, {**body, "tools": refused}, 400)
+        self.post(CHAT, {**body, "tools": [tool("deep", {"a": deep})]}, 200, 400)
+
     def many_choices(self) -> None:
         choices = [f"option {i} of {self.rng.randrange(10**6)}" for i in range(self.rng.randrange(2001, 4000))]
         self.post(COMPLETIONS, {"prompt": "a", "max_tokens": 20, "structured_outputs": {"choice": choices}})
@@ -463,6 +527,7 @@ ABUSE: dict[str, Callable[[Abuser], None]] = {
     "logprobs_of_a_prompt": Abuser.logprobs_of_a_prompt,
     "too_long_prompts": Abuser.too_long_prompts,
     "many_grammars": Abuser.many_grammars,
+    "many_tools": Abuser.many_tools,
     "many_choices": Abuser.many_choices,
     "optional_properties": Abuser.optional_properties,
     "flood": Abuser.flood,

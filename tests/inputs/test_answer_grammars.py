@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from helpers.answers import FORMATS, THINK, tool, valid, write
+from helpers.answers import FORMATS, THINK, random_object, tool, valid, write
 from helpers.errors import refuses
 from nanoinfer import LLM, SamplingParams, StructuredOutputsParams
 from nanoinfer.inputs.answers.format import HARMONY, JSON_IN_MARKERS, AnswerFormat
@@ -38,34 +38,6 @@ SIMPLE = (
     tool("get", {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}, ["city"]),
     tool("get_all", {}),
 )
-
-
-def random_schema(chance: random.Random, depth: int = 0) -> dict[str, Any]:
-    kinds = ["string", "integer", "boolean", "enum", "short", "union", "number"] + ["array", "object"] * (depth < 2)
-    kind = chance.choice(kinds)
-    if kind == "enum":
-        return {"enum": chance.choice([["a", "b c"], [1, 2], ["x", None]])}
-    if kind == "short":
-        return {"type": "string", "minLength": 1, "maxLength": 4}
-    if kind == "union":
-        return {"anyOf": [{"type": "string", "maxLength": 5}, {"type": "null"}]}
-    if kind == "array":
-        return {
-            "type": "array",
-            "items": random_schema(chance, depth + 1),
-            "minItems": chance.randrange(2),
-            "maxItems": 3,
-        }
-    if kind == "object":
-        return random_object(chance, depth + 1)
-    return {"type": kind, "description": "What it is."}
-
-
-def random_object(chance: random.Random, depth: int = 0) -> dict[str, Any]:
-    names = chance.sample(["a", "bb", "c_d", "description", "x1"], chance.randrange(0 if depth == 0 else 1, 4))
-    required = [name for name in names if chance.random() < 0.6]
-    made = {"type": "object", "properties": {n: random_schema(chance, depth) for n in names}, "required": required}
-    return made | {"additionalProperties": False}
 
 
 @cache
@@ -243,6 +215,9 @@ def test_text_cannot_spell_a_special_token() -> None:
             "tool 'f': parameters have a $ref to something else than $defs",
         ),
         ("gemma", {"properties": {"a": {"not": {}, "type": "object"}}}, "tool 'f': parameters have not"),
+        ("lfm", {"properties": {"a b": {"type": "null"}}}, "tool 'f': parameters have the property 'a b', whose name"),
+        ("gemma", {"properties": {"a": {"properties": {"b,": {}}}}}, "tool 'f': parameters have the property 'b,'"),
+        ("coder", {"properties": {"<a>": {}}}, "tool 'f': parameters have the property '<a>'"),
         ("gemma", {"properties": {"a": {"$ref": "#/$defs/no"}}}, "'#/$defs/no', which is not there"),
     ],
 )
@@ -250,10 +225,46 @@ def test_schemas_that_a_notation_cannot_express_are_refused(name: str, parameter
     refuses(lambda: to_grammar(FORMATS[name], [Tool("f", "", parameters)]), message)
 
 
+@pytest.mark.parametrize("name", ["coder", "glm", "lfm", "gemma"])
+def test_each_part_of_a_schema_is_looked_at_once(name: str) -> None:
+    """Else schemas of many options, or of many levels, would never be compiled."""
+    options = {"anyOf": [{"$ref": "#/$defs/a"}] * 50 + [{"type": "string"}]}
+    level: dict[str, Any] = {"type": ["object", "null"], "properties": {}}
+    for _ in range(40):
+        level = {"type": ["object", "null"], "properties": {"a": level}, "required": ["a"]}
+    made = Tool("f", "", {"properties": {"x": {"$ref": "#/$defs/a"}, "y": level}, "$defs": {"a": options}})
+    assert len(grammar_of(FORMATS[name], [made], "required")) < 50_000
+
+
+def test_an_object_in_gemmas_notation_may_be_null() -> None:
+    part = {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    made = tool("f", {"x": part}, ["x"])
+    seen = set()
+    for seed in range(20):
+        text, ended = walk(grammar_of(FORMATS["gemma"], [made], "required"), [], seed)
+        calls = parse(FORMATS["gemma"], text, [made]).tool_calls
+        seen |= {type(json.loads(call.arguments)["x"]) for call in calls if ended}
+    assert seen == {dict, type(None)}
+
+
 def test_too_many_tools_are_refused() -> None:
     many = [tool(f"f{i}", {f"property_{j}_of_a_tool": {"type": "string"} for j in range(60)}) for i in range(100)]
     refuses(lambda: to_grammar(JSON_IN_MARKERS, many), "tools: their grammar has")
     refuses(lambda: to_grammar(AnswerFormat(), SIMPLE, "required"), "needs a chat template with tool calls")
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+@pytest.mark.parametrize("name", ["hermes", "gemma", "coder", "lfm"])
+def test_arrays_have_at_most_as_many_items_as_they_may(name: str, most: int) -> None:
+    made = tool("f", {"a": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": most}}, ["a"])
+    lengths = set()
+    for seed in range(20):
+        text, ended = walk(grammar_of(FORMATS[name], [made], "required", parallel=False), [], seed)
+        message = parse(FORMATS[name], text, [made])
+        assert ended
+        assert check(message, [made]) == 1
+        lengths.add(len(json.loads(message.tool_calls[0].arguments)["a"]))
+    assert lengths == set(range(most + 1))
 
 
 def test_references_within_tools_are_followed() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from helpers.answers import FORMATS, tool, write
 from nanoinfer.inputs.answers.format import AnswerFormat
-from nanoinfer.inputs.answers.parser import AnswerDelta, AnswerParser, CallDelta, ContentDelta, ReasoningDelta
+from nanoinfer.inputs.answers.parser import AnswerParser
 from nanoinfer.inputs.answers.reader import Markers
 from nanoinfer.inputs.tools import Tool
-from nanoinfer.outputs import ChatMessage, ToolCall
+from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta, ToolCall
 
 GET = tool("get_weather", {"city": {"type": "string"}, "days": {"type": "integer"}, "more": {}}, ["city"])
 SET = tool("set", {"value": {"type": ["number", "null"]}, "on": {"type": "boolean"}})

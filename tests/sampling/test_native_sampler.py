@@ -149,7 +149,7 @@ def test_logprobs_are_the_references() -> None:
 def test_rows_that_are_not_finite_are_the_references_error(params: SamplingParams, bad: list[float]) -> None:
     logits = np.float32([[0.0, 1.0, 2.0], bad])
     rows = [make_row(params), make_row(params)]
-    refuses(lambda: native.sample(logits, rows), "the model's largest logit is", "dtype=float32")
+    refuses(lambda: native.sample(logits, rows), "largest logit is", "exclude every token")
     assert outcome(native.sample, logits, rows) == outcome(sampler.sample, logits, rows)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from helpers.samplers import make_row, normal
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, TokensExcluded
 from nanoinfer.sampling.rng import uniform
 from nanoinfer.sampling.sampler import filtered_weights, inverse_transform, sample
 from nanoinfer.sampling_params import SamplingParams
@@ -216,8 +216,9 @@ def test_huge_logits_and_extreme_temperatures_give_finite_weights(temperature: f
 @pytest.mark.parametrize("logits", [[0.0, NAN, 1.0], [0.0, INF, 1.0], [-INF, -INF, -INF], [NAN, NAN, NAN]], ids=str)
 def test_logits_that_are_not_finite_are_an_error(params: SamplingParams, logits: list[float]) -> None:
     good = [0.0, 1.0, 2.0]
-    with pytest.raises(NanoinferError, match=r"largest logit is (nan|-?inf)"):
+    with pytest.raises(NanoinferError, match=r"largest logit is (nan|-?inf)") as caught:
         sample(np.float32([good, logits]), [make_row(params)] * 2)
+    assert isinstance(caught.value, TokensExcluded) == (logits == [-INF] * 3)
 
 
 @pytest.mark.parametrize("penalty", [1e-3, 1e3])

@@ -21,6 +21,7 @@ from helpers.chat import chat_folder  # noqa: E402
 from helpers.models import CHARS, make_folder  # noqa: E402
 from helpers.server_client import Client  # noqa: E402
 from nanoinfer import LLM, SamplingParams  # noqa: E402
+from nanoinfer.errors import TokensExcluded  # noqa: E402
 from nanoinfer.openai_protocol import CHAT, COMPLETIONS  # noqa: E402
 from nanoinfer.openai_protocol.fields import TABLES  # noqa: E402
 from nanoinfer.outputs import CompletionOutput, RequestOutput  # noqa: E402
@@ -504,7 +505,7 @@ def test_parameters_that_exclude_every_token(client: Client) -> None:
     body = {"prompt": "a", "max_tokens": 2, "allowed_token_ids": [5], "structured_outputs": {"choice": ["zzz"]}}
     response = client.request("POST", COMPLETIONS, json=body)
     assert response.status_code == 400
-    assert "the parameters exclude every token" in response.json()["error"]["message"]
+    assert response.json()["error"]["message"] == TokensExcluded.MESSAGE
 
 
 @pytest.mark.parametrize(

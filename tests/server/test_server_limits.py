@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from helpers.asgi import HOST, Response, call
 from nanoinfer import NanoinferError, ResultError, SamplingParams
 from nanoinfer.entrypoints.async_engine import CLOSED
-from nanoinfer.errors import QueueFull
+from nanoinfer.errors import QueueFull, TokensExcluded
 from nanoinfer.openai_protocol import FieldError, GenerationRequest
 from nanoinfer.server.auth import RequireKey, combined_salt, with_keys
 from nanoinfer.server.config import ServerConfig
@@ -459,6 +459,8 @@ def test_what_an_application_does_after_its_response_is_not_cancelled() -> None:
     [
         (QueueFull("3 requests wait"), 429, "rate_limit_error", "3 requests wait"),
         (ResultError("the logits are not finite"), 500, "server_error", "the logits are not finite"),
+        (TokensExcluded(), 400, "invalid_request_error", TokensExcluded.MESSAGE),
+        (ResultError("the largest logit is -inf"), 500, "server_error", "the largest logit is -inf"),
         (FieldError("n=0 is not allowed", "n"), 400, "invalid_request_error", "n=0 is not allowed"),
         (NanoinferError("temperature=-1 is not"), 400, "invalid_request_error", "temperature=-1 is not"),
         (NanoinferError(CLOSED), 503, "server_error", "the server is shutting down"),

@@ -23,8 +23,8 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from helpers.server_process import ServerProcess, serving
 from nanoinfer.openai_protocol import COMPLETIONS
-from nanoinfer.openai_protocol.fields import TOKENIZE
-from nanoinfer.server.limits import MAX_SLIDING_TOKENS, NUM_ENTRIES_IN_FLIGHT
+from nanoinfer.openai_protocol.fields import EMBEDDINGS, MAX_INPUTS, TOKENIZE
+from nanoinfer.server.limits import INPUT_VALUES, MAX_EMBEDDING_VALUES, MAX_SLIDING_TOKENS, NUM_ENTRIES_IN_FLIGHT
 from nanoinfer.structured.grammars import MAX_CACHED_BYTES
 
 pytestmark = [
@@ -118,6 +118,14 @@ def logprobs(server: ServerProcess, stack: ExitStack) -> None:
     assert ask(server, body) == 200  # those before have ended
 
 
+def embeddings(server: ServerProcess, stack: ExitStack) -> None:
+    """Ask for as many embeddings as a request may have, in all requests at once."""
+    body = {"input": [[i % 2000, i // 2000] for i in range(MAX_INPUTS)]}
+    assert IN_FLIGHT * MAX_INPUTS * (256 + INPUT_VALUES) > MAX_EMBEDDING_VALUES
+    assert at_once(server, [body, {**body, "encoding_format": "base64"}] * (IN_FLIGHT // 2), EMBEDDINGS) == {200, 429}
+    assert ask(server, body, EMBEDDINGS) == 200  # those before have ended
+
+
 def grammars(server: ServerProcess, stack: ExitStack) -> None:
     """Send grammars whose tables of states grow, and use each."""
     for first in range(0, 80, 8):
@@ -139,6 +147,7 @@ PARTS = {
         Part("a long text", 250 * BODY, long_texts),
         Part("prompts beyond the context", 80 * MAX_SLIDING_TOKENS, sliding),
         Part("log-probabilities", 800 * NUM_ENTRIES_IN_FLIGHT * ENTRIES, logprobs),
+        Part("embeddings", 16 * MAX_EMBEDDING_VALUES, embeddings),
         Part("compiled grammars", MAX_CACHED_BYTES, grammars),
     )
 }
@@ -165,6 +174,7 @@ def test_the_table_has_these_parts() -> None:
     assert promised("a long text") == "250 × `--max-body-bytes`, one at a time"
     assert promised("prompts beyond the context") == "80 bytes × 1,048,576 tokens, all together"
     assert promised("log-probabilities") == "800 bytes × 4 × `--max-logprob-entries`, all together"
+    assert promised("embeddings") == "16 bytes × 16,777,216 values, all together"
     assert promised("compiled grammars") == "256 MiB"
 
 

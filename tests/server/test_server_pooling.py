@@ -145,7 +145,7 @@ def test_bad_requests(llm: LLM) -> None:
 
 
 def test_what_all_embeddings_hold_is_bounded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "MAX_EMBEDDING_VALUES", 2 * TINY.n_embd)
+    monkeypatch.setattr(limits, "MAX_EMBEDDING_VALUES", 2 * (TINY.n_embd + limits.INPUT_VALUES))
     three, two, after = ask(llm, (EMBEDDINGS, {"input": TEXTS}), (EMBEDDINGS, {"input": TEXTS[:2]}),
                             (RERANK, {"query": "a", "documents": ["b"]}))  # fmt: skip
     assert (three[0], three[1]["error"]["code"]) == (429, "rate_limit_exceeded")

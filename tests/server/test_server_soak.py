@@ -30,7 +30,7 @@ pytest.importorskip("nanoinfer._native", reason="the native extension is not bui
 
 from helpers.health_probe import quantiles
 from helpers.server_process import serving
-from helpers.soak_traffic import ABUSE, VALID, Abuser, Client, Expected, Server, run
+from helpers.soak_traffic import ABUSE, COMPARED, VALID, Abuser, Client, Expected, Server, run
 from nanoinfer import LLM
 from nanoinfer.models.checkpoints.load import BUILTIN
 from nanoinfer.server.table import ROUTES
@@ -42,9 +42,21 @@ OPTIONS = {"engine": "native", "max_num_seqs": 32, "kv_cache_memory": 64 << 20}
 LIMITS = "ulimit -n 1024\nulimit -v 2097152 || true"  # KiB
 if (os.cpu_count() or 1) > 4:
     LIMITS += "\nexport MALLOC_ARENA_MAX=2"  # glibc reserves 64 MiB of addresses for each thread, and there are many
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}> {% endif %}"
-)
+TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}
+{%- for m in messages %}
+    {{- '> ' if m.role == 'assistant' else m.role + ': ' }}
+    {%- if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}
+    {{- m.content or '' }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<call>{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) }}
+        {{- '}</call>' }}
+    {%- endfor %}
+    {{- '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '> ' }}
+    {%- if enable_thinking is defined %}{{ '<think>' if enable_thinking else '<think></think>' }}{% endif %}
+{%- endif %}"""
 HEALTH_SEC = 0.2 if IS_LONG else 10.0  # a minute has too few seconds in which the machine does nothing else
 SLACK_BYTES = (32 if IS_LONG else 256) << 20  # caches fill in the first minutes
 
@@ -132,7 +144,7 @@ def test_random_traffic_gives_the_answers_of_the_library_in_flat_memory(tmp_path
         statuses = {name: count for name, count in metrics.items() if name.startswith("http_responses_total")}
         print(statuses)
         assert [name for name in statuses if re.search(r'status="5(?!03)', name)] == []
-        assert [kind for kind in (*VALID, *ABUSE, "compared whole", "compared stream") if not server.counts[kind]] == []
+        assert [kind for kind in (*VALID, *ABUSE, *COMPARED) if not server.counts[kind]] == []
         assert health["num_lost"] == 0
         assert health["p99.9_sec"] < HEALTH_SEC
         third, last = (max(sizes[i * len(sizes) // 4 : (i + 1) * len(sizes) // 4]) for i in (2, 3))

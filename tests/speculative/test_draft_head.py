@@ -95,6 +95,16 @@ def test_the_hidden_states_are_what_the_logits_are_made_from(name: str, tied: bo
         assert hidden.dtype == torch.float32
         assert hidden.shape == (sum(n for _, _, n in step), TINY.n_embd)
         torch.testing.assert_close(F.linear(hidden, gpt.lm_head.weight), logits, atol=1e-4, rtol=1e-4)
+    found = []
+    for hidden_only, num_rows in ((True, 0), (False, 5)):
+        batch = StepBatch(hidden_only=hidden_only)
+        batch.add(b, prompt(6, 1), 4)
+        batch.add(c, prompt(2, 2), 1)
+        assert engine.extend(batch).shape == (num_rows, TINY.vocab_size)
+        found.append(torch.as_tensor(engine.hidden()).clone())
+        engine.truncate(b, engine.length(b) - 6)
+        engine.truncate(c, engine.length(c) - 2)
+    assert torch.equal(*found)
     engine.extend(StepBatch())
     assert engine.hidden().shape == (0, TINY.n_embd)
 

@@ -17,12 +17,11 @@ from typing import Any, cast
 from nanoinfer.batch.lines import Line, LineReader, Place
 from nanoinfer.batch.output import FileOutput, StreamOutput
 from nanoinfer.batch.records import Form, derive_seed, read_form, to_bytes, with_call_ids
-from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.chat import AnswerReader, Answers, chat_prompt
-from nanoinfer.entrypoints.input_processor import RequestFactory
-from nanoinfer.entrypoints.pooling import Pooler, PoolingWork
+from nanoinfer.entrypoints.llm import LLM
+from nanoinfer.entrypoints.pooling import PoolingWork
 from nanoinfer.errors import NanoinferError
-from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
+from nanoinfer.inputs.chat import ChatOptions
 from nanoinfer.inputs.messages import as_conversation
 from nanoinfer.openai_protocol import GenerationRequest
 from nanoinfer.openai_protocol.pooling import PoolingRequest
@@ -69,29 +68,11 @@ class _Entry:
 
 
 class BatchRunner:
-    """Runs a batch on a core.
+    """Runs a batch on a model. Args: options: see `BatchOptions`."""
 
-    Args:
-        core: of the model.
-        requests: makes its requests.
-        formatter: applies its chat template.
-        model: name of the model.
-        options: see `BatchOptions`.
-        pooler: makes the requests of embeddings and scores.
-    """
-
-    def __init__(
-        self,
-        core: Core,
-        requests: RequestFactory,
-        formatter: ChatFormatter,
-        model: str,
-        options: BatchOptions,
-        pooler: Pooler,
-    ) -> None:
-        self._core, self._factory, self._formatter = core, requests, formatter
-        self._model, self._options, self._pooler = model, options, pooler
-        self._max_num_seqs = core.engine.limits.max_num_seqs
+    def __init__(self, llm: LLM, options: BatchOptions) -> None:
+        self._llm, self._core, self._options = llm, llm.core, options
+        self._max_num_seqs = llm.core.engine.limits.max_num_seqs
         self._window: deque[_Entry] = deque()
         self._queue: deque[Delta | RequestOutput] = deque()
         self._running: dict[int, tuple[_Entry, Request]] = {}  # by the id of an unfinished request
@@ -145,7 +126,7 @@ class BatchRunner:
 
     def _start(self, line: Line, several: bool) -> None:
         """Queue the requests of a line; if it is bad, make its error record."""
-        form, error = read_form(line, self._model, self._formatter.decode, several)
+        form, error = read_form(line, self._llm.model_name, self._llm.formatter.decode, several)
         entry = _Entry(line.place, form, line.num_bytes)
         self._window.append(entry)
         self._num_bytes += entry.num_bytes
@@ -165,23 +146,23 @@ class BatchRunner:
     def _make(self, given: GenerationRequest | PoolingRequest, entry: _Entry) -> None:
         """Make the requests of a line, without queueing them. Raises NanoinferError if one of them is refused."""
         if isinstance(given, PoolingRequest):
-            shared = given.cache_salt, given.priority
-            entry.work = self._pooler.plan(given.inputs, given.documents, given.params, *shared)
+            shared: Any = {"salt": given.cache_salt, "priority": given.priority}
+            entry.work = self._llm.pooler.plan(given.inputs, given.documents, given.params, **shared)
             entry.requests = entry.work.make()
             return
         prompts: Sequence[Any] = given.prompts
         base: Any = given.params
         if given.messages is not None:
             options = ChatOptions(self._options.chat_template, **given.template)
-            chat = chat_prompt(self._formatter, as_conversation(given.messages), options, given.params)
-            prompts = [{"prompt_token_ids": self._factory.fit(chat.text, given.params, rendered=True)}]
-            chat.compile(self._factory)
+            chat = chat_prompt(self._llm.formatter, as_conversation(given.messages), options, given.params)
+            prompts = [{"prompt_token_ids": self._llm.requests.fit(chat.text, given.params, rendered=True)}]
+            chat.compile(self._llm.requests)
             base, entry.answers = chat.params, None if chat.answers.plain else chat.answers
         params = [base] * len(prompts)
         if given.params.seed is None:
             seeds = (derive_seed(self._options.seed, entry.place.number, i) for i in range(len(prompts)))
             params = [replace(base, seed=seed) for seed in seeds]
-        entry.requests = self._factory.make_all(prompts, params)
+        entry.requests = self._llm.requests.make_all(prompts, params)
 
     def _collect(self) -> None:
         """Count what the last step added, and make the records of lines that have ended."""

@@ -25,14 +25,14 @@ from nanoinfer.cli.options import (
     chat_template_flag,
     flags,
     generation_config_flag,
+    llm_config,
     model_flag,
     of_model,
     tokenizer_flag,
 )
 from nanoinfer.cli.terminal import complain
-from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
+from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError
-from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_int
 from nanoinfer.utils.files import read_text
@@ -68,35 +68,20 @@ _CAPACITY = (
 )
 @generation_config_flag
 @flags(SamplingParams, "params", skip=("seed", *NO_FLAGS), defaults=DEFAULTS)
-@flags(PoolingConfig, "pooling")
-@flags(SpeculationConfig, "speculation")
-@flags(EngineConfig, "engine_config")
+@llm_config("pooling", "speculation", "engine")
 def batch(
     files: tuple[str, ...],
     output: str | None,
     overwrite: bool,
-    model: str,
-    tokenizer: str | None,
     chat_template: Path | None,
     seed: int,
-    generation_config: str,
-    engine_config: EngineConfig,
-    speculation: SpeculationConfig,
-    pooling: PoolingConfig,
+    config: LLMConfig,
     params: SamplingParams,
 ) -> None:
     """Generate for each line of a JSONL file; continue after an interruption."""
     inputs, target = _split(files, output)
     require_int("seed", seed, 0, 2**64 - 1)
     template = read_text(chat_template, "a chat template") if chat_template is not None else None
-    config = LLMConfig(
-        model,
-        tokenizer,
-        generation_config=generation_config,
-        engine=engine_config,
-        speculation=speculation,
-        pooling=pooling,
-    )
 
     from nanoinfer.batch.lines import LineReader
     from nanoinfer.batch.output import open_output, refuse_same_file
@@ -144,18 +129,11 @@ def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: 
         return
 
     from nanoinfer.batch.run import BatchRunner
-    from nanoinfer.core.build import build_core
-    from nanoinfer.entrypoints.input_processor import RequestFactory
-    from nanoinfer.entrypoints.pooling import Pooler
-    from nanoinfer.inputs.chat import ChatFormatter
+    from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.utils.progress import ProgressBar
 
-    built = build_core(config)
-    requests, formatter = RequestFactory(built.core, built.model), ChatFormatter(built.model)
-    defaults = of_model(options.defaults, requests.defaults, built.model.sampling_defaults)
-    options = dataclasses.replace(options, defaults=defaults)
-    pooler = Pooler(built.core, built.model, requests)
-    runner = BatchRunner(built.core, requests, formatter, built.model.name, options, pooler)
+    llm = LLM.from_config(config)
+    runner = BatchRunner(llm, dataclasses.replace(options, defaults=of_model(options.defaults, llm)))
     records.start()
     log = logging.getLogger("nanoinfer")
     level = log.level

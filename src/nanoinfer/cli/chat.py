@@ -24,10 +24,11 @@ from nanoinfer.cli.options import (
     chat_template_flag,
     flags,
     generation_config_flag,
+    llm_config,
     of_model,
     tokenizer_flag,
 )
-from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
+from nanoinfer.config import LLMConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.files import escaped, parse_json, read_text
 
@@ -41,28 +42,32 @@ _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_toke
 @chat_template_flag
 @click.option("--tools", metavar="FILE", type=PATH, help="JSON list of tools, in OpenAI's shape, that may be called.")
 @click.option("--tool-choice", metavar="TEXT", help="none, auto, required or the name of a tool. [default: auto]")
-@click.option("--thinking/--no-thinking", default=None, help="Whether the model shall reason; the template decides.")
+@click.option(
+    "--enable-thinking/--no-enable-thinking",
+    default=None,
+    help="Whether the model shall reason; for templates that have the variable. [default: as the template has it]",
+)
+@click.option("--reasoning-effort", metavar="TEXT", help="low, none, ...; for templates that have the variable.")
+@click.option(
+    "--thinking-token-budget",
+    metavar="INT",
+    type=int,
+    help="Most tokens of the reasoning, after which its end is forced. [default: any]",
+)
 @click.option("--hide-reasoning", is_flag=True, help="Do not show reasoning, which is dimmed on a terminal only.")
 @generation_config_flag
 @flags(SamplingParams, "params", skip=_SKIPPED, defaults={**DEFAULTS, "max_tokens": 1024})
-@flags(SpeculationConfig, "speculation")
-@flags(EngineConfig, "engine_config")
+@llm_config("speculation", "engine")
 def chat(
-    model: str,
-    tokenizer: str | None,
     system: str | None,
     chat_template: Path | None,
     tools: Path | None,
-    tool_choice: str | None,
-    thinking: bool | None,
     hide_reasoning: bool,
-    generation_config: str,
-    engine_config: EngineConfig,
-    speculation: SpeculationConfig,
+    config: LLMConfig,
     params: SamplingParams,
+    **options: Any,
 ) -> None:
     """Hold a conversation with a model that has a chat template."""
-    options: dict[str, Any] = {"tool_choice": tool_choice, "enable_thinking": thinking}
     if chat_template is not None:
         options["chat_template"] = read_text(chat_template, "a chat template")
     if tools is not None:
@@ -71,11 +76,8 @@ def chat(
     from nanoinfer.cli.chat_session import Session
     from nanoinfer.entrypoints.llm import LLM
 
-    config = LLMConfig(
-        model, tokenizer, generation_config=generation_config, engine=engine_config, speculation=speculation
-    )
     llm = LLM.from_config(config)
-    params = of_model(params, llm.requests.defaults, llm.model.sampling_defaults)
+    params = of_model(params, llm)
     session = Session(llm.conversation(system, **options), params, hide_reasoning=hide_reasoning)
     if sys.stdin.isatty():
         print(

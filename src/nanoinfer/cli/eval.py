@@ -15,9 +15,9 @@ from pathlib import Path
 import click
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import PATH, flags, json_flag, model_flag, tokenizer_flag
+from nanoinfer.cli.options import PATH, json_flag, llm_config, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import print_json
-from nanoinfer.config import EngineConfig, LLMConfig
+from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.utils.files import read_text
 from nanoinfer.utils.progress import ProgressBar
@@ -35,16 +35,14 @@ from nanoinfer.utils.progress import ProgressBar
     " (default: half of block_size).",
 )
 @json_flag("Print one JSON object.")
-@flags(EngineConfig, "engine_config")
-def evaluate(
-    file: Path, model: str, tokenizer: str | None, stride: int | None, as_json: bool, engine_config: EngineConfig
-) -> None:
+@llm_config("engine")
+def evaluate(file: Path, stride: int | None, as_json: bool, config: LLMConfig) -> None:
     """Print the perplexity of a text file, and bits per character."""
     text = read_text(file)
 
     from nanoinfer.entrypoints.llm import LLM
 
-    llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config))
+    llm = LLM.from_config(config)
     start = time.perf_counter()
     with ProgressBar("eval") as bar:
         try:
@@ -56,7 +54,7 @@ def evaluate(
     bits = -score.log_likelihood / math.log(2) / len(text)
     if as_json:
         result = dataclasses.asdict(score) | {
-            "model": model,
+            "model": config.model,
             "engine": llm.engine_name,
             "loss_nats_per_token": loss,
             "bits_per_character": bits,

@@ -28,12 +28,13 @@ from nanoinfer.cli.options import (
     flags,
     generation_config_flag,
     json_flag,
+    llm_config,
     model_flag,
     of_model,
     tokenizer_flag,
 )
 from nanoinfer.cli.terminal import complain, print_json, reading_stdin
-from nanoinfer.config import EngineConfig, LLMConfig, SpeculationConfig
+from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, ResultError
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
@@ -70,22 +71,17 @@ DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_k": 50}
 @flags(SamplingParams, "params", skip=NO_FLAGS, defaults=DEFAULTS)
 @flags(decoding.StructuredFlags, "structured_flags")
 @flags(decoding.BeamFlags, "beam_flags")
-@flags(SpeculationConfig, "speculation")
-@flags(EngineConfig, "engine_config")
+@llm_config("speculation", "engine")
 def generate(
     prompts: tuple[str, ...],
     prompt: tuple[str, ...],
-    model: str,
-    tokenizer: str | None,
     file: tuple[Path, ...],
     lines: bool,
     token_ids: bool,
     logit_bias: tuple[str, ...],
     echo: bool,
     as_json: bool,
-    generation_config: str,
-    engine_config: EngineConfig,
-    speculation: SpeculationConfig,
+    config: LLMConfig,
     params: SamplingParams,
     beam_flags: decoding.BeamFlags,
     structured_flags: decoding.StructuredFlags,
@@ -103,12 +99,9 @@ def generate(
 
     from nanoinfer.entrypoints.llm import LLM
 
-    config = LLMConfig(
-        model, tokenizer, generation_config=generation_config, engine=engine_config, speculation=speculation
-    )
     llm = LLM.from_config(config)
     if beams is None:
-        params = of_model(params, llm.requests.defaults, llm.model.sampling_defaults)
+        params = of_model(params, llm)
     if not as_json and llm.tokenizer is None:
         llm.decode([])  # raises an error: there is no text to print
     ids, stream = decoding.start(llm, given, params, beams)

@@ -11,7 +11,7 @@ import functools
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +19,9 @@ from nanoinfer.cli.values import parse_size, size_units, unescape
 from nanoinfer.config import GENERATION_CONFIGS, LLMConfig
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.field_docs import field_docs
+
+if TYPE_CHECKING:
+    from nanoinfer.entrypoints.llm import LLM
 
 PATH: Any = click.Path(path_type=Path)
 # Type of a field -> type of its flag, and what stands for the value in the help.
@@ -34,6 +37,7 @@ _WRITTEN: dict[str, tuple[Any, str | None, str]] = {
 }
 # Second names of flags.
 _ALIASES = {"model": "-m", "n": "-n", "output": "-o", "temperature": "--temp"}
+_OF_MODEL = ("model", "tokenizer", "generation_config")  # fields of LLMConfig that are flags of their own
 _Command = Callable[..., Any]
 
 model_flag = click.option(
@@ -61,17 +65,11 @@ def are_given(names: Iterable[str]) -> list[str]:
     return [name for name in names if source(name) is not default]
 
 
-def of_model(params: SamplingParams, model: SamplingParams, names: Iterable[str]) -> SamplingParams:
-    """Return the parameters of a command with the model's own in the place of flags that are not given.
-
-    Args:
-        params: from the flags.
-        model: those of the model.
-        names: what its generation_config.json has.
-    """
-    fields = ["max_tokens" if name == "max_new_tokens" else name for name in names]
-    given = are_given(fields)
-    return dataclasses.replace(params, **{name: getattr(model, name) for name in fields if name not in given})
+def of_model(params: SamplingParams, llm: LLM) -> SamplingParams:
+    """Return the parameters of a command with those of the model's generation_config.json where no flag is given."""
+    fields = ["max_tokens" if name == "max_new_tokens" else name for name in llm.model.sampling_defaults]
+    given, defaults = are_given(fields), llm.requests.defaults
+    return dataclasses.replace(params, **{name: getattr(defaults, name) for name in fields if name not in given})
 
 
 def json_flag(help: str) -> Callable[[_Command], _Command]:
@@ -103,6 +101,30 @@ def flags(
         for f in reversed(fields):  # as of decorators, the last one applied is the first one shown
             _option(f.name, hints[f.name], docs.get(f.name, ""), own_defaults[f.name])(run)
         return run
+
+    return decorate
+
+
+def llm_config(*parts: str) -> Callable[[_Command], _Command]:
+    """Decorate a command so that it gets an `LLMConfig` as keyword `config`, instead of what the config has.
+
+    That is the model, the tokenizer and the generation config, where the command has flags of them, and the parts.
+
+    Args:
+        parts: fields of LLMConfig, such as "engine", whose fields become flags.
+    """
+    kinds = typing.get_type_hints(LLMConfig)
+
+    def decorate(command: _Command) -> _Command:
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            given = {name: values.pop(name) for name in (*_OF_MODEL, *parts) if name in values}
+            return command(**values, config=LLMConfig(**given))
+
+        made: _Command = run
+        for part in reversed(parts):
+            made = flags(kinds[part], part)(made)
+        return made
 
     return decorate
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import NO_FLAGS, PATH, flags, json_flag, model_flag, tokenizer_flag
+from nanoinfer.cli.options import NO_FLAGS, PATH, flags, json_flag, llm_config, model_flag, tokenizer_flag
 from nanoinfer.cli.terminal import finite_json, report_console, report_table
-from nanoinfer.config import EngineConfig, LLMConfig
+from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_int
@@ -58,17 +58,15 @@ _TEXT = (
 @click.option("--trace", metavar="PATH", type=PATH, help="Write a Chrome trace of the profiled run to this file.")
 @json_flag("Print one JSON object, with every operator.")
 @flags(SamplingParams, "params", skip=("best_of", *_TEXT, *NO_FLAGS))
-@flags(EngineConfig, "engine_config")
+@llm_config("engine")
 def profile(
     prompt: str | None,
-    model: str,
-    tokenizer: str | None,
     max_tokens: int,
     prompt_tokens: int | None,
     decode_only: bool,
     trace: Path | None,
     as_json: bool,
-    engine_config: EngineConfig,
+    config: LLMConfig,
     params: SamplingParams,
 ) -> None:
     """Print the time of each part of the model and of each operator."""
@@ -84,7 +82,7 @@ def profile(
         from nanoinfer.profiling.profiler import profile as run
         from nanoinfer.profiling.recording import random_prompts
 
-        llm = LLM.from_config(LLMConfig(model, tokenizer, engine=engine_config))
+        llm = LLM.from_config(config)
         given = random_prompts(llm, 1, num_prompt_tokens) if prompt is None else prompt
         result = run(llm, given, params, decode_only=decode_only, trace=partial)
     text = finite_json(dataclasses.asdict(result))

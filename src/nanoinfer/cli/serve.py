@@ -8,10 +8,9 @@ Examples:
 from __future__ import annotations
 
 from nanoinfer.cli.help import argument, command
-from nanoinfer.cli.options import flags, generation_config_flag, tokenizer_flag
-from nanoinfer.config import EngineConfig, LLMConfig, SchedulerConfig, SpeculationConfig
+from nanoinfer.cli.options import flags, generation_config_flag, llm_config, tokenizer_flag
+from nanoinfer.config import LLMConfig
 from nanoinfer.errors import NanoinferError, missing_extra
-from nanoinfer.pooling_params import PoolingConfig
 from nanoinfer.server.config import ServerConfig
 
 
@@ -24,30 +23,9 @@ from nanoinfer.server.config import ServerConfig
 @tokenizer_flag
 @generation_config_flag
 @flags(ServerConfig, "server")
-@flags(PoolingConfig, "pooling")
-@flags(SchedulerConfig, "scheduler")
-@flags(SpeculationConfig, "speculation")
-@flags(EngineConfig, "engine_config")
-def serve(
-    model: str,
-    tokenizer: str | None,
-    generation_config: str,
-    server: ServerConfig,
-    engine_config: EngineConfig,
-    speculation: SpeculationConfig,
-    scheduler: SchedulerConfig,
-    pooling: PoolingConfig,
-) -> None:
+@llm_config("pooling", "scheduler", "speculation", "engine")
+def serve(server: ServerConfig, config: LLMConfig) -> None:
     """Serve a model over HTTP with OpenAI's interface."""
-    config = LLMConfig(
-        model,
-        tokenizer,
-        generation_config=generation_config,
-        engine=engine_config,
-        speculation=speculation,
-        scheduler=scheduler,
-        pooling=pooling,
-    )
     try:
         from nanoinfer.server import auth, descriptors, run
     except ModuleNotFoundError as e:

@@ -178,7 +178,13 @@ def batch_of(work: Seq[ScheduledSequence], proposed: StepProposals | None = None
         else:
             token_ids = [*w.token_ids, PENDING] if w.pending else w.token_ids
             batch.add(handle, token_ids, num_logits=w.num_scored + w.samples)
+    batch.hidden_only = not any(w.samples or (w.num_scored and not _reads_hidden(w.sequence)) for w in work)
     return batch
+
+
+def _reads_hidden(s: Sequence) -> bool:
+    """Return whether what is read of a prompt is hidden states."""
+    return s.request.prompt_reads is not None and s.request.prompt_reads.hidden
 
 
 def propose(step: Step) -> None:

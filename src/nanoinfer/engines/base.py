@@ -49,6 +49,8 @@ class StepBatch:
     """Number of new tokens of each sequence, >= 1."""
     num_logits: list[int] = field(default_factory=list)
     """Number of last new tokens of each sequence to return logits for, 0 <= num_logits[i] <= num_new[i]."""
+    hidden_only: bool = False
+    """Whether only `Engine.hidden` is read: `extend` then returns no logits, (0, vocab_size), and may omit the head."""
 
     def add(self, handle: Handle, token_ids: list[int], num_logits: int = 1) -> None:
         """Append one sequence's new tokens."""

@@ -65,7 +65,7 @@ class NativeEngine(Sequences):
             ) from None
         self._handles: dict[Handle, int] = {}
         self._logits = np.empty((0, self._decoder.logits_stride), np.float32)
-        self._num_logits = 0  # of the last step
+        self._num_hidden = 0  # rows of the last step
 
     def _load(self, weights: Weights) -> None:
         if isinstance(weights, PackedWeights):
@@ -95,7 +95,8 @@ class NativeEngine(Sequences):
         The logits are a view of a buffer. They are valid until the next call.
         """
         self._check(batch)
-        count = sum(batch.num_logits)
+        num_hidden = sum(batch.num_logits)
+        count = 0 if batch.hidden_only else num_hidden
         if count > len(self._logits):  # reused: touching new pages takes longer than a small step
             self._logits = np.empty((count, self._decoder.logits_stride), np.float32)
         try:
@@ -110,13 +111,13 @@ class NativeEngine(Sequences):
             raise NanoinferError(str(e)) from None
         except RuntimeError as e:  # a forked child cannot create its threads, or the parent was forked during a step
             raise NanoinferError(f"engine=native: {e}") from None
-        self._num_logits = count
+        self._num_hidden = num_hidden
         self._advance(batch)
         return self._logits[:count, : self.config.vocab_size]
 
     def hidden(self) -> NDArray[np.float32]:
         """Return the final hidden states of the last step's logits, (sum(num_logits), C) float32."""
-        hidden = np.empty((self._num_logits, self.config.n_embd), np.float32)
+        hidden = np.empty((self._num_hidden, self.config.n_embd), np.float32)
         self._decoder.hidden(out=hidden)
         return hidden
 

@@ -148,7 +148,10 @@ class StaticShapeEngine(ModelEngine):
                 places += range(firsts[i], firsts[i + 1])
             chosen = select(rows, self.device)
             hidden.append(out.hidden.flatten(0, 1)[chosen])
-            logits.append(self._head(hidden[-1]) if out.logits is None else out.logits[chosen])
+            if batch.hidden_only:
+                logits.append(torch.empty(0, self.config.vocab_size, device=self.device))
+            else:
+                logits.append(self._head(hidden[-1]) if out.logits is None else out.logits[chosen])
             if len(sub_batches) > 1:  # the next sub-batch may overwrite these results
                 hidden[-1], logits[-1] = hidden[-1].clone(), logits[-1].clone()
         self._sampled.difference_update(batch.handles)
@@ -158,7 +161,7 @@ class StaticShapeEngine(ModelEngine):
             return torch.empty(0, self.config.vocab_size, device=self.device)
         back = select(sorted(range(len(places)), key=places.__getitem__), self.device)
         self._hidden = (torch.cat(hidden) if len(sub_batches) > 1 else hidden[0])[back]
-        return (torch.cat(logits) if len(sub_batches) > 1 else logits[0])[back]
+        return logits[0] if batch.hidden_only else (torch.cat(logits) if len(sub_batches) > 1 else logits[0])[back]
 
     @torch.inference_mode()
     def step(self, batch: StepBatch, sample: SampleSlots, sampler_slots: list[int]) -> PendingTokens:
@@ -192,9 +195,9 @@ class StaticShapeEngine(ModelEngine):
         if len(parts) != 1 or any(t != PENDING for t in batch.token_ids) or not all(batch.num_logits):
             return PlannedStep(placed, slot_of)
         num_repeats = parts[0].bucket.context - 1 - max(self._lengths[h] for h in batch.handles)
-        return PlannedStep(
-            placed, slot_of, StepBatch(*map(list, vars(batch).values())), sampler_slots.copy(), num_repeats
-        )
+        counts = batch.num_new.copy(), batch.num_logits.copy()
+        copy = StepBatch(batch.handles.copy(), batch.token_ids.copy(), *counts)
+        return PlannedStep(placed, slot_of, copy, sampler_slots.copy(), num_repeats)
 
     def _plan(self, batch: StepBatch) -> list[SubBatch]:
         for source, target in self._cache.compact(self._lengths):

@@ -63,7 +63,7 @@ class TorchEngine(ModelEngine):
                 self._undo(batch)
                 raise
         self._advance(batch)
-        return self.model.logits(self._hidden)
+        return self.model.logits(self._hidden[:0] if batch.hidden_only else self._hidden)
 
     def _run(self, batch: StepBatch) -> Tensor:
         """Return the hidden states of the requested logits, (sum(num_logits), C)."""

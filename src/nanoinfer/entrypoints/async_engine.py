@@ -26,7 +26,7 @@ from typing import cast
 
 from nanoinfer.core.core import Core
 from nanoinfer.entrypoints.async_requests import FINAL_ONLY, AsyncRequest
-from nanoinfer.errors import NanoinferError, ResultError, one_line
+from nanoinfer.errors import NanoinferError, ResultError, one_line, result_error
 from nanoinfer.outputs import Delta, RequestOutput
 from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.workers import Workers
@@ -237,7 +237,7 @@ class AsyncEngine:
     def _result(self, request: AsyncRequest, output: RequestOutput, reason: str = INTERRUPTED) -> Item:
         for o in output.outputs:
             if o.error is not None:
-                return ResultError(o.error)
+                return result_error(o.error)
         if not request.aborted and any(o.finish_reason == "abort" for o in output.outputs):
             return ResultError(f"the request was aborted: {reason}")
         return output

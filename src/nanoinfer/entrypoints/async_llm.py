@@ -6,8 +6,8 @@
 
 One engine thread runs the steps (async_engine.py). Preparing a request (the chat template, tokenization, checks) takes
 milliseconds for a long prompt, so it runs neither in the event loop, nor in the engine thread, where it would delay the
-next token of every running request, but in a few worker threads. What takes longer (long texts, grammars, scores) has a
-thread of its own, so that short requests need not wait for it.
+next token of every running request, but in a few worker threads. What takes longer (long texts, grammars, scores, to
+read a long answer) has a thread of its own, so that short requests need not wait for it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 from nanoinfer.config import LLMConfig
 from nanoinfer.entrypoints.async_engine import CLOSED, AsyncEngine
-from nanoinfer.entrypoints.async_pooling import AsyncPoolingMethods
 from nanoinfer.entrypoints.async_requests import CUMULATIVE, DELTA, OUTPUT_KINDS
 from nanoinfer.entrypoints.async_streams import AsyncOutputStream
 from nanoinfer.entrypoints.chat import AnswerReader, ChatPrompt, chat_prompt
 from nanoinfer.entrypoints.input_processor import Params
 from nanoinfer.entrypoints.llm import LLM
 from nanoinfer.entrypoints.model_tokenizer import ModelTokenizer
+from nanoinfer.entrypoints.pooling_methods import AsyncPoolingMethods
 from nanoinfer.entrypoints.vllm_names import EngineArgs, llm_signature
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.chat import ChatOptions
@@ -54,6 +54,7 @@ class _Threads:
         self.tokenizing = Workers("nanoinfer-tokenize", 1, around=processes.computing)  # long texts
         self.compiling = Workers("nanoinfer-compile", 1, around=processes.computing)  # seconds for some grammars
         self.scoring = Workers("nanoinfer-score", 1)  # its calls run steps, which have the core's lock
+        self.reading = Workers("nanoinfer-answers", 1, around=processes.computing)  # long answers; one child process
 
     def close(self) -> None:
         self.engine.close()
@@ -61,6 +62,7 @@ class _Threads:
         self.tokenizing.stop()
         self.compiling.stop()
         self.scoring.stop()
+        self.reading.stop()
 
 
 class AsyncLLM(AsyncPoolingMethods):
@@ -238,7 +240,9 @@ class AsyncLLM(AsyncPoolingMethods):
             request_id = secrets.token_hex(8)
         elif not isinstance(request_id, str) or not request_id:
             raise NanoinferError(f"request_id={show(request_id)} is not a string of one or more characters")
-        return AsyncOutputStream(lambda: self._running().engine, making, request_id, output_kind, reader)
+        return AsyncOutputStream(
+            lambda: self._running().engine, making, request_id, output_kind, reader, lambda: self._running().reading
+        )
 
     async def abort(self, request_id: str) -> None:
         """End a request before the next step. Its iterator returns the output so far, with finish_reason "abort".

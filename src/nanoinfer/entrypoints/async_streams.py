@@ -23,11 +23,14 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         request_id: given by the caller, or made.
         output_kind: one of OUTPUT_KINDS.
         reader: reads the messages of a chat.
+        reading: returns the workers that read what takes more than a few milliseconds.
     """
 
     _request: AsyncRequest | None = None  # until the first iteration
     finished = False
     """Whether the iterator yields nothing more."""
+    unread = False
+    """Whether the output that was taken last is still to be read."""
 
     def __init__(
         self,
@@ -35,9 +38,11 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         making: Generator[Workers, None, Request],
         request_id: str,
         output_kind: str,
-        reader: AnswerReader | None = None,
+        reader: AnswerReader | None,
+        reading: Callable[[], Workers],
     ) -> None:
-        self._running, self._making, self._output_kind, self._reader = engine, making, output_kind, reader
+        self._running, self._making, self._output_kind = engine, making, output_kind
+        self._reader, self._reading = reader, reading
         self.request_id = request_id
         """The id that the caller gave, or that was made."""
 
@@ -47,7 +52,8 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         try:
             request = self._request or self.begin(asyncio.Event())
             await request.wait()
-            return self.take()
+            output = self.take()
+            return await self.read(output) if self.unread else output
         except BaseException:  # the task was cancelled, or the request has failed
             self.leave()
             raise
@@ -67,12 +73,20 @@ class AsyncOutputStream(AsyncIterator[RequestOutput]):
         return self._request is not None and self._request.ready
 
     def take(self) -> RequestOutput:
-        """Return the output that is ready. Raises the error of a request that has failed."""
+        """Return the output that is ready; if it is `unread`, for `read`. Raises the error of a failed request."""
         assert self._request is not None
         core = self._engine.core
         output = self._request.take(core.outputs.logprobs, core.clock)
         self.finished = self._request.ended
-        return output if self._reader is None else self._reader.read(output)
+        reader = self._reader
+        self.unread = reader is not None and not reader.is_quick(output)
+        return output if reader is None or self.unread else reader.read(output)
+
+    async def read(self, output: RequestOutput) -> RequestOutput:
+        """Return an output that was taken with its messages, which a worker reads."""
+        assert self._reader is not None
+        reader, self.unread = self._reader, False
+        return await self._reading().run(lambda: reader.read(output))
 
     async def aclose(self) -> None:
         """Cancel the request if it is not finished. The iterator yields nothing more."""
@@ -120,6 +134,9 @@ class MergedStreams(AsyncIterator[list[tuple[int, RequestOutput]]]):
                     stream.begin(self._event)
             while self._open:
                 if found := [(i, self._take(i)) for i, stream in self._open.items() if stream.ready]:
+                    for at, (i, output) in enumerate(found):
+                        if self._open[i].unread:
+                            found[at] = i, await self._open[i].read(output)
                     if self._observe is not None:
                         self._observe([(i, output, self._open[i].finished) for i, output in found])
                     for i, _ in found:

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
-from typing import cast
+from typing import Any, cast
 
 from nanoinfer.entrypoints.input_processor import Params, RequestFactory
 from nanoinfer.errors import NanoinferError, missing_extra
@@ -26,8 +26,10 @@ from nanoinfer.inputs.chat import ChatFormatter, ChatOptions
 from nanoinfer.inputs.messages import Message
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import ChatMessage, CompletionOutput, RequestOutput
-from nanoinfer.sampling_params import SamplingParams, StructuredOutputsParams
+from nanoinfer.sampling_params import SamplingParams
 
+QUICK_SIZE = 1 << 12
+"""Most characters and tokens of an output that is read in an event loop: up to 10 ms."""
 EXPLAIN_SEC = 2.0
 """Time after which no further tool is tried, to find out which of them cannot be compiled."""
 log = logging.getLogger("nanoinfer")
@@ -59,9 +61,8 @@ class Answers:
         """Return a parser for one answer."""
         if self.template is not None:
             return ResponseTemplateParser(self.template, self.tools, prompt=self.prompt)
-        return AnswerParser(
-            self.format, self.tools, starts_in_reasoning=self.in_reasoning is True, constrained=self.constrained
-        )
+        starts = self.in_reasoning is True
+        return AnswerParser(self.format, self.tools, starts_in_reasoning=starts, constrained=self.constrained)
 
     def num_reasoning_tokens(self, message: ChatMessage, token_ids: Sequence[int]) -> int | None:
         """Return the tokens of the reasoning, with its markers. Args: token_ids: of the answer, or its beginning."""
@@ -89,14 +90,14 @@ class ChatPrompt:
         if not self.answers.constrained:
             return
         try:
-            requests.compile(_structured(self.params))
+            requests.compile(cast(Any, self.params).structured_outputs)
         except NanoinferError as e:
             until = time.monotonic() + EXPLAIN_SEC
             for tool in self.answers.tools:
                 if time.monotonic() > until:
                     break
                 try:
-                    requests.compile(_required(to_grammar(self.answers.format, [tool], tool.name)))
+                    requests.compile(cast(Any, to_grammar(self.answers.format, [tool], tool.name)))
                 except NanoinferError as found:
                     raise NanoinferError(f"tools: tool {tool.name!r}: {_without_field(found)}") from None
             raise NanoinferError(f"tools: {_without_field(e)}") from None
@@ -112,8 +113,8 @@ def chat_prompt(
     """
     params = params or SamplingParams()
     text = messages if isinstance(messages, str) else formatter.render(messages, options)
-    format = formatter.format(options.chat_template)
-    tools, choice = options.checked_tools, options.choice
+    source, tools, choice = options.chat_template, options.checked_tools, options.choice
+    format = formatter.format(source)
     in_reasoning = format.reasoning_of(text)
     if in_reasoning is None and options.continue_final_message:
         in_reasoning = False
@@ -137,15 +138,8 @@ def chat_prompt(
         log.warning("tools: calls may be malformed, because %s", missing_extra("llguidance", "structured"))
         grammar = None
     callable_tools = tuple(tool for tool in tools if choice in ("auto", "required", tool.name))
-    answers = Answers(
-        formatter,
-        format,
-        callable_tools,
-        in_reasoning,
-        constrained=bool(callable_tools) and grammar is not None,
-        template=formatter.response_template(options.chat_template),
-        prompt=text,
-    )
+    constrained, template = bool(callable_tools) and grammar is not None, formatter.response_template(source)
+    answers = Answers(formatter, format, callable_tools, in_reasoning, constrained, template, text)
     if isinstance(params, SamplingParams):
         shows = not answers.plain and (answers.template is not None or _is_special(format, formatter.special_tokens))
         hides = params.skip_special_tokens and not shows
@@ -173,8 +167,26 @@ class AnswerReader:
         self.answers, self._deltas = answers, deltas
         self._states: dict[int, _State] = {}
 
+    def is_quick(self, output: RequestOutput) -> bool:
+        """Return whether `read` takes a few milliseconds at most: event loops run what takes longer in a thread."""
+        assert self.answers is not None
+        answers = self.answers
+        if answers.plain:
+            return True
+        size = 0
+        if answers.template is not None:
+            if answers.template.asks_process:
+                return False
+            size = 0 if self._states else len(answers.prompt)  # which the template reads first
+        for o in output.outputs:
+            state = self._states.get(o.index)
+            size += len(o.text) - (0 if self._deltas or state is None else state.num_chars)
+            if o.finish_reason is not None and answers.format.reasoning_end:  # its tokens are counted
+                size += len(o.token_ids) + (0 if state is None else len(state.token_ids))
+        return size <= QUICK_SIZE
+
     def read(self, output: RequestOutput) -> RequestOutput:
-        """Return an output with messages."""
+        """Return an output with messages. Outputs are read one after the other, in any thread."""
         assert self.answers is not None
         if self.answers.plain and self._deltas:
             return output
@@ -211,15 +223,6 @@ class _State:
     num_chars: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Of deltas."""
-
-
-def _structured(params: Params) -> StructuredOutputsParams:
-    return _required(cast(SamplingParams, params).structured_outputs)
-
-
-def _required(grammar: StructuredOutputsParams | None) -> StructuredOutputsParams:
-    assert grammar is not None
-    return grammar
 
 
 def _without_field(error: NanoinferError) -> str:

@@ -13,7 +13,8 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -29,6 +30,7 @@ from nanoinfer.models.tokenizers import Tokenizer, decode
 from nanoinfer.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
@@ -39,45 +41,46 @@ from nanoinfer.scheduling.sequence import PromptReads, Request
 from nanoinfer.utils.arrays import Array, to_numpy
 from nanoinfer.utils.checks import show
 
-T = TypeVar("T")
+T = TypeVar("T", bound=PoolingRequestOutput[Any])
 NOTHING = SamplingParams(max_tokens=1)
 """Of the requests: what is only scored samples no token."""
 _ROLES = ("query", "document")
 Values = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class PoolingWork(Generic[T]):
-    """Requests to run, and what they result in."""
+@dataclass(eq=False)
+class Reading:
+    """A request that generates nothing, and the sum of the rows that are read of it."""
 
-    makes: Sequence[tuple[int, Callable[[], Request]]]
-    """For each request the number of characters of its text, and a function that makes it, not queued."""
-    finish: Callable[[Sequence[RequestOutput]], list[T]]
-    """Returns the results, given the outputs of the requests, all of which have succeeded."""
+    core: Core
+    tokens: Callable[[], tuple[str | None, list[int]]]
+    """Returns the text of the request, if it has one, and its tokens."""
+    num_chars: int
+    """Of the texts that it is made of."""
+    kind: str
+    """The tokens whose rows are read, one of POOLING_TYPES."""
+    options: Mapping[str, Any]
+    """Of `Core.make`: salt and priority."""
+    columns: list[int] | None = None
+    """Of the logits that are read; None: hidden states are."""
+    ids: list[int] = field(default_factory=list)
+    """The tokens of the input, when the request is made."""
+    total: Values = field(default_factory=lambda: np.zeros(1))
+    count: int = 0
 
-    def make(self) -> list[Request]:
-        """Return the requests, not queued. Raises NanoinferError if one of them is refused."""
-        requests = []
-        for i, (_, make) in enumerate(self.makes):
-            with numbered(i, len(self.makes)):
-                requests.append(make())
-        return requests
+    def make(self) -> Request:
+        """Return the request, not queued. Raises NanoinferError if it is refused."""
+        text, self.ids = self.tokens()
+        ids = self.ids[:1] if self.kind == "cls" else self.ids  # the first token attends to no other
+        request = self.core.make(text, ids, NOTHING, 0, **self.options)
+        first = len(ids) - 1 if self.kind == "last" else 0
+        request.prompt_reads = PromptReads(ids, first, self._add, hidden=self.columns is None)
+        return request
 
-
-class _Sum:
-    """The sum of the rows that are read of one request. Args: columns: those that are kept; None: all."""
-
-    def __init__(self, columns: list[int] | None = None) -> None:
-        self._columns = columns
-        self.ids: list[int] = []
-        """The tokens of the input."""
-        self.total: Values = np.zeros(1)
-        self.count = 0
-
-    def add(self, rows: Array, _: list[int]) -> None:
+    def _add(self, rows: Array, _: list[int]) -> None:
         """Add rows of hidden states or logits. Raises ResultError if they are not finite."""
         values = to_numpy(rows)
-        values = values if self._columns is None else values[:, self._columns]
+        values = values if self.columns is None else values[:, self.columns]
         if not np.isfinite(values).all():
             raise ResultError("the model's outputs are not finite: use dtype=float32, and check the weights")
         for row in values:  # one by one: the order, and so the result, does not depend on the chunks
@@ -86,11 +89,42 @@ class _Sum:
 
     @property
     def mean(self) -> Values:
+        """The mean of the rows."""
         return self.total / self.count
+
+
+@dataclass(frozen=True)
+class PoolingWork(Generic[T]):
+    """Requests to run, and what they result in."""
+
+    readings: Sequence[Reading]
+    result: type[T]
+    values: Sequence[tuple[Callable[..., Any], Sequence[int]]]
+    """For each result a function of some readings, and their indices."""
+
+    def make(self) -> list[Request]:
+        """Return the requests, not queued. Raises NanoinferError if one of them is refused."""
+        requests = []
+        for i, reading in enumerate(self.readings):
+            with numbered(i, len(self.readings)):
+                requests.append(reading.make())
+        return requests
+
+    def finish(self, outputs: Sequence[RequestOutput]) -> list[T]:
+        """Return the results. Args: outputs: of the requests, all of which have succeeded."""
+        results = []
+        for value, indices in self.values:
+            found, of = [self.readings[i] for i in indices], [outputs[i] for i in indices]
+            ids = [token for reading in found for token in reading.ids]
+            cached = sum(output.num_cached_tokens for output in of)
+            results.append(self.result(of[-1].request_id, value(*found), ids, cached))
+        return results
 
 
 class Pooler:
     """Makes the requests of embeddings and scores.
+
+    Their `options` are those of `Core.make`: salt, for prompts that have none of their own, and priority.
 
     Args:
         core, model: as of `LLM`.
@@ -108,35 +142,24 @@ class Pooler:
         return self._model.pooling.true_id is not None
 
     def plan(
-        self,
-        inputs: Any,
-        documents: Sequence[str],
-        params: PoolingParams,
-        salt: str | None = None,
-        priority: int = 0,
+        self, inputs: Any, documents: Sequence[str], params: PoolingParams, **options: Any
     ) -> PoolingWork[EmbeddingRequestOutput] | PoolingWork[ScoringRequestOutput]:
         """Return the work that scores documents for queries, or without documents embeds the inputs."""
         if documents:
-            return self.score(inputs, documents, params, salt=salt, priority=priority)
-        return self.embed(inputs, params, salt=salt, priority=priority)
+            return self.score(inputs, documents, params, **options)
+        return self.embed(inputs, params, **options)
 
     # Embeddings ------------------------------------------------------------------------------------------
 
     def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: PoolingParams | Sequence[PoolingParams] | None,
-        *,
-        salt: str | None = None,
-        priority: int = 0,
+        self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None, **options: Any
     ) -> PoolingWork[EmbeddingRequestOutput]:
         """Return the work that embeds prompts.
 
         Args:
             prompts: in all supported forms, with or without `cache_salt`.
             params: of all prompts, or of each.
-            salt: of the prompts that have none of their own.
-            priority: of all.
+            options: of `Core.make`.
 
         Raises:
             NanoinferError: a prompt has an unsupported form, a parameter is out of range, or the model's files ask for
@@ -149,16 +172,12 @@ class Pooler:
             raise NanoinferError(f"{len(many)} prompts, but {len(each)} PoolingParams: give one, or one for each")
         for p in each:
             self._check(p)
-        made = [self._embedding(prompt, p, salt=own or salt, priority=priority)
-                for prompt, p, own in zip(many, each, salts, strict=True)]  # fmt: skip
-
-        def finish(outputs: Sequence[RequestOutput]) -> list[EmbeddingRequestOutput]:
-            return [
-                EmbeddingRequestOutput(output.request_id, self._values(found, p), found.ids, output.num_cached_tokens)
-                for output, (_, found), p in zip(outputs, made, each, strict=True)
-            ]
-
-        return PoolingWork([make for make, _ in made], finish)
+        readings = [
+            self._reading(prompt, p, {**options, "salt": salt or options.get("salt")})
+            for prompt, p, salt in zip(many, each, salts, strict=True)
+        ]
+        values = [(partial(self._embedding, params=p), (i,)) for i, p in enumerate(each)]
+        return PoolingWork(readings, EmbeddingRequestOutput, values)
 
     def _check(self, params: PoolingParams) -> None:
         width = self._model.config.n_embd
@@ -173,21 +192,11 @@ class Pooler:
         if self._model.pooling.unsupported:
             raise NanoinferError(self._model.pooling.unsupported)
 
-    def _embedding(
-        self, prompt: str | list[int], params: PoolingParams, *, salt: str | None, priority: int
-    ) -> tuple[tuple[int, Callable[[], Request]], _Sum]:
-        """Return what makes the request of one embedding, and what it reads."""
-        found, kind = _Sum(), self._model.pooling.kind
-
-        def make() -> Request:
-            found.ids = ids = self._token_ids(prompt, params)
-            if kind == "cls":
-                ids = ids[:1]  # the first token attends to no other
-            request = self._request(prompt if isinstance(prompt, str) else None, ids, salt, priority)
-            request.prompt_reads = PromptReads(ids, len(ids) - 1 if kind == "last" else 0, found.add, hidden=True)
-            return request
-
-        return (len(prompt) if isinstance(prompt, str) else 0, make), found
+    def _reading(self, prompt: str | list[int], params: PoolingParams, options: Mapping[str, Any]) -> Reading:
+        """Return the request of one embedding."""
+        text = prompt if isinstance(prompt, str) else None
+        kind = self._model.pooling.kind
+        return Reading(self._core, lambda: (text, self._token_ids(prompt, params)), len(text or ""), kind, options)
 
     def _token_ids(self, prompt: str | list[int], params: PoolingParams) -> list[int]:
         """Return the tokens of an input. A text gets the start and end tokens that the tokenizer's files ask for."""
@@ -214,14 +223,10 @@ class Pooler:
         given = params.truncate_prompt_tokens
         return self._block_size if given in (None, -1) else int(given or 0)
 
-    def _request(self, text: str | None, ids: list[int], salt: str | None, priority: int) -> Request:
-        return self._core.make(text, ids, NOTHING, 0, salt=salt, priority=priority)
-
-    def _values(self, found: _Sum, params: PoolingParams) -> EmbeddingOutput:
-        values = found.mean[: params.dimensions]
-        normalizes = self._model.pooling.normalize if params.normalizes is None else params.normalizes
-        if normalizes:
-            values = values / max(float(np.sqrt(np.square(values).sum())), 1e-12)
+    def _embedding(self, reading: Reading, params: PoolingParams) -> EmbeddingOutput:
+        values = reading.mean[: params.dimensions]
+        if self._model.pooling.normalize if params.normalizes is None else params.normalizes:
+            values = _normalized(values)
         return EmbeddingOutput(array("f", values.astype(np.float32).tobytes()))
 
     # Scores ----------------------------------------------------------------------------------------------
@@ -233,8 +238,7 @@ class Pooler:
         params: PoolingParams | None,
         *,
         chat_template: str | None = None,
-        salt: str | None = None,
-        priority: int = 0,
+        **options: Any,
     ) -> PoolingWork[ScoringRequestOutput]:
         """Return the work that scores documents: all for one query, or each for its own.
 
@@ -251,74 +255,31 @@ class Pooler:
             raise NanoinferError(
                 f"{len(before)} queries, but {len(after)} documents: give one query, or one for each document"
             )
+        one_query = len(before) == 1
         if self.reranks:
-            pairs = [*zip(before * (len(after) if len(before) == 1 else 1), after, strict=True)]
-            return self._by_logits(pairs, params, self._template(chat_template), salt, priority)
+            pairs = [*zip(before * (len(after) if one_query else 1), after, strict=True)]
+            readings = self._pairs(pairs, params, self._template(chat_template), options)
+            values = [(partial(_score, params=params), (i,)) for i in range(len(pairs))]
+            return PoolingWork(readings, ScoringRequestOutput, values)
         if chat_template is not None:
             raise NanoinferError("chat_template is of rerankers: give classifier_from_token= to LLM, or leave it out")
-        return self._by_cosine(before, after, params, salt, priority)
+        readings = [self._reading(prompt, params, options) for prompt in (*before, *after)]
+        each = [(_cosine, (0 if one_query else i, len(before) + i)) for i in range(len(after))]
+        return PoolingWork(readings, ScoringRequestOutput, each)
 
-    def _by_cosine(
-        self, before: list[Any], after: list[Any], params: PoolingParams, salt: str | None, priority: int
-    ) -> PoolingWork[ScoringRequestOutput]:
-        made = [self._embedding(prompt, params, salt=salt, priority=priority) for prompt in (*before, *after)]
-
-        def finish(outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-            units = [found.mean / max(float(np.sqrt(np.square(found.mean).sum())), 1e-12) for _, found in made]
-            results = []
-            for i in range(len(after)):
-                q, d = (0 if len(before) == 1 else i), len(before) + i
-                ids = [*made[q][1].ids, *made[d][1].ids]
-                score = ScoringOutput(float((units[q] * units[d]).sum()))
-                cached = outputs[q].num_cached_tokens + outputs[d].num_cached_tokens
-                results.append(ScoringRequestOutput(outputs[d].request_id, score, ids, cached))
-            return results
-
-        return PoolingWork([make for make, _ in made], finish)
-
-    def _by_logits(
-        self,
-        pairs: Sequence[tuple[Any, Any]],
-        params: PoolingParams,
-        template: ChatOptions,
-        salt: str | None,
-        priority: int,
-    ) -> PoolingWork[ScoringRequestOutput]:
-        pooling = self._model.pooling
+    def _pairs(
+        self, pairs: Sequence[tuple[Any, Any]], params: PoolingParams, template: ChatOptions, options: Mapping[str, Any]
+    ) -> list[Reading]:
+        """Return the requests of a reranker."""
+        pooling, readings = self._model.pooling, []
         columns = [token for token in (pooling.true_id, pooling.false_id) if token is not None]
-        sums = [_Sum(columns) for _ in pairs]
-
-        def making(i: int) -> Callable[[], Request]:
-            query, document = pairs[i]
-
-            def make() -> Request:
-                text, ids = self._pair(query, document, params, template)
-                request = self._request(text, ids, salt, priority)
-                request.prompt_reads = PromptReads(ids, len(ids) - 1, sums[i].add)
-                return request
-
-            return make
-
-        def finish(outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
-            return [
-                ScoringRequestOutput(
-                    output.request_id, self._score(found, params), output.prompt_token_ids, output.num_cached_tokens
-                )
-                for output, found in zip(outputs, sums, strict=True)
-            ]
-
-        for i, pair in enumerate(pairs):
+        for i, (query, document) in enumerate(pairs):
             with numbered(i, len(pairs), "document"):
-                if not all(isinstance(text, str) for text in pair):
+                if not (isinstance(query, str) and isinstance(document, str)):
                     raise NanoinferError("a reranker's query and document are token ids: give text")
-        return PoolingWork([(len(q) + len(d), making(i)) for i, (q, d) in enumerate(pairs)], finish)
-
-    def _score(self, found: _Sum, params: PoolingParams) -> ScoringOutput:
-        """Return the score of the logits after a prompt: p(true) against p(false), or the difference of the logits."""
-        value = float(found.total[0] - (found.total[1] if len(found.total) == 2 else 0.0))
-        if params.use_activation is not False:
-            value = 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
-        return ScoringOutput(value)
+            tokens = partial(self._pair, query, document, params, template)
+            readings.append(Reading(self._core, tokens, len(query) + len(document), "last", options, columns))
+        return readings
 
     def _template(self, given: str | None) -> ChatOptions:
         """Return how a reranker's prompts are made."""
@@ -354,8 +315,23 @@ class Pooler:
         return text, ids
 
     def _render(self, query: str, document: str, template: ChatOptions, tokenizer: Tokenizer) -> tuple[str, list[int]]:
-        messages: list[Mapping[str, Any]] = [
-            {"role": role, "content": content} for role, content in zip(_ROLES, (query, document), strict=True)
-        ]
+        messages = [{"role": role, "content": content} for role, content in zip(_ROLES, (query, document), strict=True)]
         text = self._formatter.render(messages, template)
         return text, tokenizer.encode(text)
+
+
+def _normalized(values: Values) -> Values:
+    return values / max(float(np.sqrt(np.square(values).sum())), 1e-12)
+
+
+def _cosine(query: Reading, document: Reading) -> ScoringOutput:
+    return ScoringOutput(float((_normalized(query.mean) * _normalized(document.mean)).sum()))
+
+
+def _score(reading: Reading, params: PoolingParams) -> ScoringOutput:
+    """Return the score of the logits after a prompt: p(true) against p(false), or the difference of the logits."""
+    logits = reading.total
+    value = float(logits[0] - (logits[1] if len(logits) == 2 else 0.0))
+    if params.use_activation is not False:
+        value = 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+    return ScoringOutput(value)

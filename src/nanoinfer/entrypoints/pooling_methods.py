@@ -1,22 +1,28 @@
-"""The methods of `LLM` that embed and score, with vLLM's names (pooling.py makes their requests)."""
+"""The methods of `LLM` and `AsyncLLM` that embed and score, with vLLM's names (pooling.py makes their requests)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 from nanoinfer.core.core import Core
-from nanoinfer.entrypoints.pooling import Pooler, PoolingWork
+from nanoinfer.entrypoints.pooling import Pooler, PoolingWork, Reading, T
 from nanoinfer.entrypoints.streams import Ownership
 from nanoinfer.errors import ResultError
 from nanoinfer.inputs.prompts import Prompt, numbered
-from nanoinfer.outputs import EmbeddingRequestOutput, ScoringRequestOutput
+from nanoinfer.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from nanoinfer.pooling_params import PoolingParams
+from nanoinfer.scheduling.sequence import Request
 from nanoinfer.utils.progress import ProgressBar
+from nanoinfer.utils.workers import Workers
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from nanoinfer.entrypoints.async_streams import AsyncOutputStream, Observe
+
 Params = PoolingParams | Sequence[PoolingParams] | None
+Making = Generator[Workers, None, Request]
+"""Makes a request; yields the workers that run the next part."""
 
 
 class PoolingMethods:
@@ -96,6 +102,65 @@ class PoolingMethods:
                 with numbered(i, len(requests)):
                     raise ResultError(sequence.error or "another call was interrupted, and ended the request")
         return work.finish([self.core.output(request) for request in requests])
+
+
+class AsyncPoolingMethods:
+    """`embed` and `score` of `AsyncLLM`. If the task is cancelled, so are its requests."""
+
+    llm: PoolingMethods
+
+    def _workers(self, size: int) -> Workers:
+        raise NotImplementedError
+
+    def _stream(self, making: Making, request_id: str | None, output_kind: str) -> AsyncOutputStream:
+        raise NotImplementedError
+
+    async def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling_params: Params = None, *, priority: int = 0
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, as `LLM.embed`. Requests of smaller priority are admitted first."""
+        return await self.pool(lambda: self.llm.pooler.embed(prompts, pooling_params, priority=priority))
+
+    async def score(
+        self,
+        queries: Prompt | Sequence[Prompt],
+        documents: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        chat_template: str | None = None,
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """Return the score of each document, as `LLM.score`. Requests of smaller priority are admitted first."""
+        pooler = self.llm.pooler
+        return await self.pool(
+            lambda: pooler.score(queries, documents, pooling_params, chat_template=chat_template, priority=priority)
+        )
+
+    async def pool(self, plan: Callable[[], PoolingWork[T]], observe: Observe | None = None) -> list[T]:
+        """Run the requests of some work, and return its results.
+
+        Args:
+            plan: returns the work; it runs in a worker thread.
+            observe: as of `MergedStreams`.
+        """
+        from nanoinfer.entrypoints.async_requests import FINAL_ONLY
+        from nanoinfer.entrypoints.async_streams import MergedStreams
+
+        work = await self._workers(0).run(plan)
+
+        def making(reading: Reading) -> Making:
+            yield self._workers(reading.num_chars)
+            return reading.make()
+
+        streams = [self._stream(making(reading), None, FINAL_ONLY) for reading in work.readings]
+        merged = MergedStreams(streams, observe)
+        outputs: dict[int, RequestOutput] = {}
+        try:
+            async for found in merged:
+                outputs.update(found)
+        finally:
+            merged.close()
+        return await self._workers(0).run(lambda: work.finish([outputs[i] for i in range(len(outputs))]))
 
 
 def with_limit(params: Params, most: int | None) -> Params:

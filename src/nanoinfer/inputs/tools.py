@@ -129,6 +129,5 @@ def _depth(value: Any) -> int:
     depth, level = 0, [value]
     while level:
         depth += 1
-        inner = [v for v in level if isinstance(v, (Mapping, list, tuple))]
-        level = [item for v in inner for item in (v.values() if isinstance(v, Mapping) else v)]
+        level = [item for v in level for item in (v.values() if isinstance(v, Mapping) else v if is_list(v) else ())]
     return depth

@@ -27,11 +27,9 @@ MODULES = "modules.json"
 FILES = (MODULES, "[0-9]_Pooling/config.json", "[0-9]_LogitScore/config.json")
 """The files that are read, as patterns."""
 MAX_BYTES = 1 << 20
-_MODES = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
-_MODE_OF = {kind: mode for mode, kind in _MODES.items()}
 _FLAG = "pooling_mode_"
-_FLAGS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
-_GGUF = {1: "mean", 2: "cls", 3: "last"}
+_MODES = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean", "cls": "cls", "cls_token": "cls"}
+_GGUF = {0: "last", 1: "mean", 2: "cls", 3: "last"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class Pooling:
         if self.unsupported or self == Pooling():
             return {}
         modules = [{"path": "", "type": "Transformer"}]
-        folders: dict[str, dict[str, Any]] = {"1_Pooling": {"pooling_mode": _MODE_OF[self.kind]}}
+        folders: dict[str, dict[str, Any]] = {"1_Pooling": {"pooling_mode": self.kind.replace("last", "lasttoken")}}
         if self.true_id is not None:
             folders = {"1_LogitScore": {"true_token_id": self.true_id, "false_token_id": self.false_id}}
         modules += [{"path": name, "type": name.partition("_")[2]} for name in folders]
@@ -97,7 +95,7 @@ def read(folder: Path) -> Pooling:
 def of_gguf(metadata: Mapping[str, Any]) -> Pooling:
     """Return what the metadata of a GGUF file says."""
     kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
-    if kind in (None, 0):
+    if kind is None:
         return Pooling()
     if kind not in _GGUF:
         return Pooling(unsupported=f"pooling_type={show(kind)} of the GGUF file is not supported: give pooling_type=")
@@ -114,10 +112,11 @@ def _of_modules(folder: Path, modules: list[dict[str, Any]]) -> Pooling:
             found = replace(found, kind=_kind(_config(folder, module), escaped(folder)))
         elif kind == "LogitScore":
             raw = _config(folder, module)
-            ids = {name: raw.get(name) for name in ("true_token_id", "false_token_id")}
-            true, false = (None if i is None else require_int(name, i, 0, 2**31 - 1) for name, i in ids.items())
-            if true is None:
+            if raw.get("true_token_id") is None:
                 raise NanoinferError(f"{escaped(folder)}: LogitScore has no true_token_id")
+            true = require_int("true_token_id", raw["true_token_id"], 0, 2**31 - 1)
+            false = raw.get("false_token_id")
+            false = None if false is None else require_int("false_token_id", false, 0, 2**31 - 1)
             found = replace(found, true_id=true, false_id=false)
         elif kind != "Transformer":
             raise NanoinferError(f"{escaped(folder)}: the module {show(module.get('type'))} is not supported")
@@ -135,10 +134,10 @@ def _kind(raw: Mapping[str, Any], where: str) -> str:
     """Return the kind of pooling: {"pooling_mode_lasttoken": true} or {"pooling_mode": "lasttoken"} -> "last"."""
     mode = raw.get("pooling_mode")
     on = [mode] if mode is not None else [name for name, value in raw.items() if name.startswith(_FLAG) and value]
-    known = _MODES if mode is not None else {_FLAG + name: kind for name, kind in _FLAGS.items()}
-    if len(on) != 1 or not isinstance(on[0], str) or on[0] not in known:
+    kind = _MODES.get(str(on[0]).removeprefix(_FLAG)) if len(on) == 1 else None
+    if kind is None:
         raise NanoinferError(f"{where}: the pooling {show(on)} is not supported: only the last, mean or first token is")
-    return known[on[0]]
+    return kind
 
 
 def _token_id(token: str, tokenizer: Tokenizer | None) -> int:

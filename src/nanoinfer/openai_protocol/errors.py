@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanoinfer.errors import NanoinferError, QueueFull, ResultError
+from nanoinfer.errors import NanoinferError, QueueFull, ResultError, TokensExcluded
 from nanoinfer.openai_protocol.fields import SAMPLING, TABLES, FieldError
 
 
@@ -18,8 +18,7 @@ def status_code(error: NanoinferError) -> int:
     """
     if isinstance(error, FieldError):
         return error.status
-    excluded = str(error).startswith("the model's largest logit is -inf")  # a model that overflows has inf or nan
-    by_request = excluded or _param(error) in ("structured_outputs", "response_format")
+    by_request = isinstance(error, TokensExcluded) or _param(error) in ("structured_outputs", "response_format")
     if isinstance(error, ResultError) and not by_request:
         return 500
     return 429 if isinstance(error, QueueFull) else 400

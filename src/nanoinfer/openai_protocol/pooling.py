@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanoinfer.openai_protocol.fields import EMBEDDINGS, MAX_INPUTS, RERANK, SCORE, FieldError, check_names
+from nanoinfer.openai_protocol.fields import EMBEDDINGS, MAX_INPUTS, RERANK, SCORE, FieldError
+from nanoinfer.openai_protocol.requests import given_fields, prompts, queue_options
 from nanoinfer.outputs import EmbeddingRequestOutput, ScoringRequestOutput
 from nanoinfer.pooling_params import PoolingParams
 from nanoinfer.utils.checks import require_bool, require_int, show
 from nanoinfer.utils.json_pieces import Items, Text
 
 _PARAMS = ("dimensions", "use_activation", "truncate_prompt_tokens")
-_INTEGERS = ("dimensions", "truncate_prompt_tokens", "top_n", "priority")
 _QUERIES, _DOCUMENTS = ("queries", "text_1", "data_1"), ("documents", "text_2", "data_2", "items")
 
 
@@ -56,17 +56,9 @@ def parse_pooling(url: str, body: Mapping[str, Any]) -> PoolingRequest:
         FieldError: a field is unknown, missing, or has a bad value.
         NanoinferError: a parameter is out of range; its message begins with its name.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    check_names(given, url)
-    for name in _INTEGERS:
-        if isinstance(value := given.get(name), float) and value.is_integer():
-            given[name] = int(value)
+    given = given_fields(url, body)
     params = PoolingParams(**{name: given[name] for name in _PARAMS if name in given})
-    salt = given.get("cache_salt")
-    if salt is not None and not (isinstance(salt, str) and salt):
-        raise FieldError(f"cache_salt={show(salt)} is not a string of one or more characters", "cache_salt")
-    priority = require_int("priority", given.get("priority", 0), -(2**31), 2**31 - 1)
-    common: dict[str, Any] = {"model": given.get("model"), "priority": priority, "cache_salt": salt}
+    common = {"model": given.get("model"), **queue_options(given)}
     if url == EMBEDDINGS:
         if (encoding := given.get("encoding_format", "float")) not in ("float", "base64"):
             raise FieldError(f"encoding_format={show(encoding)} is neither float nor base64", "encoding_format")
@@ -80,25 +72,21 @@ def parse_pooling(url: str, body: Mapping[str, Any]) -> PoolingRequest:
         return PoolingRequest(url, params, queries, documents, **common)
     if not isinstance(query := given.get("query"), str):
         raise FieldError(f"query={show(query)} is not a string", "query")
-    require_bool("return_documents", given.get("return_documents", True))
-    top_n = require_int("top_n", given.get("top_n", 0), 0)
-    documents = _documents(given.get("documents"))
-    common["return_documents"] = given.get("return_documents", True)
-    return PoolingRequest(url, params, [query], documents, top_n=top_n, **common)
+    shows, top_n = given.get("return_documents", True), require_int("top_n", given.get("top_n", 0), 0)
+    require_bool("return_documents", shows)
+    items: Any = given.get("documents")
+    if isinstance(items, list):
+        items = [item["text"] if isinstance(item, dict) and item.keys() == {"text"} else item for item in items]
+    common |= {"top_n": top_n, "return_documents": shows}
+    return PoolingRequest(url, params, [query], _texts(items, "documents"), **common)
 
 
 def _inputs(given: Any) -> list[dict[str, Any]]:
-    """Return the prompts of embeddings: a string, a list of token ids, or a list of these."""
-    items = given if isinstance(given, list) and any(isinstance(item, (str, list)) for item in given) else [given]
-    if given is None or given == [] or len(items) > MAX_INPUTS:
-        what = "is missing" if given is None else f"has {len(given)} items"
-        raise FieldError(
-            f"input {what}: give a string, a list of token ids, or a list of 1 to {MAX_INPUTS} of these", "input"
-        )
-    for item in items:
-        if not isinstance(item, (str, list)) or item in ("", []):
-            raise FieldError(f"input={show(item)} is neither a text nor a list of token ids", "input")
-    return [{"prompt" if isinstance(item, str) else "prompt_token_ids": item} for item in items]
+    """Return the prompts of embeddings."""
+    inputs = prompts("input", given, MAX_INPUTS)
+    for item in (value for prompt in inputs for value in prompt.values() if not value):
+        raise FieldError(f"input={show(item)} is neither a text nor a list of token ids", "input")
+    return inputs
 
 
 def _one_of(given: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -109,13 +97,6 @@ def _one_of(given: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         raise FieldError(f"{names[0]} {what}: give one of {', '.join(names)}", names[0])
     texts = given[found[0]]
     return _texts([texts] if isinstance(texts, str) else texts, found[0])
-
-
-def _documents(given: Any) -> list[str]:
-    """Return the texts of documents, which are strings or {"text": ...}."""
-    if isinstance(given, list):
-        given = [item.get("text") if isinstance(item, dict) and item.keys() == {"text"} else item for item in given]
-    return _texts(given, "documents")
 
 
 def _texts(given: Any, name: str) -> list[str]:
@@ -148,20 +129,15 @@ def pooling_body(
     scores = [output.outputs.score for output in outputs if isinstance(output, ScoringRequestOutput)]
     if request.url == RERANK:
         best = sorted(range(len(scores)), key=lambda i: -scores[i])  # of equal scores the first
-        results = tuple(_result(request, i, scores[i]) for i in best[: request.top_n or None])
+        shown = [{"document": {"text": text}} if request.return_documents else {} for text in request.documents]
+        results = tuple({"index": i, **shown[i], "relevance_score": scores[i]} for i in best[: request.top_n or None])
         return {"id": f"rerank-{request_id}", "model": model, "usage": usage, "results": results}
-    data: list[dict[str, Any]] = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+    name, data = "score", [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
     if request.url == EMBEDDINGS:
         found = [_values(o.outputs.values, request.base64) for o in outputs if isinstance(o, EmbeddingRequestOutput)]
-        data = [{"index": i, "object": "embedding", "embedding": values} for i, values in enumerate(found)]
-    name = "embd" if request.url == EMBEDDINGS else "score"
+        name, data = "embd", [{"index": i, "object": "embedding", "embedding": v} for i, v in enumerate(found)]
     head = {"id": f"{name}-{request_id}", "object": "list", "created": created, "model": model}
     return {**head, "data": tuple(data), "usage": usage}
-
-
-def _result(request: PoolingRequest, i: int, score: float) -> dict[str, Any]:
-    document = {"document": {"text": request.documents[i]}} if request.return_documents else {}
-    return {"index": i, **document, "relevance_score": score}
 
 
 def _values(values: array[float], as_base64: bool) -> Items | Text:

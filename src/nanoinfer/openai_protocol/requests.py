@@ -14,7 +14,8 @@ from nanoinfer.sampling_params import KINDS, RANGES, WHOLE_VOCABULARY, SamplingP
 from nanoinfer.utils.checks import require_bool, require_int, show
 
 INTEGERS = {*(name for name, (low, _) in RANGES.items() if isinstance(low, int)),
-            "max_completion_tokens", "top_logprobs", "priority", "thinking_token_budget"}  # fmt: skip
+            "max_completion_tokens", "top_logprobs", "priority", "thinking_token_budget", "dimensions",
+            "top_n"}  # fmt: skip
 """Fields that may be written as 10.0: in JSON Schema, and for vLLM, that is an integer."""
 _OPTIONS = {f.name for f in fields(StructuredOutputsParams)} - {*KINDS}
 
@@ -70,8 +71,7 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
         FieldError: a field is unknown or not supported; or there is no prompt.
         NanoinferError: a sampling parameter is out of range; its message begins with its name.
     """
-    given = {name: _whole(value) if name in INTEGERS else value for name, value in body.items() if value is not None}
-    check_names(given, url)
+    given = given_fields(url, body)
     sampling = {name: given[name] for name in SAMPLING if name in given}
     if (structured := _structured_outputs(given.get("response_format"))) is not None:
         sampling["structured_outputs"] = {**_only_options(given.get("structured_outputs", {})), **structured}
@@ -95,7 +95,14 @@ def parse(url: str, body: Mapping[str, Any], defaults: SamplingParams, *, stream
         if "messages" not in given:
             raise FieldError("messages is missing: give a list of {'role': ..., 'content': ...}", "messages")
         return GenerationRequest(params, messages=given["messages"], **options)
-    return GenerationRequest(params, _prompts(given.get("prompt")), **options)
+    return GenerationRequest(params, prompts("prompt", given.get("prompt"), MAX_PROMPTS), **options)
+
+
+def given_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a body that are given. Raises FieldError if one of them is not of the route."""
+    given = {name: _whole(value) if name in INTEGERS else value for name, value in body.items() if value is not None}
+    check_names(given, url)
+    return given
 
 
 def num_top(count: int | None, found: Sequence[Mapping[int, Any] | None] | None) -> int:
@@ -135,13 +142,19 @@ def _options(given: Mapping[str, Any], streams: bool) -> dict[str, Any]:
     found["template"] = template_options(given)
     if found["stream"] and not streams:
         raise FieldError("stream=True is not supported here: leave it out", "stream")
-    found["priority"] = require_int("priority", given.get("priority", 0), -(2**31), 2**31 - 1)
-    for name, what in (("model", "a string"), ("cache_salt", "a string of one or more characters")):
-        found[name] = given.get(name)
-        if found[name] is not None and (not isinstance(found[name], str) or (name == "cache_salt" and not found[name])):
-            raise FieldError(f"{name}={show(found[name])} is not {what}", name)
-    found.update(_stream_options(given.get("stream_options"), found["stream"]))
-    return found
+    found["model"] = given.get("model")
+    if found["model"] is not None and not isinstance(found["model"], str):
+        raise FieldError(f"model={show(found['model'])} is not a string", "model")
+    return found | queue_options(given) | _stream_options(given.get("stream_options"), found["stream"])
+
+
+def queue_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return priority and cache_salt of a request. Raises NanoinferError."""
+    priority = require_int("priority", given.get("priority", 0), -(2**31), 2**31 - 1)
+    salt = given.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and salt):
+        raise FieldError(f"cache_salt={show(salt)} is not a string of one or more characters", "cache_salt")
+    return {"priority": priority, "cache_salt": salt}
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,17 +241,15 @@ def _convert_chat_fields(given: Mapping[str, Any], sampling: dict[str, Any]) -> 
         raise FieldError(f"top_logprobs={show(num_top)} needs logprobs=true", "top_logprobs")
 
 
-def _prompts(prompt: Any) -> list[dict[str, Any]]:
-    """Return the prompts of a completion: a string, a list of token ids, or a list of these."""
-    items = prompt if isinstance(prompt, list) and any(isinstance(p, (str, list)) for p in prompt) else [prompt]
-    if prompt is None or prompt == [] or len(items) > MAX_PROMPTS:
-        what = "is missing" if prompt is None else f"has {len(prompt)} items"
-        raise FieldError(
-            f"prompt {what}: give a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of these", "prompt"
-        )
+def prompts(name: str, given: Any, most: int) -> list[dict[str, Any]]:
+    """Return the prompts of a field, at most `most`: a string, a list of token ids, or a list of these."""
+    items = given if isinstance(given, list) and any(isinstance(p, (str, list)) for p in given) else [given]
+    if given is None or given == [] or len(items) > most:
+        what = "is missing" if given is None else f"has {len(given)} items"
+        raise FieldError(f"{name} {what}: give a string, a list of token ids, or a list of 1 to {most} of these", name)
     for item in items:
         if not isinstance(item, (str, list)):
-            raise FieldError(f"prompt={show(item)} is neither a string nor a list of token ids", "prompt")
+            raise FieldError(f"{name}={show(item)} is neither a text nor a list of token ids", name)
     return [{"prompt" if isinstance(item, str) else "prompt_token_ids": item} for item in items]
 
 

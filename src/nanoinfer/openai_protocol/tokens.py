@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoinfer.openai_protocol.fields import DETOKENIZE, TEMPLATE, TOKENIZE, FieldError, check_names
-from nanoinfer.openai_protocol.requests import template_options
+from nanoinfer.openai_protocol.fields import DETOKENIZE, TEMPLATE, TOKENIZE, FieldError
+from nanoinfer.openai_protocol.requests import given_fields, template_options
 from nanoinfer.utils.checks import require_bool, show
 
 
@@ -27,8 +27,7 @@ class TokenizeRequest:
 
 def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     """Read the body of a request to /tokenize. Raises FieldError."""
-    given = {name: value for name, value in body.items() if value is not None}
-    check_names(given, TOKENIZE)
+    given = given_fields(TOKENIZE, body)
     options = {name: value for name, value in given.items() if name not in TEMPLATE}
     request = TokenizeRequest(**options, template=template_options(given))
     for name in ("add_special_tokens", "return_token_strs"):
@@ -42,8 +41,7 @@ def parse_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
 
 def parse_detokenize(body: Mapping[str, Any]) -> tuple[Any, list[int]]:
     """Return the model and the token ids of a request to /detokenize. Raises FieldError."""
-    given = {name: value for name, value in body.items() if value is not None}
-    check_names(given, DETOKENIZE)
+    given = given_fields(DETOKENIZE, body)
     tokens = given.get("tokens")
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise FieldError(f"tokens={show(tokens)} is not a list of token ids", "tokens")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nanoinfer.errors import NanoinferError
+from nanoinfer.errors import NanoinferError, TokensExcluded
 from nanoinfer.sampling import filters
 from nanoinfer.sampling.filters import Floats
 from nanoinfer.sampling.rng import uniform
@@ -170,7 +170,10 @@ def _argmax(logits: NDArray[Any], rows: Sequence[SamplerRow]) -> list[int]:
 def _require_finite(largest: NDArray[Any]) -> None:
     finite = np.isfinite(largest)
     if not finite.all():
-        raise NanoinferError(not_finite(largest[~finite][0]))
+        value = largest[~finite][0]
+        if value == -np.inf:  # arithmetic that overflows gives inf and nan
+            raise TokensExcluded
+        raise NanoinferError(not_finite(value))
 
 
 def not_finite(value: object = "not finite") -> str:

@@ -26,6 +26,8 @@ MAX_SLIDING_TOKENS = 1 << 20
 """Prompt tokens times n or best_of, where overflow=slide permits more than the context length: of all requests."""
 MAX_EMBEDDING_VALUES = 1 << 24
 """Values of the embeddings of all requests: 8 bytes of each while they are summed, 4 in the response."""
+INPUT_VALUES = 320
+"""Values that take as much memory as an input does beside its embedding: it is a request of the library."""
 NUM_ENTRIES_IN_FLIGHT = 4
 """Times max_logprob_entries that all requests may hold."""
 

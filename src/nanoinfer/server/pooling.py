@@ -13,6 +13,7 @@ from nanoinfer.openai_protocol import FieldError
 from nanoinfer.openai_protocol.fields import EMBEDDINGS
 from nanoinfer.openai_protocol.pooling import PoolingRequest, parse_pooling, pooling_body
 from nanoinfer.server.auth import combined_salt
+from nanoinfer.server.limits import INPUT_VALUES
 from nanoinfer.server.service import Service, new_id
 
 
@@ -41,20 +42,18 @@ async def _pool(service: Service, scope: Scope, receive: Receive, send: Send) ->
         return request
 
     request = await service.bodies.read(receive, convert)
-    salt, pooler = combined_salt(scope, request.cache_salt), service.llm.llm.pooler
-    options: dict[str, Any] = {"salt": salt, "priority": request.priority}
-    scores_logits = request.url != EMBEDDINGS and pooler.reranks
-    num_requests = request.num_results if scores_logits else len(request.inputs) + len(request.documents)
-    num_values = num_requests * (1 if scores_logits else service.llm.llm.config.n_embd)
-    with (
-        service.quotas.values.holding(num_values),
-        service.metrics.watch(scope, None, num_requests) as watch,
-    ):
+    llm, inputs, documents = service.llm.llm, request.inputs, request.documents
+    options: Any = {"salt": combined_salt(scope, request.cache_salt), "priority": request.priority}
+    num_requests, width = len(inputs) + len(documents), llm.config.n_embd
+    if request.url != EMBEDDINGS and llm.pooler.reranks:  # a request has query and document, and one value
+        num_requests, width = request.num_results, 1
+    held = service.quotas.values.holding(num_requests * (width + INPUT_VALUES))
+    with held, service.metrics.watch(scope, None, num_requests) as watch:
         outputs: Any = await service.llm.pool(
-            lambda: pooler.plan(request.inputs, request.documents, request.params, **options), watch.receive
+            lambda: llm.pooler.plan(inputs, documents, request.params, **options), watch.receive
         )
         body = pooling_body(request, outputs, request_id=new_id(), model=service.names[0], created=int(time.time()))
-        await service.bodies.respond(send, body, num_values)
+        await service.bodies.respond(send, body, num_requests * width)
 
 
 def _check(request: PoolingRequest, service: Service) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoinfer.models.tokenizers import ByteLevelTokenizer, CharTokenizer, GenericTokenizer, Tokenizer
 
@@ -37,11 +37,7 @@ def build(tokenizer: Tokenizer, vocab_size: int, end_token_ids: Collection[int])
 
 def special_tokens(tokenizer: Tokenizer, vocab_size: int) -> dict[str, int]:
     """Return text -> id of a tokenizer's special tokens. In grammars they are <special_ID>, and match no text."""
-    if isinstance(tokenizer, CharTokenizer):
-        return {}
-    assert isinstance(tokenizer, GenericTokenizer)
-    added: dict[int, Any] = tokenizer.core.get_added_tokens_decoder()
-    return {token.content: i for i, token in added.items() if token.special and i < vocab_size}
+    return {text: i for i, text in tokenizer.special_tokens.items() if i < vocab_size}
 
 
 class _Table:

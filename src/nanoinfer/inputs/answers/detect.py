@@ -17,11 +17,13 @@ import logging
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.format import HARMONY, ID, JSON_IN_MARKERS, PYTHON_IN_MARKERS, AnswerFormat
 from nanoinfer.inputs.answers.reader import STRING_MARK
+from nanoinfer.inputs.tools import Tool
 from nanoinfer.models.chat_template import ChatTemplate
 from nanoinfer.utils.limited_process import LimitExceeded
 
@@ -39,20 +41,8 @@ _LEADING_ID = re.compile(r'\{\s*"[^"]*id[^"]*":\s*"[^"]*",\s*')  # of a call in 
 _SEGMENT = re.compile(r"</?[^<>\s]*>|\[/?[A-Z_]+\]|\w+|\s|.", re.S)
 _TAG = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])\s*$")
 _THINK = re.compile(r"(<|\[)/([\w:]{0,32}think[\w:]{0,32})(>|\])", re.I)
-_TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "A probe.",
-            "parameters": {
-                "type": "object",
-                "properties": {key: {"type": "string", "description": key} for key in KEYS},
-            },
-        },
-    }
-    for name in NAMES
-]
+_PARAMETERS = {"type": "object", "properties": {key: {"type": "string", "description": key} for key in KEYS}}
+_TOOLS = [Tool(name, "A probe.", _PARAMETERS).for_template() for name in NAMES]
 
 
 def detect(
@@ -72,8 +62,7 @@ def detect(
     if found is None:
         found = _as_described(prober.prompt + " ".join(special_tokens))
         log.info("the chat template renders no tool calls: they are expected as %s", found.calls_start or found.trigger)
-    texts: dict[str, Any] = {**prober.texts}
-    found = replace(found, **texts)
+    found = replace(found, **prober.texts)
     if any(isinstance(text, str) and len(text) > MAX_PIECE for text in vars(found).values()):
         log.warning(
             "the chat template surrounds answers by more than %d characters: they are read as others", MAX_PIECE
@@ -89,50 +78,47 @@ class _Prober:
         self._template = template
         self._exceeded = False
         self._ends = {*end_tokens, *ENDS, template.special_tokens.get("eos_token", "")} - {""}
-        self.prompt = self._render([], add_generation_prompt=True) or ""
+        self.prompt = self._render([], add_generation_prompt=True)
         self._opening = self._after_question(self.prompt)
-        plain = self._answer({"content": CONTENT})
-        before, _, after = (plain or "").partition(CONTENT)
-        self._turn_end = after
-        self.texts = self._reasoning()
+        before, _, self._turn_end = self._answer({"content": CONTENT}).partition(CONTENT)
+        self.texts: dict[str, Any] = self._reasoning()
         end = self.texts["reasoning_end"]
         start = (before.rpartition(end)[2] if end else before).strip()
-        if plain is not None and start and start != self.texts["reasoning_start"]:
-            self.texts["content_start"] = start
-            self.texts["content_end"] = "".join(_SEGMENT.findall(after.strip())[:1]) if after.strip() else ""
+        if start and start != self.texts["reasoning_start"]:
+            self.texts |= {"content_start": start, "content_end": "".join(_SEGMENT.findall(self._turn_end.strip())[:1])}
 
-    def _render(self, answer: Sequence[dict[str, Any]], **variables: Any) -> str | None:
-        """Return a rendering; None if the template refuses the messages, or for each after one that exceeds a limit."""
+    def _render(self, answer: Sequence[dict[str, Any]], **variables: Any) -> str:
+        """Return a rendering; empty if the template refuses the messages, and after one that exceeds a limit."""
         messages = [{"role": "user", "content": QUESTION}, *answer]
         try:
-            text = None if self._exceeded else self._template.render(messages, tools=_TOOLS, **variables)
+            text = "" if self._exceeded else self._template.render(messages, tools=_TOOLS, **variables)
         except NanoinferError as e:
             self._exceeded = isinstance(e, LimitExceeded)
-            return None
-        return text if text is not None and len(text) <= MAX_PROBE else None
+            return ""
+        return text if len(text) <= MAX_PROBE else ""
 
     @staticmethod
     def _after_question(text: str) -> str:
         return text[text.rfind(QUESTION) + len(QUESTION) :]
 
-    def _answer(self, message: dict[str, Any], **variables: Any) -> str | None:
+    def _answer(self, message: dict[str, Any], **variables: Any) -> str:
         """Return what the template makes of an assistant's message, without what begins its turn."""
         text = self._render([{"role": "assistant", "content": "", **message}], add_generation_prompt=False, **variables)
-        if text is None or QUESTION not in text:
-            return None
+        if QUESTION not in text:
+            return ""
         text = self._after_question(text)
         return text[len(_common(text, self._opening)) :]
 
     def _reasoning(self) -> dict[str, str]:
         """Return the markers of reasoning."""
         reason = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), REASON)
-        found = self._answer({"content": CONTENT, **reason}, enable_thinking=True, thinking=True) or ""
-        before, is_there, rest = found.partition(REASON)
+        thinks = {"enable_thinking": True, "thinking": True}
+        before, is_there, rest = self._answer({"content": CONTENT, **reason}, **thinks).partition(REASON)
         end = rest.partition(CONTENT)[0].strip()
         if not is_there:  # a template may keep reasoning beside calls only
-            plain, _, _ = (self._answer({"tool_calls": _calls(1)}) or "").partition(NAMES[0])
-            found = self._answer({"tool_calls": _calls(1), **reason}, enable_thinking=True, thinking=True) or ""
-            before, is_there, rest = found.partition(REASON)
+            calls = {"tool_calls": _calls(1)}
+            plain, _, _ = self._answer(calls).partition(NAMES[0])
+            before, is_there, rest = self._answer({**calls, **reason}, **thinks).partition(REASON)
             end = rest.partition(NAMES[0])[0].removesuffix(plain.lstrip()).strip()
         start = before.strip()
         if not is_there or not end or len(end) > MAX_MARKER:
@@ -152,17 +138,13 @@ class _Prober:
             if parts is None or "\\" in parts[2]:
                 continue
             found = self._format(parts, as_text)
-            if found is not None and not any(
-                probe in found.after_name + found.separator for probe in (*NAMES, *VALUES)
-            ):
+            if found is not None and not any(p in found.after_name + found.separator for p in (*NAMES, *VALUES)):
                 return found
         return None
 
     def _parts(self, num_calls: int, num_keys: int, as_text: bool) -> list[str] | None:
         """Return the text between the probe's names, keys and values, in their order."""
         text = self._answer({"tool_calls": _calls(num_calls, num_keys, as_text)})
-        if text is None:
-            return None
         for made in IDS:
             text = text.replace(made, ID)
         text = _LEADING_ID.sub("{", text)
@@ -184,49 +166,36 @@ class _Prober:
         head, name_to_key, key_to_value, tail = parts
         content = self.texts.get("content_start", "") + self.texts.get("content_end", "")
         head = head.lstrip().removeprefix(content)
-        two = self._parts(2, 1, as_text)
+        made: dict[str, Any] | None
         if re.fullmatch(r'"\s*:\s*"', key_to_value):
-            notation, after_name, ending = "json", name_to_key[: name_to_key.rfind("{")], re.match(r'"\s*\}', tail)
+            made = {"notation": "json", "after_name": name_to_key[: name_to_key.rfind("{")]}
+            end = r'"\s*\}'
         elif re.fullmatch(r"\s*=\s*[\"']", key_to_value):
-            notation, after_name, ending = "python", name_to_key, re.match("[\"']", tail)
+            made, end = {"notation": "python", "after_name": name_to_key}, "[\"']"
         elif STRING_MARK in key_to_value:
-            notation, after_name, ending = (
-                "gemma",
-                name_to_key.removesuffix("{"),
-                re.match(re.escape(STRING_MARK) + r"\}", tail),
-            )
-        else:
-            return self._tagged(head, name_to_key, key_to_value, two, as_text)
-        if ending is None:
+            made, end = {"notation": "gemma", "after_name": name_to_key.removesuffix("{")}, re.escape(STRING_MARK + "}")
+        elif (made := self._tagged(name_to_key, key_to_value, as_text)) is not None:
+            end = re.escape(made["after_value"])
+        if made is None or (ending := re.match(end, tail)) is None:
             return None
-        made = _divide(head, tail[ending.end() :], None if two is None else two[3][ending.end() :])
-        found = AnswerFormat(notation=notation, after_name=after_name, text_arguments=as_text, **made)
-        return self._with_trigger(_with_keys(found))
+        two = self._parts(2, 1, as_text)
+        made |= _divide(head, tail[ending.end() :], None if two is None else two[3][ending.end() :])
+        return self._with_trigger(_with_keys(AnswerFormat(text_arguments=as_text, **made)))
 
-    def _tagged(
-        self, head: str, name_to_key: str, key_to_value: str, two: list[str] | None, as_text: bool
-    ) -> AnswerFormat | None:
-        """Return the format of calls with a piece around each key and value."""
-        if (both := self._parts(1, 2, as_text)) is None or len(both) < 6:
+    def _tagged(self, name_to_key: str, key_to_value: str, as_text: bool) -> dict[str, Any] | None:
+        """Return the pieces around each key and value, and before the first."""
+        if (both := self._parts(1, 2, as_text)) is None:
             return None
         between, tail = both[3], both[5]
         before_key = _common(name_to_key, between, backwards=True)
         after_value = _common(between.removesuffix(before_key), tail)
         if not before_key.strip() or not after_value.strip():
             return None
-        made = _divide(head, tail.removeprefix(after_value), None if two is None else two[3].removeprefix(after_value))
-        found = AnswerFormat(
-            notation="tagged",
-            after_name=name_to_key.removesuffix(before_key),
-            before_key=before_key,
-            after_key=key_to_value,
-            after_value=after_value,
-            text_arguments=as_text,
-            **made,
-        )
+        made = {"notation": "tagged", "after_name": name_to_key.removesuffix(before_key), "before_key": before_key}
+        made |= {"after_key": key_to_value, "after_value": after_value}
         if 'string="true"' in key_to_value:  # DeepSeek V3.2
-            found = replace(found, also=(("after_key", key_to_value.replace("true", "false")),))
-        return self._with_trigger(found)
+            return {**made, "also": (("after_key", key_to_value.replace("true", "false")),)}
+        return made
 
     def _with_trigger(self, found: AnswerFormat) -> AnswerFormat:
         opening = found.calls_start + found.before_name
@@ -256,16 +225,10 @@ def _calls(num_calls: int, num_keys: int = 1, as_text: bool = False) -> list[dic
 
 def _common(a: str, b: str, backwards: bool = False) -> str:
     """Return the beginning that two texts share, or the end, in whole tags and words."""
-    left, right = _SEGMENT.findall(a), _SEGMENT.findall(b)
-    if backwards:
-        left.reverse()
-        right.reverse()
-    shared = []
-    for x, y in zip(left, right, strict=False):
-        if x != y:
-            break
-        shared.append(x)
-    return "".join(reversed(shared) if backwards else shared)
+    step = -1 if backwards else 1
+    pairs = zip(_SEGMENT.findall(a)[::step], _SEGMENT.findall(b)[::step], strict=False)
+    shared = [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return "".join(shared[::step])
 
 
 def _divide(head: str, tail: str, between: str | None) -> dict[str, Any]:

@@ -72,9 +72,16 @@ class AnswerFormat:
         """Whether calls can be written."""
         return bool(self.before_name or self.after_name)
 
-    def spellings(self, field: str) -> list[str]:
-        """Return what a field may be in answers, its own value first; none for an empty field."""
-        return [text for text in (getattr(self, field), *(text for name, text in self.also if name == field)) if text]
+    def spellings(self, *fields: str) -> list[str]:
+        """Return what some fields may be in answers, of each its own value first; none for an empty field."""
+        own = [(name, getattr(self, name)) for name in fields]
+        texts = [value if isinstance(value, tuple) else (value,) for _, value in own]
+        also = [text for name, text in self.also if name in fields]
+        return [text for text in (*(text for some in texts for text in some), *also) if text]
+
+    def markers(self, *fields: str) -> set[str]:
+        """Return the spellings of some fields without white space around them."""
+        return {text.strip() for text in self.spellings(*fields)}
 
     def reasoning_of(self, prompt: str) -> bool | None:
         """Return whether a prompt ends within reasoning (True), after it (False), or before it may begin (None)."""

@@ -56,9 +56,8 @@ def to_grammar(
     calling = bool(tools) and choice != "none" and format.has_calls
     if tools and choice not in ("none", "auto") and not format.has_calls:
         raise NanoinferError(f"tool_choice={choice!r} needs a chat template with tool calls: use tool_choice='auto'")
-    reasons = bool(format.reasoning_end) and in_reasoning is not False
-    if reasons and in_reasoning is None and thinking_budget == 0:
-        reasons = False
+    begins = in_reasoning is None and thinking_budget != 0
+    reasons = bool(format.reasoning_end) and (begins or in_reasoning is True)
     forbids = bool(tools) and choice == "none" and bool(format.trigger) and answer is None
     if not (calling or forbids or (reasons and (answer is not None or thinking_budget is not None))):
         return answer
@@ -165,13 +164,10 @@ class _Answer:
             return f"({self._calls()} | {text})"
         repeated = "*" if self._parallel else "?"
         if lark.is_special(f.trigger):
-            text, noise = (
-                self._plain(*f.spellings("trigger")),
-                self._noise("ignored", "content_start", "content_end", one=True),
-            )
-            calls = self._calls()
+            text, calls = self._plain(*f.spellings("trigger")), self._calls()
+            noise = self._noise("ignored", "content_start", "content_end", one=True)
             between = lark.rule(f"({calls}{noise and ' | '}{noise})" if self._parallel else noise or '""')
-            return f"({text}? {between})* {text}?" if self._parallel else f"({text}? {between})* {text}? ({calls})?"
+            return f"({text}? {between})* {text}?" + ("" if self._parallel else f" ({calls})?")
         text = self._plain()
         head = lark.rule(lark.rule(f"{text} {lark.literal(f.trigger)}", "HEAD"), "head", "[lazy]")
         made = f"({head} {self._calls(f.trigger)}){repeated} {text}"
@@ -181,17 +177,12 @@ class _Answer:
 
     def _plain(self, *refused: str) -> str:
         """Return a terminal for text that contains no marker of another part."""
-        markers = [
-            text.strip() for text in (*refused, self._format.reasoning_start if self._in_reasoning is None else "")
-        ]
-        found = "|".join(regex(text) for text in markers if text)
+        start = self._format.reasoning_start if self._in_reasoning is None else ""
+        found = "|".join(regex(text.strip()) for text in (*refused, start) if text.strip())
         return self._lark.rule(f"{ANY} & ~/(?s:.*)({found})(?s:.*)/" if found else ANY, "TEXT")
 
     def _noise(self, *fields: str, one: bool = False) -> str:
         """Return markers between the parts that are special tokens: one of them, or any number."""
-        texts = {text for name in fields for text in self._all(name) if self._lark.is_special(text)}
+        texts = {text for text in self._format.spellings(*fields) if self._lark.is_special(text)}
         made = " | ".join(self._lark.literal(text) for text in sorted(texts))
         return made if one or not made else f"({made})*"
-
-    def _all(self, name: str) -> Sequence[str]:
-        return self._format.ignored if name == "ignored" else self._format.spellings(name)

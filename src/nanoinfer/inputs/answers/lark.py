@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
 from nanoinfer.inputs.answers.format import ID, AnswerFormat
 from nanoinfer.inputs.answers.reader import STRING_MARK
-from nanoinfer.inputs.answers.schema_types import types
+from nanoinfer.inputs.answers.schema_types import alternatives, listed, options, types
 from nanoinfer.structured import schemas
+from nanoinfer.utils.checks import show
 
 ANNOTATIONS = ("title", "description", "default", "examples", "example", "$schema", "$id", "$comment", "deprecated")
 _COMPOSED = (
     "allOf", "anyOf", "oneOf", "not", "if", "$ref", "patternProperties", "dependentRequired", "dependentSchemas",
     "minProperties", "maxProperties", "propertyNames", "unevaluatedProperties",
 )  # fmt: skip
+_ANY = {"anyOf": [{"type": "string"}, {"type": ["number", "boolean", "null"]}, {"type": "array"}, {"type": "object"}]}
+_BARE_KEY = re.compile(r"[^\s=:,()\[\]{}\"'<>]+")  # as the parser reads it
+_TAGGED_KEY = re.compile(r"[^\s<>](?:[^\n<>]*[^\s<>])?")
 _OUTSIDE = re.compile(r'"\$ref": "(?!#/(\$defs|definitions)/)')
 
 
@@ -140,31 +144,19 @@ class Arguments:
         if _OUTSIDE.search(json.dumps(schema)):
             raise NanoinferError("parameters have a $ref to something else than $defs: move it there")
         if notation == "python":
-            return self._sequence(schema, ", ", lambda key: f"{key}=", self._leaf) or '""'
-        between = self._format
-        parts, after_value = [], self._lark.literal(between.after_value)
-        for key, value, needed in _members(schema):
-            permitted = types(schema, value)
-            is_text = permitted is not None and permitted <= {"string", "null"}
-            after_key = between.spellings("after_key")[0 if is_text else -1]
-            made = self._raw(value, between.after_value) if is_text else f"{self._leaf(value)} {after_value}"
-            parts.append(f"({self._lark.literal(between.before_key + key + after_key)} {made}){'' if needed else '?'}")
-        if not parts and schema.get("additionalProperties") is not False:
-            key = self._lark.until(between.after_key, "/[^<>\\n]{1,64}/")
-            before = self._lark.literal(between.before_key)
-            parts.append(f"({before} {key} {self._lark.until(between.after_value)})*")
-        return self._lark.rule(" ".join(parts) or '""')
+            return self._sequence(schema, ", ", "=", self._leaf) or '""'
+        return self._tagged(schema)
 
     def _leaf(self, schema: Any) -> str:
         """Return a value as JSON, with the definitions that it may refer to."""
         definitions = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
         return self._lark.json({**schema, **definitions} if isinstance(schema, dict) else schema)
 
-    def _sequence(self, schema: dict[str, Any], separator: str, before: Any, value: Any) -> str:
+    def _sequence(self, schema: dict[str, Any], separator: str, colon: str, value: Callable[[Any], str]) -> str:
         """Return the members of an object in order, with a separator between those that are there."""
         rest = first = ""
-        for key, part, needed in reversed(_members(schema)):
-            made = f"{self._lark.literal(before(key))} {value(part)}"
+        for key, part, needed in reversed(_members(schema, _BARE_KEY)):
+            made = f"{self._lark.literal(key + colon)} {value(part)}"
             more = f'"{separator}" {made}'
             first, rest = (
                 self._lark.rule(f"{made} {rest}" if needed else f"{made} {rest} | {first or chr(34) * 2}"),
@@ -172,48 +164,37 @@ class Arguments:
             )
         return first
 
-    def _raw(self, schema: Any, end: str) -> str:
+    def _tagged(self, schema: dict[str, Any]) -> str:
+        """Return the arguments of notation "tagged"."""
+        f, lark, parts = self._format, self._lark, []
+        for key, value, needed in _members(schema, _TAGGED_KEY):
+            permitted = types(schema, value)
+            is_text = permitted is not None and permitted <= {"string", "null"}
+            after_key = f.spellings("after_key")[0 if is_text else -1]
+            made = self._raw(value) if is_text else f"{self._leaf(value)} {lark.literal(f.after_value)}"
+            parts.append(f"({lark.literal(f.before_key + key + after_key)} {made}){'' if needed else '?'}")
+        if not parts and schema.get("additionalProperties") is not False:
+            key = lark.until(f.after_key, "/[^<>\\n]{1,64}/")
+            parts.append(f"({lark.literal(f.before_key)} {key} {lark.until(f.after_value)})*")
+        return lark.rule(" ".join(parts) or '""')
+
+    def _raw(self, schema: Any) -> str:
         """Return a string or null of notation "tagged", with the piece after it."""
-        options = [self._string(option, end.strip()) for option in self._options(schema)]
-        texts = [option for option in options if option is not None]
-        if len(texts) < len(options):
-            texts.append('"null"')
-        return self._lark.until(end, " | ".join(texts))
+        end, permitted = self._format.after_value, options(self._root, schema)
+        texts = [self._string(option, end.strip()) for option in permitted if option.get("type") != "null"]
+        found = [text for text in texts if text is not None]
+        return self._lark.until(end, " | ".join([*found, '"null"'] if len(found) < len(permitted) else found))
 
-    def _options(self, schema: Any) -> Sequence[Any]:
-        """Return the schemas of which one must match, references followed."""
-        found: list[Any] = []
-        seen: set[int] = set()
-        left = [schema]
-        while left:
-            schema = left.pop(0)
-            if id(schema) in seen:
-                continue
-            seen.add(id(schema))
-            if isinstance(schema, dict) and isinstance(to := schemas.target(self._root, schema.get("$ref")), dict):
-                left.insert(0, to)
-            elif not isinstance(schema, dict):
-                found.append({})
-            elif options := schema.get("anyOf") or schema.get("oneOf"):
-                left = [*options, *left]
-            else:
-                named = schema.get("type")
-                found += [{**schema, "type": name} for name in named] if isinstance(named, list) else [schema]
-        return found or [{}]
-
-    def _string(self, schema: dict[str, Any], end: str) -> str | None:
-        """Return a terminal's body for the text of a string; None for null."""
-        if schema.get("type") == "null":
-            return None
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if values is not None:
+    def _string(self, schema: Mapping[str, Any], end: str) -> str | None:
+        """Return a terminal's body for the text of a string; None if no string is permitted."""
+        if (values := listed(schema)) is not None:
             return " | ".join(json.dumps(value) for value in values if isinstance(value, str)) or None
-        parts = [f"~/(?s:.*){regex(end)}(?s:.*)/"] if end and not self._lark.is_special(end) else []
-        low, high = schema.get("minLength", 0), schema.get("maxLength")
-        parts.insert(
-            0, "/(?s:.*)/" if not low and high is None else f"/(?s:.){{{low},{'' if high is None else high}}}/"
-        )
-        if isinstance(pattern := schema.get("pattern"), str):
+        low, high, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
+        bounds = f"{{{low},{'' if high is None else high}}}" if low or high is not None else "*"
+        parts = [f"/(?s:.){bounds}/" if bounds != "*" else "/(?s:.*)/"]
+        if end and not self._lark.is_special(end):
+            parts.append(f"~/(?s:.*){regex(end)}(?s:.*)/")
+        if isinstance(pattern, str):
             inner = pattern.replace("/", "\\/").removeprefix("^").removesuffix("$")
             begin, finish = ("" if pattern[:1] == "^" else "(?s:.*)"), ("" if pattern[-1:] == "$" else "(?s:.*)")
             parts.append(f"/{begin}({inner}){finish}/")
@@ -222,60 +203,46 @@ class Arguments:
     def _gemma(self, schema: Any) -> str:
         """Return a value of notation "gemma"."""
         if not isinstance(schema, dict) or not schema:
-            return self._gemma_any()
-        if "$ref" in schema:
-            return self._gemma_reference(str(schema["$ref"]))
-        if (options := schema.get("anyOf") or schema.get("oneOf")) is not None:
-            return self._lark.rule(" | ".join(self._gemma(option) for option in options))
+            return self._named("", _ANY)
+        if (reference := schema.get("$ref")) is not None:
+            if (found := schemas.target(self._root, reference)) is None:
+                raise NanoinferError(f"parameters have a $ref to {reference!r}, which is not there")
+            return self._named(reference, found)
+        values, several = listed(schema), alternatives(schema)
+        if values is None and several is not None:
+            return self._lark.rule(" | ".join(map(self._gemma, several)))
         if refused := [key for key in _COMPOSED if key in schema]:
             raise NanoinferError(
                 f"parameters have {refused[0]}, which calls of this model cannot express: leave it out"
             )
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if values is not None:
             return self._lark.rule(" | ".join(self._lark.literal(gemma_text(value)) for value in values))
         kind = schema.get("type")
-        if isinstance(kind, list):
-            return self._lark.rule(" | ".join(self._gemma({**schema, "type": one}) for one in kind))
         if kind == "string":
-            return self._gemma_string(schema)
+            body = self._string(schema, STRING_MARK) or '""'
+            return f"{self._lark.literal(STRING_MARK)} {self._lark.until(STRING_MARK, body)}"
+        if kind == "null":
+            return '"null"'
         if kind == "array":
-            item = self._gemma(schema.get("items"))
-            low, high = max(0, schema.get("minItems", 0) - 1), schema.get("maxItems")
-            more = f'("," {item}){{{low},{"" if high is None else max(0, high - 1)}}}'
+            item, low, high = self._gemma(schema.get("items")), schema.get("minItems", 0), schema.get("maxItems")
+            more = f'("," {item}){{{max(0, low - 1)},{"" if high is None else max(0, high - 1)}}}'
+            more = "" if high == 1 else more  # {0,0} is not permitted
             items = f"{item} {more}" if high != 0 else '""'
-            return self._lark.rule(f'"[" {items} "]"' if schema.get("minItems", 0) else f'"[" ({items})? "]"')
-        if kind == "object" or "properties" in schema:
+            return self._lark.rule(f'"[" {items} "]"' if low else f'"[" ({items})? "]"')
+        if kind == "object" or (kind is None and "properties" in schema):
+            members = self._sequence(schema, ",", ":", self._gemma)
             if not schema.get("properties") and schema.get("additionalProperties") is not False:
-                return self._gemma_any_object()
-            members = self._sequence(schema, ",", lambda key: f"{key}:", self._gemma)
+                member = f'/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ ":" {self._gemma({})}'
+                members = f'({member} ("," {member})*)?'
             return self._lark.rule(f'"{{" {members} "}}"')
-        return self._leaf(schema) if kind else self._gemma_any()
+        return self._leaf(schema) if kind else self._gemma({})
 
-    def _gemma_reference(self, reference: str) -> str:
+    def _named(self, reference: str, schema: Any) -> str:
+        """Return the rule of a schema that refers to itself, which is made once."""
         if reference not in self._references:
-            if (found := schemas.target(self._root, reference)) is None:
-                raise NanoinferError(f"parameters have a $ref to {reference!r}, which is not there")
             self._references[reference] = name = self._lark.reserve()
-            self._lark.define(name, self._gemma(found))
+            self._lark.define(name, self._gemma(schema))
         return self._references[reference]
-
-    def _gemma_any(self) -> str:
-        """Return any value."""
-        if "" not in self._references:
-            self._references[""] = name = self._lark.reserve()
-            scalar = self._lark.json({"type": ["number", "boolean", "null"]})
-            items = f'"[" ({name} ("," {name})*)? "]"'
-            self._lark.define(name, f"{self._gemma_string({})} | {scalar} | {items} | {self._gemma_any_object()}")
-        return self._references[""]
-
-    def _gemma_any_object(self) -> str:
-        member = f'/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}/ ":" {self._gemma_any()}'
-        return self._lark.rule(f'"{{" ({member} ("," {member})*)? "}}"')
-
-    def _gemma_string(self, schema: dict[str, Any]) -> str:
-        body = self._string(schema, STRING_MARK) or '""'
-        return f"{self._lark.literal(STRING_MARK)} {self._lark.until(STRING_MARK, body)}"
 
 
 def gemma_text(value: Any) -> str:
@@ -289,8 +256,12 @@ def gemma_text(value: Any) -> str:
     return json.dumps(value)
 
 
-def _members(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
-    """Return key, schema and whether it is required of each property of an object."""
+def _members(schema: dict[str, Any], names: re.Pattern[str]) -> list[tuple[str, Any, bool]]:
+    """Return key, schema and whether it is required of each property of an object, whose names are of that form."""
     properties, required = schema.get("properties"), schema.get("required")
+    if odd := [key for key in properties or {} if not names.fullmatch(key)]:
+        raise NanoinferError(
+            f"parameters have the property {show(odd[0])}, whose name calls of this model cannot express: use letters"
+        )
     needed = set(required) if isinstance(required, list) else set()
     return [(key, part, key in needed) for key, part in (properties or {}).items()]

@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Sequence
+from functools import partial
 
 from nanoinfer.inputs.answers.format import AnswerFormat
+from nanoinfer.inputs.answers.message_builder import MessageBuilder
 from nanoinfer.inputs.answers.reader import Ended, Malformed, Markers, Reader, Values, Waiting
 from nanoinfer.inputs.answers.schema_types import to_json, types_of
 from nanoinfer.inputs.tools import Tool
-from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta, ToolCall
+from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
 
 _NAME = re.compile(r"[\w.-]+")
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -47,14 +48,10 @@ class AnswerParser:
         constrained: bool = False,
     ) -> None:
         self._format, self._tools, self._constrained = format, {tool.name: tool for tool in tools}, constrained
-        self._reader = Reader()
+        self._reader, self._built = Reader(), MessageBuilder()
         self._reader.feed(format.opened)
-        self._deltas: list[AnswerDelta] = []
-        self._texts: dict[type[ContentDelta | ReasoningDelta], list[str]] = {ContentDelta: [], ReasoningDelta: []}
-        self._calls: list[tuple[str, str, list[str]]] = []
-        self._space, self._blank, self._joins = "", True, False
-        self._name: str | None = None
-        self._held: list[str] = []
+        self._name: str | None = None  # of a call that is not released yet; empty: it is
+        self._held: list[str] = []  # of its arguments
         self._running: Waiting[None] | None = self._run(starts_in_reasoning)
 
     def feed(self, text: str) -> list[AnswerDelta]:
@@ -69,101 +66,55 @@ class AnswerParser:
 
     def message(self) -> ChatMessage:
         """Return the message so far; after `finish`, the whole one."""
-        content, reasoning = ("".join(self._texts[kind]) for kind in (ContentDelta, ReasoningDelta))
-        calls = tuple(ToolCall(id, name, "".join(arguments)) for id, name, arguments in self._calls)
-        return ChatMessage(content or (None if calls else ""), reasoning or None, calls)
+        return self._built.message()
 
     def _advance(self) -> list[AnswerDelta]:
-        self._deltas = []
         if self._running is not None:
             try:
                 next(self._running)
             except StopIteration:
                 self._running = None
-        return self._deltas
+        return self._built.take()
 
     def _run(self, in_reasoning: bool) -> Waiting[None]:
-        f = self._format
-        triggers = set(f.spellings("trigger") if self._tools and f.has_calls else ())
-        starts, ends = f.spellings("reasoning_start"), f.spellings("reasoning_end")
-        dropped = {*f.spellings("content_start"), *f.spellings("content_end"), *f.ignored, *ends}
-        in_content = Markers(text.strip() for text in {*triggers, *starts, *dropped})
-        in_reasoning_markers = Markers(text.strip() for text in ends)
-        triggers, begins = {text.strip() for text in triggers}, {text.strip() for text in starts}
-        if self._tools and f.has_calls and not f.trigger and not in_reasoning:
+        f, built = self._format, self._built
+        calls = bool(self._tools) and f.has_calls
+        triggers = f.markers("trigger") if calls else set()
+        starts, ends = f.markers("reasoning_start"), f.markers("reasoning_end")
+        dropped = f.markers("content_start", "content_end", "reasoning_end", "ignored")
+        in_content, at_end = Markers({*triggers, *starts, *dropped}), Markers(ends)
+        bare = calls and not f.trigger
+        if bare and not in_reasoning:
             yield from self._bare_call()
         while True:
-            if in_reasoning:
-                marker = yield from self._reader.until(in_reasoning_markers, self._emit_reasoning, True)
-            else:
-                marker = yield from self._reader.until(in_content, self._emit_content, True)
-            if marker is None:
-                self._end_text(ReasoningDelta if in_reasoning else ContentDelta)
-                return
-            if marker in begins and not in_reasoning and not self._blank:
-                self._emit_content(marker)  # a model that writes about markers
+            kind, watched = (ReasoningDelta, at_end) if in_reasoning else (ContentDelta, in_content)
+            found = yield from self._reader.until(watched, partial(built.write, kind), True)
+            if found is None:
+                return built.end(kind)
+            if found in starts and not in_reasoning and not built.blank:
+                built.write(ContentDelta, found)  # a model that writes about markers
                 continue
-            self._begin_text()
-            in_reasoning = not in_reasoning and marker in begins
-            if marker in triggers and not in_reasoning:
-                yield from self._section(marker)
-            elif not in_reasoning and self._tools and f.has_calls and not f.trigger and marker in dropped:
+            built.begin()
+            in_reasoning = not in_reasoning and found in starts
+            if found in triggers and not in_reasoning:
+                yield from self._section(found)
+            elif bare and not in_reasoning and found in dropped:
                 yield from self._bare_call()
-
-    # Text -----------------------------------------------------------------------------------------------------
-
-    def _emit_content(self, text: str) -> None:
-        self._emit_text(ContentDelta, text)
-
-    def _emit_reasoning(self, text: str) -> None:
-        self._emit_text(ReasoningDelta, text)
-
-    def _emit_text(self, kind: type[ContentDelta | ReasoningDelta], text: str) -> None:
-        """Release text, but white space at its end only when more follows, and none at the beginning after a marker."""
-        kept = text.rstrip()
-        if not kept:
-            self._space += text
-            return
-        if not (self._blank and self._joins):
-            kept = self._space + kept
-        else:
-            kept = ("\n" if self._texts[kind] else "") + kept.lstrip()
-        self._space, self._blank = text[len(text.rstrip()) :], False
-        self._release(kind, kept)
-
-    def _release(self, kind: type[ContentDelta | ReasoningDelta], text: str) -> None:
-        self._texts[kind].append(text)
-        if self._deltas and isinstance(last := self._deltas[-1], kind):
-            self._deltas[-1] = kind(last.text + text)
-        else:
-            self._deltas.append(kind(text))
-
-    def _begin_text(self) -> None:
-        """Leave out white space before a marker, and after it."""
-        self._space, self._blank, self._joins = "", True, True
-
-    def _end_text(self, kind: type[ContentDelta | ReasoningDelta]) -> None:
-        if self._space and not (self._blank and self._joins):
-            self._release(kind, self._space)
-
-    # Calls ----------------------------------------------------------------------------------------------------
 
     def _bare_call(self) -> Waiting[None]:
         """Read calls that begin without a marker, if any."""
-        f = self._format
-        self._reader.raw = []
-        yield from self._reader.space()
-        space, self._reader.raw = "".join(self._reader.raw), None
-        if (yield from self._reader.peek()) == (f.calls_start + f.before_name).strip()[:1]:
+        f, reader = self._format, self._reader
+        space = yield from reader.space()
+        if (yield from reader.peek()) == (f.calls_start + f.before_name).strip()[:1]:
             yield from self._section("", space)
         else:
-            self._space += space
+            self._built.write(ContentDelta, space)
 
     def _section(self, trigger: str, space: str = "") -> Waiting[None]:
         """Read calls after their trigger."""
         f, reader = self._format, self._reader
-        opening, head = f.calls_start + f.before_name, _head(f)
-        if opening.strip().startswith(trigger):
+        head = f.before_name.partition("{")[0] if f.name_key else f.before_name  # before the name, or the object
+        if (f.calls_start + f.before_name).strip().startswith(trigger):
             before = (f.calls_start + head).strip()[len(trigger) :]
         else:
             before = f.calls_start + head if f.name_key and f.trigger != trigger else ""
@@ -190,45 +141,35 @@ class AnswerParser:
             before: the piece before its name or its object.
             raw: text before it that becomes content with the call if it is malformed.
         """
-        reader, opened = self._reader, len(self._calls)
-        reader.raw = [raw]
+        reader, num_calls = self._reader, self._built.num_calls
         self._forget()
+        reader.raw, refused = [raw], False
         try:
             yield from reader.piece(before)
-            if self._format.name_key:
-                yield from self._object()
-            else:
-                yield from self._pieces()
-            self._flush()
+            yield from self._object() if self._format.name_key else self._pieces()
         except Ended:
             reader.rest()
-            if self._name is not None:
-                self._flush()
-            elif not self._format.trigger:  # text that only begins like a call
-                self._refuse()
-            return False
+            refused = self._name is None and not self._format.trigger  # text that only begins like a call
         except Malformed:
-            if len(self._calls) == opened:
-                self._refuse()
-            return False
-        finally:
+            refused = self._built.num_calls == num_calls
+            self._forget()
+        else:
+            self._flush()
             reader.raw = None
-        yield from self._tail()
-        return True
-
-    def _refuse(self) -> None:
-        """Make the text of a call content."""
-        text = "".join(self._reader.raw or ())
-        self._blank, self._joins, self._space = True, False, ""
-        self._emit_content(("\n" if self._texts[ContentDelta] else "") + text)
+            yield from self._tail()
+            return True
+        text, reader.raw = "".join(reader.raw), None
+        if refused:
+            self._built.write_apart(text)
+        elif self._name is not None:
+            self._flush()
+        return False
 
     def _tail(self) -> Waiting[None]:
         """Read the end of a call, as far as it is there."""
         piece = self._format.after_arguments
-        if self._format.name_key:
-            piece = piece.partition("}")[2]
         try:
-            yield from self._reader.piece(piece)
+            yield from self._reader.piece(piece.partition("}")[2] if self._format.name_key else piece)
         except Ended:
             self._reader.rest()
         except Malformed:  # the call is complete without it
@@ -237,20 +178,14 @@ class AnswerParser:
     def _object(self) -> Waiting[None]:
         """Read a call that is a JSON object, with its keys in any order."""
         reader, f = self._reader, self._format
-        yield from reader.space()
         yield from reader.expect("{")
         values, has_arguments = Values(reader, f.notation, self._argument), False
-        while True:
-            yield from reader.space()
-            if (found := (yield from reader.next())) in "},":
+        while (found := (yield from reader.next())) != "}":
+            if found == ",":
                 reader.take(1)
-                if found == "}":
-                    break
                 continue
             key = yield from values.text()
-            yield from reader.space()
             yield from reader.expect(":")
-            yield from reader.space()
             if key == f.name_key and self._name is None:
                 if (yield from reader.next()) != '"':
                     raise Malformed
@@ -262,6 +197,7 @@ class AnswerParser:
                 yield from Values(reader, "json", lambda _: None).value()
             else:  # an answer in JSON
                 raise Malformed
+        reader.take(1)
         if self._name is None:
             raise Malformed
         if not has_arguments:
@@ -284,29 +220,20 @@ class AnswerParser:
 
     def _tagged(self, tool: Tool) -> Waiting[None]:
         reader, f = self._reader, self._format
-        first, before = True, f.before_key.strip()
-        after_key, end = Markers(text.strip() for text in f.spellings("after_key")), Markers([f.after_value.strip()])
+        before_key, comma = f.before_key.strip(), ""
+        after_key, after_value = Markers(f.markers("after_key")), Markers(f.markers("after_value"))
+        space_before = f.after_key[len(f.after_key.rstrip()) :]  # a value is without the white space of the pieces
+        space_after = f.after_value[: -len(f.after_value.lstrip())]
         self._argument("{")
-        while True:
-            yield from reader.space()
-            yield from reader.next()
-            if not (yield from reader.skip(before)):
-                if reader.ends_within([before]):
-                    raise Ended
-                break
-            parts: list[str] = []
-            if (yield from reader.until(after_key, parts.append)) is None:
-                raise Ended
-            key, parts = "".join(parts).strip(), []
-            if (yield from reader.until(end, parts.append)) is None:
-                raise Ended
-            value = _without("".join(parts), _space_after(f.after_key), _space_before(f.after_value))
-            made = json.dumps(key, ensure_ascii=False) + ": " + to_json(value, types_of(tool.parameters, key))
-            self._argument(made if first else ", " + made)
-            first = False
+        while (yield from reader.next()) and (yield from reader.skip(before_key)):
+            key = (yield from reader.text(after_key)).strip()
+            value = (yield from reader.text(after_value)).removeprefix(space_before).removesuffix(space_after)
+            made = to_json(value, types_of(tool.parameters, key))
+            self._argument(f"{comma}{json.dumps(key, ensure_ascii=False)}: {made}")
+            comma = ", "
+        if reader.ends_within([before_key]):
+            raise Ended
         self._argument("}")
-
-    # Deltas of calls ------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         self._name, self._held = None, []
@@ -315,8 +242,7 @@ class AnswerParser:
         if name not in self._tools:
             raise Malformed
         self._name = name
-        if self._constrained:
-            self._flush()
+        self._argument("")
 
     def _argument(self, text: str) -> None:
         self._held.append(text)
@@ -326,32 +252,7 @@ class AnswerParser:
     def _flush(self) -> None:
         """Release the call, or what is held of its arguments."""
         if self._name:
-            self._calls.append((f"call_{secrets.token_hex(12)}", self._name, []))
-            self._deltas.append(CallDelta(len(self._calls) - 1, *self._calls[-1][:2], ""))
+            self._built.call(self._name)
             self._name = ""
-        text, self._held = "".join(self._held), []
-        if not text:
-            return
-        self._calls[-1][2].append(text)
-        last = self._deltas[-1] if self._deltas else None
-        if isinstance(last, CallDelta) and last.id is None:
-            text, _ = last.arguments + text, self._deltas.pop()
-        self._deltas.append(CallDelta(len(self._calls) - 1, None, None, text))
-
-
-def _head(format: AnswerFormat) -> str:
-    """Return what stands before the name of a call, or before its object."""
-    return format.before_name.partition("{")[0] if format.name_key else format.before_name
-
-
-def _space_after(piece: str) -> str:
-    return piece[len(piece.rstrip()) :]
-
-
-def _space_before(piece: str) -> str:
-    return piece[: len(piece) - len(piece.lstrip())]
-
-
-def _without(text: str, prefix: str, suffix: str) -> str:
-    """Return a raw value without the white space of the pieces around it."""
-    return text.removeprefix(prefix).removesuffix(suffix)
+        self._built.add_arguments("".join(self._held))
+        self._held = []

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import TypeVar
 
 from nanoinfer.inputs.answers.format import ID
+from nanoinfer.inputs.answers.schema_types import strict_json
 
 T = TypeVar("T")
 Waiting = Generator[None, None, T]
@@ -23,8 +24,22 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 _WORD = re.compile(r"[\w.+-]+")
 _SPACE = re.compile(r"\s+")
+_CALL_ID = re.compile(r"[\w.:-]+")
 _TOKENS = re.compile(r'"[^"\s]*"?|[{}\[\],:()]|[^\s"{}\[\],:()]+')
-_PYTHON_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_PYTHON_ESCAPES = {
+    "n": "\n",
+    "t": "\t",
+    "r": "\r",
+    "b": "\b",
+    "f": "\f",
+    "a": "\a",
+    "v": "\v",
+    "0": "\0",
+    "\n": "",
+    "'": "'",
+}
+_QUOTES = {"json": '"', "python": "\"'", "gemma": "<"}
+_BARE_KEY = {colon: re.compile(rf"[^\s{colon},()\[\]{{}}\"]+") for colon in ":="}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
@@ -40,7 +55,7 @@ class Markers:
     """Strings to look for in a text that arrives in pieces."""
 
     def __init__(self, markers: Iterable[str]) -> None:
-        texts = sorted({m for m in markers if m}, key=len, reverse=True)
+        texts = sorted(filter(None, markers), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         self._beginnings = {text[:n] for text in texts for n in range(1, len(text))}
         self._longest = max(map(len, texts), default=1)
@@ -91,14 +106,16 @@ class Reader:
         return self._text[self._at]
 
     def next(self) -> Waiting[str]:
-        """Return the next character. Raises Ended."""
+        """Read white space; return the next character. Raises Ended."""
+        yield from self.space()
         if not (found := (yield from self.peek())):
             raise Ended
         return found
 
     def one(self) -> Waiting[str]:
         """Read a character. Raises Ended."""
-        yield from self.next()
+        if not (yield from self.peek()):
+            raise Ended
         return self.take(1)
 
     def run(self, pattern: re.Pattern[str]) -> Waiting[str]:
@@ -110,9 +127,9 @@ class Reader:
             parts.append(self.take(found.end() - self._at))
         return "".join(parts)
 
-    def space(self) -> Waiting[None]:
+    def space(self) -> Waiting[str]:
         """Read white space."""
-        yield from self.run(_SPACE)
+        return (yield from self.run(_SPACE))
 
     def begins(self, text: str) -> Waiting[bool]:
         """Return whether a text is next."""
@@ -138,31 +155,35 @@ class Reader:
         """Return whether the answer ends here, or within one of some texts."""
         return self.closed and any(text.startswith(self._text[self._at :]) for text in texts)
 
-    def expect(self, text: str) -> Waiting[None]:
-        """Read a text. Raises Malformed if another one is next."""
-        if not (yield from self.skip(text)):
-            raise Ended if self.ends_within([text]) else Malformed
+    def expect(self, *texts: str) -> Waiting[None]:
+        """Read white space and one of some texts. Raises Malformed if something else is next."""
+        yield from self.space()
+        for text in sorted(texts, key=len, reverse=True):
+            if (yield from self.skip(text)):
+                return
+        raise Ended if self.ends_within(texts) else Malformed
 
     def piece(self, piece: str) -> Waiting[None]:
         """Read a piece of a format with any white space between its parts. Raises Malformed."""
         for i, part in enumerate(piece.split(ID)):
             if i:
-                yield from self.run(re.compile(r"[\w.:-]+"))
+                yield from self.run(_CALL_ID)
             for token in _TOKENS.findall(part) if '"' in part else part.split():
-                yield from self.space()
                 yield from self.expect(token)
 
     def one_of(self, pieces: list[str]) -> Waiting[None]:
         """Read one of several pieces. Raises Malformed."""
         if len(pieces) < 2:
-            yield from self.piece(pieces[0] if pieces else "")
-            return
-        yield from self.space()
-        texts = sorted((piece.strip() for piece in pieces), key=len, reverse=True)
-        for text in texts:
-            if (yield from self.skip(text)):
-                return
-        raise Ended if self.ends_within(texts) else Malformed
+            yield from self.piece("".join(pieces))
+        else:
+            yield from self.expect(*(piece.strip() for piece in pieces))
+
+    def text(self, markers: Markers) -> Waiting[str]:
+        """Read up to and including a marker; return the text before. Raises Ended."""
+        parts: list[str] = []
+        if (yield from self.until(markers, parts.append)) is None:
+            raise Ended
+        return "".join(parts)
 
     def until(self, markers: Markers, sink: Sink, partial: bool = False) -> Waiting[str | None]:
         """Read up to and including a marker; return it, None at the end of the answer.
@@ -198,12 +219,10 @@ class Values:
 
     def arguments(self) -> Waiting[None]:
         """Read all arguments of a call. Raises Malformed and Ended."""
-        reader = self._reader
         if self._notation == "python":
-            yield from self._members(")", "=")
+            yield from self._items(")", "=")
             return
-        yield from reader.space()
-        first = yield from reader.next()
+        first = yield from self._reader.next()
         if first == '"' and self._notation == "json":  # an object as a string of JSON
             text = yield from self.text()
             if not is_object(text):
@@ -224,17 +243,13 @@ class Values:
     def value(self, depth: int = 0) -> Waiting[None]:
         """Read a value. Raises Malformed and Ended."""
         reader = self._reader
-        yield from reader.space()
         first = yield from reader.next()
         if depth > MAX_DEPTH:
             raise Malformed
-        if first == "{":
+        if first in "{[":
             reader.take(1)
-            yield from self._members("}", ":", depth)
-        elif first == "[":
-            reader.take(1)
-            yield from self._items(depth)
-        elif first in ('"' if self._notation == "json" else "\"'" if self._notation == "python" else "<"):
+            yield from self._items(*(("}", ":") if first == "{" else ("]", "")), depth)
+        elif first in _QUOTES[self._notation]:
             yield from self._string()
         else:
             word = yield from reader.run(_WORD)
@@ -244,70 +259,45 @@ class Values:
                 raise Malformed
             self._sink(_WORDS.get(word, word))
 
-    def _members(self, end: str, colon: str, depth: int = 0) -> Waiting[None]:
-        """Read the members of an object, or the arguments of a Python call, whose `end` is another character."""
-        reader, first = self._reader, True
-        self._sink("{")
-        while True:
-            yield from reader.space()
-            if (yield from reader.next()) == end:
-                break
-            if not first:
+    def _items(self, end: str, colon: str, depth: int = 0) -> Waiting[None]:
+        """Read the values of a list, or with a colon the members of an object or the arguments of a Python call."""
+        reader, is_first = self._reader, True
+        self._sink("{" if colon else "[")
+        while (yield from reader.next()) != end:
+            if not is_first:
                 yield from reader.expect(",")
-                yield from reader.space()
                 self._sink(", ")
-            first = False
-            if colon == "=" or (yield from reader.next()) not in "\"'<":
-                key = yield from self._bare_key(colon)
-                self._sink(json.dumps(key, ensure_ascii=False))
-            else:
-                yield from self._string()
-            yield from reader.space()
-            yield from reader.expect(colon)
-            self._sink(": ")
+            is_first = False
+            if colon:
+                yield from self._key(colon)
+                yield from reader.expect(colon)
+                self._sink(": ")
             yield from self.value(depth + 1)
-        if end == "}":  # a parenthesis belongs to the format
+        if end != ")":  # a parenthesis belongs to the format
             reader.take(1)
-        self._sink("}")
+        self._sink("}" if colon else "]")
 
-    def _bare_key(self, colon: str) -> Waiting[str]:
-        if self._notation == "json":
-            raise Malformed
-        key = yield from self._reader.run(re.compile(rf"[^\s{colon},()\[\]{{}}\"]+"))
+    def _key(self, colon: str) -> Waiting[None]:
+        if (yield from self._reader.next()) in "\"'<" and colon == ":":
+            yield from self._string()
+            return
+        key = "" if self._notation == "json" else (yield from self._reader.run(_BARE_KEY[colon]))
         yield from self._reader.next()  # else it may be longer
         if not key:
             raise Malformed
-        return key
-
-    def _items(self, depth: int) -> Waiting[None]:
-        reader, first = self._reader, True
-        self._sink("[")
-        while True:
-            yield from reader.space()
-            if (yield from reader.next()) == "]":
-                break
-            if not first:
-                yield from reader.expect(",")
-                self._sink(", ")
-            first = False
-            yield from self.value(depth + 1)
-        reader.take(1)
-        self._sink("]")
+        self._sink(json.dumps(key, ensure_ascii=False))
 
     def _string(self) -> Waiting[None]:
         reader = self._reader
         if self._notation == "gemma":
             yield from reader.expect(STRING_MARK)
-            self._sink('"')
-            if (yield from reader.until(Markers([STRING_MARK]), self._sink_text)) is None:
-                raise Ended
-            self._sink('"')
-            return
-        quote = yield from reader.one()
-        if quote != '"' and self._notation == "json":
-            raise Malformed
+            quote = STRING_MARK
+        else:
+            quote = yield from reader.one()
+            if quote not in _QUOTES[self._notation]:
+                raise Malformed
+        ends = Markers([quote] if self._notation == "gemma" else [quote, "\\"])
         self._sink('"')
-        ends = Markers([quote, "\\"])
         while (found := (yield from reader.until(ends, self._sink_text))) == "\\":
             yield from self._escape()
         if found is None:
@@ -331,7 +321,7 @@ class Values:
         elif kind in '"\\/bfnrt':
             self._sink("\\" + kind)
         elif python:
-            self._sink_text(_PYTHON_ESCAPES.get(kind, kind if kind == "'" else "\\" + kind))
+            self._sink_text(_PYTHON_ESCAPES.get(kind, "\\" + kind))
         else:
             raise Malformed
 
@@ -339,10 +329,6 @@ class Values:
 def is_object(text: str) -> bool:
     """Return whether a text is a JSON object."""
     try:
-        return isinstance(json.loads(text, parse_constant=_refuse), dict)
+        return isinstance(strict_json(text), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(name)

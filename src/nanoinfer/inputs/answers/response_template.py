@@ -41,17 +41,17 @@ from __future__ import annotations
 import json
 import logging
 import re
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.errors import NanoinferError
+from nanoinfer.inputs.answers.message_builder import MessageBuilder
 from nanoinfer.inputs.answers.response_template_worker import PARSERS, answer
 from nanoinfer.inputs.answers.schema_types import to_json, types_of
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.models.model_info import ModelInfo
-from nanoinfer.outputs import AnswerDelta, CallDelta, ChatMessage, ContentDelta, ReasoningDelta, ToolCall
+from nanoinfer.outputs import AnswerDelta, ChatMessage, ContentDelta, ReasoningDelta
 from nanoinfer.utils.checks import show
 from nanoinfer.utils.files import escaped
 from nanoinfer.utils.limited_process import LimitedProcess, LimitExceeded
@@ -97,6 +97,11 @@ class ResponseTemplate:
         if dropped := [name for name in self.fields if name not in TEXTS and name != CALLS]:
             log.warning("the response template has the fields %s, which are dropped", escaped(", ".join(dropped)))
 
+    @property
+    def asks_process(self) -> bool:
+        """Whether a child process reads the answers, so that each piece takes its time."""
+        return self._process is not None
+
     def ask(self, do: str, *args: Any) -> Any:
         """Return the result of a method of `response_template_worker.Template`. Raises NanoinferError: it fails."""
         request = {"do": do, "args": args}
@@ -133,17 +138,11 @@ class ResponseTemplateParser:
         self._template, self._tools = template, {tool.name: tool for tool in tools}
         self._field: str | None = None
         self._marker, self._body = "", [""]  # of the field that the answer is in
-        self._space, self._blank = [""], True
         self._state: dict[str, Any] | None = {}  # None: the template has failed
         self._exceeded = False  # whether the parser of a field has exceeded a limit: further fields are text
-        self._clear()
+        self._built = MessageBuilder()
         self._advance("start", prompt)
-        self._clear()
-
-    def _clear(self) -> None:
-        self._deltas: list[AnswerDelta] = []
-        self._texts: dict[type[ContentDelta | ReasoningDelta], list[str]] = {ContentDelta: [], ReasoningDelta: []}
-        self._calls: list[ToolCall] = []
+        self._built.forget()  # what the prompt has of the answer
 
     def feed(self, text: str) -> list[AnswerDelta]:
         """Add text; return what it completes."""
@@ -155,35 +154,27 @@ class ResponseTemplateParser:
 
     def message(self) -> ChatMessage:
         """Return the message so far; after `finish`, the whole one."""
-        content, reasoning = ("".join(self._texts[kind]) for kind in (ContentDelta, ReasoningDelta))
-        return ChatMessage(content or (None if self._calls else ""), reasoning or None, tuple(self._calls))
+        return self._built.message()
 
     def _advance(self, do: str, text: str, *end: bool) -> list[AnswerDelta]:
-        self._deltas = []
-        state = self._state
-        if state is None:
-            self._release(ContentDelta, text)
-            return self._deltas
+        if (state := self._state) is None:
+            self._built.add(ContentDelta, text)
+            return self._built.take()
         try:
             events, self._state = self._template.ask(do, *([state] if end else []), text, *end)
         except NanoinferError as e:
             log.warning("%s: the rest of the answer is content", e)
-            self._state = None
+            self._state, events = None, []
             raw = (self._marker + "".join(self._body)) if self._field == CALLS else ""
-            self._release(ContentDelta, raw + state.get("held", "") + text if end else "")
-            return self._deltas
+            self._built.add(ContentDelta, raw + state.get("held", "") + text if end else "")
+        do_with: dict[str, Callable[..., None]] = {"open": self._open, "text": self._add, "close": self._close}
         for kind, field, *rest in events:
-            if kind == "open":
-                self._open(field, *rest)
-            elif kind == "text":
-                self._add(field, *rest)
-            else:
-                self._close(field, *rest)
-        return self._deltas
+            do_with[kind](field, *rest)
+        return self._built.take()
 
     def _open(self, field: str, marker: str) -> None:
         self._field, self._marker, self._body = field, marker, []
-        self._space, self._blank = [], True
+        self._built.begin()
 
     def _add(self, field: str, text: str) -> None:
         given = self._template.fields[field]
@@ -194,16 +185,8 @@ class ResponseTemplateParser:
 
     def _text(self, field: str, text: str, strips: bool = True) -> None:
         """Release text of a field; of one that is stripped, white space only between other text."""
-        kept, kind = text.rstrip() if strips else text, TEXTS[field]
-        if kept and self._blank:
-            join = self._template.fields.get(field, {}).get("join")
-            before = ("\n" if join is None else join) if self._texts[kind] else ""
-            self._release(kind, before + (kept.lstrip() if strips else kept))
-        elif kept:
-            self._release(kind, "".join(self._space) + kept)
-        if kept:
-            self._space, self._blank = [], False
-        self._space.append(text[len(kept) :])
+        join = self._template.fields.get(field, {}).get("join")
+        self._built.write(TEXTS[field], text, join="\n" if join is None else join, strips=strips)
 
     def _close(self, field: str, marker: str, captures: dict[str, str]) -> None:
         body, self._field, self._body = "".join(self._body), None, []
@@ -221,28 +204,22 @@ class ResponseTemplateParser:
         if field != CALLS:
             self._text(field, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
         elif not self._call(value):
-            self._space, self._blank = [], True
+            self._built.begin()
             self._text("content", self._marker + body + marker)
 
     def _call(self, value: Any) -> bool:
         """Release the calls of a value, of the form {"function": ...} or a list of such, if it is nothing else."""
         calls = []
         for item in value if isinstance(value, list) else [value]:
-            function = item.get("function") if isinstance(item, dict) else None
-            name = function.get("name") if isinstance(function, dict) else None
-            if not isinstance(function, dict) or not isinstance(name, str) or name not in self._tools:
-                return False
-            arguments = function.get("arguments", {})
             try:
+                name, arguments = item["function"]["name"], item["function"].get("arguments", {})
                 arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-                if not isinstance(arguments, dict):
-                    return False
                 _cast(arguments, self._tools[name])
                 calls.append((name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
-            except (ValueError, RecursionError):
+            except (AttributeError, LookupError, TypeError, ValueError, RecursionError):  # another form, or tool
                 return False
         for name, text in calls:
-            self._release_call(name, text)
+            self._built.call(name, text)
         return True
 
     def _unfinished(self, body: str, captures: dict[str, str]) -> None:
@@ -253,21 +230,7 @@ class ResponseTemplateParser:
         if isinstance(function, dict) and given.get("content") == "json" and not given.get("content_args"):
             name = captures.get(str(function.get("name"))[1:-1], "")
             if name in self._tools and function.get("arguments") == "{content}":
-                self._release_call(name, body.strip())
-
-    def _release_call(self, name: str, arguments: str) -> None:
-        self._calls.append(ToolCall(f"call_{secrets.token_hex(12)}", name, arguments))
-        index = len(self._calls) - 1
-        self._deltas += [CallDelta(index, self._calls[-1].id, name, ""), CallDelta(index, None, None, arguments)]
-
-    def _release(self, kind: type[ContentDelta | ReasoningDelta], text: str) -> None:
-        if not text:
-            return
-        self._texts[kind].append(text)
-        if self._deltas and isinstance(last := self._deltas[-1], kind):
-            self._deltas[-1] = kind(last.text + text)
-        else:
-            self._deltas.append(kind(text))
+                self._built.call(name, body.strip())
 
 
 def _check(spec: Any) -> None:
@@ -317,19 +280,16 @@ def _check_keys(where: str, given: Any, known: frozenset[str]) -> None:
 
 def _check_marker(where: str, given: dict[str, Any], key: str) -> bool:
     """Check a string, a list of strings or a pattern; return whether there is one."""
-    literals, pattern = given.get(key), given.get(f"{key}_pattern")
-    if literals is None and pattern is None:
-        return False
-    if literals is not None and pattern is not None:
+    limits = {key: MAX_LITERAL, f"{key}_pattern": MAX_PATTERN}
+    found = [name for name in limits if given.get(name) is not None]
+    if len(found) > 1:
         raise NanoinferError(f"{where} has both {key} and {key}_pattern")
-    if pattern is not None:
-        key, value, limit = f"{key}_pattern", pattern, MAX_PATTERN
-    else:
-        value, limit = literals, MAX_LITERAL
-    texts = value if isinstance(literals, list) else [value]
-    if not texts or not all(isinstance(text, str) and 0 < len(text) <= limit for text in texts):
-        raise NanoinferError(f"{where}.{key}={show(value)} is not a text of 1 to {limit} characters")
-    return True
+    for name in found:
+        value, limit = given[name], limits[name]
+        texts = value if isinstance(value, list) and name == key else [value]
+        if not texts or not all(isinstance(text, str) and 0 < len(text) <= limit for text in texts):
+            raise NanoinferError(f"{where}.{name}={show(value)} is not a text of 1 to {limit} characters")
+    return bool(found)
 
 
 def _strings(shape: Any) -> Iterator[str]:

@@ -130,11 +130,6 @@ def _beginning(state: Any, op: Any, value: Any) -> list[Any]:
     return [_END]
 
 
-def parse_content(text: str, name: str, args: dict[str, Any]) -> Any:
-    """Return the value of a text by the parser of that name. Raises ValueError and others if it is not of that form."""
-    return PARSERS[name](text, args)
-
-
 def _text(text: str, args: dict[str, Any]) -> str:
     return text.strip() if args.get("strip", True) else text
 
@@ -186,9 +181,10 @@ def _kv_lines(text: str, args: dict[str, Any]) -> dict[str, Any]:
 
 def _inner(text: str, args: dict[str, Any]) -> Any:
     parser = args.get("value_parser")
-    return text if parser is None else parse_content(text, parser.get("name", "text"), parser.get("args", {}))
+    return text if parser is None else PARSERS[parser.get("name", "text")](text, parser.get("args", {}))
 
 
+# Each returns the value of a text; it raises ValueError and others if the text is not of its form.
 PARSERS: dict[str, Callable[[str, dict[str, Any]], Any]] = {
     "text": _text,
     "int": lambda text, args: int(_text(text, args)),
@@ -213,28 +209,19 @@ def transform(shape: Any, scope: dict[str, Any]) -> Any:
     return value
 
 
-class Field(NamedTuple):
-    """A compiled field of a template."""
-
-    opens: Marker | None
-    closes: Marker | None
-    given: dict[str, Any]
-
-
 class Template:
     """A compiled response template. Args: spec: checked by response_template.py. Raises ValueError: a wrong pattern."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
-        self.fields = {
-            name: Field(to_marker(name, given, "open"), to_marker(name, given, "close"), given)
-            for name, given in spec["fields"].items()
-        }
-        self._implicit = next((name for name, field in self.fields.items() if field.opens is None), None)
+        self._fields: dict[str, dict[str, Any]] = spec["fields"]
+        self._opens = {name: to_marker(name, given, "open") for name, given in self._fields.items()}
+        self._closes = {name: to_marker(name, given, "close") for name, given in self._fields.items()}
+        self._implicit = next((name for name, marker in self._opens.items() if marker is None), None)
         self._anchor = to_marker("response_template", spec, "start_anchor")
 
     def check(self) -> bool:
         """Return whether all fields release text before the answer ends."""
-        return all(m is None or m.begins is not None for field in self.fields.values() for m in field[:2])
+        return all(m is None or m.begins is not None for m in (*self._opens.values(), *self._closes.values()))
 
     def start(self, prompt: str) -> tuple[list[list[Any]], dict[str, Any]]:
         """Scan a prompt: what follows the last anchor in it, or all of it, is the beginning of the answer."""
@@ -256,90 +243,63 @@ class Template:
         Returns: events: ["open", field, marker], ["text", field, text], ["close", field, marker, captures].
         """
         buffer, place, num_empty = state["before"] + state["held"] + text, len(state["before"]), 0
-        run = _Run(state)
+        field, captures, opened = state["field"], state["captures"], state["opened"]
+        events: list[list[Any]] = []
         while True:
-            found, opens, held = self._find(run.field, buffer, place, end)
-            run.add(buffer[place : held if found is None else found.start()])
+            found, opens, held = self._find(field, buffer, place, end)
+            body = buffer[place : held if found is None else found.start()]
+            if body and field is not None:  # else it is outside of all fields, where none is implicit
+                events += [["text", field, body]] if opened else [["open", field, ""], ["text", field, body]]
+                opened = True
             if found is None:
                 break
-            empty, was_open, place = found.start() == found.end(), run.opened, found.end()
-            run.close("" if opens else found[0], self._implicit)
+            if opened:
+                events.append(["close", field, "" if opens else found[0], captures])
+            empty, was_open, place = found.start() == found.end(), opened, found.end()
+            field, captures, opened = self._implicit, {}, False
             if opens:
                 captures = {key: value for key, value in found.groupdict().items() if value is not None}
-                run.open(opens, found[0], captures)
+                field, opened = opens, True
+                events.append(["open", field, found[0]])
             elif empty and not was_open:  # it would match here again
                 held = place
                 break
             num_empty = num_empty + 1 if empty else 0
             if num_empty > MAX_EMPTY:
                 raise ValueError("markers match the empty string again and again")
-        if end:
-            run.close("", self._implicit)
-        return run.events, {**run.state(), "before": buffer[max(0, held - CONTEXT) : held], "held": buffer[held:]}
+        if end and opened:
+            events.append(["close", field, "", captures])
+            field, captures, opened = self._implicit, {}, False
+        state = {"field": field, "captures": captures, "opened": opened}
+        return events, {**state, "before": buffer[max(0, held - CONTEXT) : held], "held": buffer[held:]}
 
     def _find(
         self, current: str | None, buffer: str, place: int, end: bool
     ) -> tuple[re.Match[str] | None, str | None, int]:
         """Return the first marker, the field that it opens (None: it closes one), and where held text begins."""
-        watched = [] if current is None else [(None, self.fields[current].closes)]
+        watched: dict[str | None, Marker | None] = {} if current is None else {None: self._closes[current]}
         if current == self._implicit:
-            watched += [(name, field.opens) for name, field in self.fields.items()]
-        best: tuple[Any, ...] | None = None
-        held = len(buffer)
-        for opens, marker in watched:
-            if marker is None:
-                continue
-            found, begin = marker.search(buffer, place, end)
-            held = min(held, begin)
-            if found is not None:
-                key = (
-                    found.start(),
-                    -found.end(),
-                    opens is None,
-                    opens or "",
-                )  # the first, the longest, one that opens
-                if best is None or key < best[0]:
-                    best = key, found, opens
-        if best is None or best[1].start() >= held:  # also at the end: the reference takes no empty match there
+            watched.update(self._opens)
+        searched = [
+            (opens, *marker.search(buffer, place, end)) for opens, marker in watched.items() if marker is not None
+        ]
+        held = min((begin for _, _, begin in searched), default=len(buffer))
+        # the first, the longest, one that opens
+        found = [(m.start(), -m.end(), opens is None, opens or "", m) for opens, m, _ in searched if m is not None]
+        best = min(found, key=lambda one: one[:4], default=None)
+        if best is None or best[0] >= held:  # also at the end: the reference takes no empty match there
             return None, None, held
-        return best[1], best[2], held
+        return best[4], best[3] or None, held
 
     def value(self, name: str, body: str, captures: dict[str, str]) -> Any:
         """Return the value of a field. Raises ValueError and others if the text is not of its form."""
-        given = self.fields[name].given
-        value = parse_content(body, given.get("content", "text"), given.get("content_args", {}))
+        given = self._fields[name]
+        value = PARSERS[given.get("content", "text")](body, given.get("content_args", {}))
         if (shape := given.get("transform")) is None:
             return value
         if given.get("transform_each", False):
             return [transform(shape, {**captures, **item}) for item in value]
         return transform(shape, {**captures, "content": value})
-
-
-class _Run:
-    """The field that a scan is in, and its events so far."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.field, self._captures, self.opened = state["field"], state["captures"], state["opened"]
-        self.events: list[list[Any]] = []
-
-    def state(self) -> dict[str, Any]:
-        return {"field": self.field, "captures": self._captures, "opened": self.opened}
-
-    def open(self, field: str, marker: str, captures: dict[str, str]) -> None:
-        self.field, self._captures, self.opened = field, captures, True
-        self.events.append(["open", field, marker])
-
-    def add(self, text: str) -> None:
-        if not text or self.field is None:  # text outside of all fields, where none is implicit
-            return
-        if not self.opened:
-            self.open(self.field, "", {})
-        self.events.append(["text", self.field, text])
-
-    def close(self, marker: str, implicit: str | None) -> None:
-        if self.opened:
-            self.events.append(["close", self.field, marker, self._captures])
-        self.field, self._captures, self.opened = implicit, {}, False
 
 
 def answer(work: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:

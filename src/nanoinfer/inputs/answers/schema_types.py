@@ -19,36 +19,57 @@ def types_of(root: Mapping[str, Any], key: str) -> set[str] | None:
 
 
 def types(root: Any, schema: Any) -> set[str] | None:
-    """Return the JSON types that a schema permits; None if it does not say.
-
-    Args:
-        root: the document, to which references are.
-        schema: in it.
-    """
+    """Return the JSON types that a schema permits; None if it does not say. Args: root: to which references are."""
     found: set[str] = set()
-    seen: set[int] = set()
-    left = [schema]
-    while left:
-        schema = left.pop()
-        if not isinstance(schema, Mapping):
-            return None
-        if id(schema) in seen:  # an option that refers to itself permits nothing more
-            continue
-        seen.add(id(schema))
-        options = next((v for key in ("anyOf", "oneOf") if isinstance(v := schema.get(key), (list, tuple))), None)
-        if (named := schema.get("type")) is not None:
-            found |= {name for name in ([named] if isinstance(named, str) else named) if isinstance(name, str)}
-        elif isinstance(values := schema.get("enum"), (list, tuple)):
-            found |= {type_of(value) for value in values}
-        elif "const" in schema:
-            found.add(type_of(schema["const"]))
-        elif "$ref" in schema:
-            left.append(target(root, schema["$ref"]))
-        elif options is not None:
-            left += options
+    for option in options(root, schema):
+        if isinstance(kind := option.get("type"), str):
+            found.add(kind)
+        elif (values := listed(option)) is not None:
+            found.update(map(type_of, values))
         else:
             return None
     return found or None
+
+
+def options(root: Any, schema: Any) -> list[Mapping[str, Any]]:
+    """Return the schemas of which one must match: references are followed, each once, and options are told apart.
+
+    {"anyOf": [{"type": ["string", "null"]}, {"$ref": "#/$defs/n"}]} -> [{"type": "string"}, {"type": "null"}, ...]
+    """
+    found: list[Mapping[str, Any]] = []
+    left, followed = [schema], set()
+    while left:
+        part = left.pop()
+        if not isinstance(part, Mapping):
+            found.append({})
+        elif (referred := target(root, part.get("$ref"))) is not None:
+            if part["$ref"] not in followed:
+                left.append({**_kinds(part), **referred})
+            followed.add(part["$ref"])
+        elif (several := alternatives(part)) is not None:
+            left += reversed(several)
+        else:
+            found.append(part)
+    return found or [schema]  # it refers to itself alone
+
+
+def alternatives(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the schemas of which one must match, if there are several: those of anyOf, oneOf or a list of types."""
+    if isinstance(found := schema.get("anyOf") or schema.get("oneOf"), (list, tuple)):
+        return [{**_kinds(schema), **part} if isinstance(part, Mapping) else part for part in found]
+    if isinstance(kinds := schema.get("type"), (list, tuple)):
+        return [{**schema, "type": kind} for kind in kinds]
+    return None
+
+
+def _kinds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": schema["type"]} if "type" in schema else {}
+
+
+def listed(schema: Mapping[str, Any]) -> list[Any] | tuple[Any, ...] | None:
+    """Return the values that a schema lists by enum or const, if it does."""
+    found = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return found if isinstance(found, (list, tuple)) else None
 
 
 def type_of(value: Any) -> str:
@@ -67,12 +88,17 @@ def to_json(text: str, permitted: set[str] | None) -> str:
     if permitted is not None and permitted <= {"string", "null"}:
         return word if "null" in permitted and word == "null" else quoted
     try:
-        found = type_of(json.loads(word, parse_constant=_refuse))
+        found = type_of(strict_json(word))
     except (ValueError, RecursionError):
         return quoted
     if permitted is None or "string" not in permitted or found in permitted:
         return word
     return word if found == "integer" and "number" in permitted else quoted
+
+
+def strict_json(text: str) -> Any:
+    """Return what a JSON text says. Raises ValueError, for NaN and Infinity too, and RecursionError."""
+    return json.loads(text, parse_constant=_refuse)
 
 
 def _refuse(name: str) -> None:

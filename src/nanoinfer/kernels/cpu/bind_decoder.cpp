@@ -97,12 +97,11 @@ class Guarded {
 };
 
 void extend(Decoder& decoder, const Step& step, Writable& logits) {
-  const std::int64_t wanted = decoder.check(step);
-  if (static_cast<std::int64_t>(logits.shape(0)) != wanted ||
-      static_cast<std::int64_t>(logits.shape(1)) != decoder.logits_stride())
+  const std::int64_t wanted = decoder.check(step), rows = static_cast<std::int64_t>(logits.shape(0));
+  if ((rows != wanted && rows != 0) || static_cast<std::int64_t>(logits.shape(1)) != decoder.logits_stride())
     throw std::invalid_argument("logits must be (" + std::to_string(wanted) + ", " +
-                                std::to_string(decoder.logits_stride()) + ")");
-  decoder.extend(step, logits.data());
+                                std::to_string(decoder.logits_stride()) + "), or have no row");
+  decoder.extend(step, rows ? logits.data() : nullptr);
 }
 
 void copy_hidden(const Decoder& decoder, Writable& out) {
@@ -307,7 +306,7 @@ void bind_decoder(nb::module_& m) {
           },
           nb::kw_only(), "handles"_a, "token_ids"_a, "num_new"_a, "num_logits"_a,
           "logits"_a.noconvert(),  // a converted copy would be written and discarded
-          "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32.")
+          "Append tokens to sequences; write logits, (sum(num_logits), logits_stride) float32; none if it has 0 rows.")
       .def("hidden", [](Guarded& d, Writable out) { d.locked([&](Decoder& x) { copy_hidden(x, out); }); },
            nb::kw_only(), "out"_a.noconvert(),
            "Write the final hidden states of the last step's logits, (sum(num_logits), n_embd).")

@@ -65,7 +65,8 @@ class Decoder {
   // Throw std::invalid_argument or std::out_of_range if a step is malformed or exceeds the limits; return
   // sum(num_logits).
   std::int64_t check(const Step& step) const;
-  // Append the tokens of a step that `check` accepted and write logits, (sum(num_logits), logits_stride()).
+  // Append the tokens of a step that `check` accepted and write logits, (sum(num_logits), logits_stride()); with
+  // nullptr only the hidden states are computed.
   void extend(const Step& step, float* logits);
   // The final hidden states of the last step's logits, (sum(num_logits), n_embd).
   const std::vector<float>& final_hidden() const { return pass_.final_hidden(); }

@@ -63,7 +63,7 @@ void ForwardPass::run(ThreadPool& threads, const std::vector<Row>& rows, float* 
       embed(rank);
       for (std::int64_t l = 0; l < model_.shape.n_layer; ++l) layer(l, rank);
       finish(rank);
-      if (last && num_logits_) {
+      if (last && num_logits_ && logits != nullptr) {
         const Matrix& w = model_.lm_head;
         const float cap = model_.shape.logits_softcap;
         const MatmulTask task{&w, head_rows_.data(), w.prepared, num_logits_, logits, logits_stride,
