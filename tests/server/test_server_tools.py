@@ -108,6 +108,16 @@ def test_streams_are_whole_responses(client: Client, body: dict[str, Any]) -> No
         assert ids == whole["choices"][0]["token_ids"]
 
 
+def test_a_named_function_is_called_once(client: Client) -> None:
+    """As in OpenAI's API, and whatever parallel_tool_calls says: clients such as instructor rely on it."""
+    body = {"messages": HI, "tools": TWO, "tool_choice": NAMED, "enable_thinking": False, "n": 4, **SAMPLED}
+    for more in ({}, {"parallel_tool_calls": True}):
+        for choice in client.post(CHAT, **body, **more)["choices"]:
+            ((name, arguments),) = calls_of(choice)
+            check_call(name, arguments, TWO)
+            assert (name, choice["finish_reason"]) == ("weather", "tool_calls")
+
+
 def test_reasoning_has_both_names_and_is_counted(client: Client) -> None:
     made = client.post(CHAT, messages=HI, **THINKS, **SAMPLED)
     message = made["choices"][0]["message"]
