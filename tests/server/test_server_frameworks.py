@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any
 
 import pytest
 
@@ -27,10 +27,13 @@ from helpers.chat_templates import TOOLS
 from helpers.server_process import ServerProcess, serving
 from helpers.tools import ADD, matches, tool, tools_folder
 
-PROGRAMS = sorted(p for p in Path(__file__).with_name("clients").glob("*.*") if p.stem != "common")
+CLIENTS = Path(__file__).with_name("clients")
+PROGRAMS = sorted(p for p in CLIENTS.glob("*.*") if p.stem != "common")
+PAGE = (ROOT / "docs" / "clients.md").read_text()
+EXAMPLES = re.findall(r"^## ([^\n]*)\n\n```(?:js|python)\n(.*?)```", PAGE, re.S | re.M)
 NPM, NODE = ROOT / "build" / "npm", which("node")
 OTHER_PYTHON = ROOT / ".venv-clients" / "bin" / "python"
-OTHERS = ("instructor_client", "llama_index_client")
+OTHERS = {"instructor", "llama_index"}
 KEY = "secret"
 # Without reasoning, which a random model would not end. A call begins with the token 0. After the question comes the
 # result of a call.
@@ -45,38 +48,38 @@ SCHEMAS = {"add": ADDS, "Twice": ORDER}
 """Of the calls of each name."""
 
 
-def why_not(program: Path) -> str | None:
-    """Return why a program cannot run here."""
-    if program.suffix == ".mjs":
+def interpreter(source: str) -> str:
+    """Return what runs a program. Skips the test where something is missing."""
+    packages = set(re.findall(r"^(?:from|import) (\w+)", source, re.M)) - {"common"}
+    if ' from "openai";' in source:
         if NODE is None:
-            return "node is not installed"
-        found = (NPM / "node_modules" / "openai").exists()
-    elif program.stem in OTHERS:
-        found = OTHER_PYTHON.exists()
+            pytest.skip("node is not installed")
+        found, made = (NPM / "node_modules" / "openai").exists(), NODE
+    elif packages & OTHERS:
+        found, made = OTHER_PYTHON.exists(), str(OTHER_PYTHON)
     else:
-        found = find_spec(program.stem.removesuffix("_client")) is not None
-    return None if found else "its packages are not installed: make test-clients"
+        found, made = all(find_spec(name) for name in packages), sys.executable
+    if not found:
+        pytest.skip("its packages are not installed: make test-clients")
+    return made
 
 
-def run(program: Path, server: ServerProcess, folder: Path) -> dict[str, Any]:
-    """Return what a program printed. It reaches no other machine, and has none of the user's settings."""
+def run(source: str, server: ServerProcess, folder: Path) -> str:
+    """Return what a program prints. It reaches no other machine, and has none of the user's settings."""
     environment = {
-        "PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1",
-        "CLIENT_BASE_URL": f"{server.url}/v1", "CLIENT_KEY": KEY,
+        "PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(CLIENTS),
+        "CLIENT_BASE_URL": f"{server.url}/v1", "CLIENT_KEY": KEY, "LLM_USER_PATH": str(folder),
         "HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LLM_USER_PATH": str(folder),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }  # fmt: skip
-    if program.suffix == ".mjs":  # a program on standard input finds the packages of its folder
-        command, cwd = [str(NODE), "--input-type=module", "-"], NPM
-    else:
-        command, cwd = [str(OTHER_PYTHON) if program.stem in OTHERS else sys.executable, str(program)], folder
-    with program.open() as source:
-        done = subprocess.run(
-            command, stdin=source, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
-        )
+    command = [program := interpreter(source), *(["--input-type=module"] if program == NODE else []), "-"]
+    # Node finds the packages of the folder in which it reads its standard input.
+    done = subprocess.run(
+        command, input=source, env=environment, cwd=NPM if program == NODE else folder, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +89,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ServerProcess]:
-    with serving(tools_folder(folder / "tiny", TEMPLATE), "--served-model-name", "tiny", "--api-key", KEY) as made:
+    model = tools_folder(folder / "tiny", TEMPLATE)
+    (model / "generation_config.json").write_text('{"do_sample": false}')  # the page's programs have no seed
+    options = ["--served-model-name", "tiny", "--served-model-name", "mine", "--default-max-tokens", "120"]
+    with serving(model, *options, "--api-key", KEY) as made:
         yield made
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
 def test_a_conversation(server: ServerProcess, folder: Path, program: Path) -> None:
-    if reason := why_not(program):
-        pytest.skip(reason)
-    found = run(program, server, folder)
+    found = json.loads(run(program.read_text(), server, folder).splitlines()[-1])
     assert found["refused"] == 401
     assert len(found["calls"]) > 1
     for name, arguments in found["calls"]:
@@ -105,3 +109,11 @@ def test_a_conversation(server: ServerProcess, folder: Path, program: Path) -> N
     assert found["structured"]
     for order in found["structured"]:
         assert matches(order, ORDER), order
+
+
+@pytest.mark.parametrize("title, source", EXAMPLES, ids=[title for title, _ in EXAMPLES])
+def test_the_programs_of_the_page(server: ServerProcess, folder: Path, title: str, source: str) -> None:
+    assert len(EXAMPLES) == len(PROGRAMS)
+    printed = run(source.replace("http://127.0.0.1:8000", server.url), server, folder)
+    if title != "pydantic-ai":  # there the model decides
+        assert re.search("Turin|Oslo", printed), printed
