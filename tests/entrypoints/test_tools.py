@@ -126,6 +126,11 @@ CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": 
 BAD: list[tuple[list[Any], str]] = [
     ([{"role": "tool", "content": "a"}], "tool_call_id is missing"),
     ([{"role": "tool", "content": "a", "tool_call_id": "2"}], "tool_call_id '2' is the id of no call before it"),
+    ([{"role": "tool", "content": "a", "tool_call_id": ["2"]}], "tool_call_id ['2'] is the id of no call before it"),
+    (
+        [{"role": "tool", "content": "a", "tool_call_id": {"2": 2}}],
+        "tool_call_id {'2': 2} is the id of no call before it",
+    ),
     ([{"role": "assistant", "tool_calls": {}, "content": 3}], "content=3 is neither"),
     ([{"role": "assistant", "tool_calls": [3]}], "tool_calls: 3 is not {'id'"),
     ([{"role": "assistant", "tool_calls": [CALL] * 129}], "is not a list of at most 128 calls"),

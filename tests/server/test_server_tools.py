@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -108,6 +109,16 @@ def test_streams_are_whole_responses(client: Client, body: dict[str, Any]) -> No
         assert ids == whole["choices"][0]["token_ids"]
 
 
+def test_a_named_function_is_called_once(client: Client) -> None:
+    """As in OpenAI's API, and whatever parallel_tool_calls says: clients such as instructor rely on it."""
+    body = {"messages": HI, "tools": TWO, "tool_choice": NAMED, "enable_thinking": False, "n": 4, **SAMPLED}
+    for more in ({}, {"parallel_tool_calls": True}):
+        for choice in client.post(CHAT, **body, **more)["choices"]:
+            ((name, arguments),) = calls_of(choice)
+            check_call(name, arguments, TWO)
+            assert (name, choice["finish_reason"]) == ("weather", "tool_calls")
+
+
 def test_reasoning_has_both_names_and_is_counted(client: Client) -> None:
     made = client.post(CHAT, messages=HI, **THINKS, **SAMPLED)
     message = made["choices"][0]["message"]
@@ -153,6 +164,88 @@ ERRORS: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": 1}, "reasoning_effort", "reasoning_effort=1"),
     ({"parallel_tool_calls": "x"}, "parallel_tool_calls", "parallel_tool_calls='x'"),
 ]  # fmt: skip
+
+
+def has(schema: Any) -> dict[str, Any]:
+    """Return the schema of an object whose required property is this."""
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (has({"$ref": "#/x"}), "Pointer '/x' does not exist"),
+    (has({"$ref": "http://127.0.0.1:9/x.json"}), "Default retriever does not fetch resources"),
+    (has({"$ref": "file:///etc/passwd"}), "Default retriever does not fetch resources"),
+    (has({"type": "string", "pattern": "("}), "unclosed group"),
+    (has({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+    (has({"type": "integer", "minimum": 5, "maximum": 4}), "required property 'a' is unsatisfiable"),
+    (has({"enum": []}), "required property 'a' is unsatisfiable"),
+    (has(False), "required property 'a' is unsatisfiable"),
+    (has({"not": {"type": "string"}}), "not"),
+    (has({"type": "strin"}), "Invalid type: strin"),
+    (has({"type": "integer", "multipleOf": 0}), "multiple"),
+    (has({"allOf": [{"anyOf": [{"minimum": i + j} for i in range(12)]} for j in range(12)]}), "too large"),
+    ({"type": "object", "properties": [1]}, "properties must be an object"),
+]
+"""Schemas that cannot be compiled, and the reason."""
+COMPILED: list[dict[str, Any]] = [
+    has({"$ref": "#/properties/a"}),
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    has({"type": "string", "pattern": "(a{1000}){1000}"}),
+    has({"type": "string", "minLength": 10**9}),
+    has({"type": "array", "items": {"type": "integer"}, "minItems": 10**9}),
+    {"type": "object", "properties": {"\u202e\x00\n</tool_call>": {}}, "required": ["\u202e\x00\n</tool_call>"]},
+]
+"""Schemas without a finite value, or with odd names: an answer ends at max_tokens."""
+
+
+def test_hostile_schemas_disturb_no_neighbour(client: Client) -> None:
+    """Every second request is one whose answer is known."""
+    good = {"messages": HI, "tool_choice": "required", **CALLS, **SAMPLED}
+    expected = calls_of(client.post(CHAT, **good)["choices"][0])
+    assert expected
+    bodies = [{**good, "tools": [*TWO, as_tool(s)], "tool_choice": c} for s, _ in REFUSED for c in ("auto", "required")]
+    named = {"function": {"name": "f"}}
+    bodies += [{**good, "tools": [*TWO, as_tool(schema)], "tool_choice": named} for schema in COMPILED]
+    with ThreadPoolExecutor(4) as pool:
+        hostile = [pool.submit(client.request, "POST", CHAT, json={**body, "max_tokens": 20}) for body in bodies]
+        neighbours = [pool.submit(client.post, CHAT, **good) for _ in bodies]
+        for i, response in enumerate(made.result() for made in hostile):
+            if i >= 2 * len(REFUSED):
+                assert (response.status_code, response.json()["choices"][0]["finish_reason"]) == (200, "length")
+                continue
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, "tools")
+            assert error["message"].startswith("tools: tool 'f': ")
+            assert REFUSED[i // 2][1] in error["message"]
+            assert "\n" not in error["message"]
+        assert all(calls_of(made.result()["choices"][0]) == expected for made in neighbours)
+    assert client.async_llm.num_unfinished_requests == 0
+
+
+ODD_NAMES = ["", "a b", "é", "a" * 65, "a\n", "auto", "<tool_call>", 'a"b', "../x", None, 5, ["a"]]
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=repr)
+def test_odd_names_are_refused(client: Client, name: Any) -> None:
+    status, error = client.error(CHAT, messages=HI, tools=[as_tool({"type": "object"}, name=name)])
+    assert (status, error["param"]) == (400, "tools")
+    assert error["message"].startswith("tools[0]: ")
+
+
+def test_as_many_tools_as_there_may_be(client: Client) -> None:
+    """128, whose names have all characters that a name may have."""
+    tools = [{"type": "function", "function": {"name": f"t{i}.-_Z"}} for i in range(128)]
+    body = {**CALLS, "tools": tools, "overflow": "slide", **SAMPLED}
+    made = client.post(CHAT, messages=HI, tool_choice="required", **body)
+    ((name, arguments),) = calls_of(made["choices"][0])
+    assert (name in [t["function"]["name"] for t in tools], arguments) == (True, "{}")
+
+
+@pytest.mark.parametrize("result", [{}, {"tool_call_id": "x"}, {"tool_call_id": ["x"]}, {"tool_call_id": {"x": 1}}])
+def test_results_of_unknown_calls_are_refused(client: Client, result: dict[str, Any]) -> None:
+    status, error = client.error(CHAT, messages=[*HI, {"role": "tool", "content": "7", **result}])
+    assert (status, error["param"]) == (400, "messages")
+    assert error["message"].startswith("message 2 of 2: tool_call_id ")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -55,7 +55,8 @@ def as_conversation(messages: Any) -> list[dict[str, Any]]:
         with numbered(i, len(messages), "message"):
             made.append(_as_message(message))
             call_ids.update(call.get("id") for call in made[-1].get("tool_calls", ()))
-            if made[-1]["role"] == "tool" and (found := made[-1].get("tool_call_id")) not in call_ids:
+            found = made[-1].get("tool_call_id")
+            if made[-1]["role"] == "tool" and (not isinstance(found, (str, type(None))) or found not in call_ids):
                 what = "is missing" if found is None else f"{show(found)} is the id of no call before it"
                 raise NanoinferError(f"tool_call_id {what}: give the id of the call that this is the result of")
     return made

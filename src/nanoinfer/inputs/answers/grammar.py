@@ -4,7 +4,7 @@
     none        text without calls, or the structured output that is asked for
     auto        text; once it opens a call, the call must be complete before the text goes on
     required    calls only
-    a name      calls of that tool only
+    a name      one call of that tool
 
 Before it, reasoning is free text up to its end marker, with at most `thinking_budget` tokens. Markers that are special
 tokens of the tokenizer are references to them; what is not constrained cannot spell a marker by other tokens.
@@ -43,7 +43,7 @@ def to_grammar(
         format: of the model's answers.
         tools: that it may call.
         choice: none, auto, required or the name of a tool.
-        parallel: whether it may write several calls, if the format can.
+        parallel: whether it may write several calls, if the format can; with a name, there is one.
         answer: what the content must match, without the reasoning; with choice auto, an answer is calls or this.
         in_reasoning: what `AnswerFormat.reasoning_of` says about the prompt.
         thinking_budget: largest number of tokens of the reasoning.
@@ -63,7 +63,8 @@ def to_grammar(
         return answer
     made = _Answer(format, special_tokens or {}, in_reasoning if reasons else False)
     if calling:
-        made.add_tools([tool for tool in tools if choice in ("auto", "required", tool.name)], parallel)
+        several = parallel and choice in ("auto", "required")
+        made.add_tools([tool for tool in tools if choice in ("auto", "required", tool.name)], several)
     text = made.text(choice, answer, thinking_budget)
     if len(text) > MAX_GRAMMAR_CHARS:
         raise NanoinferError(
