@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from nanoinfer.batch.run import BatchOptions
 
 _CAPACITY = (
-    "threads", "max_num_seqs", "kv_cache_memory", "graph_memory", "max_num_batched_tokens", "max_num_queued",
-    "enable_prefix_caching",
+    "threads", "max_num_seqs", "kv_cache_memory", "graph_memory", "max_num_batched_tokens", "target_step_ms",
+    "max_num_queued", "enable_prefix_caching",
 )  # fmt: skip
 """Options that may change when a batch is continued: they do not determine what is generated."""
 
