@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -132,6 +133,8 @@ def stream_beside(llm: LLM, streams: list[list[int]], late: list[list[int]]) -> 
         streams, greedy(min(STREAM_TOKENS, llm.engine.limits.block_size - len(streams[0])))
     )
     waiting = list(zip(ARRIVALS, llm.requests.make_all(late, greedy(LATE_TOKENS)), strict=True))
+    for request in requests:
+        request.queue = deque()  # it is streamed
     llm.core.submit(requests)
     last: dict[int, float] = {}
     gaps: list[float] = []

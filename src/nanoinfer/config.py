@@ -348,7 +348,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their keys and values."""
     target_step_ms: int | None = 80
-    """Time of a step in ms that limits its prompt tokens while other sequences decode; 0: no limit."""
+    """Time of a step in ms that limits its prompt tokens while streamed requests decode; 0: no limit."""
 
     def __post_init__(self) -> None:
         keep_int(self, "max_num_batched_tokens", 1)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from helpers.engines import GREEDY, make_engine
-from helpers.models import TINY, make_model, submit
+from helpers.models import TINY, make_model
+from helpers.models import submit as submit_unstreamed
 from helpers.overlap import make_core as make_overlap_core
-from helpers.scheduling import World, make_request, summary
+from helpers.scheduling import World, summary
+from helpers.scheduling import make_request as make_unstreamed
 from helpers.table_engine import ALPHABET, Clock, make_core
 from nanoinfer.config import EngineLimits, SchedulerConfig
 from nanoinfer.core.core import Core
@@ -20,8 +24,21 @@ from nanoinfer.sampling.sampler import sample
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduling.prefill_limit import MIN_PREFILL, PrefillLimit
 from nanoinfer.scheduling.scheduler import Scheduler
+from nanoinfer.scheduling.sequence import Request
 
 ANY = 1 << 20
+
+
+def make_request(num_prompt: int, params: SamplingParams, block_size: int) -> Request:
+    request = make_unstreamed(num_prompt, params, block_size)
+    request.queue = deque()
+    return request
+
+
+def submit(core: Core, prompt: list[int], params: SamplingParams) -> Request:
+    request = submit_unstreamed(core, None, prompt, params, seed=0, end_token_ids=())
+    request.queue = deque()
+    return request
 
 
 def run_steps(limit: PrefillLimit, decode_sec: float, token_sec: float, num: int) -> list[float]:
@@ -115,9 +132,12 @@ def test_prompts_are_not_split_while_no_sequence_decodes() -> None:
     assert summary(world.step()) == [(700, 700, True), (900, 900, True)]
 
 
-def test_without_a_target_a_prompt_is_not_split() -> None:
-    world = make_world(1.0, 1.0, None)
-    world.scheduler.add(make_request(5, SamplingParams(), 1000))
+@pytest.mark.parametrize("target_step_ms, make", [(None, make_request), (80, make_unstreamed)])
+def test_without_a_target_or_a_stream_a_prompt_is_not_split(
+    target_step_ms: int | None, make: Callable[..., Request]
+) -> None:
+    world = make_world(1.0, 1.0, target_step_ms)
+    world.scheduler.add(make(5, SamplingParams(), 1000))
     world.step()
     world.scheduler.add(make_request(900, SamplingParams(), 1000))
     assert summary(world.step()) == [(5, 1, True), (900, 900, True)]
@@ -146,10 +166,10 @@ def limit_of(core: Core) -> int:
 def test_the_core_measures_its_steps() -> None:
     core, engine, _ = make_core(ALPHABET, block_size=400, config=LIMITED)
     engine.cost_sec = iter([0.040, 0.020, 0.080, 0.160, 0.010])
-    submit(core, None, [0] * 20, SamplingParams(max_tokens=50, temperature=0), 0, ())
+    submit(core, [0] * 20, SamplingParams(max_tokens=50, temperature=0))
     core.step()
     assert limit_of(core) == 32  # 40 fit
-    submit(core, None, [0] * 300, SamplingParams(max_tokens=50, temperature=0), 0, ())
+    submit(core, [0] * 300, SamplingParams(max_tokens=50, temperature=0))
     limits, fed = [], []
     for _ in range(3):
         before = engine.num_fed
@@ -164,7 +184,7 @@ def test_the_core_measures_its_steps() -> None:
 def test_a_step_that_fails_or_is_interrupted_changes_nothing(error: BaseException) -> None:
     core, engine, _ = make_core(ALPHABET, block_size=400, config=LIMITED)
     engine.fail, engine.error, engine.cost_sec = ("extend", 1), error, iter([0.001])
-    submit(core, None, [0] * 300, GREEDY, 0, ())
+    submit(core, [0] * 300, GREEDY)
     with pytest.raises(type(error)):
         core.step()
     assert limit_of(core) == MIN_PREFILL
@@ -186,9 +206,9 @@ def test_with_overlap_scheduling_a_step_is_the_time_between_two_reads() -> None:
     core.clock, costs, engine = clock, iter([0.010, 0.010, 0.160, 0.020, 0.5]), core.engine
     step = engine.step  # type: ignore[attr-defined]
     engine.step = lambda *a: SlowFuture(step(*a), clock, next(costs))  # type: ignore[attr-defined]
-    submit(core, None, [1] * 4, replace(GREEDY, max_tokens=60), 0, ())
+    submit(core, [1] * 4, replace(GREEDY, max_tokens=60))
     core.step()  # launches the prompt
-    submit(core, None, [2] * 120, replace(GREEDY, max_tokens=4), 0, ())
+    submit(core, [2] * 120, replace(GREEDY, max_tokens=4))
     clock.now += 7.0  # idle: no step runs longer for it
     limits = []
     for _ in range(4):
@@ -224,7 +244,7 @@ class Clocked(Core):
         requests, extend = [], self.engine.extend
         self.engine.extend = lambda batch: (self.sizes.append(max(batch.num_new)), extend(batch))[1]  # type: ignore[method-assign]
         for prompt in prompts:
-            requests.append(submit(self, None, prompt, replace(GREEDY, max_tokens=25), 7, ()))
+            requests.append(submit(self, prompt, replace(GREEDY, max_tokens=25)))
             self.step()
             self.step()
         while self.unfinished:

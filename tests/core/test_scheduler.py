@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -56,6 +57,7 @@ def requests_for(draw: st.DrawFn, limits: EngineLimits) -> Request:
         slide_stride=draw(st.none() | st.integers(1, block_size)) if slide else None,
     )
     request = make_request(num_prompt, params, block_size, draw(st.sampled_from([(), (7,), (3, 4)])))
+    request.queue = draw(st.sampled_from([None, deque()]))
     request.priority, request.salt = draw(st.integers(0, 2)), draw(st.sampled_from([None, "a"]))
     return request
 

@@ -140,7 +140,7 @@ class World:
         singles = [s for s, count in pending.items() if count == 1]
         assert all(fed.get(s) == 1 for s in singles)  # every one that needs one token, in every step
         budget = max(M - len(singles), M // 4, 1)
-        if singles:
+        if any(s.request.queue is not None for s in singles):
             budget = min(budget, self.limit_before)
         assert sum(fed.values()) - len(singles) == min(budget, sum(pending.values()) - len(singles))
         assert all(w.samples == (fed[w.sequence] == pending[w.sequence]) for w in work)

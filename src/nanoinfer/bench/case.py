@@ -64,7 +64,7 @@ class Case:
     max_num_batched_tokens: int = SchedulerConfig.max_num_batched_tokens
     """Most tokens of a step (our engines)."""
     target_step_ms: int | None = SchedulerConfig.target_step_ms
-    """Time of a step that limits its prompt tokens while others decode; None: no limit (our engines)."""
+    """Time of a step that limits its prompt tokens while streamed requests decode; None: no limit (our engines)."""
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)

@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may process while sequences decode: what fits into a target time.
+"""How many prompt tokens a step may process while streamed requests decode: what fits into a target time.
 
 The time of a step with p prompt tokens is about b + c * p: b for the sequences that decode, c for one token. Both are
 unknown, and change with the batch and the context. After a step with p tokens in t seconds, the limit becomes

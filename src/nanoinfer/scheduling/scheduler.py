@@ -10,9 +10,9 @@ Rules:
   shares, beside what the running ones need to go on. A request whose prompt is being processed by another one waits for
   it, and later ones may pass it.
 - Every decoding sequence runs in every step. The rest of `max_num_batched_tokens`, but at least a quarter of it, is
-  spent on prefills (prompts, windows that slid) in chunks, the sequence whose last token is oldest first. While others
-  decode, these chunks are what fits into a step of `target_step_ms` (prefill_limit.py). So every sequence progresses,
-  and a long prompt does not stall the others.
+  spent on prefills (prompts, windows that slid) in chunks, the sequence whose last token is oldest first. While
+  streamed requests decode, these chunks are what fits into a step of `target_step_ms` (prefill_limit.py). So every
+  sequence progresses, and a long prompt does not stall the others.
 - If the step of a sequence needs blocks, kept sequences are closed. If that is not enough, the last running sequence in
   the order of admission is preempted: it is kept, waits, and goes on with what is left of it. Its tokens do not change.
 - A sequence samples a token in the step that processes its last uncached token.
@@ -253,7 +253,9 @@ class Scheduler:
         longer = sorted((item for item in todo if item[1] > 1), key=lambda item: item[0].last_sampled_step)
         most = self.config.max_num_batched_tokens
         num_prefill = max(most - len(decoding), most // 4, 1)
-        budget = StepBudget(self.prefill_limit.apply(num_prefill) if decoding else num_prefill)
+        if longer and any(s.request.queue is not None for s, _ in decoding):  # one of them is streamed
+            num_prefill = self.prefill_limit.apply(num_prefill)
+        budget = StepBudget(num_prefill)
         bound = min(budget.num_prefill, sum(uncached for _, uncached in longer))
         has_room = bound + len(todo) + len(decoding) <= self._engine.num_free_blocks  # a block and a copy for each
         work: dict[Sequence, ScheduledSequence] = {}
