@@ -347,10 +347,13 @@ class SchedulerConfig:
     """Maximum number of requests that wait to be admitted; more are refused (default: any number)."""
     enable_prefix_caching: bool = True
     """Whether requests that begin with the same tokens share their keys and values."""
+    target_step_ms: int | None = 80
+    """Time of a step in ms that limits its prompt tokens while streamed requests decode; 0: no limit."""
 
     def __post_init__(self) -> None:
         keep_int(self, "max_num_batched_tokens", 1)
         keep_int(self, "max_num_queued", 1, optional=True)
+        keep_int(self, "target_step_ms", 0, 1_000_000, optional=True)
         require_bool("enable_prefix_caching", self.enable_prefix_caching)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -38,7 +39,8 @@ def worlds(draw: st.DrawFn) -> World:
     block_size, max_num_seqs = draw(st.integers(1, 12)), draw(st.integers(1, 5))
     capacity = draw(st.integers(block_size, max_num_seqs * block_size))
     limits = EngineLimits(max_num_seqs, block_size, capacity, draw(st.sampled_from([0, 3, 100])))
-    return World(limits, SchedulerConfig(draw(st.integers(1, 24)), None, draw(st.booleans())))
+    config = SchedulerConfig(draw(st.integers(1, 40)), None, draw(st.booleans()), draw(st.sampled_from([None, 1, 80])))
+    return World(limits, config, decode_sec=draw(st.floats(0, 0.1)), token_sec=draw(st.floats(0, 0.01)))
 
 
 @st.composite
@@ -55,6 +57,7 @@ def requests_for(draw: st.DrawFn, limits: EngineLimits) -> Request:
         slide_stride=draw(st.none() | st.integers(1, block_size)) if slide else None,
     )
     request = make_request(num_prompt, params, block_size, draw(st.sampled_from([(), (7,), (3, 4)])))
+    request.queue = draw(st.sampled_from([None, deque()]))
     request.priority, request.salt = draw(st.integers(0, 2)), draw(st.sampled_from([None, "a"]))
     return request
 

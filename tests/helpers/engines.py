@@ -63,7 +63,8 @@ def make_engine(name: str, gpt: GPT, max_num_seqs: int = 4) -> Engine:
 
 
 def make_core(engine: Engine, **options: int) -> Core:
-    return Core(engine, Scheduler(engine, SchedulerConfig(**options)), sample, None, V)
+    """Return a core whose steps do not depend on how long they take."""
+    return Core(engine, Scheduler(engine, SchedulerConfig(target_step_ms=None, **options)), sample, None, V)
 
 
 def generate(core: Core, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[list[int]]]:

@@ -55,7 +55,9 @@ class TorchSampler:
         return tokens
 
 
-def make_core(gpt: GPT, *, recorded: bool = True, overlap: bool = True, chunk: int = 2048) -> Core:
+def make_core(
+    gpt: GPT, *, recorded: bool = True, overlap: bool = True, chunk: int = 2048, target_step_ms: int | None = None
+) -> Core:
     limits = make_limits(gpt.config, 4)
     recorder = FakeRecorder()
     engine: StaticShapeEngine = (
@@ -65,7 +67,7 @@ def make_core(gpt: GPT, *, recorded: bool = True, overlap: bool = True, chunk: i
     )
     return Core(
         engine,
-        Scheduler(engine, SchedulerConfig(chunk)),
+        Scheduler(engine, SchedulerConfig(chunk, target_step_ms=target_step_ms)),
         sample,
         None,
         V,

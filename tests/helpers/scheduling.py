@@ -77,8 +77,12 @@ class World:
     admitted: list[Request] = field(default_factory=list)
     steps: int = 0
     num_processed: int = 0
+    decode_sec: float = 0.0
+    token_sec: float = 0.0
+    """Times that the scheduler is told: of a step without prompts, and of a token of a prompt in a step."""
 
     def __post_init__(self) -> None:
+        self.limit_before = 0
         self.engine = Pretended(self.limits)
         self.scheduler = Scheduler(self.engine, self.config)
 
@@ -92,6 +96,7 @@ class World:
     def step(self) -> list[ScheduledSequence]:
         """Schedule, run, postprocess, checking every rule on the way."""
         before = {s: self.unseen(s) for s in self.scheduler.running}
+        self.limit_before = self.scheduler.prefill_limit.apply(1 << 30)
         work = self.scheduler.schedule()
         self.steps += 1
         assert self.scheduler.take_preempted() is not None
@@ -107,6 +112,9 @@ class World:
             fork.handle = self.engine.fork(Handle(handle))
         draws = sampling_sequences(work)
         self.scheduler.postprocess(work, [[token_of(s)] for s in draws])
+        if any(len(w.token_ids) > 1 for w in work):
+            num_prefill = sum(len(w.token_ids) for w in work if len(w.token_ids) > 1)
+            self.scheduler.prefill_limit.note(num_prefill, self.decode_sec + num_prefill * self.token_sec)
         self.scheduler.check_integrity()
         assert forks or self.engine.num_free_blocks >= 0  # forks take room when they are extended
         return work
@@ -132,6 +140,8 @@ class World:
         singles = [s for s, count in pending.items() if count == 1]
         assert all(fed.get(s) == 1 for s in singles)  # every one that needs one token, in every step
         budget = max(M - len(singles), M // 4, 1)
+        if any(s.request.queue is not None for s in singles):
+            budget = min(budget, self.limit_before)
         assert sum(fed.values()) - len(singles) == min(budget, sum(pending.values()) - len(singles))
         assert all(w.samples == (fed[w.sequence] == pending[w.sequence]) for w in work)
 

@@ -21,7 +21,8 @@ FLAT = StepTimes({1: 1e-3, 256: 1.01e-3})  # a step costs the same whatever is i
 def make_core(engine: Engine, drafter: Drafter, k: int | None, **options: int) -> Core:
     speculator = Speculator(drafter, speculate_k=k, costs=None if k else StepCosts(FLAT))
     tokenizer = CharTokenizer(CHARS)
-    return Core(engine, Scheduler(engine, SchedulerConfig(**options)), sample, tokenizer, V, speculator=speculator)
+    scheduler = Scheduler(engine, SchedulerConfig(target_step_ms=None, **options))
+    return Core(engine, scheduler, sample, tokenizer, V, speculator=speculator)
 
 
 def generate(

@@ -18,7 +18,7 @@ CHARS = "abcdefgh"
 V = len(CHARS)
 RANDOM = torch.randn(V, V, generator=torch.Generator().manual_seed(0))
 ALPHABET = torch.full((V, V), -9.0).index_put_((torch.arange(V), (torch.arange(V) + 1) % V), torch.tensor(9.0))
-UNSHARED = SchedulerConfig(enable_prefix_caching=False)
+UNSHARED = SchedulerConfig(enable_prefix_caching=False, target_step_ms=None)
 
 
 class Clock:
@@ -110,8 +110,9 @@ def make_core(
     sampler: Callable[..., list[Sampled]] = sample,
     vocab_size: int = V,
     num_chars: int = V,
+    config: SchedulerConfig = UNSHARED,
 ) -> tuple[Core, TableEngine, Clock]:
     clock = Clock()
     engine = TableEngine(table, EngineLimits(max_num_seqs, block_size, max_num_seqs * block_size), clock)
-    core = Core(engine, Scheduler(engine, UNSHARED), sampler, CharTokenizer(CHARS[:num_chars]), vocab_size, clock)
+    core = Core(engine, Scheduler(engine, config), sampler, CharTokenizer(CHARS[:num_chars]), vocab_size, clock)
     return core, engine, clock

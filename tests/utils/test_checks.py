@@ -51,6 +51,7 @@ def test_a_value_of_another_type_is_refused_in_one_short_line(check: Callable[[A
         (lambda v: ModelConfig(n_layer=v), "n_layer"),
         (lambda v: EngineConfig(threads=v), "threads"),
         (lambda v: SchedulerConfig(max_num_batched_tokens=v), "max_num_batched_tokens"),
+        (lambda v: SchedulerConfig(target_step_ms=v), "target_step_ms"),
         (lambda v: SpeculationConfig(speculate_k=v), "speculate_k"),
         (lambda v: Case("static", "m", speculate_k=v), "speculate_k"),
         (lambda v: SamplingParams(temperature=v), "temperature"),

@@ -63,6 +63,8 @@ class Case:
     """Whether requests of one run share the keys and values of common prefixes (our engines)."""
     max_num_batched_tokens: int = SchedulerConfig.max_num_batched_tokens
     """Most tokens of a step (our engines)."""
+    target_step_ms: int | None = SchedulerConfig.target_step_ms
+    """Time of a step that limits its prompt tokens while streamed requests decode; None: no limit (our engines)."""
 
     def __post_init__(self) -> None:
         require_choice("dtype", self.dtype, DTYPES)
@@ -93,6 +95,8 @@ class Case:
         parts += ["prefix cache"] * self.prefix_caching
         if self.max_num_batched_tokens != Case.max_num_batched_tokens:
             parts.append(f"steps of {self.max_num_batched_tokens}")
+        if self.target_step_ms != Case.target_step_ms:
+            parts.append(f"steps of {self.target_step_ms} ms" if self.target_step_ms else "steps of any time")
         return " + ".join(parts)
 
     @property
@@ -103,7 +107,8 @@ class Case:
     @property
     def plain(self) -> Case:
         """The same with nothing set beside: what its tokens and its speed are compared with."""
-        return replace(self.loaded, prefix_caching=False, max_num_batched_tokens=Case.max_num_batched_tokens)
+        sizes = {name: getattr(Case, name) for name in ("max_num_batched_tokens", "target_step_ms")}
+        return replace(self.loaded, prefix_caching=False, **sizes)
 
     def params(self, output_tokens: int) -> SamplingParams:
         """Return the sampling parameters of one request of this case; past the context length the window slides."""

@@ -170,14 +170,13 @@ def _serving(model: str, config: ModelConfig, engines: Sequence[str], quick: boo
     prefix = replace(one, batch=200, prompt_tokens=min(520, room - 16), output_tokens=10, workload="prefix")
     arrival = replace(one, batch=9, prompt_tokens=min(1000, room - 24), output_tokens=64, workload="arrival")
     steady = replace(one, prompt_tokens=32, output_tokens=32, workload="uniform")
-    batches, steps = [64, 512], [256, 64]
+    arrivals, batches = [arrival, replace(arrival, target_step_ms=None)], [64, 512]
     if quick:
         formats = [f for f in formats if f[2] in (small, "int8", "Q8_0")]
         mixed, prefix = replace(mixed, batch=8), replace(prefix, batch=8, prompt_tokens=min(120, room - 16))
         arrival = replace(arrival, prompt_tokens=min(256, room - 24), output_tokens=16)
-        batches, steps = [16], [64]
-    cases = [prefix, replace(prefix, prefix_caching=True), arrival]
-    cases += [replace(arrival, max_num_batched_tokens=n) for n in steps]
+        arrivals, batches = [arrival], [16]
+    cases = [prefix, replace(prefix, prefix_caching=True), *arrivals, replace(arrival, max_num_batched_tokens=64)]
     return [*_in_formats(mixed, formats), *cases, *(replace(steady, batch=b) for b in batches)]
 
 

@@ -31,7 +31,7 @@ from nanoinfer.cli.options import (
     tokenizer_flag,
 )
 from nanoinfer.cli.terminal import complain
-from nanoinfer.config import LLMConfig
+from nanoinfer.config import LLMConfig, SchedulerConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.utils.checks import require_int
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from nanoinfer.batch.run import BatchOptions
 
 _CAPACITY = (
-    "threads", "max_num_seqs", "kv_cache_memory", "graph_memory", "max_num_batched_tokens", "max_num_queued",
-    "enable_prefix_caching",
+    "threads", "max_num_seqs", "kv_cache_memory", "graph_memory", "max_num_batched_tokens", "target_step_ms",
+    "max_num_queued", "enable_prefix_caching",
 )  # fmt: skip
 """Options that may change when a batch is continued: they do not determine what is generated."""
 
@@ -132,7 +132,8 @@ def _run(config: LLMConfig, options: BatchOptions, reader: LineReader, records: 
     from nanoinfer.entrypoints.llm import LLM
     from nanoinfer.utils.progress import ProgressBar
 
-    llm = LLM.from_config(config)
+    scheduler = SchedulerConfig(target_step_ms=None)  # no output is read token by token
+    llm = LLM.from_config(dataclasses.replace(config, scheduler=scheduler))
     runner = BatchRunner(llm, dataclasses.replace(options, defaults=of_model(options.defaults, llm)))
     records.start()
     log = logging.getLogger("nanoinfer")

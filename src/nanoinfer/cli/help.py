@@ -55,7 +55,7 @@ TOPICS: dict[str, dict[str, str]] = {
         "Sampling": "generation_config default_max_tokens",
         "Embeddings and scores": _POOLING,
         "Speculative decoding": _RUNNING["Speculative decoding"],
-        "Scheduling": "max_num_batched_tokens max_num_queued enable_prefix_caching",
+        "Scheduling": "max_num_batched_tokens target_step_ms max_num_queued enable_prefix_caching",
         "Engine and memory": _ENGINE + " sampler",
     },
     "eval": {"Engine and memory": _ENGINE + " sampler"},

@@ -80,6 +80,7 @@ class Core:
         self.observer: Observer = NoObserver()
         self._overlap = overlap
         self._in_flight: InFlightStep | None = None
+        self._in_flight_since = 0.0  # when the device began it: its launch, or the end of the step before
         self._ids = itertools.count()
         self._speculators: WeakKeyDictionary[Request, Speculator] = WeakKeyDictionary()
         self.outputs = OutputProcessor(tokenizer, self._speculators, clock)
@@ -196,14 +197,18 @@ class Core:
             self._clean = False
             try:
                 deltas: list[Delta] = []
+                start = self.clock()
                 in_flight, self._in_flight = self._in_flight, None
                 if self._overlap is not None and not self._speculates() and self._overlap.may_run():
                     self._in_flight = self._launch(self._overlap)
+                    if in_flight is None:
+                        self._in_flight_since = start
                 elif in_flight is None:
-                    groups = by_speculator(self._schedule(), self._speculators)
+                    groups = by_speculator(scheduled := self._schedule(), self._speculators)
                     for i, (speculator, work) in enumerate(groups):
                         step = Step(work, speculator, [w for _, later in groups[i + 1 :] for w in later])
                         deltas += self._finish(work, self._steps.run(step, self.observer), step.faults)
+                    self.scheduler.prefill_limit.note(scheduled.num_prefill, self.clock() - start)
                 if in_flight is not None:
                     deltas += self._finish(in_flight.work, *self._read(in_flight))
             except BaseException as e:
@@ -326,6 +331,8 @@ class Core:
     def _read(self, in_flight: InFlightStep) -> tuple[list[list[int]], dict[object, str]]:
         """Wait for a step's tokens; return them, and the sequences whose logits are not finite, which have none."""
         tokens, sequences, now = in_flight.tokens.read(), in_flight.work.sequences, self.clock()
+        self.scheduler.prefill_limit.note(in_flight.work.num_prefill, now - self._in_flight_since)
+        self._in_flight_since = now
         if not in_flight.work.is_repeated:  # else the tokens of an earlier step were read
             for s in sequences:
                 s.note_token(now)

@@ -49,8 +49,8 @@ class LLM(PoolingMethods):
         seed: of random:<preset> weights.
         options: fields of `EngineConfig` (engine, device, dtype, quantization, max_num_seqs, kv_cache_memory, threads,
             ...), of `SpeculationConfig` (draft, speculate_k, speculate_rule) and of `SchedulerConfig`
-            (max_num_batched_tokens, max_num_queued, enable_prefix_caching); see config.py. Further arguments of vLLM
-            are accepted where they have no effect: docs/from-vllm.md.
+            (max_num_batched_tokens, target_step_ms, max_num_queued, enable_prefix_caching); see config.py. Further
+            arguments of vLLM are accepted where they have no effect: docs/from-vllm.md.
 
     Raises:
         NanoinferError: the model, engine, device or draft does not exist, a file is malformed, or memory is

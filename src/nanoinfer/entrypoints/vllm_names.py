@@ -146,7 +146,7 @@ FOREIGN: dict[str, Foreign] = {
     "enable_chunked_prefill": _only(
         [None, True],
         "a prompt longer than max_num_batched_tokens is split",
-        "give max_num_batched_tokens as long as the context: then none is split",
+        "give max_num_batched_tokens as long as the context, and target_step_ms=None: then none is split",
     ),
     "scheduling_policy": _only(["fcfs", "priority"], "requests of one priority are admitted in their order"),
     "speculative_config": _only(

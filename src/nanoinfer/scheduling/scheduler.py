@@ -10,7 +10,8 @@ Rules:
   shares, beside what the running ones need to go on. A request whose prompt is being processed by another one waits for
   it, and later ones may pass it.
 - Every decoding sequence runs in every step. The rest of `max_num_batched_tokens`, but at least a quarter of it, is
-  spent on prefills (prompts, windows that slid) in chunks, the sequence whose last token is oldest first. So every
+  spent on prefills (prompts, windows that slid) in chunks, the sequence whose last token is oldest first. While
+  streamed requests decode, these chunks are what fits into a step of `target_step_ms` (prefill_limit.py). So every
   sequence progresses, and a long prompt does not stall the others.
 - If the step of a sequence needs blocks, kept sequences are closed. If that is not enough, the last running sequence in
   the order of admission is preempted: it is kept, waits, and goes on with what is left of it. Its tokens do not change.
@@ -29,6 +30,7 @@ from nanoinfer.config import SchedulerConfig
 from nanoinfer.engines.base import Engine
 from nanoinfer.errors import NanoinferError, QueueFull
 from nanoinfer.scheduling import beams
+from nanoinfer.scheduling.prefill_limit import PrefillLimit
 from nanoinfer.scheduling.prefix_cache import MIN_WAIT, Entry, PrefixCache
 from nanoinfer.scheduling.repeat import RepeatedWork
 from nanoinfer.scheduling.room import Room
@@ -54,6 +56,7 @@ class Scheduler:
         self.cache = PrefixCache(engine, self.config.enable_prefix_caching)
         self._room = Room(engine, self.cache)
         self.stats = SchedulerStats()
+        self.prefill_limit = PrefillLimit(self.config.target_step_ms)
         self._waiting: list[Sequence] = []  # in the order of `_rank`; siblings that were never admitted are not in it
         self._running: list[Sequence] = []  # in the order of `_rank`
         self._preempted: list[Sequence] = []  # since `take_preempted`
@@ -249,7 +252,10 @@ class Scheduler:
         decoding = [item for item in todo if item[1] == 1]
         longer = sorted((item for item in todo if item[1] > 1), key=lambda item: item[0].last_sampled_step)
         most = self.config.max_num_batched_tokens
-        budget = StepBudget(max(most - len(decoding), most // 4, 1))
+        num_prefill = max(most - len(decoding), most // 4, 1)
+        if longer and any(s.request.queue is not None for s, _ in decoding):  # one of them is streamed
+            num_prefill = self.prefill_limit.apply(num_prefill)
+        budget = StepBudget(num_prefill)
         bound = min(budget.num_prefill, sum(uncached for _, uncached in longer))
         has_room = bound + len(todo) + len(decoding) <= self._engine.num_free_blocks  # a block and a copy for each
         work: dict[Sequence, ScheduledSequence] = {}

@@ -92,6 +92,13 @@ class StepWork(list[ScheduledSequence]):
     _sequences: list[Sequence] | None = None  # no cached_property: all instances share its lock before Python 3.12
 
     @property
+    def num_prefill(self) -> int:
+        """Tokens of prompts and of windows that slid."""
+        if self.is_repeated:
+            return 0
+        return sum(num for w in self if (num := len(w.token_ids)) > 1)
+
+    @property
     def sequences(self) -> list[Sequence]:
         """The sequences that sample a token, as `sampling_sequences` returns them."""
         if self._sequences is None:
