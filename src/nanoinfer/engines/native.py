@@ -180,8 +180,7 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
             )
         quantization, options.packed = weights.quantization, True
     options.weights = weights.format if isinstance(weights, PackedWeights) else quantization or dtype
-    if quantization is None:
-        options.formats = dict(weights.block_formats)
+    options.formats = dict(weights.formats(quantization))
     options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     options.max_num_cached_tokens = limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()
