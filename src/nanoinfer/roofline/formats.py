@@ -1,8 +1,9 @@
 """Weight formats: bytes of a matrix, of a vector, and of a value in the KV cache (docs/inference-math.md, part 3).
 
-int8 and int4 are the formats of the native engine, which computes with those of GGUF files as they are. They include
-the output head; a GGUF file has a format for each matrix (`mixed`). Biases and layer norms, a thousandth of the model,
-are then stored in float32. The KV cache has 1 byte per value and a 32-bit scale per token, head, and key or value with
+int8 is a format of engine `native`, which computes with those of GGUF files as they are. int4 is the format of
+`triton`, and of matrices with odd widths in `native`, whose int4 is otherwise a mix (`int4`). They include the output
+head; a GGUF file has a format for each matrix (`mixed`). Biases and layer norms, a thousandth of the model, are then
+stored in float32. The KV cache has 1 byte per value and a 32-bit scale per token, head, and key or value with
 int8 and int4, and 2 bytes per value with the formats of GGUF files.
 """
 
