@@ -159,8 +159,9 @@ def parts(name: str, tensor: HostTensor, formats: BlockFormats | None) -> Iterat
 def int4_formats(config: ModelConfig) -> dict[str, BlockFormats]:
     """Return the formats of the matrices with quantization="int4" on engine `native`: the mix of llama.cpp's Q4_K_M.
 
-    The output head, and values and the MLP's second matrix in half of the layers, have more bits. Matrices that the
-    result lacks have rows that are not whole blocks; they are in the engine's own int4 with groups of 64.
+    The output head has more bits, and in half of the layers the MLP's second matrix and values (with queries and keys
+    where these have as many heads). Matrices that the result lacks have rows that are not whole blocks of 32; they are
+    in the engine's own int4 with groups of 64.
     """
     head = "transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"
     formats: dict[str, BlockFormats] = {}
@@ -171,12 +172,14 @@ def int4_formats(config: ModelConfig) -> dict[str, BlockFormats]:
         few, more = ("q4_k", "q6_k") if columns % 256 == 0 else ("q4_1", "q8_0")
         layer = LAYER.match(name)
         better = layer is not None and more_bits(int(layer[1]), config.n_layer)
-        if name == head or (columns % 32 == 0 and better and name.endswith("mlp.c_proj.weight")):
+        better = better and name.endswith(("attn.c_attn.weight", "mlp.c_proj.weight"))
+        split = rows - config.kv_dim if name.endswith("c_attn.weight") and config.n_kv_head < config.n_head else 0
+        if name == head:
             formats[name] = ((more, rows),)
-        elif columns % 32 == 0 and better and name.endswith("c_attn.weight") and (rows - config.kv_dim) % 32 == 0:
-            formats[name] = ((few, rows - config.kv_dim), (more, config.kv_dim))
+        elif columns % 32 == 0 and better and split and split % 32 == 0:
+            formats[name] = ((few, split), (more, config.kv_dim))
         elif columns % 32 == 0:
-            formats[name] = ((few, rows),)
+            formats[name] = ((more if better else few, rows),)
     return formats
 
 
