@@ -133,7 +133,7 @@ def test_floats_are_not_packed_in_formats_of_files() -> None:
         _native.multiply(
             weights=np.ones((4, 256), np.float32), bias=None, x=np.ones((1, 256), np.float32), format="q5_k"
         )
-    for format, columns in (("q5_k", 256), ("q6_k", 255), ("q4_1", 48)):
+    for format, columns in (("q5_k", 256), ("q6_k", 255), ("q5_0", 48)):
         with pytest.raises(ValueError, match=f"'{format}' of {columns} columns is packed from blocks: use pack_blocks"):
             _native.pack(values=np.ones((4, columns), np.float32), dtype="float32", format=format, threads=1)
 

@@ -58,16 +58,17 @@ Affine fit_affine(const f32x4* w) {
   return best;
 }
 
-// The scale of 16 weights for integers in [-32, 31]: the largest magnitude becomes about -32.
+// The scale of `n` weights for integers in [-levels, levels - 1]: the largest magnitude becomes about -levels.
+template <int n, int levels>
 float fit_symmetric(const f32x4* w) {
   float largest = 0, best = 0, scale = 0;
-  for (int i = 0; i < 16; ++i)
+  for (int i = 0; i < n; ++i)
     if (std::fabs(w[i / 4][i % 4]) > std::fabs(largest)) largest = w[i / 4][i % 4];
   for (const float extra : {-0.9f, -0.6f, -0.3f, 0.0f, 0.3f, 0.6f, 0.9f}) {
-    const float inverse = -(32 + extra) * inverse_of(largest);
+    const float inverse = -(levels + extra) * inverse_of(largest);
     f32x4 sum_qq{}, sum_qx{};
-    for (int i = 0; i < 4; ++i) {
-      const f32x4 q = rounded(w[i] * inverse, -32, 31);
+    for (int i = 0; i < n / 4; ++i) {
+      const f32x4 q = rounded(w[i] * inverse, -levels, levels - 1);
       sum_qq += q * q;
       sum_qx += q * w[i];
     }
@@ -90,13 +91,16 @@ void codes_of(const f32x4* w, float scale, float minimum, std::uint8_t* codes) {
   }
 }
 
-void quantize_q4_1(const f32x4* w, std::uint8_t* block) {
-  const Affine fit = fit_affine(w);
-  put_half(fit.scale, block);
-  put_half(-fit.minimum, block + 2);
+void quantize_q5_0(const f32x4* w, std::uint8_t* block) {
+  const float scale = fit_symmetric<32, 16>(w), inverse = inverse_of(half(scale));
+  put_half(scale, block);
   std::uint8_t codes[32];
-  codes_of(w, half(fit.scale), half(fit.minimum), codes);
-  for (int i = 0; i < 16; ++i) block[4 + i] = codes[i] | codes[i + 16] << 4;
+  for (int i = 0; i < kVectors; ++i) {
+    const f32x4 q = rounded(w[i] * inverse, -16, 15) + 16.0f;
+    for (int l = 0; l < 4; ++l) codes[4 * i + l] = static_cast<std::uint8_t>(q[l]);
+  }
+  for (int i = 0; i < 32; ++i) block[2 + i / 8] |= codes[i] >> 4 << i % 8;
+  for (int i = 0; i < 16; ++i) block[6 + i] = (codes[i] & 15) | (codes[i + 16] & 15) << 4;
 }
 
 void quantize_q4_k(const f32x4* w, std::uint8_t* block) {
@@ -126,7 +130,7 @@ void quantize_q4_k(const f32x4* w, std::uint8_t* block) {
 void quantize_q6_k(const f32x4* w, std::uint8_t* block) {
   float scales[16], largest = 0;
   for (int g = 0; g < 16; ++g) {
-    scales[g] = fit_symmetric(w + 4 * g);
+    scales[g] = fit_symmetric<16, 32>(w + 4 * g);
     if (std::fabs(scales[g]) > std::fabs(largest)) largest = scales[g];
   }
   put_half(largest / -128, block + 208);

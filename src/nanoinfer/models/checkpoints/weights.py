@@ -169,7 +169,7 @@ def int4_formats(config: ModelConfig) -> dict[str, BlockFormats]:
         if len(shape) == 1 or name == POSITIONS:
             continue
         rows, columns = shape
-        few, more = ("q4_k", "q6_k") if columns % 256 == 0 else ("q4_1", "q8_0")
+        few, more = ("q4_k", "q6_k") if columns % 256 == 0 else ("q5_0", "q8_0")
         layer = LAYER.match(name)
         better = layer is not None and more_bits(int(layer[1]), config.n_layer)
         better = better and name.endswith(("attn.c_attn.weight", "mlp.c_proj.weight"))
