@@ -82,23 +82,20 @@ void put_half(float x, std::uint8_t* to) {
   const std::uint16_t bits = to_f16(x);
   std::memcpy(to, &bits, 2);
 }
-// The codes of 32 weights, one in each byte.
-void codes_of(const f32x4* w, float scale, float minimum, std::uint8_t* codes) {
+// The codes of 4 n weights, one in each byte: integers in [low, high], less low.
+void codes_of(const f32x4* w, int n, float scale, float minimum, float low, float high, std::uint8_t* codes) {
   const float inverse = inverse_of(scale);
-  for (int i = 0; i < kVectors; ++i) {
-    const f32x4 q = rounded((w[i] + minimum) * inverse, 0, 15);
+  for (int i = 0; i < n; ++i) {
+    const f32x4 q = rounded((w[i] + minimum) * inverse, low, high) - low;
     for (int l = 0; l < 4; ++l) codes[4 * i + l] = static_cast<std::uint8_t>(q[l]);
   }
 }
 
 void quantize_q5_0(const f32x4* w, std::uint8_t* block) {
-  const float scale = fit_symmetric<32, 16>(w), inverse = inverse_of(half(scale));
+  const float scale = fit_symmetric<32, 16>(w);
   put_half(scale, block);
   std::uint8_t codes[32];
-  for (int i = 0; i < kVectors; ++i) {
-    const f32x4 q = rounded(w[i] * inverse, -16, 15) + 16.0f;
-    for (int l = 0; l < 4; ++l) codes[4 * i + l] = static_cast<std::uint8_t>(q[l]);
-  }
+  codes_of(w, kVectors, half(scale), 0, -16, 15, codes);
   for (int i = 0; i < 32; ++i) block[2 + i / 8] |= codes[i] >> 4 << i % 8;
   for (int i = 0; i < 16; ++i) block[6 + i] = (codes[i] & 15) | (codes[i + 16] & 15) << 4;
 }
@@ -118,7 +115,7 @@ void quantize_q4_k(const f32x4* w, std::uint8_t* block) {
   std::uint8_t codes[256], s[8], m[8], *scales = block + 4;
   for (int g = 0; g < 8; ++g) {
     s[g] = integer(fits[g].scale, d), m[g] = integer(fits[g].minimum, below);
-    codes_of(w + g * kVectors, d * s[g], below * m[g], codes + 32 * g);
+    codes_of(w + g * kVectors, kVectors, d * s[g], below * m[g], 0, 15, codes + 32 * g);
   }
   for (int i = 0; i < 4; ++i) {
     scales[i] = s[i] | s[i + 4] >> 4 << 6, scales[i + 4] = m[i] | m[i + 4] >> 4 << 6;
@@ -137,12 +134,9 @@ void quantize_q6_k(const f32x4* w, std::uint8_t* block) {
   const float d = half(largest / -128);
   std::uint8_t codes[256];
   for (int g = 0; g < 16; ++g) {
-    const float s = std::clamp(std::nearbyint(scales[g] * inverse_of(d)), -128.0f, 127.0f), inverse = inverse_of(d * s);
+    const float s = std::clamp(std::nearbyint(scales[g] * inverse_of(d)), -128.0f, 127.0f);
     block[192 + g] = static_cast<std::uint8_t>(static_cast<std::int8_t>(s));
-    for (int i = 0; i < 4; ++i) {
-      const f32x4 q = rounded(w[4 * g + i] * inverse, -32, 31) + 32.0f;
-      for (int l = 0; l < 4; ++l) codes[16 * g + 4 * i + l] = static_cast<std::uint8_t>(q[l]);
-    }
+    codes_of(w + 4 * g, 4, d * s, 0, -32, 31, codes + 16 * g);
   }
   for (int i = 0; i < 128; ++i) {
     const std::uint8_t* c = codes + i / 64 * 128 + i % 64;
