@@ -19,7 +19,9 @@ from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import quantize
 from nanoinfer.models.checkpoints.weights import Weights, int4_formats
 from nanoinfer.models.presets import PRESETS
+from nanoinfer.roofline import report
 from nanoinfer.roofline.arithmetic import decode
+from nanoinfer.roofline.devices import DEVICES
 from nanoinfer.roofline.formats import int4
 from nanoinfer.utils.arrays import to_numpy
 
@@ -125,3 +127,12 @@ def test_the_roofline_reads_the_bytes_of_the_decoder() -> None:
         int4(config).of(f"transformer.{name}").matrix_bytes(32, 768) for name in ("h.0.mlp.c_fc.weight", "wte.weight")
     ] == sizes
     assert decode(config, int4(config)).model.bytes(1, 1) == pytest.approx(86.3e6, rel=0.01)
+
+
+def test_the_report_counts_the_mix_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "find_device", lambda name, local: replace(DEVICES["t4"], name=name))
+    sizes = [
+        report.answer("gpt2", report.Question(device=name, dtype="int4"))["memory"]["weight_bytes"]
+        for name in ("measured", "t4")
+    ]
+    assert sizes == [pytest.approx(89.5e6, rel=0.01), pytest.approx(71.2e6, rel=0.01)]
