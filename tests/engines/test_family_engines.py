@@ -204,9 +204,13 @@ def test_formats_of_native(case: str, gpt_of: Callable[[str], GPT]) -> None:
         """Return the float32 logits of the weights that a format stores."""
         gpt = copy.deepcopy(gpt_of(case))
         with torch.inference_mode():
-            for p in gpt.parameters():
-                if p.dim() == 2:
-                    p.copy_(torch.from_numpy(native.unpack(weights=p.numpy(), format=format)))
+            mix = weights.formats(format if format == "int4" else None)
+            for name, p in gpt.named_parameters():
+                start = 0
+                for part, rows in mix.get(name, ((format, len(p)),)) if p.dim() == 2 else ():
+                    some = p[start : start + rows]
+                    some.copy_(torch.from_numpy(native.unpack(weights=some.numpy(), format=part)))
+                    start += rows
             return gpt(torch.tensor([ids]))[0].numpy()
 
     def distance(expected: Any, dtype: str = "float32", **options: Any) -> float:

@@ -131,10 +131,11 @@ def test_a_scale_that_is_not_a_number_reaches_its_output_only(isa: str) -> None:
 def test_floats_are_not_packed_in_formats_of_files() -> None:
     with pytest.raises(ValueError, match="must be given as blocks"):
         _native.multiply(
-            weights=np.ones((4, 256), np.float32), bias=None, x=np.ones((1, 256), np.float32), format="q4_k"
+            weights=np.ones((4, 256), np.float32), bias=None, x=np.ones((1, 256), np.float32), format="q5_k"
         )
-    with pytest.raises(ValueError, match="'q6_k' is packed from blocks: use pack_blocks"):
-        _native.pack(values=np.ones((4, 256), np.float32), dtype="float32", format="q6_k", threads=1)
+    for format, columns in (("q5_k", 256), ("q6_k", 255), ("q5_0", 48)):
+        with pytest.raises(ValueError, match=f"'{format}' of {columns} columns is packed from blocks: use pack_blocks"):
+            _native.pack(values=np.ones((4, columns), np.float32), dtype="float32", format=format, threads=1)
 
 
 # Models ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline import arithmetic
 from nanoinfer.roofline.ceilings import Ceiling
-from nanoinfer.roofline.formats import FORMATS, WeightFormat
+from nanoinfer.roofline.formats import FORMATS, WeightFormat, int4
 from nanoinfer.roofline.predict import Setting, predict
 from nanoinfer.roofline.shapes import find_shape
 
@@ -21,9 +21,9 @@ NAIVE = ("recompute", "nanogpt")  # backends without a cache
 BEST_PEER = "the best peer"  # a baseline: the fastest peer of a shape, in any format
 
 
-def _format(case: Case) -> WeightFormat | None:
+def _format(case: Case, config: ModelConfig) -> WeightFormat | None:
     """Return the format of a case's weights, None if it is unknown. llama.cpp has a KV cache in float16."""
-    fmt = FORMATS.get(case.format)
+    fmt = int4(config) if (case.backend, case.format) == ("native", "int4") else FORMATS.get(case.format)
     return fmt if fmt is None or case.backend != "llama.cpp" or fmt.is_float else fmt.with_cache(2)
 
 
@@ -32,7 +32,7 @@ def costs(case: Case, config: ModelConfig, ceiling: Ceiling) -> dict[str, float]
 
     A decode step at the mean length stands for all. Without a cache a step reads and computes the whole prefix.
     """
-    if (fmt := _format(case)) is None:
+    if (fmt := _format(case, config)) is None:
         return {}
     cost = (arithmetic.prefill if case.backend in NAIVE else arithmetic.decode)(config, fmt)
     mean = case.mean_length(config.block_size)
@@ -73,7 +73,7 @@ def add_speculation(row: Row, made: dict[str, float], config: ModelConfig, ceili
 
 def _best_speculation(case: Case, acceptance: float, config: ModelConfig, ceiling: Ceiling) -> str | None:
     """Return "k=6, 2.60x"; None for a draft or a format that the roofline does not know."""
-    fmt, B, N = _format(case), case.batch, case.mean_length(config.block_size)
+    fmt, B, N = _format(case, config), case.batch, case.mean_length(config.block_size)
     if fmt is None or case.draft is None:
         return None
     draft_sec = 0.0

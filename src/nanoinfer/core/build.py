@@ -15,7 +15,7 @@ from nanoinfer.models.checkpoints.load import fit_engine, load_model
 from nanoinfer.models.checkpoints.weights import Weights
 from nanoinfer.models.model_info import ModelInfo
 from nanoinfer.models.parameters import shapes
-from nanoinfer.roofline.formats import FORMATS
+from nanoinfer.roofline.formats import FORMATS, int4
 from nanoinfer.sampling.choose import choose_sampler
 from nanoinfer.scheduling.scheduler import Scheduler
 from nanoinfer.speculative.draft_factory import DraftFactory
@@ -48,7 +48,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
     loaded = load_model(config.model, seed=config.seed, tokenizer=config.tokenizer, max_model_len=options.max_model_len)
     dtype = resolve_dtype(options.dtype, device, loaded.weights.stored_dtype)
     spec = registry.resolve(options, device, dtype, loaded.config)
-    if options.dtype != "auto":  # a dtype is asked for instead of the file's blocks
+    if options.dtype != "auto" and options.quantization is None:  # a dtype is asked for instead of the file's blocks
         loaded.weights = replace(loaded.weights, block_formats={})
     vocab_size = loaded.config.vocab_size
     if loaded.tokenizer is not None:
@@ -65,7 +65,7 @@ def build_core(config: LLMConfig) -> BuiltCore:
         dtype=dtype,
         seed=config.seed,
         quantization=options.quantization or getattr(loaded.weights, "quantization", None),  # of packed weights
-        block_formats=loaded.weights.block_formats if spec.native and options.quantization is None else {},
+        block_formats=loaded.weights.formats(options.quantization) if spec.native else {},
         chat_template=loaded.chat_template,
         no_chat_template_reason=loaded.no_chat_template_reason,
         special_tokens=loaded.special_tokens,
@@ -103,8 +103,10 @@ def _log_dtype(weights: Weights, dtype: str, device: str) -> None:
     looked_up = ["transformer.wpe.weight"]  # a token reads one row of these matrices
     if not weights.config.tie_word_embeddings:
         looked_up.append("transformer.wte.weight")
-    read = [shape for name, shape in shapes(weights.config).items() if len(shape) == 2 and name not in looked_up]
-    sizes = {name: sum(FORMATS[name].matrix_bytes(*shape) for shape in read) for name in (dtype, "int8", "int4")}
+    matrices = {name: shape for name, shape in shapes(weights.config).items() if len(shape) == 2}
+    read = {name: shape for name, shape in matrices.items() if name not in looked_up}
+    formats = {dtype: FORMATS[dtype], "int8": FORMATS["int8"], "int4": int4(weights.config)}
+    sizes = {n: sum(f.of(name).matrix_bytes(*shape) for name, shape in read.items()) for n, f in formats.items()}
     times = {name: sizes[dtype] / sizes[name] for name in ("int8", "int4")}
     log.info(
         "%s; quantization=int8 reads %.1f times and int4 %.1f times fewer bytes of weights for each token"

@@ -4,8 +4,8 @@ A step is one call into C++ (kernels/cpu/).
 
 Exactness: the result of a row does not depend on the other rows, bit for bit (kernels/cpu/kernels.cpp explains why).
 With float32 weights, tokens are those of `recompute`. With bfloat16 weights, activations are rounded to bfloat16 before
-a product; with int8 and int4, to 8 bits with one scale for every 64 activations. Sums, layer norms, softmax and the
-residual stream are float32.
+a product; with int8, to 8 bits with one scale for every 64 activations, with int4 for every 32. Sums, layer norms,
+softmax and the residual stream are float32.
 """
 
 from __future__ import annotations
@@ -180,8 +180,7 @@ def decoder_options(weights: Weights, limits: EngineLimits, config: EngineConfig
             )
         quantization, options.packed = weights.quantization, True
     options.weights = weights.format if isinstance(weights, PackedWeights) else quantization or dtype
-    if quantization is None:
-        options.formats = dict(weights.block_formats)
+    options.formats = dict(weights.formats(quantization))
     options.cache = resolve_cache_dtype(config.kv_cache_dtype, dtype, quantization)
     options.max_num_cached_tokens = limits.max_num_cached_tokens
     options.threads, options.isa = config.threads or environment.num_cpus(), environment.isa()

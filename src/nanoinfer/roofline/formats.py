@@ -1,8 +1,9 @@
 """Weight formats: bytes of a matrix, of a vector, and of a value in the KV cache (docs/inference-math.md, part 3).
 
-int8 and int4 are the formats of the native engine, which computes with those of GGUF files as they are. They include
-the output head; a GGUF file has a format for each matrix (`mixed`). Biases and layer norms, a thousandth of the model,
-are then stored in float32. The KV cache has 1 byte per value and a 32-bit scale per token, head, and key or value with
+int8 is a format of engine `native`, which computes with those of GGUF files as they are. int4 is the format of
+`triton`, and of matrices with odd widths in `native`, whose int4 is otherwise a mix (`int4`). They include the output
+head; a GGUF file has a format for each matrix (`mixed`). Biases and layer norms, a thousandth of the model, are then
+stored in float32. The KV cache has 1 byte per value and a 32-bit scale per token, head, and key or value with
 int8 and int4, and 2 bytes per value with the formats of GGUF files.
 """
 
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from nanoinfer.config import ModelConfig
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS as GGUF_FORMATS
 from nanoinfer.models.checkpoints.gguf_formats import Format
+from nanoinfer.models.checkpoints.weights import int4_formats
 from nanoinfer.models.parameters import shapes
 from nanoinfer.utils.arrays import BlockFormats
 
@@ -102,15 +104,22 @@ def mixed(config: ModelConfig, block_formats: Mapping[str, BlockFormats], dtype:
     Args:
         config: the model's shape.
         block_formats: matrices in blocks -> their formats (`Weights.block_formats`).
-        dtype: format of the other matrices.
+        dtype: format of the other matrices; with int4, also of the KV cache.
     """
     if not block_formats:
         return None
     names = [name for name, shape in shapes(config).items() if len(shape) == 2]
     matrices = {name: _joined(block_formats[name]) if name in block_formats else FORMATS[dtype] for name in names}
+    if not FORMATS[dtype].is_float:  # int4, whose KV cache remains
+        return replace(FORMATS[dtype], matrices=matrices)
     blocks = Counter(format.upper() for parts in block_formats.values() for format, _ in parts)
     kinds = [name for name, _ in blocks.most_common()]
     return replace(FORMATS[kinds[0]], name=" + ".join(kinds), matrices=matrices)
+
+
+def int4(config: ModelConfig) -> WeightFormat:
+    """Return the formats of a model with quantization="int4" on engine `native`."""
+    return mixed(config, int4_formats(config), "int4") or FORMATS["int4"]
 
 
 def _joined(formats: BlockFormats) -> WeightFormat:

@@ -10,7 +10,7 @@ from nanoinfer.config import ModelConfig
 from nanoinfer.errors import NanoinferError
 from nanoinfer.roofline.arithmetic import Cost, StepCost, decode, kv_cache_layer
 from nanoinfer.roofline.devices import DEVICES, find_device
-from nanoinfer.roofline.formats import FORMATS, WeightFormat
+from nanoinfer.roofline.formats import FORMATS, WeightFormat, int4
 from nanoinfer.roofline.gpu_steps import KERNEL_SEC, estimate
 from nanoinfer.roofline.measure import MEASURE
 from nanoinfer.roofline.predict import Setting, generation, predict, prompt_length
@@ -76,6 +76,9 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
     draft = None if question.draft is None else _draft(question.draft, config, N)
     ceiling = find_device(question.device, local_device)
     fmt = ceiling.resolve_format(question.dtype, stored)
+    on_gpu = ceiling.name in DEVICES or local_device != "cpu"
+    if fmt is FORMATS["int4"] and not on_gpu:  # that of `triton` is as it is
+        fmt = int4(config)
     setting = Setting(config, fmt, ceiling, question.batch, N, question.causal)
     result = {
         "model": model,
@@ -92,7 +95,7 @@ def answer(model: str, question: Question, local_device: str = "cpu") -> dict[st
         "memory": _memory(setting),
         "generation": _generation(setting, num_new),
     }
-    if ceiling.name in DEVICES or local_device != "cpu":
+    if on_gpu:
         result["gpu_steps"] = _gpu_steps(setting)
     if draft is not None:
         result["speculation"] = _speculation(setting, question, draft)

@@ -17,7 +17,8 @@ def tokens_per_sec(model: ModelInfo) -> float | None:
     from nanoinfer.roofline.measure import MEASURE
     from nanoinfer.roofline.predict import predict
 
-    fmt = mixed(model.config, model.block_formats, model.dtype) or FORMATS[model.quantization or model.dtype]
+    name = model.quantization or model.dtype
+    fmt = mixed(model.config, model.block_formats, name) or FORMATS[name]
     context = max(1, model.config.block_size // 2)
     try:
         return 1 / predict(decode(model.config, fmt), find_device(MEASURE, model.device), fmt, 1, context).seconds

@@ -153,7 +153,9 @@ nb::tuple packed(const PackedSize& size, int num_threads, F&& fill) {
 nb::tuple pack_matrix(const Tensor& values, const std::string& dtype, const std::string& format, int num_threads) {
   const Stored matrix = stored(values, dtype);
   const WeightType type = weight_type(format);
-  if (type > WeightType::q8_0) throw std::invalid_argument("format '" + format + "' is packed from blocks: use pack_blocks");
+  if (!packs_floats(type, matrix.columns))
+    throw std::invalid_argument("format '" + format + "' of " + std::to_string(matrix.columns) +
+                                " columns is packed from blocks: use pack_blocks");
   return packed(packed_size(format, matrix.rows, matrix.columns), num_threads,
                 [&](ThreadPool& threads, std::uint8_t* data, float* scales) { pack(threads, type, matrix, data, scales); });
 }

@@ -57,7 +57,7 @@ struct Packed {
   // weights: (out, in), or for a format of GGUF files also its blocks, (out, bytes of a row) uint8.
   Packed(const Tensor& weights, const std::string& dtype, const std::optional<Floats1>& b, WeightType type) {
     const bool blocks = has_blocks(type) && weights.dtype() == nb::dtype<std::uint8_t>() && weights.ndim() == 2;
-    require(blocks || type <= WeightType::q8_0, "weights of this format must be given as blocks");
+    require(blocks || packs_floats(type, size(weights, 1)), "weights of this format must be given as blocks");
     const std::int64_t block = blocks ? row_bytes(type, padded_depth(type, 1)) : 1;
     require(!blocks || (weights.shape(1) % block == 0 && weights.stride(1) == 1 &&
                         weights.stride(0) == static_cast<std::int64_t>(weights.shape(1))),

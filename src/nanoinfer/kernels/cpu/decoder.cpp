@@ -216,7 +216,7 @@ void Decoder::load(const std::string& name, const Stored& values) {
       for (std::int64_t i = 0; i < values.columns; ++i) slot.vector[i] += slot.offset;
   } else if (panels_.size()) {
     Matrix& m = *slot.matrix;
-    require(m.type <= WeightType::q8_0, "tensor '" + name + "' must be given as blocks");
+    require(packs_floats(m.type, m.in), "tensor '" + name + "' must be given as blocks");
     pack(ThreadPool::current(threads_), m.type, values, slot.panels, slot.scale);
   } else {
     throw std::invalid_argument("tensor '" + name + "' must be packed already: use load_packed");

@@ -425,6 +425,8 @@ void pack_q8_0(const float* row, std::int64_t in, std::int64_t o, std::uint8_t* 
   }
 }
 
+#include "quantize.h"
+
 // Pack `count` outputs of one panel, row-major float32.
 void pack_panel(WeightType type, const float* weights, std::int64_t count, std::int64_t in, std::uint8_t* data,
                 float* scale) {
@@ -446,12 +448,20 @@ void pack_panel(WeightType type, const float* weights, std::int64_t count, std::
       case WeightType::i8: pack8(row, in, o, data, scale + o); break;
       case WeightType::i4: pack4(row, in, depth, o, data); break;
       case WeightType::q8_0: pack_q8_0(row, in, o, data); break;
+      case WeightType::q5_0: pack_row<WeightType::q5_0, quantize_q5_0>(row, in, o, data); break;
+      case WeightType::q4_k: pack_row<WeightType::q4_k, quantize_q4_k>(row, in, o, data); break;
+      case WeightType::q6_k: pack_row<WeightType::q6_k, quantize_q6_k>(row, in, o, data); break;
       default: break;  // only blocks of a file are packed in the other formats (pack_blocks)
     }
   }
 }
 
 }  // namespace
+
+bool packs_floats(WeightType type, std::int64_t in) {
+  const bool whole = type == WeightType::q5_0 || type == WeightType::q4_k || type == WeightType::q6_k;
+  return type <= WeightType::q8_0 || (whole && padded_depth(type, in) == in);
+}
 
 std::int64_t padded_depth(WeightType type, std::int64_t in) {
   switch (type) {

@@ -37,6 +37,9 @@ struct Stored {
   std::int64_t row_stride, column_stride;  // in values; may be negative
 };
 
+// Whether floats can be packed in a format with rows of `in`; in the others, only blocks of a GGUF file.
+bool packs_floats(WeightType type, std::int64_t in);
+
 // Write rows [begin, end) as float32, (end - begin, columns), row-major.
 void read_rows(const Stored& from, std::int64_t begin, std::int64_t end, float* to);
 

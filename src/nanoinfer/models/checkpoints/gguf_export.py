@@ -27,7 +27,7 @@ from nanoinfer.models.checkpoints.gguf_file import MAGIC, Value
 from nanoinfer.models.checkpoints.gguf_formats import FORMATS
 from nanoinfer.models.checkpoints.gguf_quantize import QUANTIZERS, quantize
 from nanoinfer.models.checkpoints.gguf_tokenizer_export import write_no_tokenizer, write_tokenizer
-from nanoinfer.models.checkpoints.weights import Weights
+from nanoinfer.models.checkpoints.weights import Weights, more_bits
 from nanoinfer.models.families.base import Family
 from nanoinfer.models.parameters import shapes
 from nanoinfer.models.rotary import frequencies
@@ -208,19 +208,14 @@ def format_of(name: str, shape: tuple[int, ...], format: str, config: ModelConfi
     part = name.split(".")[-2]
     wanted = "Q4_K" if format == "Q4_K_M" else format
     is_head = part == ("token_embd" if config.tie_word_embeddings else "output")
-    better = format == "Q4_K_M" and part in ("attn_v", "attn_qkv", "ffn_down") and _more_bits(name, config.n_layer)
+    better = format == "Q4_K_M" and part in ("attn_v", "attn_qkv", "ffn_down")
+    better = better and more_bits(int(name.split(".")[1]), config.n_layer)
     if wanted in ("Q4_K", "Q4_0") and (is_head or better):
         wanted = "Q6_K"
     for found in (wanted, _FALLBACKS.get(wanted, "F16")):
         if shape[-1] % _FORMATS[found].block_size == 0:
             return found
     return "F16"
-
-
-def _more_bits(name: str, n_layer: int) -> bool:
-    """Return whether a tensor is in a layer of the first or the last eighth, or in every third between them."""
-    layer, eighth = int(name.split(".")[1]), n_layer // 8
-    return layer < eighth or layer >= 7 * n_layer // 8 or (layer - eighth) % 3 == 2
 
 
 def _header(

@@ -76,6 +76,10 @@ class PackedWeights(Weights):
         """The format if it is a quantization, else None."""
         return self.format if self.format in QUANTIZATIONS else None
 
+    def formats(self, quantization: str | None) -> Mapping[str, BlockFormats]:
+        """Return the formats of the file."""
+        return self.block_formats
+
     def shortened(self, max_model_len: int | None) -> PackedWeights:
         """Return the same weights with a shorter context length; see `Weights.shortened`."""
         weights = super().shortened(max_model_len)
@@ -258,10 +262,11 @@ def fit_engine(folder: Path, options: EngineConfig) -> EngineConfig:
     fixed = {"engine": "native", "device": "cpu", "quantization": format if quantized else None}
     if not quantized:
         fixed["dtype"] = "auto" if blocks else format
+    what = "blocks of a GGUF file" if blocks and not quantized else format
     for name, value in fixed.items():
         if (wanted := getattr(options, name)) not in (value, "auto", None):
             raise NanoinferError(
-                f"{escaped(folder)} is packed as {'blocks of a GGUF file' if blocks else format} for engine native:"
+                f"{escaped(folder)} is packed as {what} for engine native:"
                 f" {name}={show(wanted)} needs the original model"
             )
     return replace(options, **fixed)  # type: ignore[arg-type]  # fields of EngineConfig
@@ -292,6 +297,8 @@ def write_folder(
     Raises:
         NanoinferError: the folder contains files or cannot be written.
     """
+    if format in QUANTIZATIONS:
+        weights = replace(weights, block_formats=weights.formats(format))
     wanted = pieces(weights.config, format, weights.block_formats)
     config = json.dumps(hf_config.to_dict(weights.config, _dtype(format)), indent=2)
     small = {"config.json": config.encode() + b"\n"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -41,6 +42,12 @@ class Weights:
     """Whether the checkpoint has an output head. The embedding of a model without one stands in for it."""
     block_formats: Mapping[str, BlockFormats] = field(default_factory=dict, kw_only=True)
     """Matrices that are stored in blocks of quantized values -> the formats of GGUF files to compute in."""
+
+    def formats(self, quantization: str | None) -> Mapping[str, BlockFormats]:
+        """Return the matrices that engine `native` has in formats of GGUF files, and their formats."""
+        if quantization is None:
+            return self.block_formats
+        return int4_formats(self.config) if quantization == "int4" else {}
 
     def watched(self, update: Callable[[int, int], None]) -> Weights:
         """Return the same weights; `update(layer, n_layer)` is called as each tensor of a layer is read."""
@@ -138,8 +145,48 @@ def parts(name: str, tensor: HostTensor, formats: BlockFormats | None) -> Iterat
 
     A part is a `BlockMatrix` if it is stored in the format that is wanted, else dense.
     """
-    for i, part in enumerate(tensor.parts if formats and isinstance(tensor, JoinedBlocks) else (tensor,)):
+    wanted = [tensor.shape[0]] if formats is None else [rows for _, rows in formats]
+    found: Iterable[HostTensor] = (tensor,)
+    if isinstance(tensor, JoinedBlocks) and [part.shape[0] for part in tensor.parts] == wanted:
+        found = tensor.parts
+    elif len(wanted) > 1:
+        dense, ends = tensor.dense(), accumulate(wanted, initial=0)
+        found = (replace(dense, values=dense.values[start:end]) for start, end in pairwise(ends))
+    for i, part in enumerate(found):
         yield part_name(name, i), part if formats and part.dtype == formats[i][0] else part.dense()
+
+
+def int4_formats(config: ModelConfig) -> dict[str, BlockFormats]:
+    """Return the formats of the matrices with quantization="int4" on engine `native`: the mix of llama.cpp's Q4_K_M.
+
+    The output head has more bits, and in half of the layers the MLP's second matrix and values (with queries and keys
+    where these have as many heads). Matrices that the result lacks have rows that are not whole blocks of 32; they are
+    in the engine's own int4 with groups of 64.
+    """
+    head = "transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"
+    formats: dict[str, BlockFormats] = {}
+    for name, shape in shapes(config).items():
+        if len(shape) == 1 or name == POSITIONS:
+            continue
+        rows, columns = shape
+        few, more = ("q4_k", "q6_k") if columns % 256 == 0 else ("q5_0", "q8_0")
+        layer = LAYER.match(name)
+        better = layer is not None and more_bits(int(layer[1]), config.n_layer)
+        better = better and name.endswith(("attn.c_attn.weight", "mlp.c_proj.weight"))
+        split = rows - config.kv_dim if name.endswith("c_attn.weight") and config.n_kv_head < config.n_head else 0
+        if name == head:
+            formats[name] = ((more, rows),)
+        elif columns % 32 == 0 and better and split and split % 32 == 0:
+            formats[name] = ((few, split), (more, config.kv_dim))
+        elif columns % 32 == 0:
+            formats[name] = ((more if better else few, rows),)
+    return formats
+
+
+def more_bits(layer: int, n_layer: int) -> bool:
+    """Return whether a layer is in the first or the last eighth, or the third of three between them (llama.cpp)."""
+    eighth = n_layer // 8
+    return layer < eighth or layer >= 7 * n_layer // 8 or (layer - eighth) % 3 == 2
 
 
 def part_name(name: str, i: int) -> str:
