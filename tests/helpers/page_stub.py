@@ -112,7 +112,7 @@ class Stub:
             try:
                 await server_markdown.markdown(service, scope, receive, send)  # type: ignore[arg-type]
             except FieldError as e:
-                await Refusal(e.status, str(e)).send(send)
+                await Refusal(e.status, str(e)).send(send, scope)
 
         posts = [Route(path, self._generate, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
         posts.append(Route("/page/markdown", _Asgi(markdown), methods=["POST"]))

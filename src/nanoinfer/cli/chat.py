@@ -47,7 +47,7 @@ _SKIPPED = ("best_of", "n", "logprobs", "prompt_logprobs", "truncate_prompt_toke
     default=None,
     help="Whether the model shall reason; for templates that have the variable. [default: as the template has it]",
 )
-@click.option("--reasoning-effort", metavar="TEXT", help="low, none, ...; for templates that have the variable.")
+@click.option("--reasoning-effort", metavar="TEXT", help="none, low, medium or high; for templates that have it.")
 @click.option(
     "--thinking-token-budget",
     metavar="INT",
