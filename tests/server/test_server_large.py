@@ -206,7 +206,7 @@ def test_a_log_probability_that_is_not_finite_is_an_error_not_half_a_response(
 
 def test_a_large_body_is_read_and_checked_in_a_thread(chat: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     read = [
-        Calls(service, "parse", monkeypatch, lambda _: 1),
+        Calls(service.Service, "parse", monkeypatch, lambda _: 1),
         Calls(generation, "check_request", monkeypatch, lambda _: 1),
         Calls(http, "parse_json", monkeypatch, lambda _: 1),
     ]

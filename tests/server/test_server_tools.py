@@ -184,7 +184,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (has({"type": "strin"}), "Invalid type: strin"),
     (has({"type": "integer", "multipleOf": 0}), "multiple"),
     (has({"allOf": [{"anyOf": [{"minimum": i + j} for i in range(12)]} for j in range(12)]}), "too large"),
-    ({"type": "object", "properties": [1]}, "properties must be an object"),
+    ({"type": "object", "properties": [1]}, "properties=[1] is not an object"),
 ]
 """Schemas that cannot be compiled, and the reason."""
 COMPILED: list[dict[str, Any]] = [
@@ -215,7 +215,7 @@ def test_hostile_schemas_disturb_no_neighbour(client: Client) -> None:
                 continue
             error = response.json()["error"]
             assert (response.status_code, error["param"]) == (400, "tools")
-            assert error["message"].startswith("tools: tool 'f': ")
+            assert error["message"].removeprefix("tools: ").startswith("tool 'f': ")
             assert REFUSED[i // 2][1] in error["message"]
             assert "\n" not in error["message"]
         assert all(calls_of(made.result()["choices"][0]) == expected for made in neighbours)
