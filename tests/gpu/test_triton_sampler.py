@@ -129,7 +129,8 @@ def test_rows_that_are_not_finite(bad: list[float], device: torch.device, sample
     logits = torch.tensor([[0.0, 1.0, 2.0], bad], device=device)
     for p in (SamplingParams(), SamplingParams(temperature=0.0), SamplingParams(top_k=2, presence_penalty=1.0)):
         rows = [make_row(p, seed=i) for i in range(2)]
-        words = ["the largest logit is -inf"] if bad == [-INF] * 3 else ["the model's largest logit is", "dtype=float32"]
+        excluded = bad == [-INF] * 3
+        words = ["the largest logit is -inf"] if excluded else ["the model's largest logit is", "dtype=float32"]
         refuses(lambda rows=rows: sample(logits, rows), *words)
         slots = TritonSampler(2, 3, device)
         for i, row in enumerate(rows):
