@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
 
-from helpers.async_llm import freed
+from helpers.async_llm import freed, run
 from helpers.chat import HI, chat_folder
 from helpers.response_templates import TEMPLATES
 from helpers.tools import tools_folder
@@ -57,16 +57,6 @@ class Gate:
             return ask(template, do, *arguments)
 
         monkeypatch.setattr(ResponseTemplate, "ask", gated)
-
-
-def run(main: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM) -> Any:
-    async def call() -> Any:
-        async with AsyncLLM.from_llm(llm) as model:
-            result = await asyncio.wait_for(main(model), 60)
-            await freed(model)
-            return result
-
-    return asyncio.run(call())
 
 
 async def outputs(stream: AsyncOutputStream) -> list[RequestOutput]:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from helpers.async_llm import freed
+from helpers.async_llm import freed, run
 from helpers.environment import ROOT
 from helpers.models import CHARS, make_folder
 from nanoinfer import (
@@ -68,18 +68,6 @@ def llm(request: pytest.FixtureRequest, folder: Path) -> LLM:
     if request.param == "native":
         pytest.importorskip("nanoinfer._native", reason="the native extension is not built")
     return LLM(str(folder), engine=request.param, max_num_seqs=6)
-
-
-def run(main: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM) -> Any:
-    """Run a program with an AsyncLLM; then no request is left, and the engine holds what the scheduler knows."""
-
-    async def call() -> Any:
-        async with AsyncLLM.from_llm(llm) as model:
-            result = await asyncio.wait_for(main(model), 60)
-            await freed(model)
-            return result
-
-    return asyncio.run(call())
 
 
 async def whole(stream: AsyncOutputStream) -> RequestOutput:

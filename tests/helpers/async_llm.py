@@ -1,11 +1,13 @@
-"""What an AsyncLLM holds when all requests have ended."""
+"""Programs with an AsyncLLM, and what it holds when all requests have ended."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from nanoinfer import AsyncLLM
+from nanoinfer import LLM, AsyncLLM
 
 
 async def freed(model: AsyncLLM) -> None:
@@ -17,3 +19,15 @@ async def freed(model: AsyncLLM) -> None:
         await asyncio.sleep(0.001)
     assert set(core.engine.handles) == core.scheduler.handles
     assert core.scheduler.running == []
+
+
+def run(main: Callable[[AsyncLLM], Coroutine[Any, Any, Any]], llm: LLM) -> Any:
+    """Run a program with an AsyncLLM; then no request is left, and the engine holds what the scheduler knows."""
+
+    async def call() -> Any:
+        async with AsyncLLM.from_llm(llm) as model:
+            result = await asyncio.wait_for(main(model), 60)
+            await freed(model)
+            return result
+
+    return asyncio.run(call())
