@@ -112,11 +112,12 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The token or string that ended the output, for finish_reason stop."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each token: token id -> Logprob, the sampled token first. None if not requested."""
+    """For each token that is not one of params.output_token_ids: token id -> Logprob, the sampled token first. None if
+    not requested."""
     error: str | None = None
     """The error in one line, for finish_reason error."""
     cumulative_logprob: float | None = None
-    """Sum of the generated tokens' log-probabilities; None without logprobs, best_of and beam search."""
+    """Sum of these tokens' log-probabilities; None without logprobs, best_of and beam search."""
     draft_accepted: list[bool] | None = field(default=None, compare=False)
     """For each token, whether a drafter proposed it and the model accepted it; None without a draft."""
     message: ChatMessage | None = field(default=None, compare=False)
@@ -151,7 +152,7 @@ class RequestMetrics:
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """Generated tokens of all outputs, including those that best_of generates and does not return."""
+    """Tokens of all outputs, including those that best_of generates and does not return, and output_token_ids."""
     ttft_sec: float
     """Time to first token from the request's arrival, including the time in the queue."""
     tpot_sec: float | None

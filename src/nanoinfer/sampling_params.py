@@ -168,7 +168,7 @@ def _check_text(name: str, text: Any) -> None:
         raise NanoinferError(f"{name} contains a lone surrogate, which UTF-8 cannot encode: remove it")
 
 
-_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids")
+_LISTS = ("stop_token_ids", "bad_words", "allowed_token_ids", "output_token_ids")
 _SWITCHES = (
     "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize",
 )  # fmt: skip
@@ -244,6 +244,8 @@ class SamplingParams:
     """Tokens dropped at a time when sliding; 1 is nanoGPT's behavior (default: half the context length)."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the output must match: a JSON schema, a regular expression, ... (docs/structured-outputs.md)."""
+    output_token_ids: tuple[int, ...] = ()
+    """Tokens that the output begins with, generated before by the same request: it is continued after them."""
 
     def __post_init__(self) -> None:
         self._accept_bare_values()
@@ -272,13 +274,17 @@ class SamplingParams:
             for text in getattr(self, name):
                 if not isinstance(text, str) or not text:
                     raise NanoinferError(f"{name}={show(text)} is not a non-empty string")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "output_token_ids"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(require_int(name, token_id, 0) for token_id in given))
         if self.truncate_prompt_tokens == 0:
             raise NanoinferError("truncate_prompt_tokens=0 leaves no prompt: give 1 or more, or -1")
         if self.stop and not self.detokenize:
             raise NanoinferError(f"stop={show(list(self.stop))} needs detokenize=True: a stop string ends a text")
+        if self.output_token_ids and (self.num_sequences > 1 or self.prompt_logprobs is not None):
+            raise NanoinferError("output_token_ids continues one output: leave out n, best_of and prompt_logprobs")
+        if self.output_token_ids and self.seed is None and not self.greedy:
+            raise NanoinferError("output_token_ids needs the seed of the output that it continues, or temperature=0")
         if self.logit_bias is not None:
             biases = {
                 require_int("logit_bias token id", token_id, 0): require_float(

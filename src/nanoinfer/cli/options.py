@@ -55,7 +55,10 @@ generation_config_flag = click.option(
     "--generation-config", metavar="NAME", type=click.Choice(GENERATION_CONFIGS), default="auto", show_default=True,
     help=field_docs(LLMConfig)["generation_config"],
 )  # fmt: skip
-NO_FLAGS = ("logit_bias", "structured_outputs", "spaces_between_special_tokens", "detokenize", "output_kind")
+NO_FLAGS = (
+    "logit_bias", "structured_outputs", "spaces_between_special_tokens", "detokenize", "output_kind",
+    "output_token_ids",
+)  # fmt: skip
 """Fields of SamplingParams that are no flags: they are written otherwise, or have no effect on what is printed."""
 
 

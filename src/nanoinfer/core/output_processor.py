@@ -36,16 +36,21 @@ class Logprobs:
                     self._of.setdefault(sequence, []).append(describe(tokenizer, logprobs))
 
     def of(self, sequence: Sequence) -> list[dict[int, Logprob]] | None:
-        """Return the log-probabilities of each output token; None if they were not requested."""
+        """Return the log-probabilities of each token generated here; None if they were not requested."""
         if sequence.params.logprobs is None:
             return None
-        return self._of.get(sequence, [])[: sequence.num_output_tokens]  # without tokens sampled past the end
+        return self._of.get(sequence, [])[: _num_sampled(sequence)]  # without tokens sampled past the end
 
     def cumulative(self, sequence: Sequence) -> float | None:
-        """Return the sum of the output tokens' log-probabilities; None if they were not computed."""
+        """Return the sum of the log-probabilities of these tokens; None if they were not computed."""
         if sequence.cumulative_logprob is not None or sequence.params.num_logprobs is None:
             return sequence.cumulative_logprob
-        return sum(self._sampled.get(sequence, [])[: sequence.num_output_tokens], 0.0)
+        return sum(self._sampled.get(sequence, [])[: _num_sampled(sequence)], 0.0)
+
+
+def _num_sampled(s: Sequence) -> int:
+    """Return the number of output tokens without those that the request gives."""
+    return s.num_output_tokens - s.num_given_tokens
 
 
 def describe(tokenizer: Tokenizer | None, logprobs: dict[int, tuple[float, int]]) -> dict[int, Logprob]:
@@ -169,7 +174,7 @@ def _returned(request: Request, logprobs: Logprobs) -> list[Sequence]:
 def _metrics(request: Request, lengths: Seq[int], stats: SpecStats | None, now: float) -> RequestMetrics:
     now = request.finished_sec or now
     first = request.first_token_sec or now
-    longest = max(lengths)
+    longest = max(lengths) - len(request.params.output_token_ids)
     return RequestMetrics(
         num_prompt_tokens=len(request.prompt_token_ids),
         num_output_tokens=sum(lengths),

@@ -136,8 +136,8 @@ class AsyncLLM(AsyncPoolingMethods):
             output_kind: cumulative: each output has all tokens so far. delta: each output has the tokens since the one
                 before, and only those of the n outputs that have some. final_only: one output at the end. None: that of
                 the sampling_params.
-            check: is called with the number of the prompt's tokens, in a worker thread, before the request is queued;
-                an exception of it is one of the iterator.
+            check: is called with the number of tokens of the prompt and of output_token_ids, in a worker thread, before
+                the request is queued; an exception of it is one of the iterator.
 
         Returns:
             an iterator over RequestOutputs. The last one is `finished` and has the metrics of the whole request.
@@ -187,7 +187,7 @@ class AsyncLLM(AsyncPoolingMethods):
             reader.answers = made.answers
             return made
 
-        making = self._make(prompt, sampling_params, priority, check, salt=cache_salt)
+        making = self._make(prompt, sampling_params, priority, check, salt=cache_salt, reader=reader)
         return self._stream(making, request_id, output_kind, sampling_params, reader)
 
     def _make(
@@ -198,8 +198,9 @@ class AsyncLLM(AsyncPoolingMethods):
         check: Callable[[int], None] | None,
         *,
         salt: str | None = None,
+        reader: AnswerReader | None = None,
     ) -> Generator[Workers, None, Request]:
-        """Make a request; yield the workers that run the next part. `salt`: of a chat."""
+        """Make a request; yield the workers that run the next part. `salt`, `reader`: of a chat."""
         threads, factory = self._running(), self.llm.requests
         yield threads.preparing
         params = factory.defaults if params is None else params
@@ -209,20 +210,22 @@ class AsyncLLM(AsyncPoolingMethods):
             given = {"prompt": chat.text, "cache_salt": salt}
         salts: list[str | None] = []
         (found,) = as_list([given], salts)
-        text = found if isinstance(found, str) else None
+        text, num_given = found if isinstance(found, str) else None, len(getattr(params, "output_token_ids", ()))
         if text is not None:
             factory.check_fits(text, params)
-            if len(text) > LONG_TEXT:
-                yield threads.tokenizing
+        if max(len(text or ""), 4 * num_given) > LONG_TEXT:
+            yield threads.tokenizing
         found = factory.fit(found, params, rendered=chat is not None)
         if check is not None:
-            check(len(found))
+            check(len(found) + num_given)
         if getattr(params, "structured_outputs", None) is not None:
             yield threads.compiling
             if chat is not None:
                 chat.compile(factory)
         request = factory.make(found, params, salt=salts[0], priority=priority)
         request.prompt = text
+        if reader is not None:
+            reader.begin(request)
         return request
 
     def _stream(

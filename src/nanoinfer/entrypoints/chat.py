@@ -27,6 +27,7 @@ from nanoinfer.inputs.messages import Message
 from nanoinfer.inputs.tools import Tool
 from nanoinfer.outputs import ChatMessage, CompletionOutput, RequestOutput
 from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduling.sequence import Request
 
 QUICK_SIZE = 1 << 12
 """Most characters and tokens of an output that is read in an event loop: up to 10 ms."""
@@ -167,6 +168,16 @@ class AnswerReader:
         self.answers, self._deltas = answers, deltas
         self._states: dict[int, _State] = {}
 
+    def begin(self, request: Request) -> None:
+        """Read what a request gives of its output: deltas have what comes after. It may take long."""
+        assert self.answers is not None
+        s = request.sequences[0]
+        if not s.num_given_tokens or self.answers.plain or not self._deltas:
+            return
+        state = self._states[s.sample_index] = _State(self.answers.parser(), ended=s.finish_reason is not None)
+        state.parser.feed(s.text.text[: s.num_given_chars])
+        state.token_ids += s.output_token_ids
+
     def is_quick(self, output: RequestOutput) -> bool:
         """Return whether `read` takes a few milliseconds at most: event loops run what takes longer in a thread."""
         assert self.answers is not None
@@ -204,7 +215,8 @@ class AnswerReader:
         if self._deltas:
             state.token_ids += o.token_ids
         if o.finish_reason is not None:
-            made += state.parser.finish()
+            rest = state.parser.finish()
+            made += [] if state.ended else rest
             message = state.parser.message()
             token_ids = state.token_ids if self._deltas else o.token_ids
             num_reasoning = self.answers.num_reasoning_tokens(message, token_ids)
@@ -223,6 +235,8 @@ class _State:
     num_chars: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Of deltas."""
+    ended: bool = False
+    """Whether the tokens that the request gives end the output: no delta has anything of it."""
 
 
 def _without_field(error: NanoinferError) -> str:

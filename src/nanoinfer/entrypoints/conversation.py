@@ -163,10 +163,10 @@ class Conversation:
         if not isinstance(params, SamplingParams):
             raise NanoinferError(f"sampling_params={show(params)} is not a SamplingParams")
         other = params.prompt_logprobs is not None or params.truncate_prompt_tokens is not None
-        if params.num_sequences != 1 or other or not params.detokenize:
+        if params.num_sequences != 1 or other or not params.detokenize or params.output_token_ids:
             raise NanoinferError(
                 "a conversation has one answer, in text, to all its messages, and no prompt_logprobs: use chat for n,"
-                " best_of, prompt_logprobs, truncate_prompt_tokens and detokenize=False"
+                " best_of, prompt_logprobs, truncate_prompt_tokens, output_token_ids and detokenize=False"
             )
         first, text, token_ids = self._fit(messages, params, options)
         prompt = chat_prompt(self._formatter, text, options, params)

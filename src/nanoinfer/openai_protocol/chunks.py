@@ -19,6 +19,7 @@ from nanoinfer.openai_protocol.responses import (
     completion_logprobs,
     finish_reason_of,
     head,
+    num_chars,
     num_values,
     reasoning_fields,
     token_counts,
@@ -48,11 +49,11 @@ class ChunkWriter:
         self._head = f'data: {begin[:-1]},"choices":['
         self._name = "delta" if request.chat else "text"
         self._end = ',"usage":null}\n\n' if request.include_usage else "}\n\n"  # of a chunk without token counts
-        self._begins = request.chat or request.echo or request.return_token_ids
+        given = request.params.output_token_ids  # what comes before the tokens after these was sent before
+        self._begins = not given and (request.chat or request.echo or request.return_token_ids)
         self._num_prompt: dict[int, int] = {}  # tokens of each prompt whose first output has come
-        self._num_output = 0
+        self._num_output = len(given)
         self._num_reasoning: int | None = None
-        self._called: set[int] = set()  # choices that have called a tool
         self._offsets: dict[int, int] = {}  # characters of the tokens of each choice, with logprobs
 
     def num_values(self, found: Outputs) -> int:
@@ -136,7 +137,8 @@ class ChunkWriter:
         if request.chat:
             logprobs = chat_logprobs(steps, top)
         else:
-            offset = self._offsets.get(index, 0)  # it follows those of the tokens before
+            if (offset := self._offsets.get(index)) is None:  # it follows those of the tokens before
+                offset = num_chars(request.params.output_token_ids, self._decode)
             logprobs = completion_logprobs(steps, top, lambda: offset)
             self._offsets[index] = offset + sum(map(len, logprobs["tokens"].plain()))
         text: Any = {"content": o.text} if request.chat else o.text
@@ -151,19 +153,17 @@ class ChunkWriter:
         details = self._request.return_token_ids or o.logprobs is not None
         if o.finish_reason is not None or (details and not parts):
             parts.append({})
-        if any(isinstance(delta, CallDelta) for delta in deltas):
-            self._called.add(index)
         if o.num_reasoning_tokens is not None:
             self._num_reasoning = (self._num_reasoning or 0) + o.num_reasoning_tokens
-        finish_reason = finish_reason_of(o.finish_reason, index in self._called)
+        finish_reason = finish_reason_of(o.finish_reason, o.message is not None and bool(o.message.tool_calls))
         for i, part in enumerate(parts):
             choice = {"index": index, "delta": part, "logprobs": None, "finish_reason": None}
             if i == 0 and o.logprobs is not None:
                 choice["logprobs"] = chat_logprobs(o.logprobs, self._request.params.logprobs or 0)
-            if i == 0 and self._request.return_token_ids:
-                choice |= token_fields(o)
             if i == len(parts) - 1:
                 choice["finish_reason"] = finish_reason
+                if self._request.return_token_ids:  # a client that has a token has all text that it releases
+                    choice |= token_fields(o)
             yield from self._chunk(choice, write)
 
     def _chunk(

@@ -237,7 +237,9 @@ _RESPONSES: dict[str, Field] = {
 SAMPLING_OF = {
     **dict.fromkeys(BOTH, SAMPLING),
     RESPONSES: tuple(
-        name for name in SAMPLING if name not in ("n", "best_of", "max_tokens", "logprobs", "prompt_logprobs")
+        name
+        for name in SAMPLING
+        if name not in ("n", "best_of", "max_tokens", "logprobs", "prompt_logprobs", "output_token_ids")
     ),
 }
 """The fields of SamplingParams that each route has."""

@@ -152,6 +152,7 @@ class PromptPart:
     def __init__(self, request: GenerationRequest, output: RequestOutput, decode: Decode) -> None:
         self._output, self._decode = output, decode
         self._shortened = request.params.truncate_prompt_tokens is not None
+        self._given = request.params.output_token_ids
         keep = request.params.n > 1
         self.token_ids = Items(lambda: output.prompt_token_ids, keep=keep)
         self.echo = request.echo
@@ -178,8 +179,15 @@ class PromptPart:
         return found
 
     def num_chars(self) -> int:
-        """Return the characters of its tokens, one by one."""
-        return sum(map(len, self.logprobs["tokens"].plain())) if self.logprobs else 0
+        """Return the characters of its tokens, one by one, and of output_token_ids, which no logprobs have either."""
+        own = sum(map(len, self.logprobs["tokens"].plain())) if self.logprobs else 0
+        return own + num_chars(self._given, self._decode)
+
+
+def num_chars(token_ids: Sequence[int], decode: Decode) -> int:
+    """Return the characters of tokens, one by one."""
+    sizes = {token: len(decode([token])) for token in set(token_ids)}
+    return sum(sizes[token] for token in token_ids)
 
 
 def _choice(request: GenerationRequest, o: CompletionOutput, prompt: PromptPart) -> dict[str, Any]:

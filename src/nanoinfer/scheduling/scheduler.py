@@ -172,7 +172,7 @@ class Scheduler:
         request = first.request
         new = [first] if first.admitted else request.sequences
         if not first.admitted:
-            request.num_cached_tokens = first.num_cached
+            request.num_cached_tokens = min(first.num_cached, len(request.prompt_token_ids))
             self.stats.num_prompt_tokens += len(first.token_ids) - first.start
             self.stats.num_shared_tokens += first.num_cached
         for s in new:

@@ -27,7 +27,7 @@ export class Answer {
       const box = element("div", { className: "output" }, prompt, span);
       this.article.append(box);
       const tokens = new TokenText(span, waiting);
-      this.#outputs.push({ box, span, waiting, tokens, text: "", thoughts: null, reasoning: "", calls: [] });
+      this.#outputs.push({ box, span, waiting, tokens, text: "", thoughts: null, reasoning: "", calls: [], chunks: [] });
     }
     return this.#outputs[index];
   }
@@ -36,8 +36,13 @@ export class Answer {
   add(chunk, elapsed) {
     let added = 0;
     for (const choice of chunk.choices) {
-      const tokens = tokensOfChoice(choice);
-      this.#addTo(this.#output(choice.index), choice.delta ?? { content: choice.text }, tokens);
+      const output = this.#output(choice.index);
+      output.chunks.push(choice);
+      if (!choice.token_ids) continue; // of the deltas that tokens have released, the last one has their ids
+      const logprobs = output.chunks.find((c) => c.logprobs)?.logprobs;
+      const tokens = tokensOfChoice({ ...choice, logprobs });
+      output.waiting.push(...tokens);
+      for (const { delta, text } of output.chunks.splice(0)) this.#addTo(output, delta ?? { content: text });
       added += tokens.length;
       if (choice.draft_accepted) this.accepted = (this.accepted ?? 0) + tokens.filter((t) => t.accepted).length;
       if (choice.finish_reason) this.note(`finish_reason ${choice.finish_reason}`, choice.index);
@@ -48,9 +53,8 @@ export class Answer {
     this.#last = elapsed;
   }
 
-  #addTo(output, { content, reasoning_content: reasoning, tool_calls: parts }, tokens) {
+  #addTo(output, { content, reasoning_content: reasoning, tool_calls: parts }) {
     const { box, span, waiting, calls } = output;
-    waiting.push(...tokens);
     if (reasoning) {
       output.thoughts ??= new TokenText(fold("Reasoning", element("span"), box, span), waiting);
       output.thoughts.add(reasoning);
