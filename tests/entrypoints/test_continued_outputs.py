@@ -192,7 +192,7 @@ def test_the_given_tokens_share_the_prefix_that_is_kept(folder: Path) -> None:
     assert llm.core.scheduler.stats.num_shared_tokens - before == len(PROMPT) + 29  # the last gives the next logits
     assert again.num_cached_tokens == len(PROMPT)
     assert again.metrics.num_output_tokens == 40
-    assert again.metrics.ttft_sec <= again.metrics.total_sec
+    assert 0 < again.metrics.ttft_sec < again.metrics.total_sec
 
 
 def test_the_pages_program_runs() -> None:

@@ -660,7 +660,8 @@ def test_tokenizer_info(client: Client, chat: Client) -> None:
 
 def test_info(client: Client, chat: Client) -> None:
     found = client.get("/info")
-    expected = {**asdict(SamplingParams(max_tokens=16)), "stop": [], "stop_token_ids": [], "bad_words": []}
+    lists = ("stop", "stop_token_ids", "bad_words", "output_token_ids")
+    expected = {**asdict(SamplingParams(max_tokens=16)), **{name: [] for name in lists}}
     del expected["output_kind"]
     assert found["sampling_params"]["completions"] == expected
     assert found["sampling_params"]["chat"]["max_tokens"] is None
