@@ -25,6 +25,7 @@ from helpers.tools import TWO, tools_folder
 from nanoinfer import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanoinfer.engines.base import StepBatch
 from nanoinfer.outputs import CallDelta, CompletionOutput, Delta
+from nanoinfer.structured.masks import OutputGrammar
 
 CHARS = '\n abcdefghijklmnopqrstuvwxyzABC0123456789{}[]",:.-_\\/'
 END = 0
@@ -369,6 +370,14 @@ def test_tokens_that_the_grammar_forbids_are_refused(refused: LLM) -> None:
         lambda: refused.generate("a", given(*ids[:2], CHARS.index("s"), 5, structured_outputs=choice)),
         "4 tokens, but the output ends with token 3 (stop)",
     )
+
+
+@structured
+def test_a_request_that_waits_has_no_memory_of_its_grammar(llm: LLM) -> None:
+    params = given(CHARS.index("y"), structured_outputs=StructuredOutputsParams(choice=("yes", "no")))
+    grammar = llm.requests.make("a", params).sequences[0].grammar
+    assert isinstance(grammar, OutputGrammar)
+    assert grammar._state is None
 
 
 def test_a_conversation_has_no_output_that_is_continued(tmp_path: Path) -> None:

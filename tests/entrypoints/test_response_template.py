@@ -147,8 +147,13 @@ def test_every_cut_gives_the_same_message(name: str, templates: dict[str, Respon
         chance = random.Random(f"cuts {name} {seed}")
         text = random_answer(name, chance)
         whole = without_ids(read(templates[name], [text])[0])
+        by_character = ResponseTemplateParser(templates[name], [ADD])
         for i in range(len(text)):
             assert without_ids(read(templates[name], [text[:i], text[i:]])[0]) == whole, (text, i)
+            released = ResponseTemplateParser(templates[name], [ADD])
+            released.feed(text[:i])
+            assert without_ids(by_character.message()) == without_ids(released.message()), (text, i)
+            by_character.feed(text[i])
 
 
 ANSWERS: dict[str, tuple[str, str, tuple[Any, ...]]] = {

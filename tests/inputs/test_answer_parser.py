@@ -39,6 +39,15 @@ def parse(
     return parser.message(), deltas
 
 
+def released(f: AnswerFormat, text: str, cuts: Sequence[int] = (), **options: Any) -> tuple[Any, ...]:
+    """What was released of a text that may go on. A stream that is continued relies on it: no cut may change it."""
+    parser = AnswerParser(f, TOOLS, **options)
+    for a, b in pairwise([0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]):
+        parser.feed(text[a:b])
+    message = parser.message()
+    return message.content, message.reasoning, [(c.name, c.arguments) for c in message.tool_calls]
+
+
 def joined(deltas: Sequence[AnswerDelta]) -> ChatMessage:
     """The message that a client makes of deltas."""
     content = "".join(d.text for d in deltas if isinstance(d, ContentDelta))
@@ -103,6 +112,9 @@ def test_every_prefix_is_what_is_there(name: str) -> None:
         unconstrained, _ = parse(f, text[:end])
         message, deltas = parse(f, text[:end], range(end), constrained=True)
         assert joined(deltas) == message
+        for constrained in (False, True):
+            at_once = released(f, text[:end], constrained=constrained)
+            assert released(f, text[:end], range(end), constrained=constrained) == at_once
         assert [c.arguments for c in unconstrained.tool_calls] == [c.arguments for c in message.tool_calls]
         assert (unconstrained.content, unconstrained.reasoning) == (message.content, message.reasoning)
         assert len(message.tool_calls) <= len(calls)
@@ -180,6 +192,7 @@ def test_any_text_gives_the_same_message_for_every_split(name: str, parts: list[
     assert (message.content, message.reasoning) == (whole.content, whole.reasoning)
     assert [(c.name, c.arguments) for c in message.tool_calls] == [(c.name, c.arguments) for c in whole.tool_calls]
     assert joined(deltas) == message
+    assert released(FORMATS[name], text, cuts) == released(FORMATS[name], text)
     for call in message.tool_calls:
         assert call.name in ("get_weather", "set")
 

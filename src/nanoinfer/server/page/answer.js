@@ -27,7 +27,8 @@ export class Answer {
       const box = element("div", { className: "output" }, prompt, span);
       this.article.append(box);
       const tokens = new TokenText(span, waiting);
-      this.#outputs.push({ box, span, waiting, tokens, text: "", thoughts: null, reasoning: "", calls: [], chunks: [] });
+      const parts = { text: "", thoughts: null, reasoning: "", calls: [] };
+      this.#outputs.push({ box, span, waiting, tokens, ...parts, chunks: [] });
     }
     return this.#outputs[index];
   }
