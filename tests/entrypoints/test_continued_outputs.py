@@ -315,6 +315,22 @@ def test_messages_are_continued_in_the_middle_of_any_part(chats: list[LLM], name
 
 
 @structured
+def test_a_message_that_has_ended_has_no_deltas(chats: list[LLM]) -> None:
+    """It ends within a marker, which the uninterrupted stream has released with the last token."""
+    ids = chats[0].tokenize("hi <tool_c")
+    params = SamplingParams(temperature=0, max_tokens=len(ids), output_token_ids=tuple(ids))
+
+    async def main(model: AsyncLLM) -> list[CompletionOutput]:
+        stream = model.chat(HI, params, output_kind="delta", tools=TWO, enable_thinking=False)
+        return [o async for output in stream for o in output.outputs]
+
+    (o,) = async_llm.run(main, chats[0])
+    assert (o.text, o.token_ids, o.message_deltas, o.finish_reason) == ("", [], [], "length")
+    assert o.message is not None
+    assert o.message.content == "hi <tool_c"
+
+
+@structured
 def test_a_whole_chat_is_the_uninterrupted_one(chats: list[LLM]) -> None:
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=70)
     (whole,) = chats[0].chat(HI, params, **CALLS)
