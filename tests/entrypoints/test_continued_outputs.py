@@ -62,6 +62,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "chunked prefill": {"max_num_batched_tokens": 7},
     "unshared": {"enable_prefix_caching": False},
     "prompt-lookup": {"draft": "prompt-lookup", "speculate_k": 3},
+    "draft model": {"draft": "self:1", "speculate_k": 3},
     "preempted": {"kv_cache_memory": 40_000, "enable_prefix_caching": False},
     "static": {"engine": "static"},
     "paged": {"engine": "paged"},
