@@ -52,6 +52,11 @@ def test_promtool(tmp_path: Path) -> None:
     promtool, config = tool("promtool"), tmp_path / "prometheus.yml"
     config.write_text(json.dumps(compose_config("prometheus")))  # JSON is YAML
     assert "SUCCESS" in run(promtool, "check", "config", config)
+    dashboard = (ROOT / "docs" / "grafana.json").read_text().replace("$__rate_interval", "1m").replace("$model", ".*")
+    queries = [target["expr"] for panel in json.loads(dashboard)["panels"] for target in panel["targets"]]
+    groups = [{"name": "dashboard", "rules": [{"record": f"q{i}", "expr": query} for i, query in enumerate(queries)]}]
+    (tmp_path / "rules.yml").write_text(json.dumps({"groups": groups}))
+    assert f"SUCCESS: {len(queries)} rules found" in run(promtool, "check", "rules", tmp_path / "rules.yml")
 
 
 def faults(document: dict[str, Any], schema: dict[str, Any]) -> list[str]:
